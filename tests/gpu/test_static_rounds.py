@@ -277,8 +277,8 @@ def wrong_step(found: Any, then: Block, **options: Any) -> None:
 verified, placed, fed = RoundFunctions.verified, Block.placed, round_functions.feed
 SABOTAGES = {
     "decision": (RoundFunctions, "verified", wrong_decision, "decides"),
-    "position": (Block, "placed", wrong_position, "logits differ"),
-    "step": (round_functions, "feed", wrong_step, "logits differ"),
+    "position": (Block, "placed", wrong_position, "logits diverge"),
+    "step": (round_functions, "feed", wrong_step, "logits diverge"),
 }
 
 

@@ -347,7 +347,7 @@ def test_a_wrong_pass_is_switched_off(
     with caplog.at_level(logging.WARNING, "shoal"):
         use_lean_passes(runner, native)
     assert runner.lean is None
-    assert "its modules compute passes: lean ones differ by" in caplog.text
+    assert "its modules compute passes: lean passes diverge by" in caplog.text
     rows = decoded(runner)
     assert rows.error(original(name)) < ERROR
 
@@ -368,7 +368,7 @@ def test_each_check_counts(
     monkeypatch.setattr(selfcheck, check, failing)
     use_lean_passes(runner, native=False)
     assert runner.lean is None
-    assert "lean ones differ by" in caplog.text
+    assert "lean passes diverge by" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])

@@ -137,7 +137,7 @@ def test_captured_rounds_give_the_tokens_of_one_process(
         assert (found["failures"], found["said"]) == ([], [])
         assert found["captured"] == found["counts"]["rounds"]
         return
-    reason = "logits differ" if executor == "wrong-1" else "a host read while recording"
+    reason = "logits diverge" if executor == "wrong-1" else "a host read while recording"
     assert all(reason in failure for failure in found["failures"])
     assert "no more captured rounds" in found["said"][0]
     assert "ordinary ones do the work" in found["said"][1]  # nor are the single passes of stages static any more

@@ -106,7 +106,7 @@ def self_check(runner: Runner, role: str) -> CheckResult:
     from shoal.models.selfcheck import tolerance
 
     limit = tolerance(runner)
-    figure = f"ragged v plain forward: {error:.1e} of the logits' spread (limit {limit:g})"
+    figure = f"ragged v plain forward: {error:.1e} nats of divergence (limit {limit:g})"
     return CheckResult(name, "ok", figure, data={"error": error, "limit": limit})
 
 

@@ -36,9 +36,6 @@ from shoal.models.vectors import embedded
 NAME, STATIC_NAME = "shoal", "shoal-static"
 """The attention implementations that models are switched to."""
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest difference between two ways to compute the same logits, in standard deviations of the logits."""
-
 
 class AttentionState(Protocol):
     """What the layers of a pass under way ask for."""

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.bridge import TOLERANCE
+from shoal.models.divergence import BYTES, LIMITS, mean_divergence
 from shoal.models.quantize import Int8Linear
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
 
 def tolerance(runner: Runner) -> float:
-    """How far logits may be from those of a plain forward, in their standard deviations: as the dtype allows. Layers that round
-    their activations to bytes are as coarse as bfloat16, and another order of sums before them may turn a rounding.
+    """Returns how far the distributions of passes may be from those of a plain forward, in nats: as the dtype allows. Layers that
+    round their activations to bytes are coarser.
     """
     rounds = any(isinstance(module, Int8Linear) for module in runner.hf.modules())
-    return max(TOLERANCE[runner.dtype], TOLERANCE[torch.bfloat16] if rounds else 0.0)
+    return BYTES[runner.dtype] if rounds else LIMITS[runner.dtype]
 
 
 @torch.inference_mode()
@@ -39,7 +39,7 @@ def self_check(runner: Runner) -> float:
     tree gets chains. A sliding window that the attention never hears of bounds the context, as longer rows would see too much.
 
     Returns:
-        The largest difference in standard deviations of the logits; kept in `self_check_error`.
+        The divergence (`shoal.models.divergence`); kept in `self_check_error`.
 
     Raises:
         UnsupportedModel: if it exceeds `tolerance`.
@@ -60,16 +60,16 @@ def self_check(runner: Runner) -> float:
     runner.self_check_error = error
     if not error <= tolerance(runner):
         raise UnsupportedModel(
-            f"{runner.name}: ragged decoding differs from a plain forward by {error:.3g} standard deviations of the logits, "
-            f"more than {runner.dtype} allows ({tolerance(runner):.3g}); this architecture cannot be used"
+            f"{runner.name}: ragged decoding diverges from a plain forward by {error:.3g} nats, more than {runner.dtype} allows "
+            f"({tolerance(runner):.3g}); this architecture cannot be used"
         )
     return error
 
 
 @torch.inference_mode()
 def largest_error(runner: Runner) -> float:
-    """The largest difference to plain forwards, in standard deviations of the logits, of all that the runner's passes may be asked
-    for: ragged blocks, prompts without logits, a shared prompt, a draft tree."""
+    """The largest divergence from plain forwards of all that the runner's passes may be asked for: ragged blocks, prompts without
+    logits, a shared prompt, a draft tree."""
     ids, plain = _reference(runner)
     checks = [
         _error,
@@ -82,7 +82,7 @@ def largest_error(runner: Runner) -> float:
 
 @torch.inference_mode()
 def static_error(runner: Runner) -> float:
-    """The same of its static passes, launched one by one as nothing is captured yet; infinite where they fail."""
+    """The largest divergence of its static passes, launched one by one as nothing is captured yet; infinite where they fail."""
     static = copy.copy(runner)
     static.cache = type(runner.cache)()
     static.use_static_passes("eager")
@@ -94,10 +94,10 @@ def static_error(runner: Runner) -> float:
 
 
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
-    """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length, vocab] float64."""
+    """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length, vocab]."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
-    return ids, runner.plain_logits(ids).double()
+    return ids, runner.plain_logits(ids)
 
 
 def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor) -> float:
@@ -111,8 +111,7 @@ def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, i
 
 
 def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The largest difference to `plain` logits, in their standard deviations, of two rows with one stored prompt: all of `ids`
-    but the last two tokens of a row."""
+    """The divergence of two rows with one stored prompt: all of `ids` but the last two tokens of a row."""
     split = ids.shape[1] - 2
     if split < 1:
         return math.inf
@@ -121,15 +120,14 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
     runner.feed_prefix(prefix, 0, ids[:1, :split])
     for slot in range(2):
         runner.cache.enter(slot, prefix)
-    logits = runner.feed([0, 1], tail, [2, 1]).double()  # side by side, as passes of fixed shape need them
+    logits = runner.feed([0, 1], tail, [2, 1])  # side by side, as passes of fixed shape need them
     expected = plain[0, split:]
-    worst = _worst(float((own - truth).abs().max()) for own, truth in ((logits[0], expected), (logits[1, 0], expected[0])))
-    return worst / max(float(plain.std()), 1e-9)
+    return mean_divergence(torch.cat([logits[0], logits[1, :1]]), torch.cat([expected, expected[:1]]))
 
 
 def _prompt_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The same of the last two tokens of rows whose prompts, of unequal lengths, were fed without asking for logits; one of them in
-    two pieces."""
+    """The divergence of the last two tokens of rows whose prompts, of unequal lengths, were fed without asking for logits; one of
+    them in two pieces."""
     length = ids.shape[1]
     split = max(1, length - 8)
     if length < split + 3:
@@ -141,28 +139,26 @@ def _prompt_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
     runner.feed([1, 0], block, [rest, max(1, rest - 3)], want_logits=False)
     lengths = [runner.cache.lengths[slot] for slot in (0, 1)]
     last = torch.stack([ids[1 - slot, lengths[slot] : lengths[slot] + 2] for slot in (0, 1)])
-    logits = runner.feed([0, 1], last, [2, 2]).double()
-    worst = _worst(float((logits[slot] - plain[1 - slot, lengths[slot] : lengths[slot] + 2]).abs().max()) for slot in (0, 1))
-    return worst / max(float(plain.std()), 1e-9)
+    logits = runner.feed([0, 1], last, [2, 2])
+    expected = torch.stack([plain[1 - slot, lengths[slot] : lengths[slot] + 2] for slot in (0, 1)])
+    return mean_divergence(logits.flatten(0, 1), expected.flatten(0, 1))
 
 
 def _tree_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The same of a row's last three tokens as a draft tree: another row's token is a sibling of the second."""
+    """The divergence of a row's last three tokens as a draft tree: another row's token is a sibling of the second."""
     start = ids.shape[1] - 3
     if start < 1:
         return math.inf
     runner.reserve(1, start + 4)
     runner.feed([0], ids[:1, :start], [start])
     block = torch.cat([ids[0, start : start + 1], ids[1, :1], ids[0, start + 1 :]])
-    logits = runner.feed([0], block[None], [4], parents=[[-1, -1, 1]])[0, [0, 2, 3]].double()
-    return float((logits - plain[0, start:]).abs().max()) / max(float(plain.std()), 1e-9)
+    logits = runner.feed([0], block[None], [4], parents=[[-1, -1, 1]])[0, [0, 2, 3]]
+    return mean_divergence(logits, plain[0, start:])
 
 
 def _error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The largest difference of a ragged decode to `plain` logits, in their standard deviations."""
-    ragged = _ragged_decode(runner, ids)
-    worst = _worst(float((block - plain[row, span]).abs().max()) for row, span, block in ragged)
-    return worst / max(float(plain.std()), 1e-9)
+    """The largest mean divergence of the blocks of a ragged decode: a fault of one block is not made small by the others."""
+    return _worst(mean_divergence(block, plain[row, span]) for row, span, block in _ragged_decode(runner, ids))
 
 
 def _worst(errors: Iterable[float]) -> float:
@@ -184,7 +180,7 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
         tokens = torch.stack(
             [torch.nn.functional.pad(ids[r, s : s + c], (0, q - c)) for r, s, c in zip(rows, starts, counts, strict=True)]
         )
-        logits = runner.feed(slots, tokens, counts).double()
+        logits = runner.feed(slots, tokens, counts)
         pairs.extend(
             (r, slice(s, s + c), logits[i, :c]) for i, (r, s, c) in enumerate(zip(rows, starts, counts, strict=True))
         )

@@ -1,0 +1,80 @@
+"""A real pretrained model, loaded once per number format and kind of passes, and Transformers' own beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import shoal
+import smollm2
+from shoal.api import Shoal
+from shoal.models import formats, weights
+from shoal.models.weights.matrix import PACKED, Key
+from shoal.models.weights.packing import packing
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Pair = Callable[[str, str], Shoal]
+"""The model by number format and `compile`."""
+
+
+@pytest.fixture(scope="session")
+def directory() -> Path:
+    """The checkpoint; without its package the test is skipped, and the end of the run says so."""
+    if not smollm2.installed():
+        pytest.skip("needs smollm2, of the extra `real`")
+    return smollm2.checkpoint()
+
+
+def all_packed(keys: Collection[Key]) -> dict[Key, str]:
+    """The forms of weights where every measurement says that they are packed."""
+    return {key: PACKED if packing(key[1]) is not None else form for key, form in weights.by_facts(keys).items()}
+
+
+@pytest.fixture(scope="session")
+def pair(directory: Path) -> Iterator[Pair]:
+    """Each model is loaded when it is first asked for. With kernels all weights are packed for them, whatever a measurement says;
+    without, none are."""
+    loaded: dict[tuple[str, str], Shoal] = {}
+
+    def load(dtype: str = "float32", compile: str = "auto") -> Shoal:
+        if (dtype, compile) not in loaded:
+            with pytest.MonkeyPatch.context() as patch:
+                if compile == "auto":
+                    patch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset(DTYPES.values())))
+                    patch.setattr(weights, "by_measurement", all_packed)
+                loaded[dtype, compile] = shoal.load(directory, dtype=dtype, compile=compile, max_batch=256)
+        return loaded[dtype, compile]
+
+    yield load
+    for model in loaded.values():
+        model.close()
+
+
+@pytest.fixture(scope="session")
+def stock(directory: Path) -> Callable[[str], Any]:
+    """The model as Transformers has it, by number format."""
+
+    @cache
+    def load(dtype: str = "float32") -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).eval()
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def few_layers(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's first four layers with its head: real weights that long prompts, and drafts, can afford."""
+    place = tmp_path_factory.mktemp("real") / "few"
+    hf = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    hf.model.layers = hf.model.layers[:4]
+    hf.config.num_hidden_layers = 4
+    hf.save_pretrained(place)
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(place)
+    return place

@@ -1,0 +1,171 @@
+"""Greedy ids of a real model under every kind of drafter: those of Transformers, in float32 and bfloat16, by all kinds of passes.
+
+Whether ids are Transformers' own is asked of one forward over prompt and answer: each id must have the highest logit there. That is
+`generate` without its passes one by one; `test_ids_are_those_of_generate` compares with these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from shoal.api import Shoal
+from shoal.drafting.names import drafting_of
+from shoal.drafting.protocol import Drafter
+from shoal.types.samples import Result, Sample
+
+pytestmark = [pytest.mark.real, pytest.mark.limit(900)]
+
+CODE = '''def add(a, b):
+    """Return the sum of a and b."""
+    return a + b
+
+
+def subtract(a, b):
+    """Return the difference of a and b."""
+    return a - b
+
+
+def multiply(a, b):
+'''
+PROMPTS = (CODE, "Once upon a time")
+N = 3
+KINDS = [("float32", "auto"), ("float32", "off"), ("bfloat16", "auto"), ("bfloat16", "off")]
+"""Number formats, with the kernels in C and without."""
+TIES = {"float32": 1e-3, "bfloat16": 0.5}
+"""Logits that are so near may change places by rounding; of 16 to 32 in bfloat16, whose steps are then 0.125."""
+KERNELS = {"C decoder", "C layers"}
+"""The executors of passes by our kernels."""
+MOST_TIES = 0.05
+"""Share of positions in bfloat16 at which such a neighbour may have been taken."""
+
+
+def named(model: Shoal, name: str | None) -> Drafter | None:
+    """A drafter without a model, or one of the target's own parts."""
+    drafting = drafting_of(name)
+    return None if drafting is None else drafting.drafter(model.target)
+
+
+@dataclass
+class Gaps:
+    """How far the logits of chosen tokens lie below the highest, [tokens], and log-probabilities of the chosen."""
+
+    below: Tensor
+    logprobs: Tensor
+
+
+@torch.inference_mode()
+def gaps(hf: Any, prompt: list[int], sample: Sample) -> Gaps:
+    ids = torch.tensor([[*prompt, *sample.token_ids]])
+    logits = hf(ids, use_cache=False, logits_to_keep=len(sample.token_ids) + 1).logits[0, :-1].float()
+    chosen = logits.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+    return Gaps(logits.amax(dim=1) - chosen, chosen - logits.logsumexp(dim=1))
+
+
+def require_greedy(model: Shoal, hf: Any, result: Result, dtype: str) -> None:
+    """Rows of a prompt are equal, each token is the model's choice, and its log-probability is the model's."""
+    for prompt, output in zip(PROMPTS, result, strict=True):
+        first, *others = output.samples
+        for other in others:
+            same = [a == b for a, b in zip(first.token_ids, other.token_ids, strict=False)]
+            assert dtype == "bfloat16" or all(same)
+        gap = gaps(hf, model.tokenizer(prompt)["input_ids"], first)
+        assert float(gap.below.max()) <= TIES[dtype]
+        assert float((gap.below > 0).double().mean()) <= (MOST_TIES if dtype == "bfloat16" else 0.01)
+        error = (torch.tensor(first.logprobs) - gap.logprobs).abs()
+        assert float(error.max()) < (1e-4 if dtype == "float32" else 0.5)
+        assert float(error.mean()) < (3e-5 if dtype == "float32" else 0.05)
+
+
+def require_drafts(result: Result, tokens: int) -> None:
+    """Counts of a run that speculated: fewer rounds than tokens, and some drafts of both fates."""
+    stats = result.stats
+    assert stats.committed == len(PROMPTS) * N * tokens
+    assert 0 < stats.accepted < stats.drafted
+    assert stats.target_passes == stats.rounds <= tokens  # a row whose drafts are all refused takes a round a token
+    samples = [sample for output in result for sample in output.samples]
+    assert sum(sample.drafted for sample in samples) == stats.drafted
+    assert stats.row_rounds == sum(sample.rounds for sample in samples) < stats.committed
+
+
+def decoded(model: Shoal, drafter: Drafter | None, tokens: int, **options: Any) -> Result:
+    return model.generate(PROMPTS, N, drafter=drafter, temperature=0, max_new_tokens=tokens, eos=(), lookahead=4, **options)
+
+
+@pytest.mark.parametrize(("dtype", "compile"), KINDS)
+def test_which_passes_run(pair: Any, dtype: str, compile: str) -> None:
+    """Honest passes of a real model are not refused, in 16 bits either."""
+    model = pair(dtype, compile)
+    chosen = model.loaded["target"]
+    assert chosen["dtype"] == dtype
+    assert chosen["passes"] == ("C decoder" if compile == "auto" else "torch layers")
+    assert chosen["attention"] == ("native" if compile == "auto" else "mixed")
+    stats = model.generate(PROMPTS[1], max_new_tokens=3, temperature=0, eos=()).stats
+    assert stats.executors == {"target": {chosen["passes"]: 4}}
+
+
+@pytest.mark.parametrize(
+    "name", ["suffix", *(pytest.param(name, marks=pytest.mark.slow) for name in ("recycling", "self:exit=6"))]
+)
+def test_drafts_do_not_change_greedy_ids(pair: Any, stock: Callable[[str], Any], name: str) -> None:
+    model = pair("float32", "auto")
+    result = decoded(model, named(model, name), 32)
+    require_drafts(result, 32)
+    require_greedy(model, stock("float32"), result, "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "compile"), KINDS[1:])
+@pytest.mark.parametrize("name", ["ngram", "recycling"])
+def test_drafts_do_not_change_greedy_ids_by_other_passes(
+    pair: Any, stock: Callable[[str], Any], dtype: str, compile: str, name: str
+) -> None:
+    model = pair(dtype, compile)
+    result = decoded(model, named(model, name), 48)
+    require_drafts(result, 48)
+    require_greedy(model, stock(dtype), result, dtype)
+
+
+@pytest.mark.slow
+def test_ids_are_those_of_generate_over_300_tokens(pair: Any, stock: Callable[[str], Any]) -> None:
+    """The longer of both prompts by Transformers' own loop; suffixes repeat in code, so that hundreds are accepted."""
+    model = pair("float32", "auto")
+    result = decoded(model, named(model, "suffix"), 300)
+    require_drafts(result, 300)
+    require_greedy(model, stock("float32"), result, "float32")
+    ids = torch.tensor([model.tokenizer(CODE)["input_ids"]])
+    out = stock("float32").generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    assert tuple(out[0, ids.shape[1] :].tolist()) == result[0].samples[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["FEW", "FEW:tree=rsd-s,width=2,nodes=6", "FEW:tree=k-seq,width=2,nodes=6", "suffix+FEW"])
+def test_draft_models_do_not_change_greedy_ids(
+    directory: Path, few_layers: Path, stock: Callable[[str], Any], draft: str
+) -> None:
+    with shoal.load(directory, draft.replace("FEW", str(few_layers)), dtype="float32") as model:
+        result = decoded(model, None, 32)
+        require_drafts(result, 32)
+        require_greedy(model, stock("float32"), result, "float32")
+        assert result.stats.executors["draft"].keys() <= KERNELS
+
+
+@pytest.mark.slow
+def test_a_drafter_with_another_vocabulary_does_not_change_greedy_ids(directory: Path, stock: Callable[[str], Any]) -> None:
+    """The drafter that shoal brings writes Python by a tokenizer of its own."""
+    from shoal.models.loading import bundled
+
+    with shoal.load(directory, bundled("drafter"), dtype="float32") as model:
+        assert model.vocabularies is not None
+        result = decoded(model, None, 32)
+        require_drafts(result, 32)
+        require_greedy(model, stock("float32"), result, "float32")

@@ -24,11 +24,10 @@ from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.bench.provenance import require_place, write_results
-from shoal.models.bridge import TOLERANCE
 from shoal.models.loading import bundled, load_runner, load_tokenizer
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
-from shoal.models.selfcheck import largest_error
+from shoal.models.selfcheck import largest_error, tolerance
 from shoal.problems.generator import generate as problems
 
 TARGET, DRAFTER = bundled("target"), bundled("drafter")
@@ -43,8 +42,8 @@ def runner_for(way: str, source: str | Path, dtype: str) -> Runner:
     if way in WAYS[2:]:
         use_lean_passes(made, native=way == WAYS[3])
     error = largest_error(made)
-    if not error <= TOLERANCE[made.dtype]:
-        raise SystemExit(f"{way}: logits differ by {error:.3g} standard deviations; no times")
+    if not error <= tolerance(made):
+        raise SystemExit(f"{way}: logits diverge by {error:.3g} nats; no times")
     return made
 
 

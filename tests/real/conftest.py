@@ -14,6 +14,7 @@ import transformers
 import shoal
 import smollm2
 from shoal.api import Shoal
+from shoal.drafting.names import drafting_of
 from shoal.models import formats, weights
 from shoal.models.weights.matrix import PACKED, Key
 from shoal.models.weights.packing import packing
@@ -22,6 +23,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Pair = Callable[[str, str], Shoal]
 """The model by number format and `compile`."""
+Drafted = Callable[[Path, str], Shoal]
+"""The model in float32 with another as its draft model, by the other's directory and the shape of drafts."""
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +58,21 @@ def pair(directory: Path) -> Iterator[Pair]:
     yield load
     for model in loaded.values():
         model.close()
+
+
+@pytest.fixture(scope="session")
+def drafted(pair: Pair) -> Drafted:
+    """Both models are loaded once, whatever the shapes: FEW names the other where a shape has more than a suffix."""
+    loaded: dict[Path, Shoal] = {}
+
+    def of(place: Path, shape: str = "FEW") -> Shoal:
+        if place not in loaded:
+            loaded[place] = shoal.load(place, dtype="float32")
+        target = pair("float32", "auto")
+        drafting = drafting_of(shape.replace("FEW", str(place)))
+        return Shoal(target.target, loaded[place].target, target.tokenizer, max_batch=256, drafting=drafting)
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.drafting.names import drafting_of
 
 pytestmark = [pytest.mark.real, pytest.mark.limit(900)]
 
@@ -31,15 +32,19 @@ def chosen(hf: Any, prompt: list[int], new: tuple[int, ...]) -> tuple[list[int],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [2000, 7900])
-def test_long_prompts(few_layers: Path, directory: Path, stock: Callable[[str], Any], length: int) -> None:
+def test_long_prompts(few_layers: Path, pair: Any, stock: Callable[[str], Any], length: int) -> None:
     """2,000 tokens through all layers; 7,900, near the end of the context, through the first ones."""
     from transformers import AutoModelForCausalLM
 
-    place = directory if length < 4000 else few_layers
-    hf = stock("float32") if length < 4000 else AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-    with shoal.load(place, "suffix", dtype="float32") as model:
-        prompt = long_prompt(model.tokenizer, length)
-        result = model.generate([prompt, prompt[-40:]], 2, temperature=0, max_new_tokens=12, lookahead=4, eos=())
+    if length < 4000:
+        hf, model = stock("float32"), pair("float32", "auto")
+    else:
+        hf = AutoModelForCausalLM.from_pretrained(few_layers, dtype=torch.float32).eval()
+        model = shoal.load(few_layers, dtype="float32")
+    prompt = long_prompt(model.tokenizer, length)
+    drafter = drafting_of("suffix").drafter(model.target)  # type: ignore[union-attr]
+    options = {"temperature": 0, "max_new_tokens": 12, "lookahead": 4, "eos": ()}
+    result = model.generate([prompt, prompt[-40:]], 2, drafter=drafter, **options)
     assert result.stats.executors["target"].keys() <= {"C decoder", "C layers"}
     sample = result[0].samples[0]
     best, logprobs = chosen(hf, prompt, sample.token_ids)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx
@@ -40,6 +41,27 @@ def eventually(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def status(connection: socket.socket) -> int:
+    """Reads as much of an answer as says how it went, and leaves the rest."""
+    line = b""
+    while len(line) < len("HTTP/1.1 200"):
+        part = connection.recv(len("HTTP/1.1 200") - len(line))
+        assert part, line
+        line += part
+    return int(line[-3:])
+
+
+def whole_answer(connection: socket.socket) -> int:
+    """Reads one answer until its end, in however many parts it comes; returns its status."""
+    answer = HTTPResponse(connection)
+    try:
+        answer.begin()
+        answer.read()
+        return answer.status
+    finally:
+        answer.close()
 
 
 @dataclass

@@ -23,7 +23,7 @@ import httpx
 import pytest
 import torch
 
-from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served
+from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served, whole_answer
 from shoal import cli
 from shoal.cli.serve import serve, served_name
 from shoal.serve import bodies, ops, protocol, run
@@ -234,7 +234,7 @@ def test_the_key_is_checked_before_the_body_is_read() -> None:
                 "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n"
             )
             connection.sendall(head.encode())  # and no body
-            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+            assert whole_answer(connection) == 401
 
 
 def test_a_client_that_goes_before_its_body_is_there() -> None:
@@ -298,7 +298,7 @@ def test_headers_that_trickle(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> 
 def test_a_later_request_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(pair()) as server, connected(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert whole_answer(connection) == 200
         monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.5)
         connection.sendall(b"GET /health HT")
         assert b"HTTP/1.1 408" in until_closed(connection, drop=b"x")
@@ -329,7 +329,7 @@ def test_a_request_that_takes_its_time_is_no_slow_client(monkeypatch: pytest.Mon
     gate = Gate(legible(0), length=10)
     with served(pair(gate)) as server, connected(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")  # the time for a connection's first bytes is over
+        assert whole_answer(connection) == 200  # the time for a connection's first bytes is over
         for phase in protocol.ARRIVAL_TIMEOUT_SECONDS:
             monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, phase, 0.2)
         body = b'{"prompt": "hello", "max_tokens": 20}'
@@ -337,7 +337,7 @@ def test_a_request_that_takes_its_time_is_no_slow_client(monkeypatch: pytest.Mon
         assert gate.reached.wait(TIMEOUT_SECONDS)
         threading.Event().wait(0.5)
         gate.opened.set()
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert whole_answer(connection) == 200
 
 
 def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +351,7 @@ def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
             assert got.startswith(b"HTTP/1.1 503")
             assert b"too_many_connections" in got
         held[0].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert held[0].recv(4096).startswith(b"HTTP/1.1 200")
+        assert whole_answer(held[0]) == 200
         held[1].close()
         eventually(lambda: server.post(max_tokens=1).status_code == 200)
 
@@ -362,7 +362,7 @@ def test_clients_close_their_idle_connections_before_the_server_does(monkeypatch
     with served(pair()) as server, connected(server) as connection:
         for _ in range(3):
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            assert whole_answer(connection) == 200
             monkeypatch.setitem(
                 protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.2
             )  # not of the first request: it might be slow

@@ -33,7 +33,7 @@ from shoal.bench.machine import machine
 from shoal.bench.measure import in_turns
 from shoal.bench.provenance import require_place, write_results
 from shoal.config import Grammar
-from shoal.drafting.names import named
+from shoal.drafting.draft import read_draft
 from shoal.durable import write_synced
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, RequestError
@@ -130,8 +130,9 @@ def engine_of(pair: shoal.Shoal, name: str, lookahead: str, rule: str) -> Engine
     if name == "plain":
         return pair.engine("off", RULES[rule]())
     assert pair.draft_model is not None
-    model, drafting = pair.model_drafter(pair.draft_model), named(name)
-    drafter = model if drafting is None else drafting.drafter(pair.target, model)
+    draft = read_draft(name)
+    assert draft is not None
+    drafter = draft.drafter(pair.target, pair.model_drafter(pair.draft_model))
     return pair.engine(lookahead, RULES[rule](), drafter=drafter)
 
 

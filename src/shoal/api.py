@@ -23,15 +23,11 @@ from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax, with_syntaxes
 from shoal.constraints.weights import read_exact, weighed
+from shoal.drafting.draft import BUNDLED, Draft, read_draft
+from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
-from shoal.drafting.names import drafting_of
-from shoal.drafting.other_vocabulary import Choice, model_drafter
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.self_drafting import SelfDrafting
-from shoal.drafting.specs import BUNDLED, WITH_MODEL, Drafting, Sum
-from shoal.drafting.stored import require_tokenizer
-from shoal.drafting.trained import TRAINED
 from shoal.engine.batch_size import FIRST, BatchSizes, require_max_batch
 from shoal.engine.engine import PREPARED_TOKENS, Engine
 from shoal.engine.prefix_cache import PrefixMemory
@@ -40,12 +36,13 @@ from shoal.engine.scheduler import CHUNK
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.lookahead import controller as controllers
-from shoal.models import loading, pairing, trimming
+from shoal.models import loading
 from shoal.models.load_report import load_report, one_line
 from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
+from shoal.models.trimming import Proposable
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.inputs import Prompts, read_prompts, with_bad_words
 from shoal.types.load_stages import LoadProgress, LoadStages, StageWatch
@@ -84,7 +81,7 @@ def load(
         draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
             drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
             model ("suffix+DIR"), or a model that drafts trees ("DIR:tree=rsd-s"), or trained heads ("medusa:DIR", "eagle3:DIR") or
-            prompt tokens ("ppd:DIR"), or the target's own first layers ("self:exit=6"), see `shoal.drafting.names`; or any object
+            prompt tokens ("ppd:DIR"), or the target's own first layers ("self:exit=6"), see `shoal.drafting.draft`; or any object
             of `shoal.drafting.protocol.Drafter`, for one call at a time.
             None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
@@ -116,7 +113,9 @@ def load(
         RequestError: not found, or a wrong option. UnsupportedModel, PairMismatch: with the reason.
     """
     stages = LoadStages(progress)
-    model, drafting = _drafts(draft)
+    spec = read_draft(draft)
+    model: Source | None = None if spec is None else spec.source
+    drafting = None if spec is None or spec.is_model else spec
     if target is None:
         if model not in (None, BUNDLED):
             raise RequestError("a draft model was given without a target model")
@@ -136,50 +135,39 @@ def load(
     if tokenizer is None:
         with stages.stage("tokenizer", "target"):
             tokenizer = _tokenizer(target, revision, common)
-    require_tokenizer(drafting, tokenizer)
+    if drafting is not None:
+        drafting.require_files(tokenizer)
     placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
     runner = _runner(
         target, placed, stages.of("target"), revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel
     )
-    draft_runner, proposable = None, None
+    draft_model = None
     if model is not None:
-        draft_tokenizer = _tokenizer(model, draft_revision, common)
-        kept = None if isinstance(model, nn.Module) else trimming.kept_of(model, draft_tokenizer)
-        draft_runner = _runner(
-            model, placed, stages.of("draft"), revision=draft_revision, quantize=formats["draft"], target_dtype=runner.dtype,
-            kept=kept,
-        )  # fmt: skip
-        other = pairing.compared(runner, draft_runner, tokenizer, draft_tokenizer)
-        proposable = trimming.proposable(other, kept, runner.vocab_size)
+        tokenizers = Tokenizers(tokenizer, _tokenizer(model, draft_revision, common))
+        options = {"revision": draft_revision, "quantize": formats["draft"], "target_dtype": runner.dtype}
+        draft_watch = stages.of("draft")
+        draft_model = DraftModel.load(
+            model,
+            runner,
+            tokenizers,
+            lambda kept: _runner(model, placed, draft_watch, **options, kept=kept),
+        )
+    draft_runner = None if draft_model is None else draft_model.runner
     for watch, source, one in ((stages.of("target"), target, runner), (stages.of("draft"), model, draft_runner)):
         if one is not None:
             with watch("passes"):
                 choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
     if draft_runner is not None:
         exits_of(draft_runner)  # exits that it does not have are refused here
-    alone = drafting.last if isinstance(drafting, Sum) else drafting
-    if alone is not None and isinstance(alone, (*TRAINED, SelfDrafting)):
-        alone.drafter(runner)  # heads that do not fit, or an exit that it does not have, are refused here
+    if drafting is not None:
+        drafting.require_fit(runner)
     pair = Shoal(
         runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, prefix_memory=prefix_memory,
-        drafting=drafting, proposable=proposable,
+        drafting=drafting, proposable=None if draft_model is None else draft_model.proposable,
     )  # fmt: skip
     LOG.info(one_line(pair.loaded))
     stages.ready()
     return pair
-
-
-def _drafts(draft: Source | Drafter | None) -> tuple[Source | None, Drafting | None]:
-    """The draft model and the drafter without one that `draft` means. Raises RequestError: it is neither."""
-    drafting = drafting_of(draft)
-    if drafting is not None:
-        return drafting.source if isinstance(drafting, WITH_MODEL) else None, drafting
-    if draft is None or isinstance(draft, (str, Path, nn.Module)):
-        return draft, None
-    raise RequestError(
-        "draft must be a hub id, a directory, a Transformers model, a drafter's name or an object of "
-        f"shoal.drafting.protocol.Drafter, got a {type(draft).__name__}"
-    )
 
 
 def _check_source(role: str, source: Source | None, **options: Any) -> None:
@@ -215,6 +203,7 @@ class Shoal:
         target, draft_model: `Runner`s (draft_model None = there is no second model). tokenizer: Transformers' (None: ids only).
         max_batch, prefix_sharing: see `load`. prefixes: of earlier calls; None = none are kept.
         drafting: makes drafters other than that of the draft model; None = there are none.
+        proposable: the tokens that a draft model may propose.
         vocabularies: of a draft model with another tokenizer. choice: how it drafts, by counts. None with the same tokenizer.
         shared: the tokens that a draft model may propose, where these are not all.
         rule: None, or one for all runs, whatever they ask for (experiments).
@@ -222,18 +211,17 @@ class Shoal:
 
     def __init__(
         self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int | str = "auto",
-        prefix_sharing: str = "auto", prefix_memory: int = 0, drafting: Drafting | None = None,
-        proposable: trimming.Proposable | None = None,
+        prefix_sharing: str = "auto", prefix_memory: int = 0, drafting: Draft | None = None,
+        proposable: Proposable | None = None,
     ) -> None:  # fmt: skip
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         check_policy(prefix_sharing)
         self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
         self.drafting = drafting
-        self._proposable = proposable or trimming.Proposable()
-        self.vocabularies, self.shared = self._proposable.vocabularies, self._proposable.shared
-        self.choice: Choice | None = None
-        if self.vocabularies is not None and draft_model is not None:
-            self.choice = Choice.of_pair(self.vocabularies, target, draft_model)
+        self.proposable = proposable or Proposable()
+        self.vocabularies, self.shared = self.proposable.vocabularies, self.proposable.shared
+        self._draft = None if draft_model is None else DraftModel.of(draft_model, target, self.proposable)
+        self.choice = None if self._draft is None else self._draft.choice
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes = BatchSizes()
@@ -276,7 +264,7 @@ class Shoal:
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
-        self._models = self.prefixes = None
+        self._models = self.prefixes = self._draft = None
         gc.collect()  # engines and models hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -483,7 +471,7 @@ class Shoal:
 
     def model_drafter(self, model: Runner) -> ModelDrafter:
         """The draft model as a drafter, for a new engine."""
-        return model_drafter(model, self.target.vocab_size, self._proposable, self.choice)
+        return DraftModel(model, self.proposable, self.choice).drafter(self.target)
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:

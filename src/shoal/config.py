@@ -14,6 +14,8 @@ from typing import Any
 
 from shoal.errors import RequestError
 
+MOST_NODES = 63
+"""Most nodes of a draft tree that branches: a column sees a word of 64 bits, the root takes one."""
 _OWN = (type(None), bool, int, float, str, bytes)
 
 

@@ -77,7 +77,7 @@ TORCH_FREE = (
     "types.inputs types.stats "
     "engine.scheduler engine.admission engine.waiting engine.deadlines engine.prefix_store engine.detokenizer "
     "engine.samples constraints.json_schemas constraints.disjoint constraints.unique_items constraints.sources models.sources "
-    "drafting.names drafting.specs drafting.trained drafting.model_trees drafting.self_drafting"
+    "drafting.draft drafting.registry"
 )
 """Pure Python: tested and reasoned about without a tensor."""
 

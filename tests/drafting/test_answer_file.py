@@ -1,6 +1,6 @@
 """Earlier answers on disk: what later engines find, who may share a file, how it stays small, and what is refused.
 
-Tests of: drafting.answers, drafting.answer_file, drafting.stored, drafting.suffix, drafting.names.
+Tests of: drafting.answers, drafting.answer_file, drafting.suffix, drafting.draft.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pytest
 from drafts import V, decoded, decoded_plainly, group, leave, proposed
 from shoal.drafting import answer_file
 from shoal.drafting.answer_file import AnswerFile, require_answers
-from shoal.drafting.names import named
-from shoal.drafting.stored import require_tokenizer
+from shoal.drafting.draft import read_draft
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.errors import RequestError
 from shoal.sampling.acceptance import Coupled, Rejection
@@ -88,13 +87,13 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     require_answers(str(file), "some")
     require_answers(str(file), None)
     with pytest.raises(RequestError, match="holds answers of another tokenizer"):
-        require_tokenizer(named(f"suffix:answers={file}"), tiny_tokenizer())
+        SuffixDrafter.require_files(tiny_tokenizer(), answers=str(file))
     for content in ("hello\n", "{}\n", "[]\n", '{"shoal": "index", "tokenizer": "some"}\n'):
         (tmp_path / "bad").write_text(content)
         with pytest.raises(RequestError, match="is no file of answers"):
             require_answers(str(tmp_path / "bad"), "some")
     with pytest.raises(RequestError, match="there is no such directory"):
-        named(f"suffix:answers={tmp_path}/none/answers")
+        read_draft(f"suffix:answers={tmp_path}/none/answers")
     with pytest.raises(RequestError, match="cannot write answers"):
         require_answers(str(tmp_path), "some")
 

@@ -1,6 +1,6 @@
 """`DIR:tree=auto`: `lookahead="auto"` drafts chains, trees or nothing with one model, whichever brings most by a virtual clock.
 
-Tests of: drafting.chain_or_tree, drafting.names.
+Tests of: drafting.chain_or_tree, drafting.draft.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import clocks
 from clocks import Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
 from shoal.drafting.chain_or_tree import ChainOrTreeDrafter
-from shoal.drafting.names import named
+from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
@@ -156,9 +156,9 @@ def test_ways_follow_one_another(rule: Coupled | Rejection) -> None:
 
 
 def test_names() -> None:
-    spec = named("some/model:tree=auto,nodes=20")
+    spec = read_draft("some/model:tree=auto,nodes=20")
     assert spec is not None
     assert spec.name == "model:tree=auto,nodes=20"
     for wrong, why in (("some/model:tree=auto,width=3", "takes no width"), ("suffix+some/model:tree=auto", "one shape")):
         with pytest.raises(RequestError, match=why):
-            named(wrong)
+            read_draft(wrong)

@@ -1,6 +1,6 @@
 """`shoal index` and lookups in what it writes: the matches of a search, files that do not fit, memory, exactness.
 
-Tests of: drafting.corpus, drafting.index_file, drafting.stored, drafting.suffix, drafting.names.
+Tests of: drafting.corpus, drafting.index_file, drafting.suffix, drafting.draft.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from shoal.cli import index as index_command
 from shoal.cli import index_texts, run
 from shoal.drafting import corpus as corpus_module
 from shoal.drafting.corpus import LONGEST, Corpus
+from shoal.drafting.draft import read_draft
 from shoal.drafting.index_file import DEPTH, END, IndexWriter, fitting_index, open_index, sorted_places
-from shoal.drafting.names import named
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.stored import require_tokenizer
 from shoal.drafting.suffix import SuffixDrafter, likeliest
 from shoal.errors import RequestError
 from shoal.sampling.acceptance import Coupled, Rejection
@@ -175,7 +174,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot read index"):
         open_index(str(tmp_path / "none"))
     with pytest.raises(RequestError, match="there is no index"):
-        named(f"suffix:index={tmp_path}/none")
+        read_draft(f"suffix:index={tmp_path}/none")
 
 
 def test_an_index_of_another_tokenizer(
@@ -189,11 +188,12 @@ def test_an_index_of_another_tokenizer(
             shoal.load(saved_pair[0], draft)
     with pytest.raises(RequestError, match=r"it has token .* and the target has 64 tokens"):  # no tokenizer at hand
         fitting_index(str(file), 64)
-    drafting, tokenizer = named(f"suffix:index={file}"), tiny_tokenizer()
+    draft, tokenizer = read_draft(f"suffix:index={file}"), tiny_tokenizer()
+    assert draft is not None
     with pytest.raises(RequestError, match="is one of another tokenizer"):
-        require_tokenizer(drafting, tokenizer)
-    monkeypatch.setattr("shoal.drafting.stored.fingerprint", lambda _: open_index(str(file)).tokenizer)
-    require_tokenizer(drafting, tokenizer)  # a sabotage that the line above notices
+        draft.require_files(tokenizer)
+    monkeypatch.setattr("shoal.drafting.suffix.fingerprint", lambda _: open_index(str(file)).tokenizer)
+    draft.require_files(tokenizer)  # a sabotage that the line above notices
 
 
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────

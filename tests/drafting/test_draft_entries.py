@@ -181,10 +181,10 @@ def test_the_transformers_entry_takes_a_drafter_with_another_tokenizer(
     assert ran[-1].drafted > 0
     if form == "bound":  # what is known of the methods is kept for the next call
         target.generate(ids, **sampled, **asked, lookahead=3)
-        known = drafts.known_of(asked["draft_model"], transformers._runner(target, "auto"), "auto")
+        known = drafts.kept_model(asked["draft_model"], transformers._runner(target, "auto"), "auto")
         assert known is not None
-        assert known.choice is not None
-        assert known.choice.rounds > ran[-1].rounds
+        assert known.model.choice is not None
+        assert known.model.choice.rounds > ran[-1].rounds
         bigger = tiny_model("llama", vocab_size=len(byte_level()) + 600, layers=1)
         with pytest.raises(PairMismatch, match="no tokenizers to compare"):
             target.generate(ids, **sampled, custom_generate=shoal.custom_generate, draft_model=bigger)

@@ -2,7 +2,7 @@
 fit. That trees drawn from a right q are exact is said by tests/drafting/test_tree_drafters.py.
 
 Tests of: models.eagle3, drafting.growth, drafting.eagle3, drafting.hidden, drafting.shapes,
-drafting.trained.
+drafting.draft.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import shoal
 from eagle_heads import CONFIG, DRAFTS, WIDTH, V, by_definition, random_heads, save_eagle3
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
+from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from shoal.drafting.growth import Node
-from shoal.drafting.names import named
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
-from shoal.drafting.trained import Eagle3
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
 from shoal.lookahead.fixed import Fixed
@@ -107,7 +106,7 @@ def largest_difference(target: Runner, drafter: Eagle3Drafter) -> float:
 def test_drafts_are_those_of_the_definition(place: Path, target: Runner, sharing: str) -> None:
     """In ragged batches with joins, cancellations and moves, after accepted and rejected drafts."""
     proposals.clear()
-    made = Eagle3(str(place)).drafter(target)
+    made = Eagle3Drafter.for_target(target, directory=str(place))
     assert isinstance(made, Eagle3Drafter)
     drafter = Recorder(made._heads, made.hidden_layers, target)
     engine, _ = decoded(target, drafter, Rejection(), 4, 2.0, sharing)
@@ -132,7 +131,7 @@ class TreeRecorder(Eagle3TreeDrafter):
 def test_nodes_of_trees_are_those_of_the_definition(place: Path, target: Runner) -> None:
     """Of each node what follows the path to it; the whole tree is fed again for each depth, with the states of its parents."""
     proposals.clear()
-    made = Eagle3(str(place), "rsd-s", width=2, nodes=6).drafter(target)
+    made = Eagle3Drafter.for_target(target, directory=str(place), tree="rsd-s", width=2, nodes=6)
     assert isinstance(made, Eagle3TreeDrafter)
     drafter = TreeRecorder(made._heads, made.hidden_layers, target, shape=made._shape)
     engine, _ = decoded(target, drafter, Rejection(), 4, 2.0)
@@ -151,7 +150,7 @@ def test_a_shifted_hidden_state_is_noticed(place: Path, target: Runner, monkeypa
     real = hidden._hidden
     monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1))
     proposals.clear()
-    made = Eagle3(str(place)).drafter(target)
+    made = Eagle3Drafter.for_target(target, directory=str(place))
     assert isinstance(made, Eagle3Drafter)
     drafter = Recorder(made._heads, made.hidden_layers, target)
     decoded(target, drafter, Rejection(), 4, 2.0)
@@ -173,7 +172,7 @@ def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_bat
     """Greedy; under the coupled rule at T > 0 as well."""
     for temperature in (0.0, 2.0) if isinstance(rule, Coupled) else (0.0,):
         plain, expected = decoded(target, None, rule, max_batch, temperature)
-        drafter = Eagle3(str(place), tree).drafter(target)
+        drafter = Eagle3Drafter.for_target(target, directory=str(place), tree=tree)
         assert isinstance(drafter, Eagle3Drafter)
         engine, found = decoded(target, drafter, rule, max_batch, temperature)
         assert found == expected
@@ -211,16 +210,13 @@ def test_the_protocol_is_kept(shape: str) -> None:
 
 
 def test_names(place: Path) -> None:
-    assert named(f"eagle3:{place}") == Eagle3(str(place))
-    assert named(f"eagle3:{place},tree=dyspec,nodes=8") == Eagle3(str(place), "dyspec", 0, 8)
-    assert Eagle3(str(place), "rsd-s", 3).name == "eagle3:tree=rsd-s,width=3,nodes=16"
     for options, message in (
         ("tree=oak", "tree must be one of rsd-c"),
         ("nodes=64", "nodes in 0..63"),
         ("k=3", "no option 'k'"),
     ):
         with pytest.raises(RequestError, match=message):
-            named(f"eagle3:{place},{options}")
+            read_draft(f"eagle3:{place},{options}")
 
 
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,4 +251,4 @@ def test_what_does_not_fit(
     tmp_path: Path, target: Runner, config: dict[str, Any], tensors: dict[str, Tensor], error: type[ShoalError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        Eagle3(str(save_eagle3(tmp_path, tensors, **config))).drafter(target)
+        Eagle3Drafter.for_target(target, directory=str(save_eagle3(tmp_path, tensors, **config)))

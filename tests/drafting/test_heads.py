@@ -1,7 +1,7 @@
 """Drafters that are trained heads: exact whatever they propose, accepted where they are right, refused where they do not fit.
 
-Tests of: drafting.checkpoints, drafting.hidden, drafting.medusa, drafting.trained, drafting.sums,
-drafting.suffix, drafting.names.
+Tests of: drafting.checkpoints, drafting.hidden, drafting.medusa, drafting.sums,
+drafting.suffix, drafting.draft.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from medusa_heads import HEADS, V, guessing, knowing, save_medusa
 from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
+from shoal.drafting.draft import read_draft
 from shoal.drafting.medusa import MedusaDrafter
-from shoal.drafting.names import named
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
-from shoal.drafting.trained import Medusa
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError
 from shoal.lookahead.fixed import Fixed
@@ -164,7 +163,7 @@ def test_names() -> None:
         ("meduza:x", "did you mean 'medusa'?"),
     ):
         with pytest.raises(RequestError) as raised:
-            named(text)
+            read_draft(text)
         assert message in str(raised.value)
 
 
@@ -201,9 +200,10 @@ def broken(directory: Path, change: str) -> Path:
 def test_what_does_not_fit(tmp_path: Path, change: str, error: type[ShoalError], message: str) -> None:
     target = wrap(tiny_model("llama").float(), "tiny", checked=False)
     with pytest.raises(error, match=message.replace(".", r"\.")):
-        Medusa(str(broken(tmp_path, change))).drafter(target)
+        MedusaDrafter.for_target(target, directory=str(broken(tmp_path, change)))
 
 
 def test_targets_without_positions_get_chains(tmp_path: Path) -> None:
-    spec, target = Medusa(str(save_medusa(tmp_path))), wrap(tiny_model("mpt").float(), "tiny", checked=False)
-    assert spec.drafter(target).max_nodes == 0
+    target = wrap(tiny_model("mpt").float(), "tiny", checked=False)
+    made = MedusaDrafter.for_target(target, directory=str(save_medusa(tmp_path)))
+    assert made.max_nodes == 0

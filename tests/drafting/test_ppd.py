@@ -2,7 +2,7 @@
 of them; trees of the size that pays; refused where they do not fit.
 
 Tests of: models.vectors, drafting.pass_times, drafting.probe_trees, drafting.ppd,
-models.cache.plan, drafting.trained, drafting.names.
+models.cache.plan, drafting.draft.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from exits import PASSES, runner_of
 from prompt_tokens import SHARES, scripted_tokens
 from shoal.cli import run
 from shoal.config import Limits, Sampling
-from shoal.drafting.names import named
+from shoal.drafting.draft import read_draft
 from shoal.drafting.pass_times import pass_times
 from shoal.drafting.ppd import PpdDrafter, PromptTokens, load_ppd
 from shoal.drafting.probe_trees import chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.trained import Ppd
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
 from shoal.lookahead.controller import by_name
@@ -384,8 +383,6 @@ def test_every_way_in(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_names(tmp_path: Path) -> None:
     save_ppd(tmp_path)
-    assert named(f"ppd:{tmp_path}") == Ppd(str(tmp_path))
-    assert Ppd(str(tmp_path)).name == "ppd"
     for text, message in (
         ("ppd:", "ppd needs the directory of its heads, as in ppd:DIR or ppd:DIR,nodes=0"),
         ("ppd:/nowhere", "`shoal train ppd` makes such a directory"),
@@ -393,7 +390,7 @@ def test_names(tmp_path: Path) -> None:
         ("suffix+ppd:x", "a sum is a drafter and a draft model"),
     ):
         with pytest.raises(RequestError) as raised:
-            named(text)
+            read_draft(text)
         assert message in str(raised.value)
 
 

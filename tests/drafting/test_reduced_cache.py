@@ -1,7 +1,7 @@
 """A target that drafts with a part of its cache: drafts are what it says of the first and the most recent tokens at their true
 positions, in ragged batches; the output is that of the whole cache.
 
-Tests of: drafting.reduced_cache, drafting.self_drafting, drafting.names.
+Tests of: drafting.reduced_cache, drafting.draft.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import shoal
 from exits import ALPHA, PASSES, V, model_of, run, runner_of
 from laws import joint
 from shoal.config import Limits, Sampling
-from shoal.drafting.names import named
+from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import DraftInputs
-from shoal.drafting.reduced_cache import ROOM, ReducedCacheDrafter
-from shoal.drafting.self_drafting import SelfDrafting
+from shoal.drafting.reduced_cache import ROOM, ReducedCacheDrafter, self_drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
@@ -178,9 +177,6 @@ def test_memory_is_that_of_the_part(quick: Runner) -> None:
 
 def test_names_and_what_is_refused(quick: Runner) -> None:
     target = quick
-    assert named("self:window=256") == SelfDrafting(window=256)
-    assert SelfDrafting(window=256).name == "self:window=256,sinks=4"
-    assert SelfDrafting(6, 256, 0).name == "self:exit=6,window=256,sinks=0"
     for text, message in (
         ("self:window=0", "a window of at least 1 token"),
         ("self:sinks=4", "leave out sinks"),
@@ -188,13 +184,13 @@ def test_names_and_what_is_refused(quick: Runner) -> None:
         ("self:window=x", "self needs a whole number for window"),
     ):
         with pytest.raises(RequestError, match=message):
-            named(text)
+            read_draft(text)
     with pytest.raises(RequestError, match=r"exit must be in 1\.\.2, got 3"):
-        SelfDrafting(3, 8).drafter(target)
+        self_drafter(target, 3, 8)
     positionless = target.fork()
     positionless.takes_trees = False
     with pytest.raises(UnsupportedModel, match="takes no position for each token"):
-        SelfDrafting(window=8).drafter(positionless)
+        self_drafter(positionless, window=8)
 
 
 def test_load_and_generate(tmp_path: Path) -> None:

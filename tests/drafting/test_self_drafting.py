@@ -1,8 +1,8 @@
 """A target that drafts for itself: what an exit drafts is what it says, in ragged batches over the target's own cache, which stays
 as plain decoding leaves it; exact by the exit's q; refused where there is no such exit.
 
-Tests of: drafting.early_exit, drafting.exits, drafting.self_drafting, models.early_exit,
-drafting.model, drafting.names.
+Tests of: drafting.early_exit, drafting.exits, drafting.reduced_cache, models.early_exit,
+drafting.model, drafting.draft.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import shoal
 from exits import ALPHA, PASSES, V, model_of, run, runner_of, states_after
 from laws import joint
 from shoal.config import Limits, Sampling
+from shoal.drafting.draft import read_draft
 from shoal.drafting.early_exit import EarlyExitDrafter, candidates
 from shoal.drafting.exits import ExitChoice, best, tokens_per_layer
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.names import named
 from shoal.drafting.protocol import DraftInputs
-from shoal.drafting.self_drafting import SelfDrafting
+from shoal.drafting.reduced_cache import self_drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
@@ -305,9 +305,6 @@ def test_the_exit_that_agrees_is_chosen(shallow: Runner) -> None:
 
 
 def test_names() -> None:
-    assert named("self") == SelfDrafting()
-    assert named("self:exit=6") == SelfDrafting(6)
-    assert SelfDrafting(6).name == "self:exit=6"
     for text, message in (
         ("self:exi=6", "self has no option 'exi': it has exit, window, sinks, as in self:exit=6 or self:window=256,sinks=4"),
         ("self+org/model", "a sum is a drafter and a draft model"),
@@ -315,15 +312,15 @@ def test_names() -> None:
         ("self:exit=6:tree=rsd-s", "trees with tree= are those of a draft model"),
     ):
         with pytest.raises(RequestError, match=message):
-            named(text)
+            read_draft(text)
 
 
 def test_what_is_refused(target: Runner) -> None:
     for exit in (0, 3, 99):
         with pytest.raises(RequestError, match=rf"tiny has 3 layers: exit must be in 1\.\.2, got {exit}"):
-            SelfDrafting(exit).drafter(target)
+            self_drafter(target, exit)
     with pytest.raises(UnsupportedModel, match=r"scripted \(scripted\) cannot draft for itself: its layers are no list"):
-        SelfDrafting(1).drafter(scripted(hashed(5), 5))
+        self_drafter(scripted(hashed(5), 5), 1)
     hf = copy.deepcopy(model_of())
     hf.model.norm, hf.model.last = torch.nn.Identity(), hf.model.norm
     del hf.model.norm

@@ -1,11 +1,13 @@
 """Every spec of a drafter that users write: the drafter that it makes, with its options, and the errors of wrong ones.
 
-Tests of: drafting.names, drafting.specs, drafting.trained, drafting.model_trees, drafting.self_drafting.
+Tests of: drafting.draft, drafting.registry.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,17 @@ import pytest
 
 from eagle_heads import save_eagle3
 from medusa_heads import save_medusa
+from shoal.api import Shoal
+from shoal.drafting import registry
+from shoal.drafting.draft import draft_help, read_draft
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.names import named
-from shoal.drafting.specs import WITH_MODEL
+from shoal.drafting.registry import DrafterKind, Number, kinds, names, register
+from shoal.drafting.text import Guess, TextDrafter
 from shoal.errors import RequestError
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
+from shoal.types.requests import Row
 
 OPTIONS = "least most scope k limit playouts exit window sinks nodes shape shapes"
 """Attributes of drafters that hold options, each behind an underscore."""
@@ -48,10 +54,11 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(text: str) -> tuple[str | None, str | None, Any]:
     """The name of the drafter without a model, the name of the draft model, and what makes drafters."""
-    found = named(text)
-    if found is None:
-        return None, text, None
-    return found.name, found.source if isinstance(found, WITH_MODEL) else None, found
+    found = read_draft(text)
+    assert found is not None
+    if found.is_model:
+        return None, found.source, None
+    return found.name, found.source, found
 
 
 def described(drafter: Any) -> str:
@@ -71,7 +78,7 @@ of each, in which HERE stands for a directory that has the name of a drafter."""
 @pytest.mark.parametrize("line", FROZEN["made"], ids=lambda line: line["spec"])
 def test_specs(line: dict[str, Any], places: Path, target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.drafting.ppd.load_ppd", lambda *_: None)
-    monkeypatch.setattr("shoal.drafting.index_file.fitting_index", lambda *_: None)
+    monkeypatch.setattr("shoal.drafting.suffix.fitting_index", lambda *_: None)
     name, model, drafting = read(line["spec"])
     assert (name, model) == (line["name"], line["model"])
     if drafting is not None:
@@ -84,5 +91,100 @@ def test_what_is_refused(line: dict[str, str], places: Path, monkeypatch: pytest
     if "HERE" in line["error"]:
         monkeypatch.chdir(places / "named")
     with pytest.raises(RequestError) as raised:
-        named(line["spec"])
+        read_draft(line["spec"])
     assert str(raised.value) == line["error"].replace("HERE", "here")
+
+
+# ── drafters of other packages ──────────────────────────────────────────────────────────────────
+
+
+class Repeating(TextDrafter):
+    """Proposes the last token again. most: the longest draft."""
+
+    table_bytes = 0
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def read(self, rows: Sequence[Row]) -> int:
+        return 0
+
+    def guess(self, row: Row, length: int) -> Guess:
+        count = min(length, self.most)
+        return Guess(row.tokens[-1:] * count, [0.5] * count)
+
+
+KIND = DrafterKind("repeating", f"{__name__}:Repeating", {"most": Number(2, 1, 8)}, in_sums=True)
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Entry points of other packages; nothing stays registered."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(registry, "_entries", lambda: found)
+    monkeypatch.setattr(registry, "_kinds", dict(registry._kinds))
+    return found
+
+
+class Entry:
+    """An entry point. value: the object that it names, or an error while it is imported."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def load(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def test_a_drafter_of_another_package(entries: dict[str, Any], target: Runner) -> None:
+    """It is parsed, checked, named in errors, joined and run as shoal's own."""
+    with pytest.raises(RequestError, match="'repeating' is no drafter, and no directory here"):
+        read_draft("repeating:most=3")
+    entries["repeating"] = Entry(KIND)
+    with pytest.raises(RequestError, match="did you mean 'repeating'"):
+        read_draft("repeatin")
+    with pytest.raises(RequestError, match=r"repeating needs most in 1\.\.8, got 9"):
+        read_draft("repeating:most=9")
+    joined = read_draft("repeating+suffix:min=2+org/model")
+    assert joined is not None
+    assert joined.name == "repeating:most=2+suffix:scope=group,min=2,nodes=0,limit=65536+model"
+    pair = Shoal(target, drafting=read_draft("repeating:most=3"))
+    assert pair.drafter_name == "repeating:most=3"
+    plain = pair.generate([[1, 2, 3]], 2, seed=1, max_new_tokens=12, lookahead=0)
+    found = pair.generate([[1, 2, 3]], 2, seed=1, max_new_tokens=12, lookahead=8)
+    assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
+    assert set(found.stats.by_drafter) == {"Repeating"}
+    assert 0 < found.stats.drafted <= 3 * found.stats.row_rounds  # of the 8 that a row may draft
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (ImportError("no torch"), "the drafter 'repeating' cannot be loaded: ImportError"),
+        (Repeating, "the entry point shoal.drafters.repeating is no DrafterKind of that name"),
+        (replace(KIND, name="other"), "is no DrafterKind of that name"),
+    ],
+)
+def test_an_entry_point_that_is_no_drafter(entries: dict[str, Any], value: Any, message: str) -> None:
+    entries["repeating"] = Entry(value)
+    with pytest.raises(RequestError, match=message):
+        read_draft("repeating")
+
+
+def test_names_are_taken_once(entries: dict[str, Any]) -> None:
+    register(KIND)
+    assert names()[-1] == "repeating"
+    with pytest.raises(RequestError, match="there is a drafter 'ngram' already"):
+        register(replace(KIND, name="ngram"))
+    entries["ngram"] = Entry(KIND)  # shoal's own stays
+    draft = read_draft("ngram")
+    assert draft is not None
+    assert draft.name == "ngram:min=2,max=4"
+
+
+def test_the_help_names_all_drafters() -> None:
+    text = draft_help()
+    assert all(kind.as_written in text for kind in kinds())

@@ -1,6 +1,6 @@
 """`draft=` and `--draft`: drafters by name, with options, beside models; what is refused, and by every way in.
 
-Tests of: drafting.specs, drafting.ngram, drafting.text, drafting.names.
+Tests of: drafting.draft, drafting.registry, drafting.ngram, drafting.text.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import shoal
 from serving import served
 from shoal.api import Shoal
 from shoal.cli import run
-from shoal.drafting.names import named
+from shoal.drafting.draft import Draft, read_draft
 from shoal.drafting.ngram import NGramDrafter
-from shoal.drafting.specs import DRAFTINGS, NGram, Recycling, Suffix, Sum
+from shoal.drafting.registry import kinds
 from shoal.drafting.text import TextDrafter
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE, Sampler, SamplingConfig
@@ -32,6 +32,12 @@ from shoal.types.samples import Result
 CODE = "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n    return"
 
 
+def named(text: str) -> Draft:
+    draft = read_draft(text)
+    assert draft is not None
+    return draft
+
+
 def texts(result: Result) -> list[str]:
     return [sample.text for sample in result[0].samples]
 
@@ -40,25 +46,27 @@ def texts(result: Result) -> list[str]:
 
 
 def test_names_and_options() -> None:
-    assert named("ngram") == NGram(2, 4)
-    assert named("ngram:max=3") == NGram(2, 3)
-    assert named("ngram: max = 7 , min=1") == NGram(1, 7)
     for text in ("gpt2", "org/model", "./ngram", "/a/b", "org/ngram"):
-        assert named(text) is None
-    assert named("suffix:min=2+a/b") == Sum((Suffix(min=2),), "a/b")
-    assert named("recycling+./dir") == Sum((Recycling(nodes=0),), "./dir")
-    assert named("auto+a/b") == Sum((Suffix(),), "a/b")
-    assert named("ngram:max=3+suffix+a/b") == Sum((NGram(2, 3), Suffix()), "a/b")
-    assert named("auto") == Suffix()
-    for drafting in (kind() for kind in DRAFTINGS.values()):
-        assert named(drafting.name) == drafting
+        draft = read_draft(text)
+        assert draft is not None
+        assert draft.is_model
+        assert draft.source == text
+    for name in (kind.name for kind in kinds() if not kind.directory):
+        draft = read_draft(name)
+        assert draft is not None
+        assert not draft.is_model
+        assert read_draft(draft.name) == draft
+    assert read_draft(None) is None
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("ngrams", "'ngrams' is no drafter, and no directory here: did you mean 'ngram'?"),
-        ("trie:min=2", "'trie' is no drafter, and no directory here: there are ngram, suffix, recycling"),
+        (
+            "trie:min=2",
+            "'trie' is no drafter, and no directory here: there are ngram, suffix, recycling, trigrams, self. A model",
+        ),
         ("ngram:", "ngram has no option ''"),
         ("ngram:least=2", "ngram has no option 'least': it has min, max, as in ngram:min=2,max=4"),
         ("ngram:min", "ngram needs one value for min"),
@@ -75,7 +83,7 @@ def test_names_and_options() -> None:
         ("suffix+auto+org/model", "a sum has each drafter once"),
         ("suffix+auto", "a sum is a drafter and a draft model"),
         ("suffix:nods=4+org/model", "suffix has no option 'nods'"),
-        ("ngram:min=5", "ngram needs 1 <= min <= max <= 16, got min=5, max=4"),
+        ("ngram:min=5", "ngram needs min <= max, got ngram:min=5,max=4"),
     ],
 )
 def test_what_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,8 +102,11 @@ def test_a_directory_with_the_name_of_a_drafter(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).mkdir()
     with pytest.raises(RequestError, match=r"'ngram' is a drafter's name and a directory here: write \./ngram"):
         named("ngram")
-    assert named("./ngram") is named("auto") is None
-    assert named("ngram:min=2") == NGram(2)
+    for text in ("./ngram", "auto"):
+        draft = read_draft(text)
+        assert draft is not None
+        assert draft.is_model
+    assert named("ngram:min=2").name == "ngram:min=2,max=4"
 
 
 def test_options_of_models_are_refused(saved_pair: tuple[Path, Path]) -> None:
@@ -112,7 +123,7 @@ def test_options_of_models_are_refused(saved_pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("draft", ["ngram", "ngram:min=1,max=3", NGramDrafter(2, 3)], ids=["name", "options", "object"])
 def test_load_takes_a_drafter_without_a_model(saved_pair: tuple[Path, Path], draft: Any) -> None:
     """With the bundled target and with another; the tokens are those of plain decoding."""
-    name = "NGramDrafter" if isinstance(draft, NGramDrafter) else named(draft).name  # type: ignore[union-attr]
+    name = "NGramDrafter" if isinstance(draft, NGramDrafter) else named(draft).name
     for target in (None, saved_pair[0]) if isinstance(draft, NGramDrafter) else (saved_pair[0],):
         with shoal.load(target, draft, dtype="float32") as pair:
             assert pair.draft_model is None
@@ -146,7 +157,7 @@ def test_ids_of_the_bundled_target_are_those_of_plain_decoding() -> None:
         for options in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4}):
             plain = pair.generate([CODE, "def is_even(n):"], 4, max_new_tokens=24, lookahead="off", **options)  # type: ignore[arg-type]
             for name in names:
-                drafter = named(name).drafter(pair.target)  # type: ignore[union-attr]
+                drafter = named(name).drafter(pair.target)
                 found = pair.generate(
                     [CODE, "def is_even(n):"],
                     4,
@@ -255,7 +266,7 @@ def test_bench_and_demo_need_no_draft_model(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_an_evaluation_by_all_methods() -> None:
-    pair = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, tiny_tokenizer(), drafting=NGram(1, 3))
+    pair = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, tiny_tokenizer(), drafting=named("ngram:min=1,max=3"))
     config = SamplingConfig(2, {"max_new_tokens": 40, "temperature": 0.3}, 3, 1)
     task = Task("one", CODE, (), lambda _: CODE, lambda text, _: text)
     (entry,) = Sampler(pair, config).run([task])
@@ -267,7 +278,9 @@ def test_an_evaluation_by_all_methods() -> None:
 
 
 def test_a_server() -> None:
-    pair = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, tiny_tokenizer(), max_batch=4, drafting=NGram(1, 3))
+    pair = Shoal(
+        scripted(hashed(VOCABULARY), VOCABULARY), None, tiny_tokenizer(), max_batch=4, drafting=named("ngram:min=1,max=3")
+    )
     with served(pair, lookahead=3) as server:
         assert server.client.models.list().data[0].shoal["speculation"] is True  # type: ignore[attr-defined]
         server.client.completions.create(model="tiny", prompt=CODE, max_tokens=24, n=2, seed=1)
@@ -282,8 +295,5 @@ def test_transformers_generate() -> None:
     for draft in ("ngram", NGramDrafter(1, 2)):
         options: dict[str, Any] = {"custom_generate": shoal.custom_generate, "draft_model": draft, "lookahead": 3}
         assert torch.equal(plain, model.generate(ids, do_sample=False, max_new_tokens=24, **options))
-    with pytest.raises(
-        RequestError,
-        match="draft_model must be a Transformers model, its directory, ngram, suffix, recycling, trigrams or self, got 7",
-    ):
+    with pytest.raises(RequestError, match=r"draft_model must be a hub id, a directory, .* got a int"):
         model.generate(ids, custom_generate=shoal.custom_generate, draft_model=7, max_new_tokens=2)

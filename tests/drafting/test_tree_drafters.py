@@ -1,7 +1,7 @@
 """Trees drawn from a draft model: how they grow, what is committed by each rule, and what is kept in the drafter's cache.
 
-Tests of: drafting.growth, drafting.model_trees, drafting.tree_model, drafting.shapes,
-drafting.names.
+Tests of: drafting.growth, drafting.chain_or_tree, drafting.tree_model, drafting.shapes,
+drafting.draft.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from laws import PAIRS, table
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting import growth
+from shoal.drafting.draft import read_draft
 from shoal.drafting.growth import Growth, Node, Shape
-from shoal.drafting.model_trees import ModelTrees
-from shoal.drafting.names import named
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.shapes import DySpec, RsdC, RsdS, shape_of
 from shoal.drafting.tree_model import TreeDrafter
@@ -338,14 +337,6 @@ def test_draws_from_another_q_show(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── by name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_names() -> None:
-    found = named("some/dir:tree=rsd-s,width=3,nodes=12")
-    assert found == ModelTrees("some/dir", "rsd-s", 3, 12)
-    assert found is not None
-    assert found.name == "model:tree=rsd-s,width=3,nodes=12"
-    assert named("bundled:tree=dyspec") == ModelTrees("bundled", "dyspec")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -359,12 +350,12 @@ def test_names() -> None:
 )
 def test_names_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        named(text)
+        read_draft(text)
 
 
 def test_trees_of_a_pair() -> None:
     models = [wrap(tiny_model("llama").double(), "tiny") for _ in range(2)]
-    with Shoal(*models, max_batch=2, drafting=named("some/dir:tree=rsd-s,width=2,nodes=6")) as pair:
+    with Shoal(*models, max_batch=2, drafting=read_draft("some/dir:tree=rsd-s,width=2,nodes=6")) as pair:
         assert pair.drafter_name == "model:tree=rsd-s,width=2,nodes=6"
         plain = pair.generate([[1, 2, 3]], 2, seed=1, max_new_tokens=12, lookahead=0)
         for lookahead in (3, "auto"):

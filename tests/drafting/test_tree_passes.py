@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.config import MOST_NODES
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import loading
 from shoal.models.attention.masks import Masks, within
@@ -29,7 +30,6 @@ from shoal.testing import ARCHITECTURES as ALL
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import Prefix
-from shoal.types.trees import MOST_NODES
 from tree_masks import Tree, path_of, random_tree
 
 CPU = torch.device("cpu")

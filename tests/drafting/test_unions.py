@@ -1,6 +1,6 @@
 """Trees of text joined to what a model drafts: the law by enumeration and by counting, what is kept, and names.
 
-Tests of: drafting.grafting, drafting.model_trees, drafting.specs, drafting.tree_model,
+Tests of: drafting.grafting, drafting.draft, drafting.tree_model,
 drafting.shapes, drafting.trigrams.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,11 @@ from drafts import passes_of
 from laws import ALPHA, PAIRS, P, Q, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting import grafting
+from shoal.drafting.draft import read_draft
 from shoal.drafting.grafting import grafted
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.model_trees import ModelTrees
-from shoal.drafting.names import named
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import shape_of
-from shoal.drafting.specs import Suffix, Sum
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import NOTHING, Guess, TextDrafter
@@ -314,23 +311,6 @@ def test_what_is_joined_as_if_it_was_drawn_is_noticed(monkeypatch: pytest.Monkey
 # ── by name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def heads(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    return tmp_path
-
-
-def test_names(heads: Path) -> None:
-    assert named("suffix:nodes=8+a/b") == Sum((Suffix(nodes=8),), "a/b")
-    assert named("suffix+bundled:tree=rsd-s,nodes=9") == Sum((Suffix(),), "bundled", ModelTrees("bundled", "rsd-s", nodes=9))
-    for name in (f"suffix+medusa:{heads}", f"suffix:nodes=4+eagle3:{heads},tree=dyspec"):
-        found = named(name)
-        assert isinstance(found, Sum)
-        assert found.source is None
-        assert found.last == named(name.partition("+")[2])
-    assert found.name == "suffix:scope=group,min=1,nodes=4,limit=65536+eagle3:tree=dyspec,nodes=16"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -343,4 +323,4 @@ def test_names(heads: Path) -> None:
 )
 def test_names_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        named(text)
+        read_draft(text)

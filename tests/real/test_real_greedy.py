@@ -17,7 +17,7 @@ from torch import Tensor
 
 import shoal
 from shoal.api import Shoal
-from shoal.drafting.names import drafting_of
+from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import Drafter
 from shoal.types.samples import Result, Sample
 
@@ -49,7 +49,7 @@ MOST_TIES = 0.05
 
 def named(model: Shoal, name: str | None) -> Drafter | None:
     """A drafter without a model, or one of the target's own parts."""
-    drafting = drafting_of(name)
+    drafting = read_draft(name)
     return None if drafting is None else drafting.drafter(model.target)
 
 

@@ -105,9 +105,9 @@ def test_a_seed_means_the_same_tokens_alone_and_in_company(pair: Any) -> None:
     model = pair("float32", "auto")
     options = {"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.95}
     alone = model.generate(PROMPT, 2, seed=3, **options)
-    from shoal.drafting.names import drafting_of
+    from shoal.drafting.draft import read_draft
 
-    drafter = drafting_of("recycling").drafter(model.target)  # type: ignore[union-attr]
+    drafter = read_draft("recycling").drafter(model.target)  # type: ignore[union-attr]
     beside = model.generate(
         ["def f(x):\n    return x\n\n\ndef f(x):\n", PROMPT, "Dear Sir,"], [3, 2, 1], drafter=drafter, lookahead=3,
         sampling=[shoal.Sampling(temperature=t, top_p=p, seed=s) for t, p, s in ((0, 1.0, 1), (0.9, 0.95, 3), (1.0, 1.0, 9))],

@@ -20,7 +20,7 @@ from shoal.bench.job import Job
 from shoal.bench.report import Report
 from shoal.cli import run
 from shoal.config import LOSSY_RULES, Sampling
-from shoal.drafting.specs import Recycling
+from shoal.drafting.recycling import RecyclingDrafter
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import SamplingConfig
@@ -112,7 +112,7 @@ def test_greedy_rows_are_those_of_plain_decoding(pair: Any) -> None:
             assert found.stats.drafted > 0
     sampled = Request((65,), sampling=Sampling(temperature=1.0, seed=0), limits=shoal.Limits(max_new_tokens=12))
     greedy = Request(plain[1].prompt_ids, sampling=Sampling(temperature=0.0), limits=shoal.Limits(max_new_tokens=12))
-    for drafter in (None, Recycling().drafter(pair.target, None)):
+    for drafter in (None, RecyclingDrafter.for_target(pair.target)):
         stream = Stream(pair.engine(3, Typical(), drafter=drafter), [sampled, greedy])
         found = stream.run(False)
         assert found[1].samples[0].token_ids == plain[1].samples[0].token_ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.check_case import Case
 from shoal.cli.check_result import CheckResult
 from shoal.cli.options import ModelSource, display_name, dtype_name
-from shoal.drafting.specs import BUNDLED
+from shoal.drafting.draft import BUNDLED
 from shoal.errors import ModelError, PairMismatch, RequestError
 
 if TYPE_CHECKING:

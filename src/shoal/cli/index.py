@@ -15,7 +15,7 @@ from shoal.cli.console import stderr, stdout
 from shoal.cli.files import require_writable
 from shoal.cli.index_texts import files_of, texts_of
 from shoal.cli.options import JsonOption
-from shoal.drafting.specs import BUNDLED
+from shoal.drafting.draft import BUNDLED
 from shoal.errors import RequestError
 from shoal.models.sources import require_source
 

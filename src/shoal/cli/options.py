@@ -14,8 +14,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.config import Limits
-from shoal.drafting.names import named
-from shoal.drafting.specs import BUNDLED, WITH_MODEL
+from shoal.drafting.draft import BUNDLED, draft_help, read_draft
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, quieten_transformers, require_source
 
@@ -100,9 +99,7 @@ class PairNames:
         models_option(
             "--draft",
             "-d",
-            help="Draft model: Hub id or directory; or without a model: ngram, suffix, recycling, trigrams; or suffix+DIR "
-            "(auto+DIR); or DIR:tree=rsd-s; or trained heads: medusa:DIR, eagle3:DIR, ppd:DIR; or the target's own first layers: "
-            "self:exit=6. With --model and without it, plain decoding.",
+            help=f"{draft_help()} With --model and without it, plain decoding.",
         ),
     ] = None
 
@@ -117,9 +114,9 @@ class PairNames:
 
     @property
     def draft_model(self) -> str | None:
-        """The drafter, if it is a model. Raises RequestError, see `shoal.drafting.names.named`."""
-        drafting = None if self.draft is None else named(self.draft)
-        return self.draft if drafting is None else drafting.source if isinstance(drafting, WITH_MODEL) else None
+        """The name of the draft model, if there is one. Raises RequestError: see `read_draft`."""
+        draft = read_draft(self.draft)
+        return None if draft is None else draft.source
 
     @property
     def models(self) -> list[str]:

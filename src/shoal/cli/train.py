@@ -15,7 +15,7 @@ from shoal.cli.console import plain_table, stderr, stdout
 from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.files import listed_documents, listed_prompts
 from shoal.cli.options import JsonOption
-from shoal.drafting.specs import BUNDLED
+from shoal.drafting.draft import BUNDLED
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.protocol import DraftInputs
-from shoal.drafting.shapes import RsdS
+from shoal.drafting.multi_exit import MultiExitDrafter
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.shapes import RsdS, shape_of
 from shoal.drafting.tree_model import TreeDrafter
+from shoal.errors import UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.types.trees import DraftTree
+
+WIDTHS = (2, 4)
+"""Widths of the trees among which `tree=auto` chooses, beside chains."""
 
 
 class ChainOrTreeDrafter(TreeDrafter):
@@ -40,3 +45,19 @@ class ChainOrTreeDrafter(TreeDrafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         return super().propose(inputs) if self._used else ModelDrafter.propose(self, inputs)
+
+
+def tree_drafter(target: Runner, *, model: Drafter, tree: str, nodes: int, width: int = 2) -> TreeDrafter:
+    """Makes a drafter of trees from that of a draft model.
+
+    Raises:
+        UnsupportedModel: the models have different tokenizers, or the draft model takes no trees.
+    """
+    assert isinstance(model, ModelDrafter)
+    if model.shared is not None or type(model) not in (ModelDrafter, MultiExitDrafter):
+        raise UnsupportedModel(
+            f"{model.runner.name} has another tokenizer than {target.name}: it can draft chains, not trees"
+        )
+    if tree == "auto":
+        return ChainOrTreeDrafter(model.runner, target.vocab_size, WIDTHS, nodes)
+    return TreeDrafter(model.runner, target.vocab_size, shape_of(tree, width, nodes))

@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.drafting.checkpoints import fill, layers_and_width, read_config, read_tensors, require_width, whole_number
+from shoal.drafting.checkpoints import (
+    fill,
+    layers_and_width,
+    once,
+    read_config,
+    read_tensors,
+    require_width,
+    whole_number,
+)
 from shoal.drafting.hidden import PromptStates, kept
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs, Keeps
+from shoal.drafting.shapes import shape_of
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
@@ -107,6 +116,13 @@ class Eagle3Drafter(ModelDrafter):
         """Hidden states of rows from a position on, [positions, features] in pieces; what lies before is in the cache."""
         self._columns: list[slice] = []
         """Of each row of the last pass the columns that drafts may follow: its last token, or that and the nodes of a tree."""
+
+    @classmethod
+    def for_target(cls, target: Runner, *, directory: str, tree: str = "", width: int = 2, nodes: int = 16) -> Eagle3Drafter:
+        heads, reads = once(target, directory, load_eagle3)
+        if not tree or not target.takes_trees:
+            return Eagle3Drafter(heads, reads, target)
+        return Eagle3TreeDrafter(heads, reads, target, shape=shape_of(tree, width, nodes))
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
         self._prompts.read(chunks, hidden)

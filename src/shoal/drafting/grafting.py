@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shoal.config import MOST_NODES
 from shoal.drafting.paths import CHOICES
 from shoal.drafting.text import Guess
 from shoal.types.siblings import Siblings
-from shoal.types.trees import MOST_NODES, DraftTree
+from shoal.types.trees import DraftTree
 
 
 def grafted(own: DraftTree, guesses: Sequence[Guess], steps: int) -> DraftTree:

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.drafting.checkpoints import fill, layers_and_width, read_config, read_tensors, require_width, whole_number
+from shoal.drafting.checkpoints import (
+    fill,
+    layers_and_width,
+    once,
+    read_config,
+    read_tensors,
+    require_width,
+    whole_number,
+)
 from shoal.drafting.hidden import PromptStates, last_kept
 from shoal.drafting.paths import CHOICES, independent, most_probable
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
@@ -119,6 +127,14 @@ class MedusaDrafter(Drafter):
         self._last: dict[Row, Tensor] = {}
         """Of rows that had a round: the hidden state that the last token was drawn from, [width]."""
         self._passes, self._seconds = 0, 0.0
+
+    @classmethod
+    def for_target(cls, target: Runner, *, directory: str, nodes: int = 16) -> MedusaDrafter:
+        heads = once(target, directory, load_medusa)
+        layers, width = layers_and_width(target)
+        state = width * target.dtype.itemsize  # the last one of a prompt, and of each row
+        keeps = Keeps(state, per_row=state, tokens=1, on_device=True)
+        return cls(heads, layers, nodes if target.takes_trees else 0, keeps)
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
         self._prompts.read(chunks, hidden)

@@ -24,16 +24,17 @@ class NGramDrafter(TextDrafter):
     """Looks up the last tokens of a row in the row itself.
 
     Args:
-        least, most: tokens that must match, and that are compared.
+        min: the fewest tokens that must match.
+        max: the most tokens that are compared.
     """
 
     name = "ngram"
 
-    def __init__(self, least: int = 2, most: int = 4) -> None:
+    def __init__(self, min: int = 2, max: int = 4) -> None:
         super().__init__()
-        self._least, self._most = least, most
-        tuples = sum(getsizeof((0,) * n) for n in range(least, most + 1))
-        self.keeps = Keeps(tuples + (most - least + 1) * PLACE_BYTES + INTEGER_BYTES)
+        self._least, self._most = min, max
+        tuples = sum(getsizeof((0,) * n) for n in range(min, max + 1))
+        self.keeps = Keeps(tuples + (max - min + 1) * PLACE_BYTES + INTEGER_BYTES)
         # By the identity of the request, which is held so that no other takes it; the same for all its rows.
         self._prompts: dict[int, tuple[Request, Positions]] = {}
         # N-grams that end behind the prompt, and how many tokens were read.

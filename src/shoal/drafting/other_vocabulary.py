@@ -21,13 +21,11 @@ from math import ceil
 
 from shoal.drafting.contexts import Contexts
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.slots import DraftSlots
 from shoal.drafting.string_rejection import ROOM, StringRejection
 from shoal.drafting.strings import StringDrafts
 from shoal.models.runner import Runner
-from shoal.models.trimming import Proposable
 from shoal.models.vocabulary import Vocabularies
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
@@ -238,13 +236,3 @@ class OwnSlots(DraftSlots):
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         super().trim(slots, self._own(capacity))
-
-
-def model_drafter(runner: Runner, vocab_size: int, proposable: Proposable, choice: Choice | None) -> ModelDrafter:
-    """A draft model as a drafter, for a new engine. choice: by which method it drafts, where its tokenizer is another one."""
-    if proposable.vocabularies is None or choice is None:
-        exits, enough = exits_of(runner) if proposable.shared is None else ([], 0.0)
-        if exits:
-            return MultiExitDrafter(runner.fork(), vocab_size, exits, enough)
-        return ModelDrafter(runner.fork(), vocab_size, proposable.shared)
-    return OtherVocabularyDrafter(runner.fork(), vocab_size, proposable.vocabularies, choice)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.drafting.checkpoints import layers_and_width, read_config, read_tensors, require_width
+from shoal.drafting.checkpoints import layers_and_width, once, read_config, read_tensors, require_width
 from shoal.drafting.pass_times import pass_times
 from shoal.drafting.paths import CHOICES, Choices, independent, most_probable
 from shoal.drafting.probe_trees import Accuracies, TreePlan, chosen, ends, placed, planned, reached
@@ -98,6 +98,10 @@ class PpdDrafter(Drafter):
         self._placed: dict[Row, list[list[int]]] = {}
         """Of the round: of each column of a row, the columns of the prompt tokens behind it."""
         self._seconds = self._preparing = self._prepared = 0.0
+
+    @classmethod
+    def for_target(cls, target: Runner, *, directory: str, nodes: int = 0) -> PpdDrafter:
+        return cls(once(target, directory, load_ppd), nodes)
 
     def attach(self, target: Runner) -> None:
         target.use_vectors(self._tokens.vectors)

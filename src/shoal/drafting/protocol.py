@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from shoal.config import MOST_NODES
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import MOST_NODES, DraftTree
+from shoal.types.trees import DraftTree
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
 """q [rows, vocab] and the uniforms of one position [rows, ...] -> one token per row, [rows] int64."""
@@ -160,6 +161,20 @@ class Drafter(Protocol):
     hidden_layers: Sequence[int] = ()
     choices: Sequence[str] = ()
     choices_join: bool = False
+
+    @classmethod
+    def for_target(cls, target: Runner, *args: Any, **options: Any) -> Drafter:
+        """Makes a drafter for one engine from the options of a spec (`shoal.drafting.registry`).
+
+        Raises:
+            RequestError, ModelError: the drafter does not fit the target.
+        """
+        return cls(*args, **options)
+
+    @classmethod
+    def require_files(cls, tokenizer: Any, *args: Any, **options: Any) -> None:
+        """Raises RequestError: a file of the options is one of another tokenizer, or damaged."""
+        return None
 
     def use(self, choice: int) -> None:
         """Which of the choices proposes in the rounds to come."""

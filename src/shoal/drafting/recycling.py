@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from sys import getsizeof
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from shoal.drafting.paths import probable
 from shoal.drafting.protocol import DraftInputs, Keeps
 from shoal.drafting.text import Guess, TextDrafter
+from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
@@ -106,6 +107,10 @@ class RecyclingDrafter(TextDrafter):
         self.keeps = Keeps(PLACE_BYTES + getsizeof([0] * k) + 8 + k * (PAIR_BYTES + NUMBERS_BYTES))
         self._tables: dict[int, Table] = {}  # by the identity of the request or the row; one for the engine
         self._roots: dict[Row, tuple[int, ...]] = {}  # of the round, the last two tokens of each row
+
+    @classmethod
+    def for_target(cls, target: Runner, *, nodes: int = 8, **options: Any) -> RecyclingDrafter:
+        return cls(nodes=nodes if target.takes_trees else 0, **options)
 
     def _key(self, row: Row) -> int:
         return {"row": id(row), "group": id(row.request), "engine": 0}[self._scope]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.drafting.early_exit import EarlyExitDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.slots import DraftSlots
-from shoal.errors import InternalError
+from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.cache import SlotCache
-from shoal.models.early_exit import first_layers, layer_count
+from shoal.models.early_exit import first_layers, head_of, layer_count, require_exit
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
@@ -51,6 +52,33 @@ class ReducedCacheDrafter(Drafter):
 
     def take_counters(self) -> DraftCounters:
         return DraftCounters() if self._drafter is None else self._drafter.take_counters()
+
+
+def self_drafter(target: Runner, exit: int | None = None, window: int | None = None, sinks: int = 0) -> Drafter:
+    """Makes a drafter of the target's first layers, of all with a part of its cache, or of both.
+
+    Args:
+        target: the model that drafts for itself.
+        exit: the layers that draft; None = all with a window, else chosen from round to round.
+        window: the most recent tokens that are seen while drafting; None = all.
+        sinks: the first tokens that are seen beside a window.
+
+    Raises:
+        RequestError: the target has no such exit.
+        UnsupportedModel: the target has no exit at all, or takes no positions.
+    """
+    layer_count(target)
+    if exit is not None or window is None:
+        require_exit(target, 1 if exit is None else exit)
+    if window is None:
+        if exit is None:
+            head_of(target)
+        return EarlyExitDrafter(exit)
+    if not target.takes_trees:
+        raise UnsupportedModel(
+            f"{target.name} takes no position for each token, which drafting with a part of its cache needs"
+        )
+    return ReducedCacheDrafter(window, sinks, exit)
 
 
 class _WithPart(ModelDrafter):

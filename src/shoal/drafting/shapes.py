@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shoal.config import MOST_NODES
 from shoal.drafting.growth import Node, Shape
-from shoal.types.trees import MOST_NODES
 
 
 @dataclass(frozen=True)

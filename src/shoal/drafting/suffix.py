@@ -14,15 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-from shoal.drafting.answer_file import AnswerFile
+from shoal.drafting.answer_file import AnswerFile, require_answers
 from shoal.drafting.answers import Answers
 from shoal.drafting.automaton import ROOT, TOKEN_BYTES, Place, SuffixAutomaton
 from shoal.drafting.corpus import Corpus
+from shoal.drafting.index_file import fitting_index, open_index
 from shoal.drafting.paths import probable
 from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import Guess, TextDrafter
+from shoal.errors import RequestError
+from shoal.models.runner import Runner
+from shoal.models.trimming import fingerprint
 from shoal.types.requests import Request, Row
 
 UNSEEN = 0.5
@@ -56,6 +60,30 @@ class SuffixDrafter(TextDrafter):
         remembers = scope == "engine" or answers is not None
         self._answers = Answers(limit, answers) if remembers else None
         self.keeps = Keeps(TOKEN_BYTES, tokens=limit, always=Answers.most_bytes(limit) if remembers else 0)
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Runner,
+        *,
+        min: int = 1,
+        index: str = "",
+        answers: str = "",
+        limit: int = 1 << 16,
+        **options: Any,
+    ) -> SuffixDrafter:
+        size = target.vocab_size
+        corpus = Corpus(fitting_index(index, size)) if index else None
+        kept = AnswerFile(answers, limit, size) if answers else None
+        return cls(least=min, limit=limit, corpus=corpus, answers=kept, **options)
+
+    @classmethod
+    def require_files(cls, tokenizer: Any, *, index: str = "", answers: str = "", **options: Any) -> None:
+        known = None if tokenizer is None else fingerprint(tokenizer)
+        if answers:
+            require_answers(answers, known)
+        if index and open_index(index).tokenizer != known and known is not None:
+            raise RequestError(f"index {index!r} is one of another tokenizer: build it with `shoal index` for this target's")
 
     def _texts_of(self, row: Row) -> GrowingTexts:
         key = id(row) if self._scope == "row" else id(row.request)

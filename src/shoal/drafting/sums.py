@@ -19,6 +19,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from shoal.config import MOST_NODES
 from shoal.drafting.first_tokens import FirstTokens
 from shoal.drafting.grafting import grafted
 from shoal.drafting.model import ModelDrafter, needs_q
@@ -30,7 +31,7 @@ from shoal.sampling.uniforms import tree_uniforms
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import MOST_NODES, DraftTree, chains
+from shoal.types.trees import DraftTree, chains
 
 
 class SumDrafter(Drafter):

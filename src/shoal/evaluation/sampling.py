@@ -62,7 +62,7 @@ class Sampler:
         self.shoals = {
             method: Shoal(
                 pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if method == SINGLE else pair.max_batch,
-                prefix_sharing=pair.prefix_sharing, drafting=pair.drafting,
+                prefix_sharing=pair.prefix_sharing, drafting=pair.drafting, proposable=pair.proposable,
             )
             for method in config.methods
         }  # fmt: skip

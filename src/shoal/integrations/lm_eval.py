@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from shoal.api import Shoal, Source, load
-from shoal.drafting.specs import BUNDLED
+from shoal.drafting.draft import BUNDLED
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import loglikelihoods

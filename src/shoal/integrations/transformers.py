@@ -21,11 +21,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from shoal.config import LOSSY_RULES, Speculation
+from shoal.drafting.draft_model import Tokenizers
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
-from shoal.integrations.drafts import Tokenizers, drafter_of
+from shoal.integrations.drafts import drafter_of
 from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts

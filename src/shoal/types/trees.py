@@ -15,12 +15,10 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from shoal.config import MOST_NODES
 from shoal.errors import InternalError
 from shoal.types.requests import Row
 from shoal.types.siblings import Siblings
-
-MOST_NODES = 63
-"""Most nodes of a tree that branches: what a column sees is a word of 64 bits, and the root takes one."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.types.trees import MOST_NODES
+from shoal.config import MOST_NODES
 
 T = TypeVar("T")
 

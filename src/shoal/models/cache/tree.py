@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from shoal.config import MOST_NODES
 from shoal.errors import InternalError, RequestError
-from shoal.types.trees import MOST_NODES
 
 Parents = Sequence[Sequence[int]]
 """Of each row, the parent node of each node of its tree; -1 is the root."""

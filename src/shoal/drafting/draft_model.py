@@ -1,0 +1,87 @@
+"""A draft model beside a target: what it may propose, and how it drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
+from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter
+from shoal.models import pairing, trimming
+from shoal.models.runner import Runner
+from shoal.models.trimming import Proposable
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """The tokenizers of a pair, Transformers'.
+
+    Attributes:
+        target: of the target; None = unknown.
+        draft: of the draft model; None = unknown.
+    """
+
+    target: Any = None
+    draft: Any = None
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft model beside a target.
+
+    Attributes:
+        runner: the model, with a cache that nobody uses.
+        proposable: the tokens that it may propose.
+        choice: the method by which it drafts, by counts; None with the target's tokenizer.
+    """
+
+    runner: Runner
+    proposable: Proposable
+    choice: Choice | None
+
+    @staticmethod
+    def of(runner: Runner, target: Runner, proposable: Proposable) -> DraftModel:
+        """Makes one whose counts begin at 0."""
+        other = proposable.vocabularies
+        choice = None if other is None else Choice.of_pair(other, target, runner)
+        return DraftModel(runner, proposable, choice)
+
+    @staticmethod
+    def load(
+        source: Any,
+        target: Runner,
+        tokenizers: Tokenizers,
+        load: Callable[[Sequence[int] | None], Runner],
+    ) -> DraftModel:
+        """Loads a draft model and compares it with its target.
+
+        Args:
+            source: a Transformers model, or a Hub id or directory.
+            target: the model to draft for.
+            tokenizers: of both.
+            load: given the ids that the head of the model is to keep (None = all), loads it.
+
+        Raises:
+            PairMismatch: the model cannot propose for this target.
+        """
+        named = not isinstance(source, nn.Module)
+        kept = trimming.kept_of(source, tokenizers.draft) if named else None
+        runner = load(kept)
+        other = pairing.compared(target, runner, tokenizers.target, tokenizers.draft)
+        found = trimming.proposable(other, kept, target.vocab_size)
+        return DraftModel.of(runner, target, found)
+
+    def drafter(self, target: Runner) -> ModelDrafter:
+        """Makes a drafter for a new engine of the target."""
+        runner, size, proposable = self.runner, target.vocab_size, self.proposable
+        if proposable.vocabularies is not None and self.choice is not None:
+            other = proposable.vocabularies
+            return OtherVocabularyDrafter(runner.fork(), size, other, self.choice)
+        exits, enough = exits_of(runner) if proposable.shared is None else ([], 0.0)
+        if exits:
+            return MultiExitDrafter(runner.fork(), size, exits, enough)
+        return ModelDrafter(runner.fork(), size, proposable.shared)

@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import shoal
+from by_pairs import by_pairs
 from lean_passes import MODELS, PROMPTS, WRITES, Rows, life, original, rope
 from shoal.api import Shoal
 from shoal.models import passes, selfcheck, weights
@@ -40,6 +41,8 @@ ERROR = 1e-4
 """Largest difference of logits in float32, in their standard deviations. The smallest mistake below costs ten times that."""
 KINDS = [pytest.param(True, marks=pytest.mark.skipif(bool(missing()), reason=f"no kernels in C: {missing()}"), id="native"),
          pytest.param(False, id="plain")]  # fmt: skip
+NATIVE = [False] if missing() else [True, False]
+"""The kinds that there are here."""
 
 
 def lean(name: str, native: bool, dtype: torch.dtype = torch.float32, form: str = AS_IS) -> Runner:
@@ -90,9 +93,7 @@ def test_logits_are_those_of_the_modules(name: str, native: bool, ran: Counter[s
     assert ran == {"lean": PASSES}
 
 
-@pytest.mark.parametrize("native", KINDS)
-@pytest.mark.parametrize("form", [INPUT_MAJOR, PACKED])
-@pytest.mark.parametrize("name", ["biases", "tied", "qwen2 with windows"])
+@by_pairs({"native": NATIVE, "form": [INPUT_MAJOR, PACKED], "name": ["biases", "tied", "qwen2 with windows"]})
 def test_whatever_the_form_of_the_weights(name: str, form: str, native: bool) -> None:
     rows = Rows(lean(name, native, form=form).fork())
     life(rows)
@@ -161,9 +162,7 @@ def pair_of(name: str, native: bool) -> tuple[Runner, Runner]:
     return target, drafter
 
 
-@pytest.mark.parametrize("native", KINDS)
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", ["llama", "qwen2 with windows"])
+@by_pairs({"native": NATIVE, "run": RUNS, "name": ["llama", "qwen2 with windows"]})
 def test_engines_say_what_they_say_by_the_modules(name: str, run: str, native: bool, ran: Counter[str]) -> None:
     models, said, counts = pair_of(name, native), [], []
     for kind in ("lean", "modules"):
@@ -281,9 +280,7 @@ def decoded(runner: Runner) -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("form", [INPUT_MAJOR, PACKED])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("name", ["qwen2", "tied with biases"])
+@by_pairs({"form": [INPUT_MAJOR, PACKED], "write": WRITES, "name": ["qwen2", "tied with biases"]})
 def test_the_next_pass_follows_what_is_written(
     name: str, write: str, form: str, ran: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,11 +328,9 @@ WRONG: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("native", KINDS)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_pass_is_switched_off(
-    wrong: str, native: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_pass_is_switched_off(wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By the kernels where there are some: both kinds of passes read what is wrong."""
     name, change = WRONG[wrong]
 
     def changed(hf: Any) -> Decoder | None:
@@ -345,7 +340,7 @@ def test_a_wrong_pass_is_switched_off(
     runner = wrap(copy.deepcopy(original(name)), name, checked=False)
     monkeypatch.setattr(passes, "decoder_of", changed)
     with caplog.at_level(logging.WARNING, "shoal"):
-        use_lean_passes(runner, native)
+        use_lean_passes(runner, NATIVE[0])
     assert runner.lean is None
     assert "its modules compute passes: lean passes diverge by" in caplog.text
     rows = decoded(runner)
@@ -388,7 +383,6 @@ def test_nan_in_any_block_counts(bad: int, monkeypatch: pytest.MonkeyPatch) -> N
 # ── long texts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("native", KINDS)
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
@@ -399,20 +393,19 @@ def test_nan_in_any_block_counts(bad: int, monkeypatch: pytest.MonkeyPatch) -> N
     ids=["llama", "window", "yarn"],
 )
 @torch.inference_mode()
-def test_the_8000th_token_sees_what_it_would_see_without_us(
-    architecture: str, options: dict[str, Any], native: bool
-) -> None:
+def test_the_8000th_token_sees_what_it_would_see_without_us(architecture: str, options: dict[str, Any]) -> None:
     """A prompt in chunks, then a block and a token; positions that a narrow number format would round."""
     hf = tiny_model(architecture, **{"max_position_embeddings": 8192, **options})
     ids = torch.randint(0, VOCABULARY, (1, 8000), generator=torch.Generator().manual_seed(1))
     truth = hf(ids, use_cache=False, logits_to_keep=9).logits[0]
-    runner = wrap(copy.deepcopy(hf), architecture, checked=False)
-    use_lean_passes(runner, native)
-    assert runner.lean is not None
-    runner.reserve(1, 8000, 100)
-    runner.cache.clear()
-    feed_prompts(runner, [(0, ids[0, :-9].tolist())])
-    block = runner.feed([0], ids[:, -9:-1], [8])[0]
-    last = runner.feed([0], ids[:, -1:], [1])[0]
-    error = (torch.cat([block, last]) - truth).abs().max() / truth.std()
-    assert float(error) < 2e-3
+    for native in NATIVE:
+        runner = wrap(copy.deepcopy(hf), architecture, checked=False)
+        use_lean_passes(runner, native)
+        assert runner.lean is not None
+        runner.reserve(1, 8000, 100)
+        runner.cache.clear()
+        feed_prompts(runner, [(0, ids[0, :-9].tolist())])
+        block = runner.feed([0], ids[:, -9:-1], [8])[0]
+        last = runner.feed([0], ids[:, -1:], [1])[0]
+        error = (torch.cat([block, last]) - truth).abs().max() / truth.std()
+        assert float(error) < 2e-3, native

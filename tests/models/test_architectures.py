@@ -50,6 +50,11 @@ ERROR = 1e-4
 2^-23 * 64 * 2 = 1.5e-5 of a value, and the softmax of large scores multiplies that. A wrong mask or position costs 0.1."""
 
 
+KINDS = ("llama", "qwen2-moe-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen", "falcon", "mpt")
+"""Rotary and learned positions and none, windows in some layers, soft caps, experts, sinks, MLA, and those that attend by their own
+code: whatever of a cache and of a pass an architecture can do in its own way."""
+
+
 @pytest.fixture(params=sorted(ARCHITECTURES))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -150,6 +155,7 @@ def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[Round]
     assert sum(bool(round_.admissions) for round_ in rounds) > 1  # some joined while others ran
 
 
+@pytest.mark.parametrize("architecture", KINDS)
 def test_a_drafter_that_knows_nothing_changes_nothing(architecture: str) -> None:
     target, drafter = (unchecked(tiny_model(architecture, seed=seed)) for seed in (0, 99))
     result = shoal_ids(target, drafter, ASKED[1:2], n=1)
@@ -157,6 +163,7 @@ def test_a_drafter_that_knows_nothing_changes_nothing(architecture: str) -> None
     assert result.stats.drafted > result.stats.accepted
 
 
+@pytest.mark.parametrize("architecture", KINDS)
 def test_a_drafter_equal_to_the_target_is_always_right(architecture: str) -> None:
     target = unchecked(tiny_model(architecture))
     result = shoal_ids(target, target)
@@ -166,6 +173,7 @@ def test_a_drafter_equal_to_the_target_is_always_right(architecture: str) -> Non
             assert sample.rounds == math.ceil(new / (K + 1))
 
 
+@pytest.mark.parametrize("architecture", KINDS)
 def test_plain_decoding_is_that_of_generate(architecture: str) -> None:
     result = shoal_ids(unchecked(tiny_model(architecture)), None, ASKED[1:2], n=1)
     assert result[0].samples[0].token_ids == expected_ids(architecture)[1]

@@ -23,8 +23,8 @@ from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 
 CASES = [
-    ("/v1/completions", "POST", 60), ("/v1/chat/completions", "POST", 30), ("/v1/responses", "POST", 20), ("/infill", "POST", 20),
-    ("/tokenize", "POST", 20), ("/detokenize", "POST", 20),
+    ("/v1/completions", "POST", 40), ("/v1/chat/completions", "POST", 20), ("/v1/responses", "POST", 15), ("/infill", "POST", 15),
+    ("/tokenize", "POST", 15), ("/detokenize", "POST", 15),
     ("/tokenizer_info", "GET", 1), ("/v1/models", "GET", 5), ("/v1/models/{name}", "GET", 10),
     ("/health", "GET", 1), ("/ready", "GET", 1), ("/metrics", "GET", 1),
 ]  # fmt: skip

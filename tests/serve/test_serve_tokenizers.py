@@ -49,14 +49,14 @@ def events(server: Served, path: str = "/v1/completions", **body: Any) -> list[A
 def test_offsets_say_where_tokens_begin_in_the_text(server: tuple[str, Served], prompt: str) -> None:
     """Those of an echoed prompt too; the same in a stream."""
     kind, running = server
-    body: dict[str, Any] = {"prompt": prompt, "seed": 4, "max_tokens": 12, "logprobs": 1, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": prompt, "seed": 4, "max_tokens": 8, "logprobs": 1, "ignore_eos": True}
     for echo in (False, True):
         (choice,) = running.post(**body, echo=echo).json()["choices"]
         text, found = choice["text"], choice["logprobs"]
         offsets, begin = found["text_offset"], len(prompt) if echo else 0
         assert text.startswith(prompt) or not echo
         count = len(encoded(tokenizer(kind), prompt)) if echo else 0
-        assert len(offsets) == len(found["tokens"]) == count + 12
+        assert len(offsets) == len(found["tokens"]) == count + 8
         assert offsets == sorted(offsets)
         assert all(offset <= begin for offset in offsets[:count])
         assert offsets[count] == begin
@@ -121,7 +121,7 @@ def test_a_chat_has_the_ids_of_its_template(server: tuple[str, Served]) -> None:
 
 def test_a_chat_with_tools_is_written_by_the_template_for_tools(server: tuple[str, Served]) -> None:
     kind, running = server
-    body = {"messages": MESSAGES, "tools": [TOOL], "return_token_ids": True, "max_tokens": 60, "seed": 1}
+    body = {"messages": MESSAGES, "tools": [TOOL], "return_token_ids": True, "max_tokens": 30, "seed": 1}
     answer = running.post("/v1/chat/completions", prompt=None, **body)
     if kind in PIECES:
         assert "writes no calls" in answer.json()["error"]["message"]

@@ -148,7 +148,7 @@ def test_the_law_stays(lookahead: str) -> None:
 
     target, drafter = (runner(ScriptedModel(spoken, 4)) for spoken in (truth, script))
     engine, rows, _ = decode(
-        target, drafter, LOOKAHEADS[lookahead](), [(0, 0)], n=4000, new=4, rule=Rejection(), max_batch=250
+        target, drafter, LOOKAHEADS[lookahead](), [(0, 0)], n=2000, new=4, rule=Rejection(), max_batch=250
     )
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
     assert 0 < engine.stats.accepted < engine.stats.drafted

@@ -137,7 +137,7 @@ def test_tokens_have_the_law_of_the_target() -> None:
         known = torch.cat([torch.tensor([prompt]).expand(len(fed), -1), fed], dim=1)
         law = (law[:, None] * hf(known).logits[:, -1].double().div(2).softmax(-1)).flatten()
     engine = Engine(target, ReducedCacheDrafter(1, 1), by_name(1), max_batch=200, rule=Rejection())
-    rows = engine.submit(Request(prompt, 4000, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=2)))
+    rows = engine.submit(Request(prompt, 1200, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=2)))
     while engine.step():
         pass
     assert 0 < engine.stats.accepted < engine.stats.drafted

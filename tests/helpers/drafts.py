@@ -57,7 +57,7 @@ def heard(drafter: RecyclingDrafter, rows: Sequence[Row], drafts: Sequence[Seque
     drafter.observe(rows, Scores(logits, Positions(rows, drafts)), Verdict(nothing, nothing, torch.ones(len(rows), 1)))
 
 
-SAMPLES = 2400
+SAMPLES = 1600
 
 
 def passes_of(target: Runner) -> Callable[[], float]:

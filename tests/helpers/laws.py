@@ -18,7 +18,7 @@ from shoal.types.requests import Request, Row
 
 ALPHA = 1e-6
 EXACT = 1e-12
-SAMPLES = 4000
+SAMPLES = 2000
 
 
 def table(vocab: int, seed: int, *, order: int = 1, power: float = 2.0, zeros: float = 0.0) -> Tensor:

@@ -2,7 +2,8 @@
 
 Each case draws N rows of two tokens and compares their counts with the law that the target's own logits give. All are
 deterministic (fixed seeds, no clock in a decision): each would fail with probability ALPHA if the seeds were drawn anew.
-Power: a law that is off by 3 % in total variation is noticed, see `test_the_power_of_these_tests`.
+Power: a law that is off by 7 % in total variation is noticed, see `test_the_power_of_these_tests`; one that is off by 3 %
+is by `test_joint_law_at_full_power` of test_exact_distribution, over tables.
 
 Tests of: engine.verify, sampling.distributions, types.rounds.
 """
@@ -34,7 +35,7 @@ from shoal.types.rounds import Outcome
 from static_passes import FakeGraphs
 
 ALPHA = 1e-3
-N = 16_000
+N = 4_000
 VOCAB = 4
 PROMPT = (1, 2, 3)
 
@@ -79,8 +80,8 @@ def sampled(drafter: Runner, controller: Controller | Fixed, target: Runner | No
 
 def test_the_power_of_these_tests() -> None:
     """Proportional shifts are the hardest to see at a given total variation; of 20 such samples each is found."""
-    wrong = shifted(law(), 0.03)
-    assert float((wrong - law()).abs().sum() / 2) == pytest.approx(0.03)
+    wrong = shifted(law(), 0.07)
+    assert float((wrong - law()).abs().sum() / 2) == pytest.approx(0.07)
     for seed in range(20):
         drawn = torch.multinomial(wrong.flatten(), N, True, generator=torch.Generator().manual_seed(seed))
         assert chi_square(torch.bincount(drawn, minlength=VOCAB**2).view(VOCAB, VOCAB), law()) < ALPHA

@@ -113,9 +113,8 @@ def load(
         RequestError: not found, or a wrong option. UnsupportedModel, PairMismatch: with the reason.
     """
     stages = LoadStages(progress)
-    spec = read_draft(draft)
-    model: Source | None = None if spec is None else spec.source
-    drafting = None if spec is None or spec.is_model else spec
+    drafting = read_draft(draft)
+    model: Source | None = None if drafting is None else drafting.source
     if target is None:
         if model not in (None, BUNDLED):
             raise RequestError("a draft model was given without a target model")
@@ -217,7 +216,7 @@ class Shoal:
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         check_policy(prefix_sharing)
         self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
-        self.drafting = drafting
+        self.drafting = None if drafting is None or drafting.is_model else drafting
         self.proposable = proposable or Proposable()
         self.vocabularies, self.shared = self.proposable.vocabularies, self.proposable.shared
         self._draft = None if draft_model is None else DraftModel.of(draft_model, target, self.proposable)

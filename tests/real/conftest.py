@@ -14,7 +14,7 @@ import transformers
 import shoal
 import smollm2
 from shoal.api import Shoal
-from shoal.drafting.names import drafting_of
+from shoal.drafting.draft import read_draft
 from shoal.models import formats, weights
 from shoal.models.weights.matrix import PACKED, Key
 from shoal.models.weights.packing import packing
@@ -69,7 +69,7 @@ def drafted(pair: Pair) -> Drafted:
         if place not in loaded:
             loaded[place] = shoal.load(place, dtype="float32")
         target = pair("float32", "auto")
-        drafting = drafting_of(shape.replace("FEW", str(place)))
+        drafting = read_draft(shape.replace("FEW", str(place)))
         return Shoal(target.target, loaded[place].target, target.tokenizer, max_batch=256, drafting=drafting)
 
     return of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.drafting.names import drafting_of
+from shoal.drafting.draft import read_draft
 
 pytestmark = [pytest.mark.real, pytest.mark.limit(900)]
 
@@ -42,7 +42,7 @@ def test_long_prompts(few_layers: Path, pair: Any, stock: Callable[[str], Any], 
         hf = AutoModelForCausalLM.from_pretrained(few_layers, dtype=torch.float32).eval()
         model = shoal.load(few_layers, dtype="float32")
     prompt = long_prompt(model.tokenizer, length)
-    drafter = drafting_of("suffix").drafter(model.target)  # type: ignore[union-attr]
+    drafter = read_draft("suffix").drafter(model.target)  # type: ignore[union-attr]
     options = {"temperature": 0, "max_new_tokens": 12, "lookahead": 4, "eos": ()}
     result = model.generate([prompt, prompt[-40:]], 2, drafter=drafter, **options)
     assert result.stats.executors["target"].keys() <= {"C decoder", "C layers"}

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from shoal.config import Grammar, Sampling, Speculation, plain
-from shoal.constraints.alignment import aligned, bound_from_start
 from shoal.constraints.check import Check
+from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
-from shoal.constraints.syntax.requests import Syntax, with_syntaxes
-from shoal.constraints.weights import read_exact, weighed
+from shoal.constraints.syntax.requests import Syntax
 from shoal.drafting.draft import BUNDLED, Draft, read_draft
 from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.model import ModelDrafter
@@ -338,8 +337,9 @@ class Shoal:
             RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
+        dressing = Dressing(align, exact, syntax)
         stream = self._stream(
-            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, shown_tokens, text=False
+            prompts, n, drafter, top_logprobs, suffix, constraints, options, dressing, shown_tokens, text=False
         )
         return stream.run(progress)
 
@@ -350,14 +350,15 @@ class Shoal:
         shown_tokens: Collection[int] = (), **options: Unpack[Options],
     ) -> Stream:  # fmt: skip
         """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
+        dressing = Dressing(align, exact, syntax)
         return self._stream(
-            prompts, n, drafter, top_logprobs, suffix, constraints, options, (align, exact), syntax, shown_tokens, text=True
+            prompts, n, drafter, top_logprobs, suffix, constraints, options, dressing, shown_tokens, text=True
         )
 
     def _stream(
         self, prompts: Prompts, n: Integer | Sequence[Integer], drafter: Drafter | None, top_logprobs: Integer,
         suffix: str | Sequence[str] | None, constraints: Sequence[AnyConstraint], options: Mapping[str, Any],
-        alignment: tuple[bool | None, bool | str], syntax: str | Syntax | None, shown_tokens: Collection[int], *, text: bool,
+        dressing: Dressing, shown_tokens: Collection[int], *, text: bool,
     ) -> Stream:  # fmt: skip
         self._open()
         now = time.perf_counter()
@@ -378,19 +379,13 @@ class Shoal:
             Request(ids, count, sampling, limit, prompt=own, occurrence=number, **asked)
             for (own, ids), count, sampling, limit, number in zip(found, counts, samplings, limits, numbers, strict=True)
         ]
-        align, exact = alignment[0], read_exact(alignment[1])
-        if exact and engine.rule.lossy:
+        if dressing.exact and engine.rule.lossy:
             raise RequestError("exact=True weighs samples of p, and this rule draws others: leave out rule='typical'")
-        aligns = [
-            suffix is not None and not bound_from_start(sampling, constraints) if align is None else align
-            for sampling in samplings
+        behind = [suffix] * len(requests) if suffix is None or isinstance(suffix, str) else suffix
+        requests = [
+            dressing.applied(one, self.tokenizer, own, end)
+            for one, own, end in zip(requests, behind, ends or [None] * len(requests), strict=True)
         ]
-        for place, (to_align, end) in enumerate(zip(aligns, ends or [None] * len(requests), strict=True)):
-            if to_align:
-                requests[place] = aligned(requests[place], self.tokenizer, at=end)
-        requests = with_syntaxes(requests, self.tokenizer, syntax, suffix)
-        if exact:
-            requests = [weighed(each, exact, aligned=align) for each, align in zip(requests, aligns, strict=True)]
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream

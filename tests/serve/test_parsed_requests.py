@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from fastapi.exceptions import RequestValidationError
 
+from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
+from shoal.constraints.dressing import Dressing
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, api_error_of
 from shoal.serve.batch_lines import BatchLine, LineError, digest, has_failed, read_lines
@@ -29,7 +31,9 @@ from shoal.serve.settings import Settings
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallRules
 from shoal.serve.tools import call_rules, forced_grammar, shown_tools
 from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import hashed, scripted
 from shoal.testing.tiny import END
+from shoal.types.requests import Request
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -388,6 +392,24 @@ def test_middles_that_are_aligned() -> None:
     assert weighed.requests[0].weighted
     with pytest.raises(ApiError, match="needs align"):
         parser.parse(validated(CompletionRequest, {"prompt": "abcdef", "suffix": "x", "align": False, "exact": "weights"}))
+
+
+def test_the_library_the_server_and_editors_dress_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose `align` is not given is dressed by the same rule, and by it alone, at the same place."""
+    calls: list[tuple[Dressing, str | None, int | None]] = []
+
+    def applied(
+        self: Dressing, request: Request, tokenizer: Any, suffix: Any = None, end: Any = None, naming: Any = None
+    ) -> Any:
+        calls.append((self, suffix, end))
+        return request
+
+    monkeypatch.setattr(Dressing, "applied", applied)
+    model = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, Middles())
+    model.generate(["abcdef"], suffix="x", max_new_tokens=1)
+    RequestParser(builder(Middles())).parse(validated(CompletionRequest, {"prompt": "abcdef", "suffix": "x"}))
+    infill(input_prefix="abcdef", input_suffix="x", align=None)
+    assert calls == [(Dressing(), "x", 7)] * 3
 
 
 def items(**fields: Any) -> ParsedRequest:

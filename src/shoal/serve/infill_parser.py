@@ -30,8 +30,6 @@ def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[Pars
     parsed = builder.build(
         completion, [prompt.ids], max_tokens, 1, 1, top_logprobs, () if max_tokens == 0 else None, headers
     )
-    own = parsed.requests
-    if request.align is not False:
-        own = [builder.encoder.aligned_at(one, prompt.end) for one in own]
-    own = [builder.encoder.checked(one, request, request.before_cursor, request.input_suffix) for one in own]
-    return replace(parsed, requests=own), truncated
+    before, behind = request.before_cursor, request.input_suffix
+    requests = [builder.encoder.dressed(one, request, before, behind, prompt.end) for one in parsed.requests]
+    return replace(parsed, requests=requests), truncated

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.constraints.alignment import aligned
+from shoal.constraints.dressing import Dressing
 from shoal.constraints.fim import MiddlePrompt, fill_in_middle, middle_prompt, nearest, repository
-from shoal.constraints.syntax.requests import Syntax, with_syntax
+from shoal.constraints.syntax.requests import Syntax
 from shoal.engine.detokenizer import special_tokens
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.message_models import Message
-from shoal.serve.request_models import BaseRequest, CompletionRequest
+from shoal.serve.request_models import BaseRequest
 from shoal.types.inputs import chat_template_of, encoded
 from shoal.types.requests import Request
 
@@ -78,15 +78,37 @@ class PromptEncoder:
         """Tokens as the vocabulary writes them."""
         return [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
-    def aligned(self, request: Request, prompt: Prompt, suffix: str | None) -> Request:
-        """The request of a prompt, and of a suffix if there is one, aligned where the prompt ends. Raises ApiError."""
-        at = middle_prompt(self._tokenizer, prompt, suffix).end if suffix is not None and isinstance(prompt, str) else None
-        return self.aligned_at(request, at)
+    def dressed(
+        self,
+        request: Request,
+        asked: BaseRequest | InfillRequest,
+        prompt: Prompt = "",
+        suffix: str | None = None,
+        end: int | None = None,
+    ) -> Request:
+        """Returns the request aligned, checked and weighted as its body asks.
 
-    def aligned_at(self, request: Request, at: int | None) -> Request:
-        """The request of a prompt, aligned at a place in it; None = its end. Raises ApiError."""
-        with naming("align"):
-            return aligned(request, self._tokenizer, at=at)
+        Args:
+            request: a request of the engine.
+            asked: the body.
+            prompt: the text, or ids, before the new text.
+            suffix: the text behind it; None = none.
+            end: the place in the ids of the prompt behind which the new text stands; None = not known.
+
+        Raises:
+            ApiError: settings that do not go together, or a prompt that is no text.
+        """
+        if end is None and suffix is not None and isinstance(prompt, str):
+            end = middle_prompt(self._tokenizer, prompt, suffix).end
+        language, members = getattr(asked, "syntax", None), getattr(asked, "members", None) is True
+        syntax = None
+        if language is not None or members:
+            field = "members" if language is None else "syntax"
+            if not isinstance(prompt, str):
+                raise ApiError(400, f"{field} needs a prompt that is a text", param=field)
+            syntax = Syntax(language or "python", prompt, suffix or "", language is not None, members)
+        dressing = Dressing(getattr(asked, "align", None), getattr(asked, "exact", None) or False, syntax)
+        return dressing.applied(request, self._tokenizer, suffix, end, naming)
 
     def middle(self, request: InfillRequest, space: int) -> tuple[MiddlePrompt, bool]:
         """The prompt of a text between two others, of at most so many tokens, and whether text was left out.
@@ -105,18 +127,6 @@ class PromptEncoder:
             )
             prompt = next((one for one in found if len(one.ids) <= space), prompt)
         return prompt, (left, right) != (prefix, suffix)
-
-    def checked(self, request: Request, asked: CompletionRequest | InfillRequest, prompt: Prompt, suffix: str) -> Request:
-        """The request, once it is aligned, whose text has to parse between two others, or to name members. Raises ApiError."""
-        syntax = asked.syntax if isinstance(asked, CompletionRequest) else None
-        field, members = "members" if syntax is None else "syntax", asked.members is True
-        if syntax is None and not members:
-            return request
-        if not isinstance(prompt, str):
-            raise ApiError(400, f"{field} needs a prompt that is a text", param=field)
-        with naming(field):
-            found = Syntax(syntax or "python", prompt, suffix, parses=syntax is not None, members=members)
-            return with_syntax(request, self._tokenizer, found)
 
     def text(self, prompt: Prompt) -> str:
         """The prompt's text, for `echo`."""

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config import Grammar
-from shoal.constraints.weights import weighed
-from shoal.serve.api_errors import ApiError, naming
+from shoal.serve.api_errors import ApiError
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import Prompt
 from shoal.serve.reasoning import CLOSING, OPENING, ReasoningRules
@@ -31,11 +30,19 @@ class RequestParser:
 
     def parse(self, request: BaseRequest) -> ParsedRequest:
         """Raises ApiError or RequestError for what cannot be served."""
-        parsed = self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
-        return parsed if request.exact is None else _weighed(request, request.exact, parsed)
+        if request.stream and "smc" in (request.exact or ""):
+            raise ApiError(400, f"exact {request.exact!r} replaces samples while they run: leave out stream", param="exact")
+        if isinstance(request, ChatRequest):
+            parsed = self._chat(request)
+            requests = [self._encoder.dressed(one, request) for one in parsed.requests]
+        else:
+            assert isinstance(request, CompletionRequest)
+            parsed, given = self._completion(request)
+            pairs = zip(parsed.requests, given, strict=False)
+            requests = [self._encoder.dressed(one, request, prompt, request.suffix) for one, prompt in pairs]
+        return replace(parsed, requests=requests)
 
-    def _completion(self, request: BaseRequest) -> ParsedRequest:
-        assert isinstance(request, CompletionRequest)
+    def _completion(self, request: CompletionRequest) -> tuple[ParsedRequest, Sequence[Prompt]]:
         n = request.n or 1
         drawn = n if request.best_of is None else request.best_of
         _require_compatible(request, n, drawn)
@@ -51,23 +58,8 @@ class RequestParser:
         read = [ids if len(ids) < len(whole) else prompt for ids, whole, prompt in zip(prompts, encoded, given, strict=True)]
         echo = [self._encoder.text(prompt) for prompt in read] if request.echo else None
         parsed = self._builder.build(request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers)
-        return self._checked(request, given, self._aligned(request, given, parsed))
-
-    def _aligned(self, request: CompletionRequest, given: Sequence[Prompt], parsed: ParsedRequest) -> ParsedRequest:
-        """With a suffix unless the request says otherwise; without one, or beside a grammar, only if it asks for it."""
-        wanted = request.align
-        if wanted is None:
-            wanted = request.suffix is not None and all(one.sampling.grammar is None for one in parsed.requests)
-        if not wanted:
-            return parsed
-        pairs = zip(parsed.requests, given, strict=False)
-        return replace(parsed, requests=[self._encoder.aligned(one, prompt, request.suffix) for one, prompt in pairs])
-
-    def _checked(self, request: CompletionRequest, given: Sequence[Prompt], parsed: ParsedRequest) -> ParsedRequest:
         self._builder.require_members(request)
-        pairs = zip(parsed.requests, given, strict=False)
-        checked = [self._encoder.checked(one, request, prompt, request.suffix or "") for one, prompt in pairs]
-        return replace(parsed, requests=checked)
+        return parsed, given
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
         if request.top_logprobs is not None and not request.logprobs:
@@ -124,17 +116,6 @@ class RequestParser:
                 one = _under(one, reasoning.allowed_before(grammar, rules.begins if rules else ""))
             requests.append(replace(one, shown_tokens=one.shown_tokens | ends))
         return replace(parsed, requests=requests, reasoning=reasoning)
-
-
-def _weighed(request: BaseRequest, exact: str, parsed: ParsedRequest) -> ParsedRequest:
-    """With weights, whose requests are aligned already. Raises ApiError: nothing limits their tokens, or they cannot be weighed."""
-    if "smc" in exact and request.stream:
-        raise ApiError(400, f"exact {exact!r} replaces samples while they run: leave out stream", param="exact")
-    aligned = isinstance(request, CompletionRequest) and (
-        request.align or (request.align is None and request.suffix is not None)
-    )
-    with naming("exact"):
-        return replace(parsed, requests=[weighed(one, exact, aligned=bool(aligned)) for one in parsed.requests])
 
 
 def _under(request: Request, grammar: Grammar | None) -> Request:

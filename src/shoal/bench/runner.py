@@ -247,5 +247,5 @@ def _described(model: Runner) -> dict[str, Any]:
     path = Path(model.name)
     name = path.name if path.is_dir() else model.name
     name = f"bundled {name}" if path.parent == bundled("target").parent else name
-    parameters = sum(parameter.numel() for parameter in model.hf.parameters())
+    parameters = model.parameter_count
     return {"name": name, "parameters": parameters, "bytes": model.parameter_bytes, **described(model)}

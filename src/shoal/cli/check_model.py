@@ -80,7 +80,7 @@ def _advice(error: Exception) -> str:
 
 
 def _size(runner: Runner) -> str:
-    count = sum(parameter.numel() for parameter in runner.hf.parameters())
+    count = runner.parameter_count
     size = f"{display_name(runner)}: {_count(count)} parameters, {dtype_name(runner)} on {runner.device}"
     chosen = [f"{subject}: {found}" for subject, found in runner.notes.items() if subject != "dtype" and found != "off"]
     return "; ".join([size, *chosen])

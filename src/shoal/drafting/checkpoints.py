@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shoal.errors import ModelError, PairMismatch, RequestError
+from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.models.belongings import Belongings
 from shoal.models.runner import Runner
 
@@ -21,7 +21,13 @@ _loaded: Belongings[Any] = Belongings("heads")
 
 
 def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) -> Heads:
-    """The heads in a directory, loaded once for a target."""
+    """The heads in a directory, loaded once for a target.
+
+    Raises:
+        UnsupportedModel: the target gives no hidden states.
+    """
+    if not target.has_modules:
+        raise UnsupportedModel(f"trained heads read hidden states, which {target.name} does not give")
     known = _loaded.of(target.hf)
     key = f"{load.__qualname__} {Path(directory).resolve()}"
     if key not in known:

@@ -105,8 +105,8 @@ def _shell(module: Any) -> Any:
 def _place_of(runner: Runner) -> str:
     """The name of the model's list of layers."""
     place = _place_in(runner.hf)
-    if not place or not runner.can_be_cut:
-        why = "its layers are no list of modules" if runner.can_be_cut else "several processes share it"
+    if not place or runner.cut_obstacle:
+        why = runner.cut_obstacle or "its layers are no list of modules"
         raise UnsupportedModel(f"{runner.name} ({_kind(runner)}) cannot draft for itself: {why}")
     return place
 

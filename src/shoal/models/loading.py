@@ -16,10 +16,12 @@ from transformers.pytorch_utils import Conv1D
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.capabilities import capabilities
+from shoal.models.gguf.runner import load_gguf
+from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.quantize import Int8Linear, quantized
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
-from shoal.models.sources import directory_of
+from shoal.models.sources import directory_of, gguf_of
 from shoal.models.strict import make_strict
 from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
@@ -108,6 +110,12 @@ def load_runner(
         RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
         UnsupportedModel: see `shoal.models.capabilities` and `selfcheck`.
     """
+    file = gguf_of(source, revision, local_files_only)
+    if file is not None:
+        return load_gguf(
+            file, str(source), device=str(device), strict=strict, watch=watch, dtype=dtype, attention=attention, quantize=quantize,
+            tensor_parallel=tensor_parallel, kept=kept,
+        )  # fmt: skip
     place = resolve_device(device)
     hub = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     config = _from(source, transformers.AutoConfig, **hub)
@@ -194,6 +202,9 @@ def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
 
 def load_tokenizer(source: str | Path, **hub: Any) -> Any:
     """The Transformers tokenizer of a model. Raises RequestError when there is none."""
+    file = gguf_of(source, hub.get("revision"), hub.get("local_files_only", False))
+    if file is not None:
+        return tokenizer_of(file)
     place = directory_of(source)
     if place is not None and not any(found for pattern in TOKENIZER_FILES for found in place.glob(pattern)):
         raise RequestError(f"no tokenizer in {source}: expected tokenizer.json or the files that it is made from")

@@ -39,6 +39,8 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
     """
     if mode not in MODES:
         raise RequestError(f"compile must be 'auto', 'on', 'off' or 'modules', got {mode!r}")
+    if not runner.has_modules:
+        return
     if runner.device.type != "cpu":
         runner.use_static_passes(executor_for(mode, runner.device))
         if owned and mode != "modules" and runner.static is not None:

@@ -42,6 +42,7 @@ class Runner:
     """A causal LM that feeds ragged blocks.
 
     Attributes:
+        has_modules: whether `hf` is a Transformers model, whose modules and weights drafters and executors may read.
         hf: the Transformers model, never modified. name: as the user wrote it.
         attention_path: "interface" or "mask" (`shoal.models.bridge`). attention: name of the attention method.
         context: most tokens a row may hold. vocab_size: width of the logits. known_ids: ids that it can read.
@@ -64,6 +65,8 @@ class Runner:
         self_check_error: what `selfcheck` found; None before it has run.
     """
 
+    has_modules = True
+
     def __init__(self, hf: Any, name: str, attention_path: str, context: int, attention_name: str = "auto") -> None:
         self.hf, self.name, self.attention_path, self.context = hf, name, attention_path, context
         self._method = methods.method_named(attention_name)
@@ -78,7 +81,7 @@ class Runner:
         self.dtype: torch.dtype = hf.dtype
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
         self.known_ids = self.vocab_size
-        self.cache = SlotCache()
+        self.cache = self.new_cache()
         self.passes = 0
         self.seconds = 0.0
         self.computed: Counter[str] = Counter()
@@ -98,10 +101,19 @@ class Runner:
         self.notes: dict[str, str] = {}
         self._kv_block = methods.KV_BLOCKS.get(attention_name, 1)
 
+    def new_cache(self) -> SlotCache:
+        """Returns an empty cache of the kind that the executors take."""
+        return SlotCache()
+
     @property
     def parameter_bytes(self) -> int:
         """Bytes that the weights take, tied ones counted once."""
         return nbytes(list(self.hf.parameters()))
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers among the weights, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.hf.parameters())
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Bytes a cache of that size takes."""
@@ -154,9 +166,9 @@ class Runner:
         return self.packs and self.static is None
 
     @property
-    def can_be_cut(self) -> bool:
-        """Whether the model's first layers can be computed alone."""
-        return True
+    def cut_obstacle(self) -> str | None:
+        """The reason why the model's first layers cannot be computed alone; None where they may be."""
+        return None
 
     @property
     def can_keep_prefixes(self) -> bool:
@@ -230,7 +242,7 @@ class Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
         other = copy.copy(self)
         other.device, other.dtype = self.hf.device, self.hf.dtype
-        other.cache = SlotCache() if self.static is None else self.static.cache_for(other)
+        other.cache = self.new_cache() if self.static is None else self.static.cache_for(other)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
         other.computed = Counter()
         other.hidden_layers, other.hidden, other.vectors = (), None, None
@@ -466,10 +478,19 @@ class Runner:
     def _ordinary(self, batch: Batch) -> Output:
         """Computes a pass by the first of `executors` that does not refuse it."""
         self.cache.begin(batch.plan)
-        output = next(one for one in self.executors if one.refuses(batch) is None)(batch)
+        output = self._first(batch)(batch)
         self.hidden = output.hidden
         self.cache.end()
         return output
+
+    def _first(self, batch: Batch) -> Executor:
+        """Returns the first of `executors` that does not refuse a batch. Raises UnsupportedModel: all of them do."""
+        reason: str | None = None
+        for executor in self.executors:
+            reason = executor.refuses(batch)
+            if reason is None:
+                return executor
+        raise UnsupportedModel(f"{self.name}: {reason}")
 
 
 class _Counted(explained):

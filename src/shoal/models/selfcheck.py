@@ -24,9 +24,9 @@ from shoal.types.prefix import Prefix
 
 def tolerance(runner: Runner) -> float:
     """Returns how far the distributions of passes may be from those of a plain forward, in nats: as the dtype allows. Layers that
-    round their activations to bytes are coarser.
+    round their activations to bytes, as llama.cpp does, are coarser.
     """
-    rounds = any(isinstance(module, Int8Linear) for module in runner.hf.modules())
+    rounds = not runner.has_modules or any(isinstance(module, Int8Linear) for module in runner.hf.modules())
     return BYTES[runner.dtype] if rounds else LIMITS[runner.dtype]
 
 
@@ -48,7 +48,7 @@ def self_check(runner: Runner) -> float:
     with runner.noting_windows() as windows:
         error = _guarded(_error, runner, ids, plain) if runner.packs else math.inf
         if not error <= tolerance(runner):
-            runner.packs, runner.cache = False, type(runner.cache)()
+            runner.packs, runner.cache = False, runner.new_cache()
             error = _error(runner, ids, plain)
     if runner.shares:
         runner.shares = _guarded(_sharing_error, runner, ids, plain) <= tolerance(runner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterable
@@ -16,13 +17,57 @@ SECONDS = 3.0
 PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
-def directory_of(source: str | Path) -> Path | None:
-    """The directory that a name means, or None for a Hub id.
+GGUF = ".gguf"
+PARTS = re.compile(r"-00001-of-(\d{5})\.gguf$")
+"""How the first of several parts of a model ends."""
+
+
+def gguf_of(source: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path | None:
+    """Returns the GGUF file that a name means, or None for other names.
+
+    Args:
+        source: a path, or HUB-ID:FILE; the file is then downloaded, with the other parts of its model.
 
     Raises:
-        RequestError: it is a path, but not that of a directory with a config.json.
+        RequestError: no such file.
+    """
+    if not str(source).endswith(GGUF):
+        return None
+    path = Path(source).expanduser()
+    hub, separator, name = str(source).partition(":")
+    if separator and not path.exists() and not hub.startswith((".", "/", "~")):
+        return _downloaded(hub, name, revision, local_files_only)
+    if not path.is_file():
+        raise RequestError(f"GGUF file {source} does not exist; of the Hub's it is HUB-ID:FILE.gguf")
+    return path
+
+
+def _downloaded(hub: str, name: str, revision: str | None, local_files_only: bool) -> Path:
+    """Returns a file of the Hub, or the first of a model's parts."""
+    from huggingface_hub import constants, hf_hub_download
+
+    parts = PARTS.search(name)
+    last = int(parts[1]) if parts else 1
+    names = [PARTS.sub(f"-{i:05}-of-{last:05}.gguf", name) for i in range(1, last + 1)]
+    local = local_files_only or bool(constants.HF_HUB_OFFLINE) or _unreachable(constants.ENDPOINT)
+    try:
+        files = [hf_hub_download(hub, one, revision=revision, local_files_only=local) for one in names]
+    except (OSError, ValueError) as error:
+        raise RequestError(f"cannot get {name} of {hub} from the Hub: {str(error).splitlines()[0]}") from error
+    return Path(files[0])
+
+
+def directory_of(source: str | Path) -> Path | None:
+    """The directory that a name means, or None for a Hub id or a GGUF file.
+
+    Raises:
+        RequestError: it is a path, but not that of a directory with a config.json, or of a GGUF file.
     """
     path = Path(source).expanduser()
+    if path.suffix == GGUF and not path.is_dir():
+        if ":" not in str(source):
+            gguf_of(source)
+        return None
     if not isinstance(source, Path) and not source.startswith((".", "/", "~")) and not path.exists():
         return None
     if not path.is_dir():
@@ -33,7 +78,7 @@ def directory_of(source: str | Path) -> Path | None:
 
 
 def require_source(source: str | Path, revision: str | None = None, local_files_only: bool = False) -> bool:
-    """Checks that a model can be had.
+    """Checks that a model can be had. A GGUF file of the Hub is then on this machine.
 
     Returns:
         Whether only local files are to be read: because the caller said so, or because the Hub is out of reach and its cache has
@@ -42,7 +87,7 @@ def require_source(source: str | Path, revision: str | None = None, local_files_
     Raises:
         RequestError: a wrong path, or a Hub id that is not in the cache while there is no network.
     """
-    if directory_of(source) is not None:
+    if directory_of(source) is not None or gguf_of(source, revision, local_files_only) is not None:
         return local_files_only
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -87,9 +87,9 @@ class _Leading(Runner):
         return False
 
     @property
-    def can_be_cut(self) -> bool:
-        """No: the other ranks compute whole passes."""
-        return False
+    def cut_obstacle(self) -> str:
+        """The other ranks compute whole passes."""
+        return "several processes share it"
 
     def use_vectors(self, vectors: Tensor) -> None:
         """Raises UnsupportedModel: the other ranks have no such inputs."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from shoal.models.sources import directory_of
+from shoal.models.sources import GGUF, directory_of
 
 SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 """Files of a model's directory that determine its logits and its tokenization."""
@@ -15,12 +15,15 @@ END_BYTES = 2**16
 
 
 def identity(model: str | Path, revision: str | None = None) -> str:
-    """For a directory a digest of its files' sizes and ends; for a Hub id the id and the revision.
+    """For a directory, or a GGUF file, a digest of its files' sizes and ends; for a Hub id the id and the revision.
 
     Two training runs of one model differ in nearly all weights, so also in those at the ends of the files. A branch of the
     Hub may move to another commit; a revision that is a commit does not.
     """
     directory = directory_of(model)
+    file = Path(model) if directory is None and Path(model).is_file() else None
+    if file is not None:
+        return f"sha256:{hashlib.sha256(f'{file.stat().st_size} '.encode() + _ends(file)).hexdigest()[:16]}"
     if directory is None:
         return f"{model}@{revision or 'main'}"
     found = hashlib.sha256()
@@ -40,6 +43,8 @@ def people_call(model: str) -> str:
             return f"bundled {part}"
     if Path(model).is_dir():
         return Path(model).resolve().name
+    if model.endswith(GGUF):
+        return Path(model.rpartition(":")[2]).stem
     return "+".join(part.partition(":")[0] for part in model.split("+"))
 
 

@@ -124,9 +124,11 @@ class Plan:
 
     def unpack(self, sequence: Tensor) -> Tensor:
         """The inverse of `pack`: [1, sum(counts), ...] -> [rows, q, ...]; unused columns repeat the row's last token."""
-        if not self.packed:
-            return sequence
-        columns = sequence[0].index_select(0, self._origin)
+        return self.spread(sequence[0]) if self.packed else sequence
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """[sum(counts), ...], row after row -> [rows, q, ...]; unused columns repeat the row's last token."""
+        columns = tokens.index_select(0, self._origin)
         return columns.view(self.rows, self.q, *columns.shape[1:])
 
     @cached_property

@@ -1,0 +1,82 @@
+"""Passes of a GGUF file's model by llama.cpp (`shoal.models.gguf`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import InternalError, ModelError, OutOfMemory
+from shoal.models.cache import Plan
+from shoal.models.executors.protocol import Batch, Output
+from shoal.models.gguf.library import complaint, library
+from shoal.models.gguf.model import GgufModel
+from shoal.models.gguf.sequences import PASS_TOKENS, Feed, Sequences
+from shoal.models.lean.forward import known_tokens
+
+NO_ROOM, ABORTED, NO_MEMORY = 1, 2, -2
+"""Numbers that `llama_decode` returns."""
+
+
+class LlamaCpp:
+    """Computes chains of tokens: one call of `llama_decode`, or several where a pass has more than `PASS_TOKENS`."""
+
+    name = "llama.cpp"
+
+    def __init__(self, model: GgufModel) -> None:
+        self._model = model
+        self._feed = Feed()
+        self._threads = 0
+
+    def refuses(self, batch: Batch) -> str | None:
+        """Returns the reason: draft trees, hidden states, vectors."""
+        if batch.plan.parents is not None:
+            return "llama.cpp takes chains of tokens, no draft trees"
+        return batch.reads_model
+
+    def __call__(self, batch: Batch) -> Output:
+        """Computes a pass. Raises ModelError: llama.cpp failed. OutOfMemory."""
+        plan, cache = batch.plan, batch.cache
+        if not isinstance(cache, Sequences):
+            raise InternalError("llama.cpp got a cache that is not its own")
+        self._follow_threads(cache)
+        counts = np.array(plan.counts)
+        real = np.arange(plan.q) < counts[:, None]
+        ids = known_tokens(plan, batch.tokens, self._model.vocab_size).numpy()[:, : plan.q][real]
+        places = plan.positions.numpy()[real]
+        rows = np.repeat(plan.slots, counts)
+        vocab = self._model.vocab_size
+        logits = torch.empty(len(ids) if batch.want_logits else 1, vocab)
+        for first in range(0, len(ids), PASS_TOKENS):
+            part = slice(first, first + PASS_TOKENS)
+            self._decode(cache, self._feed.fill(ids[part], places[part], rows[part], batch.want_logits))
+            if batch.want_logits:
+                _read_logits(cache, logits[part])
+        return Output(_by_row(plan, logits) if batch.want_logits else logits, None, self.name)
+
+    def _decode(self, cache: Sequences, batch: ctypes.Structure) -> None:
+        code = library().llama_decode(cache.context, batch)
+        if code in (NO_ROOM, NO_MEMORY):
+            raise OutOfMemory(f"{self._model.file}: llama.cpp has no memory for a pass: {complaint('no reason')}")
+        if code:
+            raise ModelError(f"{self._model.file}: llama.cpp failed at a pass ({code}): {complaint('no reason')}")
+
+    def _follow_threads(self, cache: Sequences) -> None:
+        """Uses as many threads as PyTorch does."""
+        if self._threads != torch.get_num_threads():
+            self._threads = torch.get_num_threads()
+        library().llama_set_n_threads(cache.context, self._threads, self._threads)
+
+
+def _read_logits(cache: Sequences, logits: Tensor) -> None:
+    """Copies the logits of the last call, [tokens, vocab] float32, which the next call overwrites."""
+    ctypes.memmove(logits.data_ptr(), library().llama_get_logits(cache.context), logits.nbytes)
+
+
+def _by_row(plan: Plan, logits: Tensor) -> Tensor:
+    """[tokens, vocab] -> [rows, q, vocab]."""
+    if len(logits) == plan.rows * plan.q:
+        return logits.view(plan.rows, plan.q, -1)
+    return plan.spread(logits)

@@ -1,0 +1,141 @@
+"""The model of a GGUF file: its weights in llama.cpp, and its facts as Transformers would tell them."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from shoal.errors import ModelError, RequestError, UnsupportedModel
+from shoal.models.gguf.library import complaint, library
+
+MAGIC = b"GGUF"
+HALF = 2
+"""Bytes of a number in llama.cpp's cache, float16."""
+
+
+class GgufModel(nn.Module):
+    """A model whose weights llama.cpp holds; it stands where a Transformers model stands.
+
+    Args:
+        file: the GGUF file, or the first of its parts.
+        device: "auto" for the devices that this build of llama.cpp has, or "cpu".
+
+    Attributes:
+        handle: llama.cpp's pointer to the model. vocab: to its vocabulary.
+        config, generation_config: the facts that other code reads of a Transformers model.
+        vocab_size: entries of the logits.
+        context: positions that the model was trained for.
+        token_bytes: bytes of the keys and values of a token, over all layers.
+        parameter_bytes: bytes of the weights. parameter_count: their number.
+
+    Raises:
+        ModelError: the file is damaged, or there is no memory. RequestError: no such device.
+        UnsupportedModel: the model is recurrent, an encoder, or no language model.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, file: Path, device: str = "auto") -> None:
+        super().__init__()
+        self.file = file
+        lib = library()
+        self.handle = _loaded(lib, file, device)
+        weakref.finalize(self, lib.llama_model_free, self.handle)
+        _require_rows(lib, self.handle, file, self.metadata("general.architecture"))
+        if "longrope" in self.metadata(f"{self.metadata('general.architecture')}.rope.scaling.type"):
+            raise UnsupportedModel(
+                f"{file} is not supported: llama.cpp chooses its rotary positions by the room of all rows together"
+            )
+        self.vocab = lib.llama_model_get_vocab(self.handle)
+        self.vocab_size = int(lib.llama_vocab_n_tokens(self.vocab))
+        self.context = int(lib.llama_model_n_ctx_train(self.handle))
+        self.parameter_bytes = int(lib.llama_model_size(self.handle))
+        self.parameter_count = int(lib.llama_model_n_params(self.handle))
+        self.config = self._config(lib)
+        ends = [i for i in range(self.vocab_size) if lib.llama_vocab_is_eog(self.vocab, i)]
+        self.generation_config = SimpleNamespace(eos_token_id=ends or None)
+        self.eval()
+
+    def metadata(self, key: str) -> str:
+        """Returns a value of the file's metadata as text; empty if the file has none of that name."""
+        text = ctypes.create_string_buffer(1 << 16)
+        name = key.encode()
+        size = library().llama_model_meta_val_str(self.handle, name, text, len(text))
+        return "" if size < 0 else text.value.decode("utf-8", "replace")
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of the keys and values of a token, over all layers, as its first layer tells."""
+        config = self.config
+        heads = config.num_key_value_heads or config.num_attention_heads
+        return int(config.num_hidden_layers * heads * sum(self._head_sizes()) * HALF)
+
+    def _head_sizes(self) -> tuple[int, int]:
+        """Returns the features of a head's keys and of its values."""
+        architecture, config = self.metadata("general.architecture"), self.config
+        usual = config.hidden_size // max(config.num_attention_heads, 1)
+        keys, values = (int(self.metadata(f"{architecture}.attention.{kind}_length") or usual) for kind in ("key", "value"))
+        return keys, values
+
+    def _config(self, lib: Any) -> PretrainedConfig:
+        config = PretrainedConfig(name_or_path=str(self.file))
+        config.hidden_size = int(lib.llama_model_n_embd(self.handle))
+        config.num_hidden_layers = int(lib.llama_model_n_layer(self.handle))
+        config.num_attention_heads = int(lib.llama_model_n_head(self.handle))
+        config.num_key_value_heads = int(lib.llama_model_n_head_kv(self.handle))
+        config.vocab_size = self.vocab_size
+        config.max_position_embeddings = self.context
+        config.model_type = self.metadata("general.architecture")
+        return config
+
+    # ── as other code asks a Transformers model ─────────────────────────────────────────────────────────────────────
+
+    def get_output_embeddings(self) -> Any:
+        """Returns an object with the shape of the head; its weights are not at hand."""
+        return SimpleNamespace(weight=torch.empty(self.vocab_size, 0))
+
+    def forward(self, tokens: Tensor, past_key_values: Any = None, position_ids: Any = None) -> Any:
+        """Raises UnsupportedModel: passes are computed by `shoal.models.executors.llama_cpp`."""
+        raise UnsupportedModel(f"{self.file} is computed by llama.cpp, and not by modules")
+
+
+def _loaded(lib: Any, file: Path, device: str) -> Any:
+    """Returns llama.cpp's pointer to the model of a file."""
+    with file.open("rb") as stream:
+        if stream.read(4) != MAGIC:
+            raise ModelError(f"{file} is no GGUF file: it does not begin with 'GGUF'; download it again")
+    params = lib.llama_model_default_params()
+    if device == "cpu":
+        params.n_gpu_layers = 0
+    elif device != "auto":
+        raise RequestError(
+            f"a GGUF file is computed on 'cpu', or with 'auto' on the devices that llama.cpp was built for, got {device!r}"
+        )
+    handle = lib.llama_model_load_from_file(str(file).encode(), params)
+    if not handle:
+        reason = complaint("llama.cpp says no reason")
+        raise ModelError(f"llama.cpp cannot load {file}: {reason}; if it is damaged, download it again")
+    return handle
+
+
+def _require_rows(lib: Any, handle: Any, file: Path, architecture: str) -> None:
+    """Raises UnsupportedModel for a model whose rows cannot go back to an earlier length."""
+    reasons = {
+        "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier length": (
+            lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle)
+        ),
+        "it is an encoder; shoal decodes causal language models": lib.llama_model_has_encoder(handle),
+        "it is a diffusion model; shoal decodes causal language models": lib.llama_model_is_diffusion(handle),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            lib.llama_model_free(handle)
+            raise UnsupportedModel(f"{file} ({architecture}) is not supported: {reason}")

@@ -1,0 +1,122 @@
+"""A runner of a GGUF file's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RequestError, UnsupportedModel
+from shoal.models.executors.llama_cpp import LlamaCpp
+from shoal.models.executors.protocol import Executor
+from shoal.models.gguf.model import GgufModel
+from shoal.models.gguf.sequences import Sequences
+from shoal.models.runner import Runner
+from shoal.models.selfcheck import self_check
+from shoal.types.load_stages import StageWatch, unwatched
+
+
+class GgufRunner(Runner):
+    """A model whose passes llama.cpp computes, over a cache of its own.
+
+    The bits of a token's logits depend on the shape of its pass, as llama.cpp's kernels do: greedy ids equal those of plain
+    decoding but for near ties.
+    """
+
+    has_modules = False
+
+    def __init__(self, model: GgufModel, name: str) -> None:
+        super().__init__(model, name, "interface", model.context)
+        self.takes_trees = self.shares = False
+        self._executor = LlamaCpp(model)
+
+    def new_cache(self) -> Sequences:
+        """Returns an empty cache."""
+        return Sequences(self.hf)
+
+    def fork(self) -> Runner:
+        """Returns the same model with a cache and counters of its own."""
+        other = super().fork()
+        assert isinstance(other, GgufRunner)
+        other._executor = LlamaCpp(self.hf)
+        return other
+
+    @torch.inference_mode()
+    def plain_logits(self, tokens: Tensor) -> Tensor:
+        """Returns logits [rows, q, vocab] of tokens [rows, q], each row alone in a memory of its own, in one pass."""
+        outputs = []
+        for row in tokens:
+            alone = self.fork()
+            alone.reserve(1, len(row))
+            outputs.append(alone.feed([0], row[None], [len(row)]))
+        return torch.cat(outputs)
+
+    @property
+    def executors(self) -> Sequence[Executor]:
+        """llama.cpp alone."""
+        return (self._executor,)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the weights in the file."""
+        return int(self.hf.parameter_bytes)
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers among the weights."""
+        return int(self.hf.parameter_count)
+
+    @property
+    def cut_obstacle(self) -> str:
+        """llama.cpp computes whole passes."""
+        return "llama.cpp computes whole passes"
+
+    @property
+    def can_keep_prefixes(self) -> bool:
+        """No: keys and values are llama.cpp's."""
+        return False
+
+    @property
+    def can_be_lean(self) -> bool:
+        """No: its weights are llama.cpp's."""
+        return False
+
+    def use_vectors(self, vectors: Tensor) -> None:
+        """Raises UnsupportedModel: llama.cpp reads ids here."""
+        raise UnsupportedModel(f"{self.name} is computed by llama.cpp, and this drafter feeds vectors of its own")
+
+
+def load_gguf(
+    file: Path,
+    name: str,
+    *,
+    device: str = "auto",
+    strict: bool = False,
+    watch: StageWatch = unwatched,
+    **options: object,
+) -> GgufRunner:
+    """Loads the model of a GGUF file.
+
+    Args:
+        name: as the user wrote it.
+        options: how a Transformers model is read, which a file decides itself: only their defaults are taken.
+
+    Raises:
+        RequestError: strict, or another option that does not go with such a file.
+        ModelError, UnsupportedModel: see `GgufModel` and `shoal.models.selfcheck`.
+    """
+    if strict:
+        raise RequestError(
+            f"{name}: strict=True does not go with GGUF files: the bits of llama.cpp's passes depend on their shape"
+        )
+    given = sorted(key for key, value in options.items() if value not in ("auto", "off", False, None))
+    if given:
+        raise RequestError(f"{name}: {' and '.join(given)} does not go with GGUF files, which say what their weights are")
+    with watch("weights"):
+        runner = GgufRunner(GgufModel(file, str(device)), name)
+    with watch("checking"):
+        self_check(runner)
+    runner.notes |= {"weights": f"{runner.hf.metadata('general.file_type') or 'mixed'}"}
+    return runner

@@ -1,0 +1,256 @@
+"""A slot cache whose rows are sequences of llama.cpp's memory.
+
+Each sequence has a buffer of its own (`kv_unified` off), where its keys lie in the order of its tokens, whoever else is in
+the pass. So a row's sums have one order: passes over quantised weights give the same bits alone and in company. In one buffer for
+all, which llama.cpp has too, they give other bits in other company, and one greedy id in twenty changes (docs/how-to/gguf.md).
+
+A slot's tokens beyond its length stay in the memory until the slot's next pass begins: then they are removed, so that going back is
+setting a length, as in any slot cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shoal.errors import ModelError, OutOfMemory, RequestError
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.gguf.library import complaint, library
+from shoal.types.prefix import Prefix
+
+if TYPE_CHECKING:
+    from shoal.models.gguf.model import GgufModel
+
+MOST_ROWS = 256
+"""Sequences that llama.cpp's memory can tell apart."""
+PASS_TOKENS = 2048
+"""Most tokens that llama.cpp is given at once."""
+CELLS = 256
+"""A sequence's buffer has whole blocks of so many cells."""
+HEAD = 8
+"""Bytes before what llama.cpp writes down of a sequence."""
+
+
+class Sequences(SlotCache):
+    """Rows of unequal lengths of one model, slot by slot a sequence.
+
+    Attributes:
+        context: llama.cpp's pointer to the memory and what computes over it; None before `reserve`.
+    """
+
+    def __init__(self, model: GgufModel) -> None:
+        super().__init__()
+        self._model = model
+        self.context: Any = None
+        self._free: Any = None
+        self._size = (0, 0)
+        self._stored: list[int] = []
+        self._copied: set[int] = set()
+
+    @property
+    def memory(self) -> Any:
+        """llama.cpp's pointer to the cells."""
+        return library().llama_get_memory(self.context)
+
+    # ── room ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _resize(self, slots: int, capacity: int, cells: int) -> None:
+        """Makes a memory of that size, with all that slots hold.
+
+        Raises:
+            RequestError: more rows than llama.cpp has sequences. OutOfMemory.
+        """
+        if slots > MOST_ROWS:
+            raise RequestError(
+                f"llama.cpp decodes at most {MOST_ROWS} rows at a time, got {slots}: give max_batch={MOST_ROWS}"
+            )
+        size = max(slots, 1), -(-max(capacity, 1) // CELLS) * CELLS
+        if size != self._size:
+            self._move(*size)
+        super()._resize(slots, capacity, cells)
+
+    def _move(self, slots: int, room: int) -> None:
+        """Makes a context of so many sequences with room for so many tokens each, and copies what slots hold into it."""
+        self._settle()
+        context = _made(self._model, slots, room)
+        free = weakref.finalize(self, library().llama_free, context)
+        kept = [slot for slot in range(min(slots, self.slots)) if self.lengths[slot]]
+        try:
+            for slot in kept:
+                self._forget(slot)
+                _write(context, slot, restreamed(self._read(slot), slot, self._size[0], slots))
+        except BaseException:
+            free()
+            raise
+        if self._free is not None:
+            self._free()
+        self.context, self._free, self._size = context, free, (slots, room)
+        self._stored = [self.lengths[slot] if slot in kept else 0 for slot in range(slots)]
+
+    def _settle(self) -> None:
+        """Carries out copies: llama.cpp does so as a pass begins, so this is one of a token, which is then removed."""
+        if not self._copied:
+            return
+        slot = next(iter(self._copied))
+        self._forget(slot)
+        place = np.array([self.lengths[slot]])
+        code = library().llama_decode(self.context, Feed(1).fill([0], place, [slot], False))
+        self._stored[slot] = self.lengths[slot] + 1
+        self._forget(slot)
+        if code:
+            raise OutOfMemory(f"llama.cpp cannot copy rows: {complaint('no reason')}")
+        self._copied.clear()
+
+    def _read(self, slot: int) -> list[bytes]:
+        """Returns what llama.cpp writes down of a slot: a head, and the keys and values of each of its caches. Models with
+        sliding windows have two of them."""
+        lib = library()
+        state = (ctypes.c_uint8 * lib.llama_state_seq_get_size(self.context, slot))()
+        lib.llama_state_seq_get_data(self.context, state, len(state), slot)
+        end = len(state)
+        if lib.llama_model_n_swa(self._model.handle):
+            partial = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+            end -= lib.llama_state_seq_get_size_ext(self.context, slot, partial) - HEAD
+        data = bytes(state)
+        return [part for part in (data[:HEAD], data[HEAD:end], data[end:]) if part]
+
+    def bytes_per_token(self) -> int:
+        """Bytes that a token of one row takes over all layers."""
+        return self._model.token_bytes
+
+    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, plan: Plan) -> None:
+        """Announces a pass, and removes what its rows hold beyond their lengths."""
+        super().begin(plan)
+        for slot, length in zip(plan.slots, plan.lengths, strict=True):
+            self._forget(slot)
+            self._stored[slot] = length  # some of these, if the pass fails
+        self._copied.clear()
+
+    def _forget(self, slot: int) -> None:
+        """Removes the cells of a slot beyond its length."""
+        if self._stored[slot] > self.lengths[slot]:
+            library().llama_memory_seq_rm(self.memory, slot, self.lengths[slot], -1)
+            self._stored[slot] = self.lengths[slot]
+
+    def enter(self, slot: int, prefix: Prefix | None = None) -> None:
+        """A new row takes the slot, and has no tokens."""
+        super().enter(slot, prefix)
+        self._forget(slot)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Makes the first `length` tokens of `target` those of `source`; before the next pass, which may be another's."""
+        if source != target:
+            lib, memory = library(), self.memory
+            self._forget(source)
+            lib.llama_memory_seq_rm(memory, target, -1, -1)
+            lib.llama_memory_seq_cp(memory, source, target, -1, -1)
+            self._stored[target] = self.lengths[source]
+            self._copied.add(target)
+        self.lengths[target], self.gaps[target] = length, self.gaps[source]
+        self._forget(target)
+
+    def zero_tail(self, slot: int, length: int) -> None:
+        """Removes what the slot holds from position `length` on."""
+        if self._stored[slot] > length:
+            library().llama_memory_seq_rm(self.memory, slot, length, -1)
+            self._stored[slot] = length
+
+    def zero_non_finite(self, slot: int) -> None:
+        """Removes all that the slot holds: its numbers are not at hand."""
+        self.zero_tail(slot, 0)
+
+
+def _made(model: GgufModel, slots: int, room: int) -> Any:
+    """Returns a context for so many sequences of so many tokens.
+
+    Raises:
+        OutOfMemory: llama.cpp could not make it.
+    """
+    lib = library()
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_seq_max = slots * room, PASS_TOKENS, slots
+    params.n_threads = params.n_threads_batch = torch.get_num_threads()
+    params.kv_unified = False
+    params.swa_full = params.no_perf = True
+    context = lib.llama_init_from_model(model.handle, params)
+    if not context:
+        raise OutOfMemory(
+            f"{model.file}: llama.cpp cannot make a cache of {slots} x {room} tokens: {complaint('no reason')}"
+        )
+    return context
+
+
+def _write(context: Any, slot: int, state: bytes) -> None:
+    """Makes the tokens of a slot those that were written down of another.
+
+    Raises:
+        OutOfMemory: there is no room for them.
+    """
+    buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+    if not library().llama_state_seq_set_data(context, buffer, len(state), slot):
+        raise OutOfMemory(f"llama.cpp cannot copy a row of {len(state)} bytes: {complaint('no reason')}")
+
+
+def restreamed(parts: Sequence[bytes], slot: int, before: int, after: int) -> bytes:
+    """Returns the state of a sequence as a context with another number of sequences reads it.
+
+    Each part begins with the number of sequences, and has a count of cells for each of them: 0 but
+    for this one, whose cells follow.
+
+    Args:
+        parts: the head, and the parts. before, after: numbers of sequences.
+
+    Raises:
+        ModelError: a part is not like that, as this is another llama.cpp.
+    """
+    head, *caches = parts
+    lead, rest = np.array([before, *[0] * slot], np.int32).tobytes(), bytes(4 * (before - 1 - slot))
+    if not all(part.startswith(lead) and part.endswith(rest) for part in caches):
+        raise ModelError(
+            "this llama.cpp writes sequences down in a way that shoal does not know: install llama-cpp-python 0.3.36"
+        )
+    into = np.array([after, *[0] * slot], np.int32).tobytes(), bytes(4 * (after - 1 - slot))
+    return b"".join([head, *(into[0] + part[len(lead) : len(part) - len(rest)] + into[1] for part in caches)])
+
+
+class Feed:
+    """llama.cpp's batch over arrays of NumPy, which are filled anew for each pass.
+
+    Args:
+        most: tokens that there is room for.
+    """
+
+    def __init__(self, most: int = PASS_TOKENS) -> None:
+        lib = library()
+        self._ids, self._places, self._rows = (np.zeros(most, np.int32) for _ in range(3))
+        self._ones, self._wanted = np.ones(most, np.int32), np.zeros(most, np.int8)
+        step = self._rows.itemsize
+        self._each_row = self._rows.ctypes.data + step * np.arange(most, dtype=np.uintp)
+        pointer = ctypes.POINTER
+        self.batch = lib.llama_batch(
+            token=self._ids.ctypes.data_as(pointer(lib.llama_token)),
+            pos=self._places.ctypes.data_as(pointer(lib.llama_pos)),
+            n_seq_id=self._ones.ctypes.data_as(pointer(ctypes.c_int32)),
+            seq_id=self._each_row.ctypes.data_as(pointer(pointer(lib.llama_seq_id))),
+            logits=self._wanted.ctypes.data_as(pointer(ctypes.c_int8)),
+        )
+
+    def fill(self, ids: Sequence[int] | Any, places: Any, rows: Any, wanted: bool) -> Any:
+        """Returns the batch of these tokens.
+
+        Args:
+            ids, places, rows: token ids, positions and sequences, [tokens] integers.
+            wanted: whether the logits of all of them are, or none.
+        """
+        count = len(ids)
+        self._ids[:count], self._places[:count], self._rows[:count] = ids, places, rows
+        self._wanted[:count] = wanted
+        self.batch.n_tokens = count
+        return self.batch

@@ -1,0 +1,254 @@
+"""The tokenizer of a GGUF file, for grammars, alignment and chats: the same ids as llama.cpp's, or none.
+
+Byte-level BPE ("gpt2" in the file) is put together here, of the file's tokens, merges and kinds, as Transformers does so for
+a few architectures only and takes GPT-2's pre-tokenizer for all of them. SentencePiece ("llama") is read by Transformers.
+
+The ids of a tokenizer are compared with those of llama.cpp over `HARD_TEXTS` before it is used. Reading a file's
+vocabulary takes a second or more; the tokenizer is then kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import transformers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+
+from shoal.durable import cache_folder
+from shoal.errors import RequestError, UnsupportedModel
+from shoal.models.gguf.library import library
+
+CONTROL, USER_DEFINED = 3, 4
+"""Kinds of tokens that are taken out of a text before it is split: those that are not shown, and others."""
+HEAD_BYTES = 1 << 25
+"""Bytes at the beginning of a file that name its vocabulary in the cache: a vocabulary of 250,000 entries is shorter."""
+EDITION = "1"
+"""To be changed with this module's way of reading."""
+
+HARD_TEXTS = (
+    "",
+    "Hello, world! It's 3.14, isn't it? WE'LL see; they'd've known.",
+    'def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I\'m 3.14\n\t<b>"ok"</b>',
+    "1 12 123 1234 12345 3,000,000 0x1F 1e-9 ２０２４ ½ ³",
+    "  two  spaces   three\n\n\n  and lines \n \t\t tabs\r\n end  ",
+    "naïve café Åström ﬁ ﬂ Straße ẞ ИЖ жук ελληνικά עברית العربية हिन्दी ไทย",
+    "日本語の文章です。中文句子，標點「」。한국어 문장입니다.",
+    "👩🏽‍🚀🇩🇪 😀😃 é e\u0301 \u200b\u00a0\u2028x \ufeff \x7f \x01",
+    "https://example.org/a?b=c&d=%20 user@host.tld C:\\path\\file.txt ~/.config",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!!!!!!!!!!!!????____----====****",
+    "<div class='x'>&amp;</div> {{ jinja }} ${VAR} $(cmd) [link](url) **bold** `code`",
+    "İstanbul ǅ ʼn ŉ ſ K Å",
+)
+"""Texts that tokenizers split differently."""
+
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken-l3"), r"\p{N}{1,3}"),
+    **dict.fromkeys(("qwen2", "stablelm2", "hunyuan", "megrez", "deepseek-r1-qwen", "solar-open"), r"\p{N}"),
+}
+"""How long a piece of digits is, by the name of the pre-tokenizer, where words are split as by Llama 3."""
+DIGITS_ALONE = (
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+    "codeshell",
+    "exaone",
+    "minerva-7b",
+    "trillion",
+    "granite-docling",
+)
+"""Pre-tokenizers that split off each digit, and then do as GPT-2's."""
+
+
+def tokenizer_of(file: Path) -> Any:
+    """Returns the Transformers tokenizer of a GGUF file.
+
+    Raises:
+        RequestError: the package `gguf` is not installed.
+        UnsupportedModel: no tokenizer with llama.cpp's ids can be made of the file.
+    """
+    kept = _place(file)
+    if kept is not None and (kept / "tokenizer_config.json").is_file():
+        with suppress(OSError, ValueError):
+            return transformers.AutoTokenizer.from_pretrained(str(kept))
+    tokenizer = _made(file)
+    _compare(file, tokenizer)
+    if kept is not None:
+        with suppress(OSError):
+            _keep(tokenizer, kept)
+    return tokenizer
+
+
+def _place(file: Path) -> Path | None:
+    """Returns the directory of a file's tokenizer in the cache folder; None where there is no such folder."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    with file.open("rb") as stream:
+        digest = hashlib.sha256(stream.read(HEAD_BYTES))
+    digest.update(f"{file.stat().st_size} {EDITION} {transformers.__version__} {tokenizers.__version__}".encode())
+    return folder / "tokenizers" / digest.hexdigest()[:24]
+
+
+def _keep(tokenizer: Any, place: Path) -> None:
+    """Writes a tokenizer such that a directory of this name is whole."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
+    try:
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _made(file: Path) -> Any:
+    metadata = _Metadata(file)
+    kind = metadata.text("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend = _byte_level(file, metadata)
+    elif kind == "llama":
+        place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        try:
+            read = transformers.AutoTokenizer.from_pretrained(**place)
+        except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+            raise UnsupportedModel(f"{file}: Transformers cannot read its tokenizer: {error}") from error
+        backend = read.backend_tokenizer
+    else:
+        raise UnsupportedModel(f"{file}: its tokenizer is of the kind {kind or 'none'!r}; shoal reads 'gpt2' and 'llama'")
+    _add_ends(backend, metadata)
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        **{f"{name}_token": token for name, token in metadata.named_tokens()},
+    )
+    template = metadata.text("tokenizer.chat_template")
+    made.chat_template = template or None
+    return made
+
+
+def _byte_level(file: Path, metadata: _Metadata) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of a byte-level BPE."""
+    tokens, kinds = metadata.tokens, metadata.numbers("tokenizer.ggml.token_type")
+    merges = [
+        (first, second) for first, _, second in (pair.partition(" ") for pair in metadata.texts("tokenizer.ggml.merges"))
+    ]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = _pre_tokenizer(metadata.text("tokenizer.ggml.pre") or "gpt-2")
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind == CONTROL, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+    return backend
+
+
+def _pre_tokenizer(name: str) -> Any:
+    """Returns what splits a text into words, by the file's name for it; GPT-2's for a name that is not known."""
+    if name in SPLITS:
+        pattern = "|".join((CONTRACTIONS, LETTERS, SPLITS[name], REST))
+        by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), by_bytes])
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name in DIGITS_ALONE:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    return words
+
+
+def _add_ends(backend: tokenizers.Tokenizer, metadata: _Metadata) -> None:
+    """Makes the tokenizer put the tokens at a text's ends that the file says."""
+    tokens = dict(metadata.named_tokens())
+    first = tokens.get("bos") if metadata.number("tokenizer.ggml.add_bos_token") else None
+    last = tokens.get("eos") if metadata.number("tokenizer.ggml.add_eos_token") else None
+    ends = [(token, backend.token_to_id(token)) for token in (first, last) if token is not None]
+    pieces = [token for token in (first, "$A", last) if token is not None]
+    if ends:
+        backend.post_processor = processors.TemplateProcessing(single=" ".join(pieces), special_tokens=ends)
+
+
+class _Metadata:
+    """The facts of a GGUF file that its tokenizer is made of."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import gguf
+        except ImportError as error:
+            raise RequestError("a GGUF file's tokenizer needs the package gguf: pip install 'shoal[gguf]'") from error
+        self._fields = gguf.GGUFReader(str(file)).fields
+
+    def _value(self, name: str) -> Any:
+        field = self._fields.get(name)
+        return None if field is None else field.contents()
+
+    def text(self, name: str) -> str:
+        return str(self._value(name) or "")
+
+    def number(self, name: str) -> int:
+        return int(self._value(name) or 0)
+
+    def texts(self, name: str) -> Sequence[str]:
+        return self._value(name) or ()
+
+    def numbers(self, name: str) -> Sequence[int]:
+        return self._value(name) or ()
+
+    @property
+    def tokens(self) -> Sequence[str]:
+        return self.texts("tokenizer.ggml.tokens")
+
+    def named_tokens(self) -> Iterator[tuple[str, str]]:
+        """Yields the tokens that have a part: "bos", "eos", "pad", "unk"."""
+        names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+        for name, key in names.items():
+            number = self._value(f"tokenizer.ggml.{key}_token_id")
+            if number is not None and int(number) < len(self.tokens):
+                yield name, self.tokens[int(number)]
+
+
+def _compare(file: Path, tokenizer: Any) -> None:
+    """Raises UnsupportedModel: llama.cpp splits one of the hard texts into other ids."""
+    lib = library()
+    params = lib.llama_model_default_params()
+    params.vocab_only = True
+    handle = lib.llama_model_load_from_file(str(file).encode(), params)
+    try:
+        vocab = lib.llama_model_get_vocab(handle)
+        specials = "".join(f"{token} x" for token in tokenizer.all_special_tokens)
+        for text in (*HARD_TEXTS, specials):
+            for ends in (False, True):
+                right = _ids(lib, vocab, text, ends)
+                ours = tokenizer.encode(text, add_special_tokens=ends)
+                if ours != right:
+                    at = next(
+                        (i for i, (a, b) in enumerate(zip(ours, right, strict=False)) if a != b), min(len(ours), len(right))
+                    )
+                    raise UnsupportedModel(
+                        f"{file}: no tokenizer with llama.cpp's ids can be made of it: of {text!r} it makes "
+                        f"{right[at : at + 4]} from token {at} on, and its vocabulary by the rules of "
+                        f"its pre-tokenizer {ours[at : at + 4]}"
+                    )
+    finally:
+        lib.llama_model_free(handle)
+
+
+def _ids(lib: Any, vocab: Any, text: str, ends: bool) -> list[int]:
+    """Returns llama.cpp's ids of a text, special tokens recognised in it."""
+    data = text.encode()
+    ids = (lib.llama_token * (len(data) + 8))()
+    count = lib.llama_tokenize(
+        vocab, data, len(data), ctypes.cast(ids, ctypes.POINTER(lib.llama_token)), len(ids), ends, True
+    )
+    return list(ids[:count])

@@ -1,0 +1,90 @@
+"""GGUF files for tests: tiny ones with random weights, and SmolLM2's in other formats."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import smollm2
+
+END = "<|endoftext|>"
+MERGES = ("Ġ t", "h e", "i n", "Ġt he", "Ġ a", "o n")
+TOKENS = [*sorted(bytes_to_unicode().values()), *("".join(pair.split()) for pair in MERGES), END, "<|im_start|>"]
+NORMAL, CONTROL = 1, 3
+FORMATS = {"Q4_0": 2, "Q8_0": 7, "BF16": 32, "F32": 0}
+"""Numbers of `llama_ftype`."""
+
+
+def require_llama() -> None:
+    """Skips the test where llama.cpp is not installed."""
+    pytest.importorskip("llama_cpp", reason="needs gguf: llama-cpp-python is not installed")
+
+
+def tiny_gguf_model(seed: int = 0, layers: int = 2) -> Any:
+    """Returns a Transformers model of a family whose tensors GGUF files have as they are."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=False,
+        initializer_range=0.2, eos_token_id=TOKENS.index(END), bos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwen3") -> Path:
+    """Writes a model in float32, with a byte-level vocabulary."""
+    import gguf
+
+    config, writer = hf.config, gguf.GGUFWriter(str(file), architecture)
+    rope = config.rope_parameters["rope_theta"]
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(rope)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([CONTROL if token.startswith("<|") else NORMAL for token in TOKENS])
+    writer.add_token_merges(list(MERGES))
+    writer.add_eos_token_id(TOKENS.index(END))
+    writer.add_add_bos_token(False)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    for name, weight in hf.state_dict().items():
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert place is not None, name
+        writer.add_tensor(place, weight.detach().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def smollm2_gguf(folder: Path, kind: str) -> Path:
+    """Returns SmolLM2's file in a format; its own is Q4_1."""
+    from shoal.models.gguf.library import library
+
+    source = smollm2.gguf_file()
+    if source is None:
+        pytest.skip("needs smollm2, of the extra `real`")
+    if kind == "Q4_1":
+        return source
+    file = folder / f"smollm2-{kind}.gguf"
+    if not file.exists():
+        lib = library()
+        params = lib.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize, params.nthread = FORMATS[kind], True, 2
+        assert lib.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)) == 0
+    return file

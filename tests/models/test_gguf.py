@@ -1,0 +1,322 @@
+"""Models in GGUF files: passes by llama.cpp under everything that is above an executor.
+
+Tests of: models.gguf, models.executors.llama_cpp, models.sources. The files are tiny, with the weights of a Transformers model
+beside them, which is the reference. `tests/real/test_real_gguf.py` has a pretrained one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
+from shoal import cli
+from shoal.api import Shoal
+from shoal.config import Grammar
+from shoal.drafting import checkpoints
+from shoal.errors import ModelError, RequestError, UnsupportedModel
+from shoal.models.executors.llama_cpp import LlamaCpp
+from shoal.models.gguf.runner import GgufRunner
+from shoal.models.gguf.sequences import Sequences
+from shoal.models.loading import load_runner
+from shoal.models.sources import directory_of, gguf_of
+from shoal.testing.significance import chi_square
+
+PROMPTS = ([5, 9, 70, 33, 12], [7], [40, 41, 42, 40, 41, 42, 40, 41])
+LAW_ROWS = 256
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    return tiny_gguf_model()
+
+
+@pytest.fixture(scope="module")
+def file(stock: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_llama()
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", stock)
+
+
+@pytest.fixture(scope="module")
+def model(file: Path) -> Iterator[Shoal]:
+    with shoal.load(file) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def drafted(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shoal]:
+    """The same target with a draft model in a file of its own, much like it."""
+    near = tiny_gguf_model()
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in near.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=noise)
+    with shoal.load(file, write_gguf(tmp_path_factory.mktemp("gguf") / "near.gguf", near)) as loaded:
+        yield loaded
+
+
+@torch.inference_mode()
+def greedy(hf: Any, ids: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        ids = [*ids, int(hf(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids[-count:]
+
+
+def texts(result: Any) -> list[list[list[int]]]:
+    return [[list(sample.token_ids) for sample in output.samples] for output in result]
+
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos": ()}
+
+
+def test_greedy_ids_are_those_of_transformers(model: Shoal, stock: Any) -> None:
+    """Three rows a prompt, prompts of unequal lengths: a fault of positions, sequences or copies changes ids."""
+    result = model.generate(PROMPTS, 3, temperature=0, **OPTIONS)
+    for prompt, rows in zip(PROMPTS, texts(result), strict=True):
+        assert rows == [greedy(stock, prompt, 24)] * 3
+    assert set(result.stats.executors["target"]) == {"llama.cpp"}
+    assert result.stats.executors["target"]["llama.cpp"] == result.stats.target_passes + 1  # all prompts in one
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "recycling"])
+def test_drafts_change_no_greedy_id(file: Path, model: Shoal, draft: str) -> None:
+    """Rejected drafts leave the memory: a key of one that stays is seen by the row's next tokens."""
+    with shoal.load(file, draft) as drafting:
+        result = drafting.generate(PROMPTS, 2, temperature=0, lookahead=3, **OPTIONS)
+    assert texts(result) == texts(model.generate(PROMPTS, 2, temperature=0, **OPTIONS))
+    assert 0 <= result.stats.accepted < result.stats.drafted
+    assert set(result.stats.executors["target"]) == {"llama.cpp"}
+
+
+def test_a_gguf_file_drafts(drafted: Shoal, model: Shoal) -> None:
+    result = drafted.generate(PROMPTS, 2, temperature=0, lookahead=4, **OPTIONS)
+    assert texts(result) == texts(model.generate(PROMPTS, 2, temperature=0, **OPTIONS))
+    assert 0 < result.stats.accepted < result.stats.drafted
+    assert set(result.stats.executors["draft"]) == {"llama.cpp"}
+
+
+def test_seeds_mean_the_same_tokens_alone_and_in_company(drafted: Shoal) -> None:
+    sampling = {"temperature": 1.0, "top_p": 0.9}
+    alone = [texts(drafted.generate([prompt], 2, seed=4, lookahead="off", **sampling, **OPTIONS)) for prompt in PROMPTS]
+    beside = texts(drafted.generate(PROMPTS, 2, seed=4, lookahead=3, rule="coupled", **sampling, **OPTIONS))
+    assert alone[0][0] == beside[0]
+
+
+@torch.inference_mode()
+def law(hf: Any, prompt: list[int], top: int) -> tuple[list[int], dict[int, list[int]], Tensor]:
+    """The two most probable tokens, those after each of them, and the law [top, top] of pairs."""
+
+    def best(ids: list[int]) -> tuple[list[int], Tensor]:
+        logits, at = hf(torch.tensor([ids])).logits[0, -1].double().topk(top)
+        return at.tolist(), logits.softmax(-1)
+
+    firsts, p = best(prompt)
+    nexts = {first: best([*prompt, first]) for first in firsts}
+    return (
+        firsts,
+        {first: ids for first, (ids, _) in nexts.items()},
+        torch.stack([p[i] * nexts[f][1] for i, f in enumerate(firsts)]),
+    )
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_two_tokens_have_the_law_of_the_model(drafted: Shoal, stock: Any, rule: str) -> None:
+    """A draft that is taken without being asked, or a residual of another row, bends the law."""
+    prompt = PROMPTS[0]
+    firsts, seconds, right = law(stock, prompt, 3)
+    result = drafted.generate(
+        [prompt], LAW_ROWS, max_new_tokens=2, eos=(), top_k=3, temperature=1.0, lookahead=1, rule=rule, seed=11
+    )
+    counts = torch.zeros(3, 3, dtype=torch.int64)
+    for sample in result[0].samples:
+        first, second = sample.token_ids
+        counts[firsts.index(first), seconds[first].index(second)] += 1
+    assert chi_square(counts, right) > 1e-4
+    assert 0 < result.stats.accepted < result.stats.drafted
+
+
+def test_log_probabilities_are_those_of_a_forward_pass(model: Shoal, stock: Any) -> None:
+    sample = model.generate([PROMPTS[0]], 1, temperature=1.0, seed=2, **OPTIONS)[0].samples[0]
+    ids = torch.tensor([[*PROMPTS[0], *sample.token_ids]])
+    with torch.inference_mode():
+        right = stock(ids).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+    expected = right.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0].tolist()
+    assert sample.logprobs == pytest.approx(expected, abs=2e-2)  # keys and values are float16
+
+
+def test_memory_holds_what_its_rows_hold(model: Shoal) -> None:
+    """Passes, rollbacks, copies, growth and trims against plain forwards."""
+    runner = model.target.fork()
+    assert isinstance(runner, GgufRunner)
+    rng = torch.Generator().manual_seed(0)
+    rows: dict[int, list[int]] = {}
+
+    def feed(slots: list[int], counts: list[int]) -> None:
+        block = torch.randint(0, len(TOKENS), (len(slots), max(counts)), generator=rng)
+        logits = runner.feed(slots, block, counts)
+        for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+            rows[slot] = [*rows.get(slot, []), *block[row, :count].tolist()]
+            plain = runner.plain_logits(torch.tensor([rows[slot]]))[0, -count:]
+            torch.testing.assert_close(logits[row, :count], plain, atol=2e-2, rtol=0)
+
+    runner.reserve(2, 16)
+    feed([0, 1], [5, 2])
+    runner.cache.rollback(0, 3)
+    rows[0] = rows[0][:3]
+    feed([1, 0], [1, 4])
+    runner.reserve(4, 40)  # grows with what is there
+    feed([0, 1], [3, 3])
+    runner.cache.copy(0, 2, 6)
+    rows[2] = rows[0][:6]
+    feed([0, 2], [2, 2])
+    runner.cache.rollback(2, 6)
+    rows[2] = rows[2][:6]
+    runner.cache.copy(1, 3, len(rows[1]))
+    rows[3] = list(rows[1])
+    feed([3, 2, 1], [1, 3, 2])
+    runner.cache.enter(0)
+    rows[0] = []
+    feed([0], [4])
+    runner.trim(4, 20)
+    feed([0, 1, 2, 3], [1, 1, 1, 1])
+
+
+def test_a_failed_pass_leaves_no_cells(model: Shoal) -> None:
+    runner = model.target.fork()
+    runner.reserve(2, 8)
+    runner.feed([0], torch.tensor([[1, 2, 3]]), [3])
+    before = runner.feed([1], torch.tensor([[1, 2, 3]]), [3])[0, -1].clone()
+    runner.cache.rollback(1, 2)
+    with pytest.raises(ModelError, match=r"llama\.cpp failed at a pass"):
+        runner.feed([0, 1], torch.tensor([[-7, -7], [5, 6]]), [2, 2])
+    assert runner.cache.lengths == [3, 2]
+    again = runner.feed([1], torch.tensor([[3]]), [1])[0, -1]
+    torch.testing.assert_close(again, before, atol=1e-4, rtol=1e-4)
+
+
+def test_hundreds_of_rows_and_no_more(model: Shoal) -> None:
+    result = model.generate([PROMPTS[0]], 200, max_new_tokens=2, eos=(), temperature=0)
+    assert len({tuple(sample.token_ids) for sample in result[0].samples}) == 1
+    with pytest.raises(RequestError, match="at most 256 rows"):
+        model.target.fork().reserve(257, 8)
+
+
+def test_long_passes_are_cut_into_calls(model: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.models.executors import llama_cpp
+
+    prompt = [int(i) for i in torch.randint(0, len(TOKENS), (90,), generator=torch.Generator().manual_seed(1))]
+    whole = texts(model.generate([prompt, prompt[:30]], 2, temperature=0, **OPTIONS))
+    monkeypatch.setattr(llama_cpp, "PASS_TOKENS", 16)
+    assert texts(model.generate([prompt, prompt[:30]], 2, temperature=0, **OPTIONS)) == whole
+
+
+def test_grammars_and_stop_strings(model: Shoal) -> None:
+    text = model.generate("the", 2, grammar=Grammar("regex", "[ab]{3}on"), max_new_tokens=12, seed=1)[0].samples
+    assert all(len(sample.text) == 5 and sample.text.endswith("on") for sample in text)
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_passes_are_explained(model: Shoal) -> None:
+    runner = model.target.fork()
+    runner.reserve(1, 8)
+    assert runner.explain([0], [1]).executor == LlamaCpp.name
+    assert isinstance(runner.cache, Sequences)
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("self:exit=1", "llama.cpp computes whole passes"),
+        ("self:window=8", "llama.cpp computes whole passes"),
+    ],
+)
+def test_drafters_that_need_modules_are_refused(file: Path, draft: str, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        shoal.load(file, draft).generate([[1, 2]], 1, max_new_tokens=2)
+
+
+def test_trained_heads_are_refused(model: Shoal, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"hidden states, which .* does not give"):
+        checkpoints.once(model.target, str(tmp_path), lambda *_: pytest.fail("read"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strict": True}, "strict=True does not go"),
+        ({"dtype": "bfloat16"}, "dtype does not go"),
+        ({"quantize": "target=int8"}, "quantize does not go"),
+        ({"attention": "split"}, "attention does not go"),
+        ({"device": "cuda"}, "a GGUF file is computed on 'cpu'"),
+    ],
+)
+def test_options_of_other_models_are_refused(file: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        shoal.load(file, **options)
+
+
+def test_trees_are_refused(file: Path) -> None:
+    with pytest.raises((RequestError, UnsupportedModel), match="tree"):
+        shoal.load(file, f"{file}:tree=rsd-s").generate([[1, 2]], 1, max_new_tokens=4, lookahead=2)
+
+
+def test_files_that_are_none(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="does not exist"):
+        load_runner(tmp_path / "absent.gguf")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"PK\x03\x04 and more")
+    with pytest.raises(ModelError, match="no GGUF file"):
+        load_runner(other)
+    other.write_bytes(file.read_bytes()[:4000])
+    with pytest.raises(ModelError, match="cannot load"):
+        load_runner(other)
+
+
+def test_names_of_files(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gguf_of(file) == gguf_of(str(file)) == file
+    assert gguf_of("org/model") is None
+    assert directory_of(file) is None
+    asked: list[str] = []
+
+    def fetch(hub: str, name: str, **_: Any) -> str:
+        asked.append(f"{hub} {name}")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    assert gguf_of("org/model:big-00001-of-00003.gguf") == tmp_path / "big-00001-of-00003.gguf"
+    assert asked == [f"org/model big-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+
+def test_a_pre_tokenizer_that_is_not_known_is_found_out(stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp splits digits off by the rule of this name; a reading that does not is refused, by its ids."""
+    from shoal.models.gguf import tokenizer
+
+    require_llama()
+    file = write_gguf(tmp_path / "digits.gguf", stock, pre="smollm")
+    assert tokenizer.tokenizer_of(file).encode("the 12") == tokenizer.tokenizer_of(file).encode("the 12")
+    monkeypatch.setattr(tokenizer, "DIGITS_ALONE", ())
+    monkeypatch.setattr(tokenizer, "cache_folder", lambda: None)
+    monkeypatch.setattr(tokenizer, "HARD_TEXTS", ("the 12",))
+    assert tokenizer.tokenizer_of(file) is not None  # these ids are the same by both rules
+    monkeypatch.setattr(tokenizer, "_pre_tokenizer", lambda name: tokenizer.pre_tokenizers.Split(" ", "removed"))
+    with pytest.raises(UnsupportedModel, match=r"no tokenizer with llama\.cpp's ids"):
+        tokenizer.tokenizer_of(file)
+
+
+def test_end_of_text_ends_a_row(model: Shoal) -> None:
+    assert TOKENS.index(END) in model.eos
+
+
+def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "--model", str(file), "-p", "the", "-n", "2", "--max-new-tokens", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stats"]["executors"]["target"].keys() == {"llama.cpp"}

@@ -1,0 +1,126 @@
+"""SmolLM2's GGUF files by llama.cpp: ids, tokenizer, chats, drafts.
+
+Tests of: models.gguf, models.executors.llama_cpp. Four formats; the other three are made of the file's own by llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from gguf_files import require_llama, smollm2_gguf
+from shoal.api import Shoal
+from shoal.drafting.names import drafting_of
+from shoal.types.samples import Result
+
+pytestmark = [pytest.mark.real, pytest.mark.limit(600)]
+
+PROMPTS = ("Repeat: one two three, one two three. One two three,", "The capital of France is", "def add(a, b):\n    return")
+TIES, MOST_TIES = 0.2, 3
+"""Logits this near may change places by the shape of a pass, in few of 120 tokens: products in bfloat16."""
+OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "eos": ()}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Shoal]]:
+    require_llama()
+    folder = tmp_path_factory.mktemp("formats")
+    opened: list[Shoal] = []
+
+    @cache
+    def one(kind: str) -> Shoal:
+        opened.append(shoal.load(smollm2_gguf(folder, kind)))
+        return opened[-1]
+
+    yield one
+    for model in opened:
+        model.close()
+
+
+def below(model: Shoal, prompt: str, ids: Sequence[int]) -> list[float]:
+    """How far each id's logit is below the highest, in plain decoding of the row alone, a token a pass."""
+    runner = model.target.fork()
+    start = model.tokenizer(prompt)["input_ids"]
+    runner.reserve(1, len(start) + len(ids))
+    runner.feed([0], torch.tensor([start[:-1]]), [len(start) - 1], want_logits=False)
+    gaps = []
+    for token, chosen in zip([start[-1], *ids], ids, strict=False):
+        logits = runner.feed([0], torch.tensor([[token]]), [1])[0, 0]
+        gaps.append(float(logits.max() - logits[chosen]))
+    return gaps
+
+
+def require_greedy(model: Shoal, result: Result, ties: int) -> None:
+    """Fails unless ids are those of plain decoding, but for so many near ties."""
+    gaps = [
+        gap
+        for prompt, output in zip(PROMPTS, result, strict=True)
+        for sample in output.samples[:1]
+        for gap in below(model, prompt, sample.token_ids)
+    ]
+    assert max(gaps) < TIES
+    assert sum(gap > 0 for gap in gaps) <= ties
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "BF16", pytest.param("Q4_0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draft", ["ngram", "suffix"])
+def test_greedy_ids_of_llama_cpp(load: Callable[[str], Shoal], kind: str, draft: str) -> None:
+    model = load(kind)
+    plain = model.generate(PROMPTS, 2, lookahead="off", **OPTIONS)
+    drafting = drafting_of(draft)
+    assert drafting is not None
+    drafted = model.generate(PROMPTS, 2, drafter=drafting.drafter(model.target), lookahead=4, **OPTIONS)
+    assert 0 < drafted.stats.accepted < drafted.stats.drafted
+    assert drafted.stats.target_passes < plain.stats.target_passes
+    ties = MOST_TIES if kind == "BF16" else 0  # passes over quantised weights have the same bits in any company
+    require_greedy(model, plain, ties)
+    require_greedy(model, drafted, ties)
+
+
+def test_a_seed_means_the_same_bits_alone_and_in_company(load: Callable[[str], Shoal]) -> None:
+    model = load("Q8_0")
+    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 3, "eos": ()}
+    alone = model.generate(PROMPTS[0], 2, **options)[0].samples
+    drafting = drafting_of("recycling")
+    assert drafting is not None
+    beside = model.generate(PROMPTS, [2, 3, 1], drafter=drafting.drafter(model.target), lookahead=3, **options)
+    assert 0 < beside.stats.accepted < beside.stats.drafted
+    for one, other in zip(alone, beside[0].samples, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
+
+
+def test_the_tokenizer_of_the_file_is_that_of_the_checkpoint(load: Callable[[str], Shoal], directory: Path) -> None:
+    import transformers
+
+    from shoal.models.gguf.tokenizer import HARD_TEXTS
+
+    ours, right = load("Q4_1").tokenizer, transformers.AutoTokenizer.from_pretrained(directory)
+    for text in HARD_TEXTS:
+        assert ours(text)["input_ids"] == right(text)["input_ids"]
+        assert ours.decode(ours(text)["input_ids"]) == right.decode(right(text)["input_ids"])
+    chat = [{"role": "user", "content": "Hi"}]
+    assert ours.apply_chat_template(chat, tokenize=False) == right.apply_chat_template(chat, tokenize=False)
+
+
+def test_a_chat_ends_by_its_turn(load: Callable[[str], Shoal]) -> None:
+    model = load("Q8_0")
+    chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    prompt = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    sample = model.generate(prompt, 1, temperature=0, max_new_tokens=40)[0].samples[0]
+    assert "Paris" in sample.text
+    assert sample.finish_reason == "eos"
+
+
+def test_a_smaller_format_drafts_for_the_model(load: Callable[[str], Shoal], tmp_path: Path) -> None:
+    target, draft = smollm2_gguf(tmp_path, "BF16"), smollm2_gguf(tmp_path, "Q4_1")
+    with shoal.load(target, draft) as pair:
+        drafted = pair.generate(PROMPTS, 2, lookahead=3, **OPTIONS)
+        assert drafted.stats.accepted > drafted.stats.drafted / 2
+        require_greedy(pair, drafted, MOST_TIES)

@@ -180,6 +180,7 @@ def test_memory_holds_what_its_rows_hold(model: Shoal) -> None:
     rows[2] = rows[2][:6]
     runner.cache.copy(1, 3, len(rows[1]))
     rows[3] = list(rows[1])
+    runner.reserve(6, 300)  # before a pass has carried out the copy
     feed([3, 2, 1], [1, 3, 2])
     runner.cache.enter(0)
     rows[0] = []

@@ -154,7 +154,6 @@ class Sequences(SlotCache):
             self._stored[target] = self.lengths[source]
             self._copied.add(target)
         self.lengths[target], self.gaps[target] = length, self.gaps[source]
-        self._forget(target)
 
     def zero_tail(self, slot: int, length: int) -> None:
         """Removes what the slot holds from position `length` on."""

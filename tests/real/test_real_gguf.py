@@ -16,7 +16,7 @@ import torch
 import shoal
 from gguf_files import require_llama, smollm2_gguf
 from shoal.api import Shoal
-from shoal.drafting.names import drafting_of
+from shoal.drafting.draft import read_draft
 from shoal.types.samples import Result
 
 pytestmark = [pytest.mark.real, pytest.mark.limit(600)]
@@ -73,7 +73,7 @@ def require_greedy(model: Shoal, result: Result, ties: int) -> None:
 def test_greedy_ids_of_llama_cpp(load: Callable[[str], Shoal], kind: str, draft: str) -> None:
     model = load(kind)
     plain = model.generate(PROMPTS, 2, lookahead="off", **OPTIONS)
-    drafting = drafting_of(draft)
+    drafting = read_draft(draft)
     assert drafting is not None
     drafted = model.generate(PROMPTS, 2, drafter=drafting.drafter(model.target), lookahead=4, **OPTIONS)
     assert 0 < drafted.stats.accepted < drafted.stats.drafted
@@ -87,7 +87,7 @@ def test_a_seed_means_the_same_bits_alone_and_in_company(load: Callable[[str], S
     model = load("Q8_0")
     options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 3, "eos": ()}
     alone = model.generate(PROMPTS[0], 2, **options)[0].samples
-    drafting = drafting_of("recycling")
+    drafting = read_draft("recycling")
     assert drafting is not None
     beside = model.generate(PROMPTS, [2, 3, 1], drafter=drafting.drafter(model.target), lookahead=3, **options)
     assert 0 < beside.stats.accepted < beside.stats.drafted

@@ -86,7 +86,7 @@ def pytest_collection_finish() -> None:
 
 
 MAIN = "PYTEST_XDIST_WORKER" not in os.environ
-KERNELS = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
+KERNELS = Path(__file__).parents[1] / ".pytest_cache" / f"kernels{os.environ.get('SHOAL_MARCH', '')}"
 """Where one run leaves the kernels in C that it has compiled, for the next one: their names have a digest of their sources."""
 
 

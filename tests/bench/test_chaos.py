@@ -43,7 +43,7 @@ except Exception as error:
     os._exit(2 if type(error).__name__ == "RequestError" else 1)
 """
 """Answers as `shoal batch` does, through its file, without a model."""
-NEEDS_CC = pytest.mark.skipif(Trouble(slow=True).missing != "", reason="no C compiler")
+NEEDS_CC = pytest.mark.skipif(Trouble(slow=True).missing != "", reason="needs compiler")
 HERE = {name: trouble for name, trouble in chaos_batches.TROUBLES.items() if trouble.victims == "process"}
 
 

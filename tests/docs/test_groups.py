@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
         ("Skipped: llm is not installed (extra clients)", "llm"),
         ("Skipped: could not import 'ray': No module named 'ray'", "ray"),
         ("Skipped: the sandbox 'bubblewrap' does not work here: bwrap: No permissions", "bubblewrap"),
+        ("Skipped: needs compiler: cc failed: timed out after 120 seconds", "compiler"),
         ("Skipped: could not import 'lm_eval': No module named 'lm_eval'", "lm-eval"),
     ],
 )

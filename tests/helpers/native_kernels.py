@@ -6,15 +6,18 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
 from attending import exact, row_of, used
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.native import native
+from shoal.native.build import missing
 from tree_masks import path_of
 
 NAN, INF = float("nan"), float("inf")
+needs_compiler = pytest.mark.skipif(bool(missing()), reason=f"needs compiler: {missing()}")
 
 
 def tokens_seen(inputs: AttentionInputs, row: int, column: int) -> list[int]:

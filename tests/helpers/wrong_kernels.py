@@ -18,10 +18,6 @@ import torch
 from mutants import replaced
 from shoal.native import build
 
-FLAGS = [
-    *("-O0" if flag == "-O3" else flag for flag in build.FLAGS), "-DINLINE=static inline", "-DONLY_FLOAT32"
-]  # fmt: skip
-
 
 def wrong_kernels(*changes: tuple[str, str]) -> ctypes.CDLL:
     """Compiles the kernels with each right text, which must stand in the sources once, replaced by a wrong one."""
@@ -29,11 +25,13 @@ def wrong_kernels(*changes: tuple[str, str]) -> ctypes.CDLL:
     for change in changes:
         texts = replaced(texts, *change)
     changed = {file: text.encode() for file, text in texts.items()}
+    flags = ["-O0" if flag == "-O3" else flag for flag in build.machine_flags()]
+    flags += ["-DINLINE=static inline", "-DONLY_FLOAT32"]
     with (
         tempfile.TemporaryDirectory() as folder,  # a library that is loaded stays when its file is gone
         patch.object(build, "SUFFIXES", {torch.float32: "float32"}),
     ):
-        return build.loaded(build.compiled(changed, Path(folder), build.compiler(), FLAGS))
+        return build.loaded(build.compiled(changed, Path(folder), build.compiler(), flags))
 
 
 @cache

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import shoal
 from by_pairs import by_pairs
 from lean_passes import MODELS, PROMPTS, WRITES, Rows, life, original, rope
+from native_kernels import needs_compiler
 from shoal.api import Shoal
 from shoal.models import passes, selfcheck, weights
 from shoal.models.bridge import Bridge
@@ -39,7 +40,7 @@ from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 
 ERROR = 1e-4
 """Largest difference of logits in float32, in their standard deviations. The smallest mistake below costs ten times that."""
-KINDS = [pytest.param(True, marks=pytest.mark.skipif(bool(missing()), reason=f"no kernels in C: {missing()}"), id="native"),
+KINDS = [pytest.param(True, marks=needs_compiler, id="native"),
          pytest.param(False, id="plain")]  # fmt: skip
 NATIVE = [False] if missing() else [True, False]
 """The kinds that there are here."""
@@ -258,7 +259,7 @@ def test_what_loading_makes_lean(tmp_path: Path) -> None:
     assert [weight.data_ptr() for weight in hf.parameters()] == before
 
 
-@pytest.mark.skipif(bool(missing()), reason=f"no kernels in C: {missing()}")
+@needs_compiler
 def test_the_attention_that_was_asked_for_attends(tmp_path: Path) -> None:
     target, _ = save_pair(tmp_path)
     for attention, native in (("auto", True), ("native", True), ("reference", False), ("split", False)):

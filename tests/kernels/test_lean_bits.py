@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_kernels import needs_compiler
 from shoal.models import formats, loading, weights
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
-from shoal.native.build import missing
 from shoal.testing import tiny_model
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason="needs a C compiler")
+pytestmark = needs_compiler
 LENGTHS = (9, 33, 21, 50)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from by_pairs import by_pairs
 from lean_passes import PROMPTS
+from native_kernels import needs_compiler
 from shoal import Shoal
 from shoal.config import Sampling
 from shoal.models import formats, weights
@@ -27,12 +28,11 @@ from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import PACKED
-from shoal.native.build import missing
 from shoal.sampling import native
 from shoal.testing import tiny_model, tiny_tokenizer
 from wrong_kernels import wrong_kernels
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
+pytestmark = needs_compiler
 DTYPES = (torch.float32, torch.bfloat16)
 VOCAB = 257
 

@@ -23,20 +23,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attending import CELLS, PROMPTS, build, exact, one_by_one, used
-from native_kernels import INF, NAN, definition, excess, threads, tokens_seen
+from native_kernels import INF, NAN, definition, excess, needs_compiler, threads, tokens_seen
 from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.attention.native import MOST_COLUMNS, SUFFIXES, native
 from shoal.native import build as building
-from shoal.native.build import compiled, missing
+from shoal.native.build import compiled
 from shoal.native.structs import Heads
 from shoal.types.prefix import Prefix
 from tree_masks import random_tree
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
+pytestmark = needs_compiler
 DTYPES = tuple(SUFFIXES)
 
 
@@ -399,7 +399,7 @@ void probe_narrow(const float *x, uint16_t *to, int64_t n) {
 def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     texts = building.sources()
     texts["kernels.c"] += PROBE
-    flags = ["-O1" if flag == "-O3" else flag for flag in building.FLAGS]
+    flags = ["-O1" if flag == "-O3" else flag for flag in building.machine_flags()]
     return ctypes.CDLL(str(compiled(texts, tmp_path_factory.mktemp("probe"), building.compiler(), flags)))
 
 

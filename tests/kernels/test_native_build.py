@@ -6,12 +6,14 @@ Tests of: models.lean.plain, models.lean.native, models.attention.native, native
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,16 +22,16 @@ import torch
 
 import shoal
 from attending import build
-from native_kernels import excess
+from native_kernels import excess, needs_compiler
 from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
 from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.plain import PlainKernels
 from shoal.native import build as building
-from shoal.native.build import NotBuilt, missing
+from shoal.native.build import NotBuilt
 from shoal.testing import save_pair
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
+pytestmark = needs_compiler
 
 
 def script(place: Path, body: str) -> str:
@@ -59,8 +61,13 @@ class Calls:
         (place / "temporary").mkdir()
 
     @property
+    def lines(self) -> list[str]:
+        """The arguments of each call that compiled."""
+        return [line for line in self._log.read_text(encoding="utf-8").splitlines() if "kernels.c" in line]
+
+    @property
     def compiled(self) -> int:
-        return sum("kernels.c" in line for line in self._log.read_text(encoding="utf-8").splitlines())
+        return len(self.lines)
 
     @property
     def kept(self) -> list[Path]:
@@ -93,9 +100,55 @@ def test_other_sources_or_another_compiler_are_another_library(calls: Calls, mon
     texts = building.sources()
     monkeypatch.setattr(building, "sources", lambda: {**texts, "kernels.c": texts["kernels.c"] + b"/* newer */"})
     built()
-    monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"another processor"}))
+    monkeypatch.setattr(building, "instructions", lambda: frozenset({"another processor"}))
     built()
     assert (calls.compiled, len(calls.kept)) == (3, 3)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
+def test_kernels_for_other_processors(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    built()
+    for march in ("x86-64", "x86-64-v2"):
+        monkeypatch.setenv("SHOAL_MARCH", march)
+        built()
+        assert f"-march={march} " in calls.lines[-1]
+    assert (calls.compiled, len(calls.kept)) == (3, 3)
+    monkeypatch.setattr(building, "instructions", lambda: frozenset({"sse42"}))
+    built()
+    monkeypatch.setenv("SHOAL_MARCH", "x86-64-v3")
+    with pytest.raises(NotBuilt, match="SHOAL_MARCH=x86-64-v3: this processor has no avx2"):
+        built()
+
+
+def test_a_library_that_another_user_wrote_is_not_run(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    built()
+    (place,) = calls.kept
+    try:
+        os.chown(place, 4711, -1)
+    except PermissionError:  # only root may
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    built()
+    assert calls.compiled == 2
+
+
+FULL, NOEXEC = {"f_bavail": 1}, {"f_flag": getattr(os, "ST_NOEXEC", 0)}
+
+
+@pytest.mark.parametrize(
+    "fault", [FULL, pytest.param(NOEXEC, marks=pytest.mark.skipif(not NOEXEC["f_flag"], reason="Linux"))]
+)
+def test_a_folder_that_is_full_or_runs_nothing(fault: dict[str, int], calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = [calls.folder]
+    good = {"f_bavail": 2**20, "f_frsize": 4096, "f_flag": 0}
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(**good | (fault if Path(place) in faulty else {})))
+    with patch.object(building.Path, "replace", side_effect=OSError):
+        built()
+    assert f"{tempfile.gettempdir()}/kernels-" in calls.lines[-1]
+    assert not calls.kept
+    assert not os.listdir(tempfile.gettempdir())
+    faulty.append(Path(tempfile.gettempdir()))
+    with pytest.raises(NotBuilt, match=r"no place to compile in: .*kept/shoal or .*temporary must be writable"):
+        built()
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -111,7 +164,7 @@ def test_a_damaged_library_is_compiled_again(damage: str, calls: Calls) -> None:
     built()
     (place,) = calls.kept
     place.unlink()  # this process has it mapped
-    whole = building.compiled(building.sources(), calls.folder.parent, building.compiler()).read_bytes()
+    whole = building.compiled(building.sources(), calls.folder.parent, building.compiler(), building.FLAGS).read_bytes()
     place.write_bytes(DAMAGE[damage](whole))
     before = calls.compiled
     built()

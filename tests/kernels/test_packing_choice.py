@@ -188,7 +188,7 @@ def test_what_changes_the_time_changes_the_file(machine: Callable[..., Machine],
     for name in ("cache_bytes", "get_num_threads", "cpu_flags"):
         with monkeypatch.context() as patch:
             owner: Any = {"cache_bytes": choice, "get_num_threads": torch, "cpu_flags": processor}[name]
-            patch.setattr(owner, name, lambda: {"x"} if name == "cpu_flags" else 12345)  # noqa: B023
+            patch.setattr(owner, name, lambda *_: {"x"} if name == "cpu_flags" else 12345)  # noqa: B023
             places.add(choice._place())
     assert len(places) == 4
 

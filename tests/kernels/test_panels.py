@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from native_kernels import needs_compiler
 from shoal.models import formats
 from shoal.models.weights import panels
 from shoal.models.weights.matrix import PACKED, Matrix
 from shoal.models.weights.packing import packing
 from shoal.models.weights.panels import PanelMatrix
-from shoal.native import build
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
-pytestmark = pytest.mark.skipif(bool(build.missing()), reason="needs a C compiler")
+pytestmark = needs_compiler
 TYPES = (torch.float32, torch.bfloat16)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shoal
+from native_kernels import needs_compiler
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
@@ -24,7 +25,6 @@ from shoal.models.loading import wrap
 from shoal.models.quantize import Int8Linear, byte_matrix_of, parse, quantized
 from shoal.models.weights import panels
 from shoal.models.weights.int8 import Int8Matrix, Int8PanelMatrix
-from shoal.native import build
 from shoal.testing import VOCABULARY, save_pair, tiny_model
 from shoal.testing.engines import engine_of
 from shoal.types.requests import Request, Row
@@ -109,8 +109,7 @@ def test_a_layer_is_close_to_the_one_it_replaces(dtype: torch.dtype, bias: bool)
 
 
 ONEDNN = pytest.mark.skipif(torch.int8 not in formats_of_this_cpu().packs, reason="needs AVX512-VNNI, AVX-VNNI or AMX")
-OWN = pytest.mark.skipif(bool(build.missing()), reason="needs a C compiler")
-PACKINGS = [pytest.param(Int8Matrix, marks=ONEDNN), pytest.param(Int8PanelMatrix, marks=OWN)]
+PACKINGS = [pytest.param(Int8Matrix, marks=ONEDNN), pytest.param(Int8PanelMatrix, marks=needs_compiler)]
 
 
 @pytest.mark.parametrize("packing", [None, *PACKINGS])
@@ -166,7 +165,7 @@ WRONG_BYTES = {
 
 
 @pytest.mark.slow
-@OWN
+@needs_compiler
 @torch.no_grad()
 def test_bytes_are_multiplied_without_instructions_for_them() -> None:
     made = wrong_kernels(*NO_INSTRUCTIONS)
@@ -175,7 +174,7 @@ def test_bytes_are_multiplied_without_instructions_for_them() -> None:
 
 
 @pytest.mark.slow
-@OWN
+@needs_compiler
 @pytest.mark.parametrize("name", WRONG_BYTES)
 @torch.no_grad()
 def test_wrong_kernels_of_bytes_are_caught(name: str) -> None:
@@ -184,7 +183,7 @@ def test_wrong_kernels_of_bytes_are_caught(name: str) -> None:
         assert not same_bits(Int8PanelMatrix, torch.float32)
 
 
-@OWN
+@needs_compiler
 @torch.no_grad()
 def test_bytes_and_activations_of_other_formats() -> None:
     layer, x = nn.Linear(96, 40), 10 * torch.randn(3, 96)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lean_passes import MODELS, WRITES, Rows, life, original
-from native_kernels import threads
+from native_kernels import needs_compiler, threads
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.cache import slots
@@ -34,11 +34,10 @@ from shoal.models.runner import Runner
 from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import PanelMatrix
-from shoal.native import build
 from shoal.types.prefix import Prefix
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
-pytestmark = pytest.mark.skipif(bool(build.missing()), reason=f"no kernels in C: {build.missing()}")
+pytestmark = needs_compiler
 DTYPES = (torch.float32, torch.bfloat16)
 CALLS = 11
 """Passes of `life` that the kernel computes: all but the one with a long prompt."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shoal
+from native_kernels import needs_compiler
 from shoal.cli import check_model
 from shoal.models import formats, weights
 from shoal.models.loading import wrap
@@ -26,7 +27,6 @@ from shoal.types.stats import Stats
 TOKEN, BLOCK, TREE, PROMPT = "token", "block", "tree", "prompt"
 WIDE = 70
 """Tokens of a prompt that is wider than the C decoder takes."""
-kernels = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C: {missing()}")
 
 C, C_LAYERS, TORCH_LAYERS, MODULES = "C decoder", "C layers", "torch layers", "modules"
 ALL_C = {TOKEN: C, BLOCK: C, TREE: C, PROMPT: C_LAYERS}
@@ -44,11 +44,11 @@ def every(executor: str) -> dict[str, str]:
 
 TABLE: list[Any] = [
     # architecture, options of choose_passes, form of weights, executors by kind of pass
-    pytest.param("llama", {}, PACKED, ALL_C, marks=kernels),
-    pytest.param("mistral-sliding", {}, PACKED, ALL_C, marks=kernels),
-    pytest.param("qwen2", {}, PACKED, ALL_C, marks=kernels),
-    pytest.param("qwen3", {}, PACKED, ALL_C, marks=kernels),
-    pytest.param("llama", {}, None, every(C_LAYERS), marks=kernels),
+    pytest.param("llama", {}, PACKED, ALL_C, marks=needs_compiler),
+    pytest.param("mistral-sliding", {}, PACKED, ALL_C, marks=needs_compiler),
+    pytest.param("qwen2", {}, PACKED, ALL_C, marks=needs_compiler),
+    pytest.param("qwen3", {}, PACKED, ALL_C, marks=needs_compiler),
+    pytest.param("llama", {}, None, every(C_LAYERS), marks=needs_compiler),
     pytest.param("llama", {"mode": "off"}, PACKED, every(TORCH_LAYERS)),
     pytest.param("llama", {"mode": "modules"}, PACKED, every(MODULES)),
     pytest.param("llama", {"owned": False}, PACKED, every(MODULES)),
@@ -98,7 +98,7 @@ def test_the_executor_of_each_kind_of_pass(
     assert computed(runner_of(architecture, form=form, **settings)) == expected
 
 
-@kernels
+@needs_compiler
 def test_what_a_drafter_reads_keeps_the_c_decoder_out() -> None:
     runner = runner_of("llama", "auto", True, PACKED, torch.float32)
     runner.reserve(1, 80)
@@ -110,7 +110,7 @@ def test_what_a_drafter_reads_keeps_the_c_decoder_out() -> None:
     assert "70 tokens of a row" in str(runner.explain([0], [70]))
 
 
-@kernels
+@needs_compiler
 def test_replaced_weights_are_computed_by_the_modules() -> None:
     runner = runner_of("llama", "auto", True, PACKED, torch.float32)
     runner.reserve(1, 8)

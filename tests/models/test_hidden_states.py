@@ -103,7 +103,7 @@ def largest_difference(target: Runner, drafter: Recorder) -> float:
 @torch.inference_mode()
 def test_every_committed_position_has_its_hidden_states(kind: str, sharing: str) -> None:
     if kind.endswith("native") and missing():
-        pytest.skip(str(missing()))
+        pytest.skip(f"needs compiler: {missing()}")
     if kind not in ("llama modules", "llama native") and sharing == "shared":
         return  # said by the tests of shared prompts
     target = target_of(kind)

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from native_kernels import needs_compiler
 from shoal.config import Sampling
-from shoal.native.build import missing
 from shoal.sampling import native
 from shoal.sampling.acceptance import accepted_lengths, reject_and_replace
 from shoal.sampling.drawing import exponential_race, inverse_transform
@@ -29,7 +29,7 @@ from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
+pytestmark = needs_compiler
 quick = settings(max_examples=60, deadline=None)
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=0.8)
 SETTINGS = (

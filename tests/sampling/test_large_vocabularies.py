@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_kernels import needs_compiler
 from shoal.config import Sampling
-from shoal.native.build import missing
 from shoal.sampling.acceptance import reject_and_replace
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.sampling.native import verified
@@ -23,7 +23,6 @@ HOT = [
     for temperature in (1.3, 2.0)
     for top_p, more in ((0.95, {}), (0.5, {"min_p": 1e-6}), (0.9, {"top_k": 40_000}))
 ]
-needs_kernels = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
 
 
 def definition(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -81,7 +80,7 @@ def in_the_residual(replacements: Tensor, p: Tensor, q: Tensor) -> bool:
     return bool((p.gather(1, place) > q.gather(1, place)).all())
 
 
-@needs_kernels
+@needs_compiler
 def test_replacements_come_from_the_tail_by_the_kernels() -> None:
     rows, sampling = 24, Sampling()
     p, q = flat(rows, 1), flat(rows, 2).softmax(-1)

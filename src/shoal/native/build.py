@@ -1,7 +1,8 @@
 """Compiles the kernels with the system's C compiler, once per machine: the library is kept on disk.
 
-Compiling takes seconds. The file name has a digest of the sources, the compiler and the processor, so that another machine that
-shares the folder compiles its own, and one of the file's own bytes: a file that a crash has damaged would end the process.
+Compiling takes seconds. The file name has a digest of the sources, the compiler with its flags and the processor's instructions, so
+that another machine that shares the folder compiles its own, and one of the file's own bytes: a file that a crash has damaged would
+end the process. SHOAL_MARCH=x86-64-v3 (what a compiler's -march takes) makes kernels for other processors than this one.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from pathlib import Path
 import torch
 
 from shoal.durable import cache_folder
-from shoal.native.processor import cpu_flags
+from shoal.native.processor import instructions
 from shoal.native.structs import Attention, DraftStep, Draws, Heads, Pass, Product, Verdicts
 
-FLAGS = ("-O3", "-march=native", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
+FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What the kernels compute in, and their names for it; sums and softmax are float32 always."""
 SOURCES = ("kernels.c", "bytes.h", "typed.h", "attend.h", "decode.h", "drawing.h", "drafting.h", "kernels.h")
 SECONDS = 120
 """Most time that the compiler may take."""
+ROOM = 16 * 2**20
+"""Bytes that must be free where it works."""
+NEEDED = {"x86-64-v2": "sse42", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
+"""An instruction set that kernels of a level need: without it they would end the process."""
 
 
 class NotBuilt(Exception):
@@ -65,14 +70,14 @@ def _attempt() -> ctypes.CDLL | str:
 
 def _kept_or_made() -> ctypes.CDLL:
     """The kernels that an earlier process has left, or new ones."""
-    command, texts = compiler(), sources()
-    facts = "|".join([_run([*command, "--version"]), platform.machine(), *FLAGS, *sorted(cpu_flags())])
+    command, texts, flags = compiler(), sources(), machine_flags()
+    facts = "|".join([_run([*command, "--version"]), platform.machine(), *flags, *sorted(instructions())])
     folder, stem = cache_folder(), f"kernels-{_digest(b'|'.join([*texts.values(), facts.encode()]))}"
     kept = None if folder is None else _kept(folder, stem)
     if kept is not None:
         return kept
-    with _beside(folder) as work:
-        place = compiled(texts, Path(work), command)
+    with tempfile.TemporaryDirectory(dir=_workplace(folder), prefix="kernels-") as work:
+        place = compiled(texts, Path(work), command, flags)
         made = loaded(place)
         if folder is not None:
             with suppress(OSError):  # the next process compiles again
@@ -80,21 +85,42 @@ def _kept_or_made() -> ctypes.CDLL:
     return made
 
 
+def machine_flags() -> tuple[str, ...]:
+    """The compiler's flags on this machine. Raises NotBuilt: SHOAL_MARCH names instructions that the processor lacks."""
+    march = os.environ.get("SHOAL_MARCH") or "native"
+    if NEEDED.get(march, "") not in {"", *instructions()}:
+        raise NotBuilt(f"SHOAL_MARCH={march}: this processor has no {NEEDED[march]}")
+    return (*FLAGS, f"-march={march}")
+
+
 def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
-    """The first undamaged library of that name; damaged ones are removed."""
+    """The first undamaged library of that name; damaged ones are removed, and those that another user wrote are not run."""
     for place in sorted(folder.glob(f"{stem}-*.so")):
         with suppress(NotBuilt, OSError):
+            if place.stat().st_uid not in (os.geteuid(), 0):
+                continue
             if place.stem.endswith(_digest(place.read_bytes())):
                 return loaded(place)
             place.unlink()
     return None
 
 
-def _beside(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Where to compile: in the folder, so that the library can be moved into it, unless nobody may write there."""
-    with suppress(OSError):
-        return tempfile.TemporaryDirectory(dir=folder, prefix="kernels-")
-    return tempfile.TemporaryDirectory(prefix="kernels-")
+def _workplace(folder: Path | None) -> Path:
+    """Where to compile: in the folder, so that the library can be moved into it, or else where temporary files lie.
+
+    Raises:
+        NotBuilt: there is no space, or what is written there cannot be run.
+    """
+    places = [] if folder is None else [folder]
+    with suppress(OSError):  # there is none that is writable
+        places.append(Path(tempfile.gettempdir()))
+    for place in places:
+        with suppress(OSError):
+            facts = os.statvfs(place)
+            runs = not facts.f_flag & getattr(os, "ST_NOEXEC", 0)
+            if place.is_dir() and os.access(place, os.W_OK) and runs and facts.f_bavail * facts.f_frsize >= ROOM:
+                return place
+    raise NotBuilt(f"no place to compile in: {' or '.join(map(str, places))} must be writable, and neither full nor noexec")
 
 
 def _digest(text: bytes) -> str:
@@ -114,20 +140,21 @@ def sources() -> dict[str, bytes]:
     return {name: (resources.files(__package__) / name).read_bytes() for name in SOURCES}
 
 
-def compiled(texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str] = FLAGS) -> Path:
+def compiled(texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str]) -> Path:
     """Compiles sources into a library in that folder. Raises NotBuilt."""
     for name, text in texts.items():
         Path(folder, name).write_bytes(text)
     made = Path(folder, "kernels.so")
     whole = [*command, *flags, str(Path(folder, "kernels.c")), "-lm", "-o", str(made)]
     try:
-        _run([*whole, "-fopenmp"])
+        _run([*whole, "-fopenmp"], folder)
     except NotBuilt:
-        _run(whole)  # a compiler without OpenMP: one thread
+        _run(whole, folder)  # a compiler without OpenMP: one thread
     return made
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], temporary: Path | None = None) -> str:
+    """What a command prints; its temporary files lie in that folder. Raises NotBuilt: it failed."""
     try:
         done = subprocess.run(
             command,
@@ -137,6 +164,7 @@ def _run(command: list[str]) -> str:
             timeout=SECONDS,
             check=True,
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **({} if temporary is None else {"TMPDIR": str(temporary)})},
         )
     except subprocess.CalledProcessError as error:
         said = (error.stderr or "").strip().splitlines()

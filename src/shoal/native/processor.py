@@ -12,6 +12,15 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
     query = getattr(torch.cpu, "get_capabilities", None)
     if query is not None:
         return {name for name, value in query().items() if value is True}
+    return _listed(cpuinfo)
+
+
+def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """All that torch and Linux know of the processor, spelt alike: a compiler may use what one of them leaves out."""
+    return frozenset(flag.replace("_", "") for flag in cpu_flags(cpuinfo) | _listed(cpuinfo))
+
+
+def _listed(cpuinfo: Path) -> set[str]:
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -29,7 +29,7 @@ from shoal.models import formats
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix
 from shoal.models.weights.packing import packed, packing
 from shoal.native import processor
-from shoal.native.build import missing
+from shoal.native.build import machine_flags, missing
 
 LOG = logging.getLogger("shoal")
 TOKENS = (1, 8, 40)
@@ -148,7 +148,7 @@ def _facts() -> str:
     except OSError:
         pass
     flags = ",".join(sorted(processor.cpu_flags()))
-    library = f"torch {torch.__version__}, {missing() or 'own kernels'}"
+    library = f"torch {torch.__version__}, {missing() or ' '.join(machine_flags())}"
     return f"{model}; {flags}; {cache_bytes()}; {torch.get_num_threads()} threads; {library}"
 
 

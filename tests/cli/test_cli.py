@@ -622,6 +622,29 @@ def test_streams_that_the_caller_closed_are_empty(closed: str, arguments: str, c
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
+def test_arguments_and_files_are_utf8_in_a_locale_of_ascii(tiny: Models, tmp_path: Path) -> None:
+    """Where Python's own UTF-8 mode, which LC_ALL=C brings, is off."""
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "generate",
+        *tiny.pair,
+        "--max-new-tokens",
+        "2",
+        "--json",
+        "-p",
+        "é😀",
+        "-f",
+        "ß.txt",
+    ]
+    (tmp_path / "ß.txt").write_text("ß", encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert [output["prompt"] for output in json.loads(done.stdout)["prompts"]] == ["é😀", "ß"]
+
+
 # ── help pages and pipes ────────────────────────────────────────────────────────────────────────────────────────────
 
 

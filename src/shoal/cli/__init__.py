@@ -88,6 +88,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of `shoal` and `python -m shoal`."""
+    if sys.getfilesystemencoding() == "ascii":  # LC_ALL=C and PYTHONUTF8=0: é would be two bytes that stand for nothing
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # None where the caller closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

@@ -217,7 +217,7 @@ def test_the_command_refuses_and_prints_no_table(
 @pytest.mark.parametrize("when", ["warming up", "measuring"])
 def test_no_times_are_shown_once_captured_passes_have_failed(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary passes go on in their place, and their times would stand under the name of captured ones."""
-    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
+    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
     pair.target.use_static_passes("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",)), POOL)
 
@@ -236,7 +236,7 @@ def test_no_times_are_shown_once_captured_passes_have_failed(when: str, monkeypa
 
 def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
     """Captured passes go on, so times are shown, with the reason: in the report, its file and on the terminal."""
-    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
+    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
     pair.target.use_static_passes("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",), repeats=1), POOL)
 

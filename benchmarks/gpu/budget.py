@@ -100,7 +100,7 @@ def crossings(lookahead: Any, drafts: int) -> Counter[str]:
 
 def _runner(seed: int) -> Runner:
     made = loading.wrap(moved(tiny_model("llama", seed=seed, layers=1)), "tiny", "pad", checked=False)
-    made.use_static_passes("graphed")
+    made.capture_rounds("graphed")
     return made
 
 

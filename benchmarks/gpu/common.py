@@ -40,7 +40,9 @@ def device_or_exit(name: str) -> torch.device:
 
 def failures_of(models: Sequence[Runner | None]) -> list[str]:
     """Why models compute less by captured functions than they should."""
-    return [reason for model in models if model is not None and model.static is not None for reason in model.static.failures]
+    return [
+        reason for model in models if model is not None and model.captures is not None for reason in model.captures.failures
+    ]
 
 
 def deliver(

@@ -1,7 +1,7 @@
-"""Greedy tokens of whole runs on the device: captured passes, ordinary ones, and Transformers' own `generate`.
+"""Greedy tokens of whole runs on the device: captured rounds, ordinary passes, and Transformers' own `generate`.
 
 In float32, on the pair that ships with the repository, with draft lengths that are fixed and that follow the controller. Every row
-must be the same by every way, and captured passes must really have run. Exits with 1 otherwise.
+must be the same by every way, and captured rounds must really have run. Exits with 1 otherwise.
 
 Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/identity.py
 """
@@ -30,7 +30,7 @@ WAYS: tuple[tuple[str, dict[str, Any], object], ...] = (
 
 
 def ways_of(device: torch.device) -> list[dict[str, Any]]:
-    """A line for each way: rows that are those of `generate`, drafted tokens, static passes that ran, and why they ended."""
+    """A line for each way: rows that are those of `generate`, drafted tokens, captured passes, and why there are fewer."""
     lines, expected = [], None
     for name, options, lookahead in WAYS:
         with shoal.load(device=str(device), dtype="float32", max_batch=8, **options) as pair:
@@ -41,11 +41,11 @@ def ways_of(device: torch.device) -> list[dict[str, Any]]:
                 work.prompts, SAMPLES, temperature=0.0, max_new_tokens=TOKENS, lookahead=lookahead, eos=()
             )
             found = compared(expected, token_ids(result), result.stats.drafted)
-            models = [model for model in (pair.target, pair.draft_model) if model is not None and model.static is not None]
+            models = [model for model in (pair.target, pair.draft_model) if model is not None and model.captures is not None]
             failures = failures_of(models)
-            ran = sum(model.static.ran.total() for model in models)
+            ran = sum(model.captures.ran.total() for model in models)
         lines.append(
-            {"way": name, "rows": found.rows, "same": found.same, "drafted": found.drafted, "static passes": ran,
+            {"way": name, "rows": found.rows, "same": found.same, "drafted": found.drafted, "captured passes": ran,
              "failure": "; ".join(failures) or "-", "first difference": found.place or "-"}
         )  # fmt: skip
     return lines
@@ -56,7 +56,7 @@ def proved(lines: list[dict[str, Any]], device: torch.device) -> bool:
     return all(
         line["same"] == line["rows"]
         and line["failure"] == "-"
-        and (device.type != "cuda" or not line["way"].startswith("captured") or line["static passes"] > 0)
+        and (device.type != "cuda" or not line["way"].startswith("captured") or line["captured passes"] > 0)
         for line in lines
     )
 

@@ -1,12 +1,12 @@
-"""What a pass of the target costs with PAD, SPLIT and the fused kernel, as single launches and as a CUDA graph, beside its floor.
+"""What a pass of the target costs with PAD, SPLIT and the fused kernel, by modules and by Triton layers, beside its floor.
 
 Rows at lengths spread between half the context and all of it; one new token each (plain decoding) and seven (verifying six drafts).
 The floor is the time to read the weights, and the keys and values that the rows really have, once at the bandwidth of a large copy.
-"layers" says what computes captured passes: the model's modules, or fused layers. "ms" is of passes that wait in the device's
-queue, by device events; "latency" that of one alone by the clock, from the call until the logits are there. The methods take
-turns, so that all meet the same clocks.
+"executor" computes the passes, which are launched kernel by kernel; captured rounds are for `rounds.py`. "ms" is of passes that
+wait in the device's queue, by device events; "latency" that of one alone by the clock, from the call until the logits are there.
+The methods take turns, so that all meet the same clocks.
 
-Exits with 1 where captured passes fell back to ordinary ones: their lines then say so instead of "graphed".
+Exits with 1 where the modules computed what Triton layers should have.
 
 Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/passes.py
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from itertools import product
 from statistics import median
 from typing import Any
 
@@ -26,7 +25,7 @@ from shoal.bench.measure import in_turns
 from shoal.bench.roofline import Load, ceilings
 from shoal.bench.shapes import shaped_pair
 from shoal.bench.work import timed
-from shoal.models import compiled, loading
+from shoal.models import loading
 from shoal.models.passes import use_fused_layers
 from shoal.models.runner import Runner
 
@@ -34,15 +33,14 @@ WARM_UPS = 3
 QUEUED = 8
 """Passes that wait in the queue while one is timed, so that launching them is no part of it unless it takes longer."""
 NEW_TOKENS = (1, 7)
-Kind = tuple[str, str | None, bool]
-"""Attention, executor of static passes or None, whether the layers are fused."""
+Kind = tuple[str, bool]
+"""Attention, whether Triton layers compute."""
 Line = dict[str, Any]
 
 
-def prepared(hf: Any, attention: str, executor: str | None, fused: bool, starts: Sequence[int], room: int) -> Runner:
+def prepared(hf: Any, attention: str, fused: bool, starts: Sequence[int], room: int) -> Runner:
     """A runner with rows of those lengths in its cache, and room for more tokens."""
     runner = loading.wrap(hf, attention, attention)
-    runner.use_static_passes(executor)
     if fused:
         use_fused_layers(runner)
     runner = runner.fork()
@@ -86,13 +84,10 @@ def queued(runner: Runner, starts: Sequence[int], q: int) -> float:
 
 
 def kinds(device: torch.device, methods: Sequence[str]) -> Iterator[Kind]:
-    """Every method; SPLIT reads lengths on the host and has no static form."""
-    executor = "graphed" if device.type == "cuda" else "eager"
-    for attention, static_executor in product(methods, (None, executor)):
-        if static_executor is None or attention in compiled.ATTENTION:
-            yield attention, static_executor, False
+    """Every method by the model's modules, and the first by Triton layers."""
+    yield from ((attention, False) for attention in methods)
     if device.type == "cuda":
-        yield methods[0], executor, True
+        yield methods[0], True
 
 
 def floor_seconds(load: Load, starts: Sequence[int], q: int, bandwidth: float) -> float:
@@ -100,25 +95,18 @@ def floor_seconds(load: Load, starts: Sequence[int], q: int, bandwidth: float) -
     return (load.weights + load.kv * sum(start + q for start in starts)) / bandwidth
 
 
-def passes_name(runner: Runner) -> str:
-    """What computed the passes: "graphed", or why it was not that."""
-    if runner.static is None:
-        return "single launches"
-    return f"fell back: {'; '.join(runner.static.failures)}" if runner.static.failures else runner.static.executor
-
-
 def lines_of(
     methods: dict[Kind, Runner], starts: Sequence[int], q: int, repeats: int, floor: float, context: str
 ) -> Iterator[Line]:
-    """A line for each method, all measured in turns; the first passes build what is built once."""
+    """A line for each method, all measured in turns."""
     times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in methods}
     for _, kind in in_turns(list(methods), WARM_UPS + repeats):
         times[kind].append((queued(methods[kind], starts, q), latency(methods[kind], starts, q)))
     for kind, every in times.items():
         taken = [1000 * seconds for seconds, _ in every[WARM_UPS:]]
         yield {
-            "context": context, "tokens": max(starts), "new tokens": q, "attention": kind[0], "passes": passes_name(methods[kind]),
-            "layers": "modules" if methods[kind].fused_layers is None else "fused",
+            "context": context, "tokens": max(starts), "new tokens": q, "attention": kind[0],
+            "executor": methods[kind].explain(range(len(starts)), [q] * len(starts)).executor,
             "ms": median(taken), "fastest": min(taken), "slowest": max(taken),
             "latency": 1000 * median(alone for _, alone in every[WARM_UPS:]), "floor / time": 1000 * floor / median(taken),
         }  # fmt: skip
@@ -153,7 +141,7 @@ def main() -> None:
         deliver(
             f"{title}; floor of one token {floor:.3g} ms", list(lines[0]), lines, device, options.results, f"passes-{name}"
         )
-        honest = honest and not any(line["passes"].startswith("fell back") for line in lines)
+        honest = honest and len({line["executor"] for line in lines}) == len({fused for _, fused in methods})
         attention = attention[:1]  # a long cache for each method would not fit
         methods.clear()
     raise SystemExit(0 if honest else 1)

@@ -28,7 +28,7 @@ from shoal.engine.engine import Engine
 from shoal.types.requests import Request
 
 WARM_UPS = 8
-"""Rounds in which prompts are computed and passes are built."""
+"""Rounds in which prompts are computed and rounds are captured."""
 PROMPT = 512
 TOP = 12
 Line = dict[str, Any]

@@ -74,7 +74,7 @@ def stages(device: str) -> list[Stage]:
             "kernels", "the kernels against float64", 85, _pytest(*kernels, *few), True, True, (*TESTS, "triton"), variables
         ),
         Stage(
-            "static", "captured passes against ordinary ones", 60,
+            "captured", "captured rounds against ordinary passes", 60,
             _pytest(str(ROOT / "tests" / "gpu" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2"))),
             True, True, TESTS, variables,
         ),

@@ -91,10 +91,12 @@ def _lines(reports: Reports, stage: str, **wanted: Any) -> list[Mapping[str, Any
 
 
 def _pass(context: str) -> Callable[[Reports], float | None]:
-    """The share of the floor that a captured plain pass with the kernel reaches."""
+    """The share of the floor that a plain pass of Triton layers with the kernel reaches, by the device's clock."""
 
     def figure(reports: Reports) -> float | None:
-        found = _lines(reports, "passes", **{"new tokens": 1, "attention": "fused", "passes": "graphed", "context": context})
+        found = _lines(
+            reports, "passes", **{"new tokens": 1, "attention": "fused", "executor": "Triton layers", "context": context}
+        )
         return max((line["floor / time"] for line in found), default=None)
 
     return figure

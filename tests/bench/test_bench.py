@@ -215,40 +215,42 @@ def test_the_command_refuses_and_prints_no_table(
 
 
 @pytest.mark.parametrize("when", ["warming up", "measuring"])
-def test_no_times_are_shown_once_captured_passes_have_failed(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_times_are_shown_once_captured_rounds_have_ended(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary passes go on in their place, and their times would stand under the name of captured ones."""
     pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
-    pair.target.use_static_passes("eager")
+    pair.target.capture_rounds("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",)), POOL)
 
     def fail(name: str) -> None:
-        if name.startswith(when) and pair.target.static is not None:
-            pair.target.static.failure = "RuntimeError: an operation that is not permitted while capturing"
+        if name.startswith(when) and pair.target.captures is not None:
+            pair.target.captures.failed.end = "RuntimeError: an operation that is not permitted while capturing"
 
     runner.step = fail
     if when == "measuring":
         runner.warm_up()
-    with pytest.raises(InternalError, match=r"modules .RuntimeError: an operation .* no times are shown"):
+    with pytest.raises(
+        InternalError, match=r"modules .no captured rounds: RuntimeError: an operation .* no times are shown"
+    ):
         list(runner.measure()) if when == "measuring" else runner.warm_up()
     assert runner.report.lines == []
-    assert described(pair.target)["passes"].startswith("modules (RuntimeError")
+    assert described(pair.target)["passes"].startswith("modules (no captured rounds: RuntimeError")
 
 
 def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
-    """Captured passes go on, so times are shown, with the reason: in the report, its file and on the terminal."""
+    """Other kinds of rounds are captured, so times are shown, with the reason: in the report, its file and on the terminal."""
     pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
-    pair.target.use_static_passes("eager")
+    pair.target.capture_rounds("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",), repeats=1), POOL)
 
     def fail(name: str) -> None:
-        if pair.target.static is not None:
-            pair.target.static.rounds_failure = "ArithmeticError: logits differ"
+        if pair.target.captures is not None:
+            pair.target.captures.failed.note("a kind", ArithmeticError("logits differ"))
 
     runner.step = fail
     runner.warm_up()
     assert list(runner.measure())
-    reason = "no captured rounds: ArithmeticError: logits differ"
-    assert runner.report.config["target"]["passes"] == f"eager, {reason}"
+    reason = "some kinds of rounds are not captured: ArithmeticError: logits differ"
+    assert runner.report.config["target"]["passes"] == f"captured rounds of modules, {reason}"
     assert Report.from_dict(json.loads(json.dumps(runner.report.to_dict()))).config["target"]["failures"] == [reason]
     assert f"target, {reason}" in tables.markdown(runner.report)
 

@@ -164,22 +164,6 @@ def test_in_every_arrangement_of_prompts(architecture: str, options: dict[str, A
 
 
 @pytest.mark.parametrize("prefix_sharing", ["shared", "copied"])
-@pytest.mark.parametrize("architecture", POSITIONS)
-def test_by_static_steps(architecture: str, prefix_sharing: str) -> None:
-    pair = runners(architecture)
-    for model in pair:
-        model.use_static_passes("eager")
-    lengths = [SHORT + 9, SHORT - 4, SHORT, 40]
-    run = Run(pair, Fixed(4), lengths, prefix_sharing=prefix_sharing)
-    assert run.said == plain(architecture, lengths).said
-    assert run.before > 0
-    assert run.after == 0
-    assert pair[1].static is not None
-    assert pair[1].static.failure is None
-    assert prefix_sharing == "shared" or sum(pair[1].static.ran.values()) > 0
-
-
-@pytest.mark.parametrize("prefix_sharing", ["shared", "copied"])
 def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(prefix_sharing: str) -> None:
     pair = runners("llama")
     run = Run(pair, Fixed(4), [SHORT + 1, 50], n=2, prefix_sharing=prefix_sharing)
@@ -228,13 +212,13 @@ def test_the_target_alone_decides_what_memory_holds(lookahead: str, prefix_shari
             Run(pair, LOOKAHEADS[lookahead](), [length], kv_bytes=most - 1)
 
 
-@pytest.mark.parametrize("executor", [None, "eager"], ids=["ordinary", "static"])
+@pytest.mark.parametrize("executor", [None, "eager"], ids=["ordinary", "captured"])
 @pytest.mark.parametrize("held", [1, 9, 10, 17, SHORT, 40])
 def test_drafts_go_as_far_as_memory_holds_the_drafters_keys(held: int, executor: str | None) -> None:
     """Beside one row of the target there is memory for `held` tokens of the drafter."""
     pair = runners("llama")
     for model in pair:
-        model.use_static_passes(executor)
+        model.capture_rounds(executor)
     lone = engine_of(*pair, Fixed(4), kv_bytes=1 << 40)
     most = runners_of(lone)[0].cache_bytes(1, CONTEXT + 1) + runners_of(lone)[1].cache_bytes(1, held + 1)
     run = Run(pair, Fixed(4), [9], temperature=0, kv_bytes=most)

@@ -235,14 +235,14 @@ def test_columns_that_are_nan_propose_nothing() -> None:
     assert engine.stats.drafted == 0
 
 
-def test_passes_of_fixed_shape_step_aside() -> None:
+def test_captured_rounds_step_aside() -> None:
     target = wrap(tiny_model("llama", vocab_size=29), "tiny", checked=False)
     _, expected = generated(target, None, Coupled(), 1.5)
-    target.use_static_passes("eager")
+    target.capture_rounds("eager")
     engine, found = generated(target, PpdDrafter(random_tokens(target), 12), Coupled(), 1.5)
     assert found == expected
-    assert engine.target.static_failure == "a drafter feeds vectors"
-    assert target.static_failure is None
+    assert engine.target.capture_failure == "a drafter feeds vectors"
+    assert target.capture_failure is None
     assert (target.vectors, engine.target.fork().vectors) == (None, None)
 
 

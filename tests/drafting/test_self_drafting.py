@@ -162,22 +162,6 @@ def test_all_is_accepted_where_the_last_layer_adds_nothing(shallow: Runner) -> N
         assert other.stats.accepted < other.stats.drafted
 
 
-def test_passes_of_fixed_shape_go_on() -> None:
-    """Over the same cache, also where a draft is asked for before the target has computed anything."""
-    target, expected = wrap(model_of(), "tiny", checked=False), {}
-    for temperature in (0.0, 1.5):
-        expected[temperature] = run(target, None, Coupled(), temperature)[1]
-    target.use_static_passes("eager")
-    assert target.static is not None
-    for exit in (1, 2, None):
-        for temperature in expected:
-            engine, found = run(target, EarlyExitDrafter(exit), Coupled(), temperature)
-            assert found == expected[temperature]
-            assert engine.stats.drafted > 0
-    assert target.static.failure is None
-    assert target.static.ran.total() > 40
-
-
 class WrongExit(EarlyExitDrafter):
     """A sabotage: tokens of one exit with the q of another."""
 

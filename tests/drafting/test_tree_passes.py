@@ -1,7 +1,7 @@
 """Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass.
 
-Tests of: models.cache.moves, models.cache.slots, models.cache.tree, models.compiled.passes,
-models.cache.plan, models.compiled.buckets, models.attention.masks.
+Tests of: models.cache.moves, models.cache.slots, models.cache.tree,
+models.cache.plan, models.attention.masks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from shoal.models import loading
 from shoal.models.attention.masks import Masks, within
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.tree import branching, chain_words, layout
-from shoal.models.compiled.buckets import COLUMNS
 from shoal.models.runner import Runner
 from shoal.testing import ARCHITECTURES as ALL
 from shoal.testing import VOCABULARY, tiny_model
@@ -163,32 +162,13 @@ def test_beside_shared_prompts(architecture: str, method: str) -> None:
     assert rows.runner.cache.prefixes[0] is not None
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3"])
-def test_by_static_passes(architecture: str) -> None:
-    """Trees of at most the widest bucket's columns; larger ones are for ordinary passes."""
-    made = runner(architecture)
-    made.use_static_passes("eager")
-    rows = Rows(made, HISTORIES)
-    life(rows)
-    assert made.static is not None
-    assert (made.static.failure, made.static.ran.total()) == (None, 3)  # one round has its rows out of order
-    life(rows)  # now without a dynamic pass beside
-    assert made.static.ran.total() == 6
-    assert rows.worst < ROUNDED.get(architecture, ERROR)
-    random_round(rows, [0, 1, 2], [COLUMNS[-1], 2, 3], seed=5)
-    assert made.static.ran.total() == 6
-    assert rows.worst < ROUNDED.get(architecture, ERROR)
-
-
 @settings(max_examples=30)
 @given(st.data())
 def test_random_trees_by_random_methods(data: st.DataObject) -> None:
     architecture = data.draw(st.sampled_from(["llama", "qwen2-sliding"]))
     made = runner(architecture, data.draw(st.sampled_from(METHODS)))
-    if made.attention == "pad" and data.draw(st.booleans()):
-        made.use_static_passes("eager")
     slots = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
-    prompts = [9, None, 4] if made.shares and made.static is None and data.draw(st.booleans()) else None
+    prompts = [9, None, 4] if made.shares and data.draw(st.booleans()) else None
     rows = Rows(made, HISTORIES, prompts)
     for _ in range(data.draw(st.integers(1, 3))):
         nodes = data.draw(st.lists(st.integers(0, 9), min_size=len(slots), max_size=len(slots)))
@@ -236,15 +216,12 @@ SABOTAGE: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["reference", "pad", "split", "static"])
+@pytest.mark.parametrize("method", ["reference", "pad", "split"])
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_what_is_wrong_shows(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pad` and `split` make their masks in different places, a static pass from its own buffers. Mistakes cost 0.05 to 10."""
-    made = runner("qwen2-sliding", "pad" if method == "static" else method)
+    """`pad` and `split` make their masks in different places. Mistakes cost 0.05 to 10."""
+    made = runner("qwen2-sliding", method)
     monkeypatch.setattr(*SABOTAGE[name])
-    if method == "static":
-        made.use_static_passes("eager")
-        monkeypatch.setattr("shoal.models.compiled.passes.compare", lambda *_: None)
     rows = Rows(made, HISTORIES)
     deep, block = [-1, -1, 1, 2, 3, 4, 5, 6, 7, 8], [*range(40, 51)]  # longer than the window, and a sibling before it
     for _ in range(2):

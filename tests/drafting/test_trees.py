@@ -162,17 +162,14 @@ PASSES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{method}": ("llama", {"attention": method}) for method in ("reference", "pad", "split", "mixed", "bifurcated")},
     "split, sliding": ("qwen2-sliding", {"attention": "split"}),
     "strict": ("llama", {"strict": True}),
-    "static": ("llama", {"static": "eager"}),
-    "static, sliding": ("qwen2-sliding", {"static": "eager"}),
     "shared prompts": ("llama", {"prefix_sharing": "shared"}),
     "shared prompts, sliding": ("qwen2-sliding", {"prefix_sharing": "shared"}),
 }
 
 
-def wrapped(architecture: str, attention: str = "auto", static: str | None = None, strict: bool = False) -> Runner:
+def wrapped(architecture: str, attention: str = "auto", strict: bool = False) -> Runner:
     model = tiny_model(architecture)
     made = wrap(model.float() if architecture == "deepseek-v3" else model.double(), "tiny", attention, strict=strict)
-    made.use_static_passes(static)
     return made
 
 
@@ -186,9 +183,6 @@ def test_every_kind_of_pass(name: str) -> None:
     assert said(trees) == said(rows)
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert engine.stats.rounds < max(map(len, (row.tokens for row in rows)))
-    if engine.target.static is not None:
-        assert engine.target.static.failure is None
-        assert max(bucket.q for bucket in engine.target.static.ran) > 5, "no tree went through a static pass"
 
 
 def test_a_model_without_positions_takes_chains_only() -> None:

@@ -102,15 +102,15 @@ def test_who_shares(policy: str, rows: int, length: int, shared: bool) -> None:
     assert (0 in PrefixStore(policy).add(0, rows, length).prefixes) is shared
 
 
-def test_auto_keeps_to_static_passes() -> None:
+def test_auto_keeps_to_captured_rounds() -> None:
     """Unless they know shared prompts; "shared" is obeyed, except by what cannot."""
     llama = loading.wrap(tiny_model("llama"), "llama", checked=False)
     static = llama.fork()
-    static.use_static_passes("eager")
-    assert static.static is not None
-    assert not static.static.knows_prefixes  # without a kernel
+    static.capture_rounds("eager")
+    assert static.captures is not None
+    assert not static.captures.knows_prefixes  # without a kernel
     assert [policy_for(p, [llama, static]) for p in POLICIES] == ["copied", "shared", "copied"]
-    static.static.knows_prefixes = True
+    static.captures.knows_prefixes = True
     assert [policy_for(p, [llama, static]) for p in POLICIES] == ["auto" if missing() else "grouped", "shared", "copied"]
     strict = loading.wrap(hf_of("llama"), "llama", "strict", checked=False)
     assert [policy_for(p, [llama, strict]) for p in POLICIES] == ["copied"] * 3
@@ -302,15 +302,15 @@ def test_ids_of_a_real_pair(architecture: str) -> None:
         assert all(model.cache.cells > 0 for model in runners_of(engine))
 
 
-def test_static_passes_leave_shared_prompts_to_ordinary_ones() -> None:
+def test_captured_rounds_leave_shared_prompts_to_ordinary_passes() -> None:
     target = loading.wrap(tiny_model("llama"), "llama")
     expected = run(target, target, PAIRS, prefix_sharing="copied", max_batch=4)[1]
-    target.use_static_passes("eager")
+    target.capture_rounds("eager")
     engine, ids, _ = run(target, target, PAIRS, max_batch=4)
     assert ids == expected
     assert engine.target.cache.cells > 0
-    assert target.static is not None
-    assert target.static.failure is None
+    assert target.captures is not None
+    assert target.captures.failures == []
 
 
 def test_a_wrong_base_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

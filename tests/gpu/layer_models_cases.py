@@ -1,8 +1,8 @@
 """What the layers of a model must do by the kernels: the same as its modules, in rounds and for prompts, with weights of one byte
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
-Tests of: models.layers.prompt, models.layers.decoder, models.layers.operations,
-models.compiled.buckets, models.layers.eight_bit, models.selfcheck.
+Tests of: models.layers.plan_state, models.layers.decoder, models.layers.operations,
+models.layers.eight_bit, models.executors.triton, models.selfcheck.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from torch.utils._pytree import tree_leaves
 from layer_shapes import DEVICE, INTERPRETED, Case
 from shoal.models import loading
 from shoal.models.attention import kernels as attention_kernels
-from shoal.models.compiled.buckets import Bucket
+from shoal.models.executors.modules import MODULES
+from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.layers import decoder as layer_decoder
 from shoal.models.layers import kernels
 from shoal.models.layers.decoder import fused_layers_of
 from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, WeightOnlyMatrix, matrix_of_8_bit, product
 from shoal.models.layers.operations import silu_mul
-from shoal.models.layers.prompt import Prompt
+from shoal.models.layers.plan_state import PlanState
 from shoal.models.passes import use_fused_layers
 from shoal.models.prompts import feed_prompts
 from shoal.models.quantize import _weight_only
 from shoal.models.runner import Runner
-from shoal.models.selfcheck import _reference, _sharing_error, static_error
+from shoal.models.selfcheck import _reference, _sharing_error, largest_error
 from shoal.testing import tiny_model
 from shoal.types.prefix import Prefix
 
@@ -41,11 +42,9 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 
 def runner(architecture: str, attention: str = "pad", **options: Any) -> Runner:
-    """One whose static passes are launched one by one, attention by the padded call: the kernel has tests of its own."""
+    """Attends by the padded call: the kernel has tests of its own."""
     shape = {"layers": 1, "vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # the interpreter is slow
-    made = loading.wrap(tiny_model(architecture, **(shape | options)).to(DEVICE), "tiny", attention, checked=False)
-    made.use_static_passes("eager")
-    return made
+    return loading.wrap(tiny_model(architecture, **(shape | options)).to(DEVICE), "tiny", attention, checked=False)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -56,7 +55,7 @@ def test_fused_layers_are_the_model(architecture: str) -> None:
     before = {name: value.clone() for name, value in made.hf.state_dict().items()}
     made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
-    assert static_error(made) < 1e-8
+    assert largest_error(made) < 1e-8
     assert all(torch.equal(value, before[name]) for name, value in made.hf.state_dict().items())
     layer = made.hf.model.layers[0]
     for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
@@ -103,40 +102,30 @@ class _Noted:
 Feed = Callable[[Runner, Launches], None]
 
 
-def captured_pass(made: Runner, counting: Launches) -> None:
-    """A token of two rows."""
-    made.feed([0, 1], torch.ones(2, 1, dtype=torch.long, device=DEVICE), [1, 1])  # makes the layers of its cache
-    passes, bucket = made.static, Bucket(2, 1, 20)
-    assert passes is not None
-    prepared = passes.prepared(bucket, bucket, made.cache, lambda: passes.forward)
-    prepared.block.place(made.plan([0, 1], [1, 1]), made.cache.capacity)
-    counting.names.clear()
-    with counting:
-        passes.run(bucket, prepared)
-
-
-def prompts_of(counts: list[int]) -> Feed:
-    """A pass of the prompts of two rows."""
+def pass_of(counts: list[int], want_logits: bool = True) -> Feed:
+    """A pass of two rows."""
 
     def feed(made: Runner, counting: Launches) -> None:
         tokens = torch.ones(2, max(counts), dtype=torch.long, device=DEVICE)
-        made.feed([0, 1], tokens[:, :1], [1, 1])
+        made.feed([0, 1], tokens[:, :1], [1, 1])  # makes the layers of its cache
         counting.names.clear()
         with counting:
-            made.feed([0, 1], tokens, counts, want_logits=False)
+            made.feed([0, 1], tokens, counts, want_logits=want_logits)
 
     return feed
 
 
+TOKEN = pass_of([1, 1])
+
+
 def launches_per_layer(
-    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch, feed: Feed = captured_pass, quantised: bool = False
+    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch, feed: Feed = TOKEN, quantised: bool = False
 ) -> Counter[str]:
     """Of a pass with the attention kernel: those of a model of three layers without those of one of two."""
     found = []
     for layers in (2, 3):
         hf = tiny_model("llama", layers=layers).to(DEVICE, dtype)
         made = loading.wrap(_weight_only(hf, torch.int8) if quantised else hf, "tiny", "fused", checked=False)
-        made.use_static_passes("eager")
         if fused:
             made.fused_layers = fused_layers_of(made.hf)
         made.reserve(2, 20)
@@ -165,9 +154,9 @@ def test_a_layer_of_bytes_is_nine_launches(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("counts", "most"), [([8, 8], 9), ([8, 3], 11)], ids=["alike", "packed"])
 def test_a_layer_of_prompts_is_nine_launches(counts: list[int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths lie side by side, without padding, but for their attention."""
-    fused = launches_per_layer(torch.bfloat16, True, monkeypatch, prompts_of(counts))
+    fused = launches_per_layer(torch.bfloat16, True, monkeypatch, pass_of(counts, want_logits=False))
     assert fused.total() <= most
-    assert launches_per_layer(torch.bfloat16, False, monkeypatch, prompts_of(counts)).total() > fused.total()
+    assert launches_per_layer(torch.bfloat16, False, monkeypatch, pass_of(counts, want_logits=False)).total() > fused.total()
 
 
 def keys_and_values(made: Runner, fused: bool, feed: Callable[[Runner], None]) -> list[Tensor]:
@@ -218,9 +207,8 @@ WRONG_PROMPTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_wrong_prompts_are_noticed_at_load(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing else than prompts meets these."""
     attribute, wrong = WRONG_PROMPTS[name]
-    monkeypatch.setattr(Prompt, attribute, wrong(getattr(Prompt, attribute)))
+    monkeypatch.setattr(PlanState, attribute, wrong(getattr(PlanState, attribute)))
     made = runner("llama", layers=2)
     use_fused_layers(made)
     assert made.fused_layers is None
@@ -252,17 +240,12 @@ def test_padding_of_prompts_is_never_seen(counts: list[int]) -> None:
 def test_fused_layers_read_shared_prompts_with_the_kernel() -> None:
     """Attention by the kernel of ours as well: then rows whose prompt is stored once take part."""
     made = runner("llama", "fused")
-    assert made.static is not None
-    assert made.static.knows_prefixes
     made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
     ids, plain = _reference(made)
-    for _ in range(2):  # the first pass of a size returns what the ordinary one has computed
-        with torch.inference_mode():
-            assert _sharing_error(made, ids, plain) < 1e-8
-        made.cache.clear()
-    assert made.static.failure is None
-    assert made.static.ran.total() == 2
+    with torch.inference_mode():
+        assert _sharing_error(made, ids, plain) < 1e-8
+    assert made.take_executors() == {TRITON_LAYERS: 2}
 
 
 def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -275,24 +258,22 @@ def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplo
     assert "its modules compute passes: fused layers diverge" in caplog.text
 
 
-def test_writes_into_parameters_count_and_others_end_static_passes() -> None:
+def test_writes_into_parameters_count_and_the_modules_compute_after_others() -> None:
     made = runner("llama")
     made.fused_layers = fused_layers_of(made.hf)
     layer = made.hf.model.layers[0].mlp
     with torch.no_grad():
         layer.up_proj.weight.mul_(3)
-    assert static_error(made) < 1e-8  # the model is compared with itself
+    assert largest_error(made) < 1e-8  # the model is compared with itself
     layer.up_proj.weight.data = layer.up_proj.weight.detach().clone()
     assert made.fused_layers is not None
     assert made.fused_layers.stale
     twin = made.fork()
     twin.reserve(2, 20)
     tokens = torch.ones(2, 2, dtype=torch.long, device=DEVICE)
-    twin.feed([0, 1], tokens, [2, 2])  # makes the layers of its cache
-    with pytest.warns(RuntimeWarning, match="weights or layers of the model were replaced"):
-        twin.feed([0, 1], tokens, [2, 2])
-    assert twin.static is not None
-    assert "replaced" in str(twin.static.failure)
+    twin.feed([0, 1], tokens, [2, 2])
+    assert twin.take_executors() == {MODULES: 1}
+    assert f"not {TRITON_LAYERS}: weights or layers of the model were replaced" in str(twin.explain([0], [1]))
 
 
 def test_products_of_many_tokens_are_those_of_few() -> None:
@@ -308,9 +289,7 @@ def test_products_of_many_tokens_are_those_of_few() -> None:
 def quantised(architecture: str, form: torch.dtype = torch.int8, **options: Any) -> tuple[Any, Runner]:
     """A model, and a runner of its copy with weights of one byte."""
     hf = tiny_model(architecture, **{"layers": 1, "vocab_size": 64} | options).to(DEVICE)
-    made = loading.wrap(_weight_only(hf, form), "tiny", "pad", checked=False)
-    made.use_static_passes("eager")
-    return hf, made
+    return hf, loading.wrap(_weight_only(hf, form), "tiny", "pad", checked=False)
 
 
 def unpacked(hf: Any, ours: Any) -> Any:
@@ -334,7 +313,7 @@ def test_fused_layers_of_bytes_are_the_unpacked_model(architecture: str, form: t
     assert made.fused_layers is not None
     right, own = unpacked(hf, made.hf), made._bridge.plain_logits
     made._bridge.plain_logits = lambda tokens: right(tokens, use_cache=False).logits  # type: ignore[method-assign]
-    assert static_error(made) < 1e-8
+    assert largest_error(made) < 1e-8
     made._bridge.plain_logits = own  # type: ignore[method-assign]
     ids = torch.arange(8, device=DEVICE)[None]
     with torch.inference_mode():
@@ -376,7 +355,7 @@ def test_wrong_bytes_are_noticed_at_load(
     assert "fused layers diverge" in caplog.text
 
 
-def test_replaced_bytes_end_static_passes() -> None:
+def test_replaced_bytes_are_for_the_modules() -> None:
     _, made = quantised("llama")
     made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None

@@ -23,7 +23,9 @@ from shoal.drafting.captured import CapturedRounds
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
 from shoal.models.compiled import round_functions
-from shoal.models.compiled.round_functions import Kind
+from shoal.models.compiled.captures import CAPTURED
+from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.layers import draw_kernels
 from shoal.models.layers import drawing as on_gpu
 from shoal.models.layers.decoder import fused_layers_of
@@ -163,7 +165,7 @@ def test_a_wrong_feed_is_caught(right: str, wrong: str, tmp_path: Path, monkeypa
 def runner(seed: int) -> Runner:
     hf = tiny_model("llama", seed=seed, layers=1).to(DEVICE)
     made = loading.wrap(hf, "tiny", "pad", checked=False)
-    made.use_static_passes("eager" if INTERPRETED else "graphed")
+    made.capture_rounds("eager" if INTERPRETED else "graphed")
     made.fused_layers = fused_layers_of(made.hf)
     assert made.fused_layers is not None
     return made
@@ -189,13 +191,13 @@ def test_rounds_decide_what_their_stages_decide(rule: str, monkeypatch: pytest.M
         rows = [row for s in settings for row in made.submit(Request((1, 2, 3), 1, s, Limits(max_new_tokens=4)))]
         while made.step():
             pass
-        target = runners_of(made)[0].static
+        target = runners_of(made)[0].captures
         assert target is not None
-        assert (target.failure, target.rounds_failure) == (None, None)
+        assert target.failures == []
         return (
             [row.tokens for row in rows],
             made.stats.accepted,
-            sum(count for key, count in target.ran.items() if isinstance(key, Kind)),
+            target.ran.total(),
         )
 
     found, accepted, rounds = result()
@@ -203,6 +205,29 @@ def test_rounds_decide_what_their_stages_decide(rule: str, monkeypatch: pytest.M
     assert set(used) == {"inverse_transform" if rule != "coupled" else "exponential_race"}
     monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
     assert result()[:2] == (found, accepted)
+
+
+def test_a_capture_that_fails_leaves_rounds_to_triton_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched one by one they are bound by the GPU; the model's modules are four times as many launches."""
+
+    def fails(run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def result(made: Runner) -> tuple[list[int], dict[str, int]]:
+        engine = engine_of(made, None, Fixed(0), max_batch=2)
+        (row,) = engine.submit(Request((1, 2, 3), 1, Sampling(0.9, seed=3), Limits(max_new_tokens=4)))
+        while engine.step():
+            pass
+        return row.tokens, dict(engine.stats.executors["target"])
+
+    made = runner(0)
+    expected, executors = result(made)
+    assert executors == {CAPTURED: 4, TRITON_LAYERS: 1}
+    monkeypatch.setitem(EXECUTORS, "fails", lambda device: fails)
+    failing = runner(0)
+    failing.capture_rounds("fails")
+    with pytest.warns(RuntimeWarning, match="no more captured rounds of this kind"):
+        assert result(failing) == (expected, {TRITON_LAYERS: 5})
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")

@@ -207,9 +207,9 @@ def test_the_stages_fit_their_time(script: Any) -> None:
     assert script.SECONDS <= 9 * 60 - 5
     assert script.QUICK_SECONDS <= 3 * 60 - 5
     names = [stage.name for stage in every]
-    assert [stage.name for stage in every if stage.proves] == names[:3] == ["kernels", "static", "identity"]
+    assert [stage.name for stage in every if stage.proves] == names[:3] == ["kernels", "captured", "identity"]
     assert [name for name in names if name.startswith("bench")] == ["bench-8", "bench-1", "bench-32"]
-    assert [stage.name for stage in every if stage.quick] == ["kernels", "static", "identity", "bench-8"]
+    assert [stage.name for stage in every if stage.quick] == ["kernels", "captured", "identity", "bench-8"]
     for stage in every:  # what it runs is there
         files = [part for part in stage.command if part.endswith(".py")]
         assert all(Path(file).exists() for file in files)
@@ -222,7 +222,7 @@ def test_a_run_ends_with_a_verdict_whatever_happened(
 ) -> None:
     """Exit code 1, three files, and the figures of a kernel that was not verified marked."""
     code = WRITES.replace('{"lines": [1]}', '{"lines": [LINE]}')
-    line = {"context": "short", "new tokens": 1, "attention": "fused", "passes": "graphed", "floor / time": 0.9}
+    line = {"context": "short", "new tokens": 1, "attention": "fused", "executor": "Triton layers", "floor / time": 0.9}
     every = [
         stage(script, "kernels", "raise SystemExit(1)", quick=True, proves=True),
         stage(script, "passes", code.replace("LINE", repr(line)), quick=True),
@@ -287,7 +287,7 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
     outcomes = [
         outcome("kernels", proves=True), outcome("profile", {"lines": [{"kind": "gap", "lookahead": "off"}]}, {"lines": rounds}),
         outcome("bench-8", bench(8, off=1000.0, hf=800.0, **{"fixed:6": 2500.0, "auto": 4000.0})),
-        outcome("passes", {"lines": [{"context": "short", "new tokens": 1, "attention": "fused", "passes": "graphed"}]}),
+        outcome("passes", {"lines": [{"context": "short", "new tokens": 1, "attention": "fused", "executor": "Triton layers"}]}),
         outcome("bench-1", bench(1, off=100.0, hf=180.0, auto=160.0)),
     ]  # fmt: skip
     found = {verdict.what: verdict for verdict in script.verdicts(outcomes)}
@@ -353,48 +353,39 @@ def test_passes_are_timed_and_written_down(script: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(script, "QUEUED", 1)
     options = ["--shape", "tiny", "--rows", "3", "--contexts", "short=24,long=40", "--repeats", "1"]
     assert run_script(script, monkeypatch, tmp_path, *options) == 0
-    methods = [("pad", "single launches"), ("pad", "eager"), ("split", "single launches")]
-    for name, kept in (("short", methods), ("long", methods[:2])):
+    methods = [("pad", "modules"), ("split", "modules")]
+    for name, kept in (("short", methods), ("long", methods[:1])):
         lines = lines_in(tmp_path, f"passes-{name}")
-        assert [(line["new tokens"], line["attention"], line["passes"]) for line in lines] == [
+        assert [(line["new tokens"], line["attention"], line["executor"]) for line in lines] == [
             (q, *method) for q in (1, 7) for method in kept
         ]
         assert all(0 < line["fastest"] <= line["ms"] <= line["slowest"] for line in lines)
-        assert {(line["context"], line["layers"]) for line in lines} == {(name, "modules")}
+        assert {line["context"] for line in lines} == {name}
 
 
 @pytest.mark.parametrize("script", ["passes"], indirect=True)
 def test_every_way_is_measured_on_cuda(script: Any) -> None:
-    """Eager against captured, and the modules against the fused layers inside; the kernel alone in long contexts."""
+    """The modules against Triton layers; the kernel alone in long contexts."""
     found = set(script.kinds(torch.device("cuda"), ["fused", "pad", "split"]))
-    assert found == {
-        ("fused", None, False), ("fused", "graphed", False), ("fused", "graphed", True),
-        ("pad", None, False), ("pad", "graphed", False), ("split", None, False),
-    }  # fmt: skip
+    assert found == {("fused", False), ("fused", True), ("pad", False), ("split", False)}
     assert set(script.kinds(torch.device("cuda"), ["fused"])) == {kind for kind in found if kind[0] == "fused"}
 
 
 @pytest.mark.parametrize("script", ["passes"], indirect=True)
-def test_passes_that_fell_back_are_not_called_graphed(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = script.passes_name
-
-    def failed(runner: Any) -> str:
-        if runner.static is not None:
-            runner.static.failure = "out of luck"
-        return str(name(runner))
-
-    monkeypatch.setattr(script, "passes_name", failed)
+def test_modules_do_not_pass_for_triton_layers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU there are none."""
+    monkeypatch.setattr(script, "kinds", lambda *_: [("pad", False), ("pad", True)])
     options = ["--shape", "tiny", "--rows", "2", "--contexts", "short=24", "--repeats", "1"]
     assert run_script(script, monkeypatch, tmp_path, *options) == 1
-    assert {line["passes"] for line in lines_in(tmp_path, "passes-short")} == {"single launches", "fell back: out of luck"}
+    assert {line["executor"] for line in lines_in(tmp_path, "passes-short")} == {"modules"}
 
 
 def test_the_floor_counts_the_bytes_that_there_are() -> None:
-    """Weights once, keys and values of each token once: also where passes of fixed shape reserve more."""
+    """Weights once, keys and values of each token once: also where captured rounds reserve more."""
     pair = shaped_pair("tiny", dtype="float32", device="cpu", max_batch=2)
     for static in (None, "eager"):
         runner = loading.wrap(pair.target.hf, "tiny")
-        runner.use_static_passes(static)
+        runner.capture_rounds(static)
         load = Load.of(runner)
         assert load is not None
         assert load.kv == 3 * 2 * 64 * 4  # layers, keys and values, width, bytes
@@ -423,7 +414,7 @@ def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.slow
-def test_the_cases_of_captured_passes_hold_without_capturing() -> None:
+def test_the_cases_of_captured_rounds_hold_without_capturing() -> None:
     """Some of them, by the settings of the run: on a GPU they shall fail for nothing but the capture."""
     options = ["-q", "-c", str(SCRIPTS / "pytest.ini"), "--rootdir", str(SCRIPTS.parents[1]), "-p", "no:cacheprovider"]
     file = SCRIPTS.parents[1] / "tests" / "gpu" / "captured_cases.py"
@@ -443,7 +434,7 @@ def test_greedy_tokens_are_compared(script: Any, monkeypatch: pytest.MonkeyPatch
     assert all(line["drafted"] > 0 for line in lines)
     cuda = torch.device("cuda")
     assert not script.proved(lines, cuda)  # nothing was captured
-    captured = [{**line, "static passes": 3} for line in lines]
+    captured = [{**line, "captured passes": 3} for line in lines]
     assert script.proved(captured, cuda)
     assert not script.proved([{**captured[0], "failure": "it broke"}], cuda)
     assert not script.proved([{**captured[0], "same": 7}], cuda)

@@ -160,7 +160,7 @@ def test_a_model_of_ours_on_cuda_gets_them_unless_its_modules_are_asked_for(
     monkeypatch.setattr(passes, "use_fused_layers", asked.append)
     passes.choose_passes(runner, mode, owned=owned)
     assert asked == [runner] * used
-    assert (runner.static is None) is (mode == "off")
+    assert (runner.captures is None) is (mode == "off")
 
 
 def test_modules_compute_on_a_cpu_too_where_they_are_asked_for() -> None:

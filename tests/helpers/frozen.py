@@ -85,7 +85,7 @@ def runners(architecture: str, attention: str = "auto", static: str | None = Non
     dtype = torch.float32 if architecture in SINGLE else torch.float64
     made = [loading.wrap(hf.to(dtype), "tiny", attention, strict=strict) for hf in (target, drafter)]
     for runner in made:
-        runner.use_static_passes(static)
+        runner.capture_rounds(static)
     return made[0], made[1]
 
 

@@ -94,6 +94,7 @@ class Pretend(TorchDispatchMode):
             result whose size the host waits for), "launch" (of any operation on the device), "captured" (of those in a captured
             function), "replay" (of such a function).
         where: the operations behind crossings, and the lines of shoal that they are of.
+        lost: the device fails whenever somebody waits for it.
     """
 
     def __init__(self) -> None:
@@ -101,6 +102,7 @@ class Pretend(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.where: list[tuple[str, str]] = []
         self.capturing = False
+        self.lost = False
         self._depth = 0
 
     def count(self, what: str, function: Any) -> None:
@@ -138,10 +140,16 @@ class Pretend(TorchDispatchMode):
         finally:
             self.capturing = before
 
+    def synchronize(self) -> None:
+        """Waits for the device's only stream."""
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
     def __enter__(self) -> Pretend:
         if not self._depth:
             torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # torch.tensor makes it on the host, then moves it
             self._lazy_init, torch.cuda._lazy_init = torch.cuda._lazy_init, lambda: None
+            self._current_stream, torch.cuda.current_stream = torch.cuda.current_stream, lambda device=None: self
         self._depth += 1
         super().__enter__()
         return self
@@ -151,7 +159,7 @@ class Pretend(TorchDispatchMode):
         self._depth -= 1
         if not self._depth:
             torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
-            torch.cuda._lazy_init = self._lazy_init
+            torch.cuda._lazy_init, torch.cuda.current_stream = self._lazy_init, self._current_stream
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

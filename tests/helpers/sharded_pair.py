@@ -30,7 +30,7 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.load_report import described
 from shoal.models.runner import Runner
-from shoal.models.sharded import Served, SharedPasses
+from shoal.models.sharded import Served, SharedCaptures
 from shoal.models.tensor_parallel import _LedCache
 from shoal.testing.engines import engine_of
 from shoal.types.requests import Request
@@ -106,7 +106,7 @@ def untold_copies(pair: shoal.Shoal) -> dict[str, Any]:
 
 def asked_to_capture(pair: shoal.Shoal) -> dict[str, Any]:
     """What is said, and decoded, where passes should be captured."""
-    pair.target.use_static_passes("graphed")
+    pair.target.capture_rounds("graphed")
     return {"said": described(pair.target)["passes"], **decode(pair, **CASES["greedy-speculative"])}
 
 
@@ -194,42 +194,35 @@ EXECUTORS |= {
 }
 
 
-def shared_wrongly(passes: SharedPasses, block: Block) -> None:
+def shared_wrongly(captures: SharedCaptures, block: Block) -> None:
     """Negative control: the second rank computes other positions."""
-    share(passes, block)
-    if passes.executor == "wrong-1" and os.environ["RANK"] == "1":
+    share(captures, block)
+    if captures.executor == "wrong-1" and os.environ["RANK"] == "1":
         block.positions.add_(3)
 
 
-share = SharedPasses.share
+share = SharedCaptures.share
 
 
 @contextmanager
-def static(pair: shoal.Shoal, executor: str | None) -> Any:
-    """Both models make static passes meanwhile."""
+def capturing(pair: shoal.Shoal, executor: str | None) -> Any:
+    """Rounds of both models are captured meanwhile."""
     assert pair.draft_model is not None
     for model, name in ((pair.target, executor), (pair.draft_model, executor and "eager")):
-        model.use_static_passes(name)
-    yield pair.target.static
+        model.capture_rounds(name)
+    yield pair.target.captures
     for model in (pair.target, pair.draft_model):
-        model.use_static_passes(None)
+        model.capture_rounds(None)
 
 
 def captured(pair: shoal.Shoal, case: str, executor: str) -> dict[str, Any]:
     """What is decoded by captured rounds; how many there were, and why there are no more."""
-    with static(pair, executor) as passes, warnings.catch_warnings(record=True) as seen:
+    with capturing(pair, executor) as captures, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", RuntimeWarning)
         found = decode(pair, **CASES[case])
-        rounds = sum(count for key, count in passes.ran.items() if isinstance(key, Kind))
-        failures, said = list(passes.failures), [str(warning.message) for warning in seen]
+        rounds = sum(count for key, count in captures.ran.items() if isinstance(key, Kind))
+        failures, said = list(captures.failures), [str(warning.message) for warning in seen]
     return found | {"captured": rounds, "failures": failures, "said": said}
-
-
-def single_passes(pair: shoal.Shoal) -> dict[str, Any]:
-    """Static passes in rounds that read what was generated, so that they are left to their stages."""
-    with static(pair, "remembered") as passes:
-        found = decode(pair, **CASES["greedy-speculative"], repetition_penalty=1.01)
-        return found | {"ran": passes.ran.total(), "failures": passes.failures}
 
 
 def prepared(pair: shoal.Shoal, ahead: bool) -> dict[str, Any]:
@@ -261,9 +254,9 @@ def lost(pair: shoal.Shoal) -> dict[str, Any]:
     """What is said where the second rank fails in a captured pass, and then."""
     said: list[str] = []
     with (
-        suppress(shoal.ModelError),  # of leaving static passes
+        suppress(shoal.ModelError),  # of capturing no more
         warnings.catch_warnings(record=True) as seen,
-        static(pair, "remembered"),
+        capturing(pair, "remembered"),
     ):
         warnings.simplefilter("always", RuntimeWarning)
         decode(pair, **CASES["greedy-speculative"])
@@ -307,7 +300,7 @@ def serve_and_write(directory: Path) -> Any:
 
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
-    with serve_and_write(directory), patch.object(SharedPasses, "share", shared_wrongly):
+    with serve_and_write(directory), patch.object(SharedCaptures, "share", shared_wrongly):
         pair = load(directory, tensor_parallel=True)
         found = measured(pair)
     (directory / "rank0.json").write_text(json.dumps(found))
@@ -329,8 +322,7 @@ def measured(pair: shoal.Shoal) -> dict[str, Any]:
         found["refused"] = asked_to_capture(pair)
         for executor, case in ROUNDS:
             found[f"{executor} {case}"] = captured(pair, case, executor)
-        found["single"] = single_passes(pair)
-        with static(pair, "remembered"):
+        with capturing(pair, "remembered"):
             found["prepared"] = prepared(pair, ahead=True)
         found["untold"] = untold_copies(pair)
         runner = pair.target.fork()

@@ -263,7 +263,7 @@ def test_unsure_rows_stop_and_sure_rows_go_on() -> None:
     assert max(controller.lengths([row(), row()], 0)) > 0
     assert controller.shorten(0, [0.999, 0.02]) == [16, 0]
     assert controller.shorten(1, [0.999, 0.999]) == [16, 0]  # a row that stopped stays so
-    assert controller.shorten(0, [0.999, 0.999]) == [16, 16]  # drafting began anew, as after a static step that gave up
+    assert controller.shorten(0, [0.999, 0.999]) == [16, 16]  # drafting began anew, as after a step that gave up
     assert len(controller._confidence) == 1
 
 

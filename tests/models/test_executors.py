@@ -1,11 +1,12 @@
 """Which executor computes a pass, for models x settings x kinds of pass, and what is said of the others.
 
-Tests of: models.executors, models.runner (explain, executors), models.passes, cli.check_model (executors).
+Tests of: models.executors, models.executors.triton, models.runner (explain, executors), models.passes, cli.check_model (executors).
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 import shoal
+from fused_launches import counting
 from native_kernels import needs_compiler
 from shoal.cli import check_model
-from shoal.models import formats, weights
+from shoal.models import formats, passes, weights
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
@@ -27,8 +29,12 @@ from shoal.types.stats import Stats
 TOKEN, BLOCK, TREE, PROMPT = "token", "block", "tree", "prompt"
 WIDE = 70
 """Tokens of a prompt that is wider than the C decoder takes."""
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra `triton`)"
+)
 
 C, C_LAYERS, TORCH_LAYERS, MODULES = "C decoder", "C layers", "torch layers", "modules"
+TRITON, ROUNDS = "Triton layers", "captured rounds"
 ALL_C = {TOKEN: C, BLOCK: C, TREE: C, PROMPT: C_LAYERS}
 
 
@@ -136,6 +142,57 @@ def test_the_reason_why_there_is_no_c_decoder(architecture: str, options: dict[s
     runner.reserve(1, 8)
     (refusal,) = runner.explain([0], [1]).refusals
     assert (refusal.executor, reason in refusal.reason) == (C, True), refusal
+
+
+# ── on CUDA, where the kernels are not run here ─────────────────────────────────────────────────────────────────────
+
+
+def on_cuda(mode: str, monkeypatch: pytest.MonkeyPatch, owned: bool = True, architecture: str = "llama") -> Runner:
+    """Returns a runner as it is chosen for a model on CUDA. Its tensors lie on the CPU, and nothing is compared at load."""
+    runner = wrap(copy.deepcopy(tiny_model(architecture, max_position_embeddings=256)), architecture, "pad", checked=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "device", torch.device("cuda"))
+        patch.setattr(passes, "executor_for", lambda mode, device: None if mode == "off" else "eager")
+        patch.setattr(passes, "largest_error", lambda runner: 0.0)
+        choose_passes(runner, mode, owned=owned)
+    return runner.fork()
+
+
+CUDA_TABLE: list[Any] = [
+    # architecture, mode, owned, executor, refusals before it
+    ("llama", "auto", True, TRITON, {ROUNDS: "they compute whole rounds of an engine"}),
+    ("qwen3", "on", True, TRITON, {ROUNDS: "they compute whole rounds of an engine"}),
+    ("llama", "modules", True, MODULES, {ROUNDS: "they compute whole rounds of an engine", TRITON: "compile='modules'"}),
+    ("llama", "off", True, MODULES, {ROUNDS: "compile='off'", TRITON: "compile='off'"}),
+    (
+        "llama", "auto", False, MODULES,
+        {ROUNDS: "they compute whole rounds of an engine", TRITON: "the model was not loaded by shoal"},
+    ),
+    ("gpt2", "auto", True, MODULES, {ROUNDS: "they compute whole rounds of an engine", TRITON: "GPT2LMHeadModel is none of"}),
+]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(("architecture", "mode", "owned", "executor", "refusals"), CUDA_TABLE)
+def test_the_executor_of_each_kind_of_pass_on_cuda(
+    architecture: str, mode: str, owned: bool, executor: str, refusals: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, blocks and trees by Triton layers; captured rounds or none."""
+    with counting(monkeypatch):
+        runner = on_cuda(mode, monkeypatch, owned, architecture)
+        assert computed(runner) == every(executor)
+        found = runner.explain([0], [1]).refusals
+    assert [refusal.executor for refusal in found] == list(refusals)
+    assert all(reason in refusal.reason for refusal, reason in zip(found, refusals.values(), strict=True))
+
+
+@needs_triton
+def test_triton_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counting(monkeypatch):  # kernels that write nothing
+        runner = wrap(copy.deepcopy(tiny_model("llama")), "llama", "pad", checked=False)
+        passes.use_fused_layers(runner)
+    assert runner.fused_layers is None
+    assert "diverge from the modules" in runner.absent[TRITON]
 
 
 def test_counts_by_executor_in_stats(tmp_path: Path) -> None:

@@ -143,12 +143,12 @@ def test_none_are_kept_unless_they_are_asked_for() -> None:
 
 @torch.inference_mode()
 def test_passes_that_have_none_step_aside() -> None:
-    """Static passes, and those in one call; the load report names it."""
+    """Captured rounds, and passes in one call; the load report names it."""
     target = target_of("llama modules")
-    target.use_static_passes("eager")
+    target.capture_rounds("eager")
     engine, drafter, _ = recorded(target)
     assert largest_difference(target, drafter) < 1e-9
-    assert engine.target.static is not None
-    assert not engine.target.static.ran
-    assert engine.target.static_failure == "a drafter reads hidden states"
-    assert target.static_failure is None
+    assert engine.target.captures is not None
+    assert not engine.target.captures.ran
+    assert engine.target.capture_failure == "a drafter reads hidden states"
+    assert target.capture_failure is None

@@ -1,4 +1,4 @@
-"""The law of the samples through real models: Transformers forwards, unequal vocabularies, fixed shapes, `auto`, 8 and 16 bits.
+"""The law of the samples through real models: Transformers forwards, unequal vocabularies, captured rounds, `auto`, 8 and 16 bits.
 
 Each case draws N rows of two tokens and compares their counts with the law that the target's own logits give. All are
 deterministic (fixed seeds, no clock in a decision): each would fail with probability ALPHA if the seeds were drawn anew.
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
+from captured_models import FakeGraphs
 from laws import joint, shifted
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
@@ -32,7 +33,6 @@ from shoal.testing.engines import engine_of
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
-from static_passes import FakeGraphs
 
 ALPHA = 1e-3
 N = 4_000
@@ -54,7 +54,7 @@ def llama(vocab: int, seed: int) -> Any:
 
 def runner(hf: Any, executor: str | None = None) -> Runner:
     made = loading.wrap(hf, "tiny", checked=False)
-    made.use_static_passes(executor)
+    made.capture_rounds(executor)
     return made
 
 
@@ -102,13 +102,13 @@ def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_graphs")
 @pytest.mark.parametrize("width", [VOCAB, VOCAB + 3])
 @pytest.mark.parametrize("executor", ["eager", "graphed"])
-def test_drafter_steps_of_fixed_shape(executor: str, width: int) -> None:
-    """Steps as functions of buffers, and captured ones that write each result over the last."""
+def test_captured_steps_of_a_drafter(executor: str, width: int) -> None:
+    """Rounds as functions of buffers, and captured ones that write each result over the last."""
     drafter = runner(llama(width, 1), executor)
-    engine, rows = sampled(drafter, Fixed(1))
-    assert drafter.static is not None
-    assert drafter.static.failure is None
-    assert drafter.static.ran.total() >= engine.stats.draft_passes > 0
+    engine, rows = sampled(drafter, Fixed(1), runner(llama(VOCAB, 0), executor))
+    assert drafter.captures is not None
+    assert drafter.captures.failures == []
+    assert drafter.captures.ran.total() >= engine.stats.draft_passes > 0
     assert chi_square(joint(rows, VOCAB), law()) > ALPHA
 
 
@@ -192,7 +192,7 @@ class Listening:
         """Nothing."""
 
 
-@pytest.fixture(params=[None, "eager"], ids=["dynamic", "static"])
+@pytest.fixture(params=[None, "eager"], ids=["stages", "captured"])
 def executor(request: pytest.FixtureRequest) -> Iterator[str | None]:
     return request.param
 
@@ -203,7 +203,7 @@ def test_confidence_is_the_highest_probability_not_that_of_the_drawn_token(execu
     with torch.inference_mode():
         highest = float(drafter(torch.tensor([PROMPT])).logits[0, -1].softmax(-1).max())
     controller = Listening()
-    engine = engine_of(runner(llama(VOCAB, 0)), runner(drafter, executor), controller, max_batch=200)
+    engine = engine_of(runner(llama(VOCAB, 0), executor), runner(drafter, executor), controller, max_batch=200)
     engine.submit(Request(PROMPT, 64, Sampling(seed=2, temperature=temperature), Limits(max_new_tokens=2)))
     engine.step()
     assert controller.told[0] == pytest.approx([highest] * 64, rel=1e-5)

@@ -158,7 +158,7 @@ def test_sums_that_are_not_monotone_never_lead_to_a_token_without_weight(
 
 @pytest.mark.parametrize("vocab", [5, drawing._ONE_LEVEL + 5])
 def test_rows_that_mean_nothing_stay_inside_the_vocabulary(vocab: int) -> None:
-    """Padding of passes of fixed shape: what is drawn is ignored, but other operations take it for an index."""
+    """Padding of captured rounds: what is drawn is ignored, but other operations take it for an index."""
     rows = torch.stack([torch.zeros(vocab), torch.full((vocab,), torch.nan)])
     for uniform in (0.0, 0.5, LAST):
         tokens = draw(rows, torch.full((2,), uniform, dtype=torch.float64))

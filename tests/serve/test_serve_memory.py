@@ -160,17 +160,17 @@ def test_rows_that_wait_are_told_and_streams_too(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_caches_that_static_passes_keep_are_freed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_that_captured_rounds_keep_are_freed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They outlive an engine, for the next one: not when memory has run out."""
     failing = Failing(monkeypatch, "shoal.engine.engine.commit")  # a round that is captured has no stage before it
     failing.shoal = Shoal(*(runner(tiny_model("llama", seed=seed), 512) for seed in (0, 1)), tiny_tokenizer())
     for model in (failing.shoal.target, failing.shoal.draft_model):
         assert model is not None
-        model.use_static_passes("eager")
-    assert failing.shoal.target.static is not None
+        model.capture_rounds("eager")
+    assert failing.shoal.target.captures is not None
     with serving.served(failing.shoal, make_engine=failing.engine) as server:
         assert server.post().status_code == 200
-        assert failing.shoal.target.static.ran
+        assert failing.shoal.target.captures.ran
         failing.errors = [NO_MEMORY[0]]
         assert server.post().status_code == 503
         assert server.post().status_code == 200

@@ -128,7 +128,7 @@ class BenchmarkRunner:
     def _require_passes(self) -> None:
         """Raises InternalError where ordinary passes have taken over from captured ones: what is timed is not what was asked."""
         for model in (self.pair.target, self.pair.draft_model):
-            if model is not None and model.static_failure is not None:
+            if model is not None and model.capture_failure is not None:
                 what = f"{model.name}: its {described(model)['passes']} compute passes now"
                 raise InternalError(f"{what}: no times are shown; --compile off measures these")
 
@@ -136,7 +136,7 @@ class BenchmarkRunner:
         """What computes passes by now: rounds that should have been captured may have been left to their stages."""
         for role, model in (("target", self.pair.target), ("draft", self.pair.draft_model)):
             if model is not None:
-                failures = [] if model.static is None else model.static.failures
+                failures = [] if model.captures is None else model.captures.failures
                 self.report.config[role] |= {"passes": described(model)["passes"], "failures": failures}
 
     def _first_run(self, case: Case, method: Method, work: Work) -> float:

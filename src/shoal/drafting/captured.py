@@ -1,4 +1,4 @@
-"""Whole rounds as captured functions: where target and drafter have passes of fixed shape and nothing of the rows asks for more.
+"""Whole rounds as captured functions: where those of target and drafter are captured and nothing of the rows asks for more.
 
 What a round decides is what its stages decide one after the other: the same uniforms, distributions and rule, and the same
 questions to a controller that ends drafts by the drafter's confidence. Everything else (controls that read what was generated,
@@ -23,7 +23,8 @@ from shoal.drafting.captured_inputs import Round, fill_drafting, fill_target
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
 from shoal.errors import OutOfStep
-from shoal.models.compiled.passes import Passes
+from shoal.models.compiled.captures import CAPTURED
+from shoal.models.compiled.failures import require_device
 from shoal.models.compiled.results import Found
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
@@ -34,9 +35,6 @@ from shoal.types.trees import DraftTree, chains
 
 RECENT = 4
 """Rounds whose drafts say how many steps the next one computes before it looks at confidences: as many as the shortest of them."""
-
-CAPTURED = "captured rounds"
-"""The word for passes that were parts of captured rounds, in counts by executor."""
 
 
 class Decided(NamedTuple):
@@ -79,8 +77,8 @@ class CapturedRounds:
         Raises:
             OutOfStep.
         """
-        passes = self._target.static
-        if passes is None or passes.rounds_failure is not None or self._target.ordinary_only:
+        captures = self._target.captures
+        if captures is None or self._target.ordinary_only or captures.failed.waits():
             return None
         work = None
         try:
@@ -89,41 +87,42 @@ class CapturedRounds:
         except OutOfStep:
             raise
         except Exception as error:
-            self._fail(passes, error)
+            self._fail(error)
             if work is not None:
                 self._undo(work)
             return None
 
     def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool) -> None:
         """Names rounds for `build_next`, see `RoundKinds.want`."""
-        if self._target.static is not None and not self._target.ordinary_only:
+        if self._target.captures is not None and not self._target.ordinary_only:
             self._kinds.want(rows, drafts, samplings, looks=looks)
 
     def build_next(self) -> bool:
         """Between two rounds: builds one function of rounds that no row has asked for yet; whether there was one to build. Raises
         OutOfStep."""
-        passes = self._target.static
-        if passes is None or passes.rounds_failure is not None or passes.failure is not None:
+        captures = self._target.captures
+        if captures is None or captures.failed.pause:
             return False
         try:
             return self._kinds.build_next()
         except OutOfStep:
             raise
         except Exception as error:
-            self._fail(passes, error)
+            self._fail(error)
             return False
 
-    def _fail(self, passes: Passes, error: Exception) -> None:
-        """No more captured rounds."""
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        passes.rounds_failure = f"{type(error).__name__}: {reason:.300}"
-        message = f"{self._target.name}: no more captured rounds, their stages do the work ({passes.rounds_failure})"
+    def _fail(self, error: Exception) -> None:
+        """Leaves rounds of a kind that failed to their stages. Raises the error again if the device is lost."""
+        require_device(self._target.device, error)
+        message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _decided(self, work: Round, uniforms: Tensor, stop: Stop | None) -> Decided | None:
-        """The round; None where logits are not finite."""
+        """The round; None where it is left to its stages: its kind has failed, or logits are not finite."""
         target, noise = self._target, uniforms.flatten(2)
         round_ = self._kinds.prepared(work, noise.shape[2], looks=stop is not None)
+        if round_ is None:
+            return None
         fill_drafting(round_, work, noise, 0 if self._runner is None else self._runner.vocab_size)
         clock = _Clock(target, self._runner)
         if stop is None:
@@ -143,8 +142,8 @@ class CapturedRounds:
             check_drafts(round_, work, self._runner)
         found = round_.verify(max(work.lengths) if stop else work.k, work.plan.rows)
         for runner, passes in ((target, 1), (self._runner, work.k)):
-            if runner is not None and runner.static is not None and passes:
-                runner.static.ran[round_.kind] += passes
+            if runner is not None and runner.captures is not None and passes:
+                runner.captures.ran[round_.kind] += passes
         # Also of drafts that nobody asked for: they leave keys and values.
         if not found.sound.all() or (found.drafts < 0).any():
             self._undo(work)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from shoal.drafting.captured_inputs import Round
+from shoal.models.compiled.captures import compare
 from shoal.models.compiled.drafting import check
-from shoal.models.compiled.passes import compare
 from shoal.models.compiled.results import Found
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner

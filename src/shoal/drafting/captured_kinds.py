@@ -10,9 +10,9 @@ from shoal.config import Sampling
 from shoal.drafting.captured_inputs import Round
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
-from shoal.models.compiled.buckets import COLUMNS, bucket_for
+from shoal.models.compiled.buckets import keys_for
+from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.drafting import Style, style_of
-from shoal.models.compiled.passes import Passes
 from shoal.models.compiled.round_functions import Kind, Model
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
@@ -35,7 +35,7 @@ AT_ONCE = 8
 longer drafts are rare."""
 AHEAD, AHEAD_BYTES = MOST * 3 // 4, 1 << 30
 """Functions, and bytes of their results, up to which rounds are built before a row asks for them."""
-LONGEST = COLUMNS[-1] - 1
+LONGEST = 16
 """Drafts that such a round has buffers for."""
 
 
@@ -51,6 +51,7 @@ class RoundKinds:
 
     Attributes:
         drafter: the same, if it is a model that drafts chains of the target's own ids.
+        last: the kind that was asked for last, or built.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
@@ -58,6 +59,7 @@ class RoundKinds:
         chains = isinstance(drafter, ModelDrafter) and not drafter.shared and not drafter.max_nodes
         self.drafter = drafter if isinstance(drafter, ModelDrafter) and chains else None
         self._longest, self._repeats = 0, 0  # the length last asked for, and rounds that have asked for it since
+        self.last: Kind | None = None
         self._wanted: dict[Kind, int] = {}  # to be built when nothing runs, the most wanted last, and drafts of it
 
     def round_of(self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool) -> Round | None:
@@ -68,38 +70,45 @@ class RoundKinds:
             return None
         style = style_of([row.request.sampling for row in rows], target.vocab_size, self._rule.draw)
         plan = target.plan([row.slot for row in rows], [1 + length for length in lengths])
-        if style is None or target.static is None or not target.static.covers(plan, target.cache):
+        if style is None or target.captures is None or not target.captures.covers(plan, target.cache):
             return None
         if not k:
             return Round(rows, lengths, style, k, plan, None, (), ())
         if drafter is None or getattr(drafter.propose, "__func__", None) is not _PROPOSE:
             return None
-        if drafter.runner.static is None or drafter.runner.device != target.device:
+        if drafter.runner.captures is None or drafter.runner.device != target.device:
             return None
         held, pending = drafter.lacking(rows, lengths)
         first = drafter.runner.plan(drafter.slots(rows), [len(tokens) for tokens in pending])
-        most = [-(-k // PIECE) * PIECE] if looks else dict.fromkeys((self._steps(k, target.static, style), k))
+        most = [-(-k // PIECE) * PIECE] if looks else dict.fromkeys((self._steps(k, target.captures, style), k))
         for steps in most:
-            if first.q <= PENDING and drafter.runner.static.covers(first, drafter.runner.cache, ahead=steps - 1):
+            if first.q <= PENDING and drafter.runner.captures.covers(first, drafter.runner.cache, ahead=steps - 1):
                 return Round(rows, lengths, style, steps, plan, first, pending, held)
         return None
 
-    def _steps(self, k: int, passes: Passes, style: Style) -> int:
+    def _steps(self, k: int, captures: Captures, style: Style) -> int:
         """Drafts to compute where k are asked for: more where that has been captured and k has not, as rows that are about to end
         ask for a few rounds of each length. What is not captured costs nothing to build."""
-        if passes.executor == "eager":
+        if captures.executor == "eager":
             return k
         self._repeats = self._repeats + 1 if k == self._longest else 1
         self._longest = k
-        kinds = [kind for kind in passes.generation(self._target.cache).rounds if isinstance(kind, Kind)]
+        kinds = [kind for kind in captures.generation(self._target.cache).rounds if isinstance(kind, Kind)]
         captured = [kind.k for kind in kinds if kind.style == style and kind.k >= k and not kind.looks]
         return min(captured, default=k) if self._repeats < STEADY else k
 
-    def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound:
-        """The round that serves this one. numbers: uniforms per position."""
+    def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound | None:
+        """Returns the round that serves this one, built if need be; None if its kind has failed.
+
+        Args:
+            numbers: uniforms per position.
+        """
         keys = 0 if work.first is None else max(work.first.tails) + work.k - 1
         kind = self._kind(work.plan.rows, work.k, max(work.plan.tails), keys, work.style, numbers, looks=looks)
         drafts = min(work.k, AT_ONCE) if looks else work.k
+        self.last = kind
+        if self._failed(kind):
+            return None
         self._wanted.pop(kind, None)
         self._wanted[kind] = drafts
         while len(self._wanted) > MOST:
@@ -123,11 +132,11 @@ class RoundKinds:
     def _models(self, k: int) -> tuple[Model, Model | None]:
         """The two sides of rounds of k drafts."""
         target, drafter = self._target, self.drafter
-        assert target.static is not None
+        assert target.captures is not None
         drafting = None
-        if k and drafter is not None and drafter.runner.static is not None:
-            drafting = Model(drafter.runner.static, drafter.runner.cache)
-        return Model(target.static, target.cache), drafting
+        if k and drafter is not None and drafter.runner.captures is not None:
+            drafting = Model(drafter.runner.captures, drafter.runner.cache)
+        return Model(target.captures, target.cache), drafting
 
     def _rounds(self, k: int) -> dict[Hashable, CapturedRound]:
         """What is built over the caches as they are: with the drafter's, where k drafts are wanted."""
@@ -146,6 +155,26 @@ class RoundKinds:
                 if model is not None:
                     model.passes.built[kind] += 1
         return rounds[kind]
+
+    # ── what fails ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fail(self, error: Exception) -> str:
+        """Ends the kind that was asked for last, or everything that is captured where memory was short. Returns that in words."""
+        kind = self.last
+        target, drafting = self._models(0 if kind is None else kind.k)
+        consequence = target.passes.failed.note(kind and _as_failed(kind), error)
+        if target.passes.failed.pause:  # the graphs over a cache share their memory: it comes back when all are gone
+            for model in (target, drafting):
+                if model is not None:
+                    model.passes.forget(model.cache)
+        elif kind is not None:
+            self._rounds(kind.k).pop(kind, None)
+        return consequence
+
+    def _failed(self, kind: Kind) -> bool:
+        captures = self._target.captures
+        assert captures is not None
+        return captures.failed.refuses(_as_failed(kind))
 
     # ── before a row asks ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,7 +197,7 @@ class RoundKinds:
         runner = None if self.drafter is None else self.drafter.runner
         return (
             runner is not None
-            and runner.static is not None
+            and runner.captures is not None
             and runner.device == self._target.device
             and len(runner.cache) > 0
         )
@@ -177,7 +206,7 @@ class RoundKinds:
         """Builds one function of rounds that were used before the caches changed their size, or are wanted, if it is not there;
         whether there was one. No more than `AHEAD` of them, and none in the place of another."""
         for kind, drafts in reversed(self._wanted.items()):
-            if kind.k and not self._drafts():
+            if self._failed(kind) or (kind.k and not self._drafts()):
                 continue
             now = self._kind(
                 kind.rows, kind.k, kind.target_keys, kind.draft_keys, kind.style, kind.numbers, looks=kind.looks
@@ -187,13 +216,18 @@ class RoundKinds:
             known: list[CapturedRound] = list(self._rounds(kind.k).values())
             if sum(len(one.built) for one in known) >= AHEAD or sum(one.result_bytes for one in known) >= AHEAD_BYTES:
                 return False
+            self.last = now
             if fits and self._round(now).build_one(drafts):
                 return True
         return False
 
 
+def _as_failed(kind: Kind) -> Kind:
+    """Returns the kind without its numbers of keys: a capture that fails over one cache fails over all."""
+    return kind._replace(target_keys=0, draft_keys=0)
+
+
 def _keys(model: Model, keys: int) -> int:
     """Keys that a pass spans: a kernel that reads lengths on the device is given whole slots, and one round serves all lengths."""
     cache = model.cache
-    bucket = None if model.passes.knows_prefixes else bucket_for(1, 1, keys, cache.capacity)
-    return cache.capacity if bucket is None else bucket.keys
+    return cache.capacity if model.passes.knows_prefixes else keys_for(keys, cache.capacity)

@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.shared import SharedIds
 from shoal.drafting.slots import DraftSlots
-from shoal.models.compiled.drafting import Drawn, style_of
+from shoal.models.compiled.drafting import Drawn
 from shoal.models.lean.drafting import Drawing
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedTokens
@@ -66,7 +66,7 @@ class ModelDrafter(Drafter):
     def propose(self, inputs: DraftInputs) -> DraftTree:
         """At most max(lengths) passes; rows with shorter drafts take part in them and their surplus is ignored."""
         before, _ = self.lacking(inputs.rows, inputs.lengths)
-        fast = self._static_steps(inputs) or self._lean_steps(inputs)
+        fast = self._lean_steps(inputs)
         tree = fast and self._drafted(inputs, fast, {})
         if tree is None:  # there are none, or they failed
             for row, length in zip(inputs.rows, before, strict=True):
@@ -155,7 +155,7 @@ class ModelDrafter(Drafter):
         self._slots.leave(rows)
 
     def releases(self) -> Sequence[Callable[[], None]]:
-        return () if self.runner.static is None else (self.runner.static.release,)
+        return () if self.runner.captures is None else (self.runner.captures.release,)
 
     def take_counters(self) -> DraftCounters:
         passes, seconds = self.runner.take_counters()
@@ -209,20 +209,6 @@ class ModelDrafter(Drafter):
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[:, : self.vocab_size] if missing else logits
-
-    def _static_steps(self, inputs: DraftInputs) -> Step | None:
-        """Steps of fixed shape, where the runner has them and the rows' settings allow it."""
-        if self.runner.static is None or self.shared or any(row.reads_history for row in inputs.rows):
-            return None
-        samplings = [row.request.sampling for row in inputs.rows]
-        style = style_of(samplings, self.vocab_size, inputs.sampler)
-        if style is None:
-            return None
-        step = self.runner.static_steps(
-            self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), style,
-            [sampling.temperature for sampling in samplings], inputs.uniforms[:, 0],
-        )  # fmt: skip
-        return step and (lambda uniforms, _: step(uniforms))
 
     def _lean_steps(self, inputs: DraftInputs) -> Step | None:
         """Steps by the kernels in C, where the runner has them and no control changes the logits."""

@@ -111,8 +111,8 @@ class KeyValueMemory(Protocol):
         """Whether attention is one call for keys of its own and shared ones."""
 
     @property
-    def static_without_prefixes(self) -> bool:
-        """Whether sharing prompts would cost it its passes of fixed shape."""
+    def captures_without_prefixes(self) -> bool:
+        """Whether sharing prompts would keep its rounds from being captured."""
         ...
 
     @property

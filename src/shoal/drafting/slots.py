@@ -243,8 +243,8 @@ class DraftSlots(KeyValueMemory):
         return self._runner.attends_in_one_call
 
     @property
-    def static_without_prefixes(self) -> bool:
-        return self._runner.static_without_prefixes
+    def captures_without_prefixes(self) -> bool:
+        return self._runner.captures_without_prefixes
 
     @property
     def allocated_bytes(self) -> int:

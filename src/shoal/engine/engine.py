@@ -149,8 +149,8 @@ class Engine:
 
     def releases(self) -> list[Callable[[], None]]:
         """What gives back memory that outlives the engine; to be called once the engine is gone."""
-        static = self.target.static
-        own = [] if static is None else [static.release]
+        captures = self.target.captures
+        own = [] if captures is None else [captures.release]
         return own if self.drafter is None else [*own, *self.drafter.releases()]
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,7 +211,7 @@ class Engine:
     ) -> None:  # fmt: skip
         """Makes room for so many rows of so many tokens, or for shorter ones where memory is scarce, and names the rounds that such
         rows run with these settings for `build_ahead`. Nothing where rounds are not captured."""
-        if self.target.static is None:
+        if self.target.captures is None:
             return
         rows = min(rows, self.batch_size.most)
         while tokens >= 1:
@@ -284,7 +284,7 @@ class Engine:
         return tree, scores, verdict
 
     def _now(self) -> float:
-        """The clock of the stages; it stands still while prompts are computed for the drafter or a static pass is built, which
+        """The clock of the stages; it stands still while prompts are computed for the drafter or a round is captured, which
         says nothing of the next round."""
         drafter = self.drafter
         return self._clock() - self.target.seconds_building - (0.0 if drafter is None else drafter.seconds_preparing)

@@ -22,7 +22,7 @@ from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, Round
 def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
     """The policy of `shoal.engine.prefix_store` that these models allow: "copied" unless all of them know shared prompts.
 
-    "auto" is "copied" also where static passes do not know them, and "grouped" where all models read them in the one call of
+    "auto" is "copied" also where captured rounds do not know them, and "grouped" where all models read them in the one call of
     their attention: each pass then reads a prompt once for all its rows, from the processor's cache, at no other cost.
 
     Raises:
@@ -33,7 +33,7 @@ def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
         return "copied"
     if prefix_sharing != "auto":
         return prefix_sharing
-    if any(model.static_without_prefixes for model in models):
+    if any(model.captures_without_prefixes for model in models):
         return "copied"
     return "grouped" if all(model.attends_in_one_call for model in models) else "auto"
 

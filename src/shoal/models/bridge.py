@@ -5,8 +5,8 @@ in its config. For the length of a pass that is a name registered here, whose fu
 way. Transformers' mask interface does not know these names, so that such a model passes no mask: `Masks` has them all. A few older
 models take the path "mask": they compute attention in their own eager code and are given a 4D mask.
 
-Ordinary passes and static ones (`shoal.models.compiled`) have a name each, because they find the pass under way differently: by a
-context variable, or by a global, which tracers can follow. Hence one static pass at a time in a process.
+Ordinary passes and captured ones (`shoal.models.compiled`) have a name each, because they find the pass under way differently: by
+a context variable, or by a global. Hence one capture at a time in a process.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ NAME, STATIC_NAME = "shoal", "shoal-static"
 """The attention implementations that models are switched to."""
 
 
+class ReplacedWeights(RuntimeError):
+    """Weights or layers of a model were replaced by others after passes had read them off."""
+
+
 class AttentionState(Protocol):
     """What the layers of a pass under way ask for."""
 
@@ -53,18 +57,17 @@ class AttentionState(Protocol):
 
 
 class Layers(Protocol):
-    """Computes static passes, and prompts, in place of the model's modules (`shoal.models.layers`)."""
+    """Computes passes in place of the model's modules (`shoal.models.layers`)."""
 
     @property
     def stale(self) -> bool:
         """Whether only the modules know all weights any more."""
 
     def __call__(self, tokens: Tensor, positions: Tensor, state: Any) -> Tensor:
-        """As `Bridge.static_logits`."""
+        """Computes a captured pass, as `Bridge.static_logits`."""
 
-    def prompt(self, tokens: Tensor, cache: SlotCache, method: Method) -> Tensor:
-        """Writes keys and values of the tokens that the cache was announced, packed or padded as its plan says; returns nothing of
-        use."""
+    def ordinary(self, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
+        """Computes the pass that the cache was announced, packed or padded as its plan says: its logits."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class _Ordinary:
 
 
 class _Static:
-    """The state of the static pass under way, and the lock of whoever sets it."""
+    """The state of the captured pass under way, and the lock of whoever sets it."""
 
     state: AttentionState | None = None
     lock = threading.RLock()
@@ -96,7 +99,7 @@ class Bridge:
     Attributes:
         hf: the model, as its owner left it except during a pass. attention_path: "interface" or "mask".
         context: positions that the model has. takes_positions: whether it is told the positions of its tokens.
-        lock: held during a pass. layers: what computes static passes in place of the model's modules, if set.
+        lock: held during a pass. layers: compute passes in place of the model's modules, if set.
     """
 
     def __init__(self, hf: Any, attention_path: str, context: int) -> None:
@@ -160,19 +163,23 @@ class Bridge:
         logits: Tensor = found.logits
         return logits, _side_by_side(found, hidden_layers) if hidden_layers else None
 
-    @contextmanager
-    def static(self, state: AttentionState) -> Iterator[None]:
-        """Within it, `static_logits` may be called, traced or captured, and captures replayed.
-
-        Raises:
-            RuntimeError: what was captured reads weights that the model has no longer, or leaves out layers that it has now.
-        """
+    def require_same_weights(self) -> None:
+        """Raises ReplacedWeights: the model has other weights or layers than passes have read off it."""
         if self._structure is None:
             self._structure = Structure(self.hf)
         if self._structure.changed if self.layers is None else self.layers.stale:
-            raise RuntimeError(
+            raise ReplacedWeights(
                 "weights or layers of the model were replaced by others; write into its weights, or load the pair again"
             )
+
+    @contextmanager
+    def static(self, state: AttentionState) -> Iterator[None]:
+        """Within it, `static_logits` may be called or captured.
+
+        Raises:
+            ReplacedWeights: a captured function would read weights that the model has no longer, or leave out layers that it has.
+        """
+        self.require_same_weights()
         with self._switched(STATIC_NAME), _static.lock:
             before, _static.state = _static.state, state
             try:
@@ -267,10 +274,10 @@ def _attend_static(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The function of static passes, which are never packed."""
+    """The function of captured passes, which are never packed."""
     state = _static.state
     if state is None:
-        raise InternalError("a model switched to shoal's static attention ran outside of a static pass")
+        raise InternalError("a model switched to shoal's static attention ran outside of a captured pass")
     return state.method(_inputs(state, module, query, key, value, scaling, softcap, s_aux, other)), None
 
 

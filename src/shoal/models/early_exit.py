@@ -46,7 +46,7 @@ def layer_count(runner: Runner) -> int:
 
 def first_layers(runner: Runner, layers: int) -> Runner:
     """The model's first layers, its last norm and its head, as a runner over the same cache. Its passes are lean where those of the
-    model are, and never of fixed shape.
+    model are, and never captured.
 
     Raises:
         UnsupportedModel: the model's layers are not one list that its passes go through, or other processes have parts of it.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from shoal.models.attention.methods import resolved
+from shoal.models.compiled.captures import CAPTURED
 from shoal.models.executors.lean import C_DECODER, LayerLoop
+from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.runner import Runner
 
 
@@ -38,13 +40,14 @@ def described(runner: Runner) -> dict[str, str]:
 
 
 def _passes(runner: Runner) -> str:
-    if runner.static_failure is not None:
-        return f"modules ({runner.static_failure})"
-    if runner.static is not None:
-        layers = ["fused layers"] if runner.fused_layers is not None else []
-        return ", ".join([runner.static.executor, *layers, *runner.static.failures])
+    layers = TRITON_LAYERS if runner.fused_layers is not None and not runner.ordinary_only else runner.executors[-1].name
+    reason = runner.capture_failure or runner.absent.get(CAPTURED)
+    if reason is not None:
+        return f"{layers} (no captured rounds: {reason})"
+    if runner.captures is not None:
+        return ", ".join([f"{CAPTURED} of {layers}", *runner.captures.failures])
     if runner.lean is None:
-        return runner.notes.get("passes", "modules")
+        return layers
     return C_DECODER if runner.lean.whole is not None else LayerLoop(runner.lean).name
 
 

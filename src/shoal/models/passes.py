@@ -6,8 +6,11 @@ import logging
 
 from shoal.errors import RequestError
 from shoal.models.compiled import executor_for
+from shoal.models.compiled.captures import CAPTURED
 from shoal.models.executors.lean import C_DECODER
+from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.layers.decoder import fused_layers_of
+from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.lean.decoder import decoder_of, obstacle
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
@@ -15,7 +18,7 @@ from shoal.models.lean.plain import PlainKernels
 from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner
-from shoal.models.selfcheck import largest_error, static_error, tolerance
+from shoal.models.selfcheck import largest_error, tolerance
 from shoal.native.build import SUFFIXES, missing
 
 log = logging.getLogger("shoal")
@@ -26,8 +29,8 @@ MODES = ("auto", "on", "off", "modules")
 
 
 def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
-    """CUDA: passes of fixed shape as graphs, for models of the family with fused layers. CPU: kernels in C for attention, and lean
-    passes for models of the family.
+    """Chooses the executors of a model. CUDA: captured rounds, and Triton layers for models of the family. CPU: kernels in C for
+    attention, and lean passes for models of the family.
 
     Args:
         mode: "on": compiled, or captured; "off": neither; "auto": where that is possible without waiting; "modules": as "auto",
@@ -42,8 +45,12 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
     if not runner.has_modules:
         return
     if runner.device.type != "cpu":
-        runner.use_static_passes(executor_for(mode, runner.device))
-        if owned and mode != "modules" and runner.static is not None:
+        runner.capture_rounds(executor_for(mode, runner.device))
+        if mode == "off":
+            runner.absent |= dict.fromkeys((CAPTURED, TRITON_LAYERS), "compile='off'")
+        elif not owned or mode == "modules":
+            runner.absent[TRITON_LAYERS] = _not_wanted(owned)
+        else:
             use_fused_layers(runner)
         return
     if mode == "on" and missing():
@@ -52,20 +59,35 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
     if not native:
         runner.use_attention("mixed", instead_of="auto")
     if not owned or mode == "modules":
-        runner.absent[C_DECODER] = "compile='modules'" if owned else "the model was not loaded by shoal"
+        runner.absent[C_DECODER] = _not_wanted(owned)
     else:
         use_lean_passes(runner, native and runner.attention in ("auto", "native"))
 
 
+def _not_wanted(owned: bool) -> str:
+    """Returns the reason why only the modules compute."""
+    return "compile='modules'" if owned else "the model was not loaded by shoal"
+
+
 def use_fused_layers(runner: Runner) -> None:
-    """Makes static passes of a model of the family by fused layers, if these then still compute what the model does."""
-    if not runner.can_be_lean:
+    """Makes the passes of a model of the family by fused layers, if these then still compute what the model does."""
+    layers = fused_layers_of(runner.hf) if runner.can_be_lean else None
+    if layers is None:
+        runner.absent[TRITON_LAYERS] = _no_fused_layers(runner)
         return
-    runner.fused_layers = fused_layers_of(runner.hf)
-    if runner.fused_layers is None:
-        return
-    if not _computes_the_model(runner, "fused layers", static_error(runner)):
+    runner.fused_layers = layers
+    error = largest_error(runner)
+    if not _computes_the_model(runner, "fused layers", error):
         runner.fused_layers = None
+        runner.absent[TRITON_LAYERS] = f"they diverge from the modules by {error:.3g} nats"
+
+
+def _no_fused_layers(runner: Runner) -> str:
+    """Returns the reason why a model has no fused layers."""
+    if not runner.can_be_lean:
+        return "strict=True, or the model takes padded blocks only"
+    reason = obstacle(runner.hf, (WeightOnly8Bit,)) and obstacle(runner.hf)
+    return reason or f"the kernels do not run on {runner.device} in {runner.dtype}, or the model is too wide"
 
 
 def use_lean_passes(runner: Runner, native: bool) -> None:

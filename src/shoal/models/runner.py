@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,12 +21,12 @@ from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
-from shoal.models.compiled.drafting import Drawn, Steps, Style
+from shoal.models.compiled.captures import CAPTURED
+from shoal.models.compiled.drafting import Drawn
 from shoal.models.device_time import Spans
 from shoal.models.executors.lean import C_DECODER, CDecoder, LayerLoop
 from shoal.models.executors.modules import Modules
 from shoal.models.executors.protocol import Batch, Executor, Explanation, Output, Refusal
-from shoal.models.executors.static import StaticPasses
 from shoal.models.executors.triton import TritonLayers
 from shoal.models.forks import expect_forks
 from shoal.models.lean.drafting import Drawing, LeanSteps
@@ -48,15 +47,15 @@ class Runner:
         context: most tokens a row may hold. vocab_size: width of the logits. known_ids: ids that it can read.
         device, dtype: of the model when made or forked.
         cache: the slot cache. passes, seconds, spans: forward calls and time spent in them, see `take_counters`.
-        static: passes of fixed shapes, if any. lean: computes ordinary passes in place of the model's modules, if set.
+        captures: the captured rounds, if any. lean: computes ordinary passes in place of the model's modules, if set.
         packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
         takes_trees: a block's tokens may be draft trees; not where the model finds positions itself.
         hidden_layers: hidden states that each pass keeps in `hidden`, as Transformers numbers them: 0 = the embeddings, i = what
             layer i has computed, the number of layers = what the head gets. None are kept unless they are asked for. With them
-            passes are neither static nor one call: none of those return hidden states.
+            no round is captured and no pass is one call: none of those return hidden states.
         vectors: what negative ids of a block stand for (`shoal.models.vectors`), [count, width] in the model's number format; None
-            = all ids are tokens. With them passes are not static.
+            = all ids are tokens. With them no round is captured.
         hidden: of the last pass, [rows, q, layers * width], the layers side by side; padding columns are meaningless.
         forward_context: entered for the length of each pass (`shoal.models.strict`).
         notes: what was measured and chosen at load, by subject.
@@ -90,7 +89,7 @@ class Runner:
         self.hidden_layers: tuple[int, ...] = ()
         self.hidden: Tensor | None = None
         self.vectors: Tensor | None = None
-        self.static: compiled.Passes | None = None
+        self.captures: compiled.Captures | None = None
         self.lean: LeanPass | None = None
         self.self_check_error: float | None = None
         self._bridge = Bridge(hf, attention_path, context)
@@ -117,7 +116,7 @@ class Runner:
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Bytes a cache of that size takes."""
-        if self.static is not None:
+        if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
         return (slots * self._whole(capacity) + cells) * self.token_bytes
 
@@ -144,9 +143,9 @@ class Runner:
         return methods.resolved(self.attention, self.device, self.dtype) in methods.KERNELS
 
     @property
-    def static_without_prefixes(self) -> bool:
-        """Whether rows whose prompt is stored once would lose passes of fixed shape."""
-        return self.static is not None and not self.static.knows_prefixes
+    def captures_without_prefixes(self) -> bool:
+        """Whether rows whose prompt is stored once would keep rounds from being captured."""
+        return self.captures is not None and not self.captures.knows_prefixes
 
     def _learn_bytes(self) -> None:
         """One token through the model: only then is it known what a token takes in its cache."""
@@ -162,8 +161,8 @@ class Runner:
 
     @property
     def skips_padding(self) -> bool:
-        """Whether a pass takes the time of its real tokens: it leaves unused columns out, and is of no fixed shape."""
-        return self.packs and self.static is None
+        """Whether a pass takes the time of its real tokens: it leaves unused columns out, as captured rounds do not."""
+        return self.packs and self.captures is None
 
     @property
     def cut_obstacle(self) -> str | None:
@@ -180,25 +179,32 @@ class Runner:
         """Whether a pass may leave the model's modules out: nobody asked for bits that depend on them."""
         return self.packs and self.forward_context is nullcontext
 
-    def use_static_passes(self, executor: str | None) -> None:
-        """Makes passes of fixed shapes from now on, where it can; `executor` is a name in `shoal.models.compiled`, or None
-        to stop."""
-        self.static = None
-        if executor is None or self.attention_path != "interface" or self.attention not in compiled.ATTENTION:
+    def capture_rounds(self, executor: str | None) -> None:
+        """Captures rounds from now on, where that is possible.
+
+        Args:
+            executor: a name in `shoal.models.compiled`, or None for no more captured rounds.
+        """
+        self.captures = None
+        self.absent.pop(CAPTURED, None)
+        if executor is None:
             return
         reason = compiled.obstacle(self.hf) if executor == "graphed" else None
+        if self.attention_path != "interface":
+            reason = "the model attends by its own code"
+        elif self.attention not in compiled.ATTENTION:
+            reason = f"attention={self.attention!r}"
         if reason is None:
-            self.static = self._static_passes(executor)
+            self.captures = self._new_captures(executor)
         else:
-            self.notes["passes"] = f"modules ({reason})"
+            self.absent[CAPTURED] = reason
 
-    def _static_passes(self, executor: str) -> compiled.Passes:
-        return compiled.Passes(self._bridge, self.name, executor, self.attention)
+    def _new_captures(self, executor: str) -> compiled.Captures:
+        return compiled.Captures(self._bridge, self.name, executor, self.attention)
 
     @property
     def fused_layers(self) -> Layers | None:
-        """What computes static passes, and prompts, in place of the model's modules, if anything does; for all runners forked from
-        this one."""
+        """The layers that compute passes in place of the model's modules, if any do; for all runners forked from this one."""
         return self._bridge.layers
 
     @fused_layers.setter
@@ -211,22 +217,22 @@ class Runner:
 
     @property
     def seconds_building(self) -> float:
-        """Spent on building static passes so far."""
-        return self.static.seconds_building if self.static is not None else 0.0
+        """Seconds that captures have taken so far."""
+        return self.captures.seconds_building if self.captures is not None else 0.0
 
     @property
-    def static_failure(self) -> str | None:
-        """Why ordinary passes have taken over from static ones, so that times are not those of static passes, whatever was asked
-        for; None while they have not."""
-        if self.static is None:
+    def capture_failure(self) -> str | None:
+        """The reason why captured rounds have ended, so that times are not theirs, whatever was asked for; None while they have
+        not."""
+        if self.captures is None:
             return None
         if self.ordinary_only:
             return f"a drafter {'reads hidden states' if self.hidden_layers else 'feeds vectors'}"
-        return self.static.failure
+        return self.captures.failed.end
 
     @property
     def ordinary_only(self) -> bool:
-        """Whether a drafter reads hidden states or feeds vectors: then no pass is static or captured."""
+        """Whether a drafter reads hidden states or feeds vectors: then no round is captured."""
         return bool(self.hidden_layers) or self.vectors is not None
 
     def use_vectors(self, vectors: Tensor) -> None:
@@ -242,23 +248,23 @@ class Runner:
         """The same model with a cache and counters of its own: what one engine works with."""
         other = copy.copy(self)
         other.device, other.dtype = self.hf.device, self.hf.dtype
-        other.cache = self.new_cache() if self.static is None else self.static.cache_for(other)
+        other.cache = self.new_cache() if self.captures is None else self.captures.cache_for(other)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
         other.computed = Counter()
         other.hidden_layers, other.hidden, other.vectors = (), None, None
         return other
 
     def fork_for_ordinary_passes(self) -> Runner:
-        """The same, whose passes are not static: shapes that occur once are not worth building. Others keep their static passes."""
+        """Returns the same model for passes that are no rounds, over a cache that nothing is captured over."""
         other = self.fork()
-        other.static = None
+        other.captures = None
         return other
 
     def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:
         """Another model over this one's cache, whose layers are this one's first; with counters of its own, and ordinary passes.
         No two passes over a cache may run at a time."""
         other = copy.copy(self)
-        other.hf, other.lean, other.static = hf, lean, None
+        other.hf, other.lean, other.captures = hf, lean, None
         other._bridge = self._bridge.of(hf)
         other.passes, other.seconds, other.spans = 0, 0.0, Spans(other.device)
         other.computed = Counter()
@@ -290,20 +296,24 @@ class Runner:
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises OutOfMemory."""
         cache = self.cache
-        if self.static is not None:
+        if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
             if slots > cache.slots or self._whole(capacity) > cache.capacity or cells > cache.cells:
-                self.static.forget(cache)
+                self.captures.forget(cache)
         with explained(self.name):
             cache.reserve(slots, self._whole(capacity), cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Gives room back that nobody needs, and static passes that were built over it."""
-        if self.static is not None:
+        """Gives room back that nobody needs, and rounds that were captured over it."""
+        if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
         capacity = self._whole(capacity)
-        if self.static is not None and (slots, capacity, cells) != (self.cache.slots, self.cache.capacity, self.cache.cells):
-            self.static.forget(self.cache)
+        if self.captures is not None and (slots, capacity, cells) != (
+            self.cache.slots,
+            self.cache.capacity,
+            self.cache.cells,
+        ):
+            self.captures.forget(self.cache)
         self.cache.trim(slots, capacity, cells)
 
     def _whole(self, capacity: int) -> int:
@@ -338,33 +348,6 @@ class Runner:
         with self._counted():
             return self._computed(self._batch(plan, tokens, want_logits))
 
-    def static_steps(
-        self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, style: Style,
-        temperatures: Sequence[float], uniforms: Tensor,
-    ) -> Callable[[Tensor], Drawn | None] | None:  # fmt: skip
-        """A drafter's steps of a round as static passes, see `shoal.models.compiled.drafting`; None where they cannot be static.
-
-        A step returns None when it failed; then the rows must go back to where they were.
-        """
-        passes, plan = self.static, self.plan(slots, counts)
-        if passes is None or not passes.covers(plan, self.cache, ahead=most - 1):
-            return None
-        with passes.guarded():
-            steps = Steps(
-                passes, self.cache, plan, pending, most, style, temperatures, uniforms,
-                self.ordinary,
-            )  # fmt: skip
-
-            def step(uniforms: Tensor) -> Drawn | None:
-                with self._counted(), passes.guarded():
-                    drawn = steps(uniforms)
-                    self.computed[StaticPasses.name] += 1
-                    return drawn
-                return None
-
-            return step
-        return None
-
     def lean_steps(
         self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, drawing: Drawing
     ) -> Callable[[], Drawn | None] | None:  # fmt: skip
@@ -372,7 +355,7 @@ class Runner:
 
         A step returns None when it failed; then the rows must go back to where they were.
         """
-        lean = None if self.static is not None or self.lean is None or self.lean.decoder.stale else self.lean.whole
+        lean = None if self.captures is not None or self.lean is None or self.lean.decoder.stale else self.lean.whole
         if lean is None or self.vocab_size < drawing.vocab_size:
             return None
         plan = self.plan(slots, counts, packed=self.packs)
@@ -429,11 +412,9 @@ class Runner:
 
     @property
     def executors(self) -> Sequence[Executor]:
-        """The executors of ordinary passes, in the order in which they are asked; the last one computes every batch."""
+        """The executors in the order in which they are asked; the last one computes every batch."""
         lean = () if self.lean is None else (CDecoder(self.lean), LayerLoop(self.lean))
-        triton: tuple[Executor, ...] = ()
-        if self.static is not None and self.can_be_lean:
-            triton = (TritonLayers(self._bridge, self.known_ids, self.static_failure),)
+        triton = () if self.fused_layers is None else (TritonLayers(self._bridge, self.known_ids),)
         return (*lean, *triton, Modules(self._bridge, self.known_ids, self.forward_context))
 
     def explain(
@@ -447,8 +428,11 @@ class Runner:
         plan = self.plan(slots, counts, packed=self.packs, parents=parents)
         tokens = torch.zeros(plan.rows, plan.q, dtype=torch.long, device=self.device)
         batch = self._batch(plan, tokens, want_logits)
-        refusals = [Refusal(name, reason) for name, reason in self.absent.items()]
-        for executor in (*self._static_executors, *self.executors):
+        absent = self.absent
+        if self.captures is not None:
+            absent = {CAPTURED: self.capture_failure or "they compute whole rounds of an engine"} | absent
+        refusals = [Refusal(name, reason) for name, reason in absent.items()]
+        for executor in self.executors:
             reason = executor.refuses(batch)
             if reason is None:
                 return Explanation(executor.name, refusals)
@@ -460,18 +444,12 @@ class Runner:
         taken, self.computed = self.computed, Counter()
         return taken
 
-    @property
-    def _static_executors(self) -> Sequence[Executor]:
-        """The executors that are asked before those of ordinary passes."""
-        return () if self.static is None else (StaticPasses(self.static, self.known_ids, self._ordinary),)
-
     def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Batch:
         return Batch(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors)
 
     def _computed(self, batch: Batch) -> Tensor:
-        """Computes a pass by the first executor that does not refuse it, and counts it."""
-        static = next((one for one in self._static_executors if one.refuses(batch) is None), None)
-        output = self._ordinary(batch) if static is None else static(batch)
+        """Computes a pass and counts it."""
+        output = self._ordinary(batch)
         self.computed[output.executor] += 1
         return output.logits
 
@@ -494,19 +472,15 @@ class Runner:
 
 
 class _Counted(explained):
-    """One pass, timed if it succeeds; building a static one is not part of it."""
+    """One pass, timed if it succeeds."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner.name)
-        self._runner, self._building, self._started = runner, runner.seconds_building, time.perf_counter()
+        self._runner = runner
         runner.spans.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         super().__exit__(kind, error, trace)
         if error is None:
-            building = self._runner.seconds_building - self._building
-            if building:  # waits for the device
-                self._runner.seconds += time.perf_counter() - self._started - building
-            else:
-                self._runner.spans.end()
+            self._runner.spans.end()
             self._runner.passes += 1

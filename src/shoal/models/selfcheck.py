@@ -6,9 +6,7 @@ it, and every such model to come.
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -80,19 +78,6 @@ def largest_error(runner: Runner) -> float:
     return _worst(_guarded(check, runner, ids, plain) for check in checks)
 
 
-@torch.inference_mode()
-def static_error(runner: Runner) -> float:
-    """The largest divergence of its static passes, launched one by one as nothing is captured yet; infinite where they fail."""
-    static = copy.copy(runner)
-    static.cache = type(runner.cache)()
-    static.use_static_passes("eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the caller says what becomes of it
-        largest_error(static)  # first passes are compared with ordinary ones, and those are what is returned
-        error = largest_error(static)
-    return error if static.static is not None and static.static.failure is None else math.inf
-
-
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
     """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length, vocab]."""
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +105,7 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
     runner.feed_prefix(prefix, 0, ids[:1, :split])
     for slot in range(2):
         runner.cache.enter(slot, prefix)
-    logits = runner.feed([0, 1], tail, [2, 1])  # side by side, as passes of fixed shape need them
+    logits = runner.feed([0, 1], tail, [2, 1])
     expected = plain[0, split:]
     return mean_divergence(torch.cat([logits[0], logits[1, :1]]), torch.cat([expected, expected[:1]]))
 

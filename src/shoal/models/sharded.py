@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.errors import OutOfStep
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.tree import Parents
-from shoal.models.compiled import Passes
+from shoal.models.compiled import Captures
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.executors import Run
@@ -22,13 +22,13 @@ from shoal.models.ranks import AGAIN, STOP, Ranks
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
-PASS, STATIC, BUILD, RUN, RESIZE = "pass", "static", "build", "run", "resize"
-"""What rank 0 says beside the names of `SlotCache`'s methods: an ordinary pass; static passes from now on, or no more; a static
-pass is built; it is run; a cache changes its size."""
+PASS, CAPTURE, BUILD, RUN, RESIZE = "pass", "capture", "build", "run", "resize"
+"""The words of rank 0 beside the names of `SlotCache`'s methods: an ordinary pass; rounds are captured from now on, or no more; a
+pass of a round is built; it is run; a cache changes its size."""
 
 
-class SharedPasses(Passes):
-    """Static passes of a model that several processes share, on any rank."""
+class SharedCaptures(Captures):
+    """The captured rounds of a model that several processes share, on any rank."""
 
     def share(self, block: Block) -> None:
         """All ranks compute the block of rank 0. Part of what is captured; collectives of gloo are not, and run on the host."""
@@ -42,7 +42,7 @@ class Served:
         self._runner, self._ranks = runner, ranks
         self._caches: dict[int, SlotCache] = {}
         self._built: dict[int, tuple[int, Run]] = {}  # with the numbers of their caches
-        self._static: SharedPasses | None = None
+        self._captures: SharedCaptures | None = None
 
     @torch.inference_mode()
     def serve(self) -> NoReturn:
@@ -68,8 +68,8 @@ class Served:
         if what == STOP:
             self._ranks.leave()
             return False
-        if what == STATIC:
-            self._use_static_passes(*arguments)
+        if what == CAPTURE:
+            self._capture_rounds(*arguments)
         elif what == RUN:
             self._built[number][1]()
         else:
@@ -91,16 +91,17 @@ class Served:
             self._caches.pop(number, None)
             self._built.pop(number, None)
 
-    def _use_static_passes(self, executor: str | None) -> None:
+    def _capture_rounds(self, executor: str | None) -> None:
         runner = self._runner
         self._drop(list(self._built))
-        self._static = None if executor is None else SharedPasses(runner._bridge, runner.name, executor, runner.attention)
+        self._captures = None
+        if executor is not None:
+            self._captures = SharedCaptures(runner._bridge, runner.name, executor, runner.attention)
 
     def _build(self, owner: int, cache: SlotCache, number: int, bucket: Bucket) -> None:
-        error, passes = None, self._static
-        assert passes is not None
+        error = None
         try:
-            self._built[number] = owner, passes.build(bucket, cache, passes.forward).run
+            self._built[number] = owner, self._executable(bucket, cache)
         except OutOfStep:
             raise
         except Exception as failed:
@@ -108,10 +109,23 @@ class Served:
         if self._ranks.first_failure(error) is not None:
             self._drop([number])
 
+    def _executable(self, bucket: Bucket, cache: SlotCache) -> Run:
+        """Builds this rank's part of a captured pass: the block comes from rank 0 each time."""
+        captures = self._captures
+        assert captures is not None
+        block = Block(bucket, (cache.slots - 1) * cache.capacity, self._runner.device)
+        view = captures.view(block, cache)
+
+        def run() -> Any:
+            with captures.within(view):
+                return captures.forward(view)
+
+        return captures.executable(bucket, cache, run)
+
     def _resize(self, number: int, cache: SlotCache, slots: int, capacity: int, cells: int, lengths: list[int]) -> None:
         self._drop([built for built, (owner, _) in self._built.items() if owner == number])
-        if self._static is not None:
-            self._static.forget(cache)
+        if self._captures is not None:
+            self._captures.forget(cache)
         cache.lengths = lengths
         cache._resize(slots, capacity, cells)
 

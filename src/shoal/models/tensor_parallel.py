@@ -5,9 +5,10 @@ some heads of each layer, and a `SlotCache` of these heads. Everything else is r
 text. Before it changes a cache of the target or makes a pass, it tells the others to do the same. So there is nothing that ranks
 could decide differently, prices and deadlines included.
 
-Static passes are built by all ranks, or by none: where one of them fails to, ordinary passes do the work on all. A static pass
-begins with a collective by which all ranks get the block of rank 0, tokens that were drafted within the round included. So NCCL's
-are part of the graph, and a message names nothing but the graph.
+Passes of captured rounds are built by all ranks, or by none: where one of them fails to, ordinary
+passes do the work on all. Such a pass begins with a collective by which all ranks get the block of
+rank 0, tokens that were drafted within the round included. So NCCL's are part of the graph, and a
+message names nothing but the graph.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from torch import Tensor
 
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.cache import SlotCache
-from shoal.models.compiled import Passes
+from shoal.models.compiled import Captures
 from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import Run
 from shoal.models.executors.protocol import Batch, Output
 from shoal.models.ranks import Ranks
 from shoal.models.runner import Runner
-from shoal.models.sharded import BUILD, PASS, RESIZE, RUN, STATIC, Served, SharedPasses, arguments_of
+from shoal.models.sharded import BUILD, CAPTURE, PASS, RESIZE, RUN, Served, SharedCaptures, arguments_of
 from shoal.types.prefix import Prefix
 
 
@@ -78,7 +80,7 @@ class _Leading(Runner):
     def fork(self) -> Runner:
         """The same model with a cache and counters of its own."""
         other = super().fork()
-        other.cache = _LedCache(self._ranks) if self.static is None else other.cache
+        other.cache = _LedCache(self._ranks) if self.captures is None else other.cache
         return other
 
     @property
@@ -95,17 +97,17 @@ class _Leading(Runner):
         """Raises UnsupportedModel: the other ranks have no such inputs."""
         raise UnsupportedModel(f"{self.name} is shared by several processes, and this drafter feeds vectors of its own")
 
-    def use_static_passes(self, executor: str | None) -> None:
+    def capture_rounds(self, executor: str | None) -> None:
         """Of all ranks; none where these cannot be captured, and the load report says why."""
         reason = capture_obstacle(dist.get_backend()) if executor == "graphed" else None
         if reason is not None:
-            self.static, self.notes["passes"] = None, f"modules ({reason})"
+            self.captures, self.absent[CAPTURED] = None, reason
             return
-        with self._ranks.broadcast(STATIC, -1, executor):
-            super().use_static_passes(executor)
+        with self._ranks.broadcast(CAPTURE, -1, executor):
+            super().capture_rounds(executor)
 
-    def _static_passes(self, executor: str) -> Passes:
-        return _LedPasses(self._bridge, self.name, executor, self.attention, self._ranks)
+    def _new_captures(self, executor: str) -> Captures:
+        return _LedCaptures(self._bridge, self.name, executor, self.attention, self._ranks)
 
     def _ordinary(self, batch: Batch) -> Output:
         assert isinstance(self.cache, _LedCache)
@@ -149,7 +151,7 @@ class _LedCache(SlotCache):
             super().zero_non_finite(slot)
 
 
-class _LedPasses(SharedPasses):
+class _LedCaptures(SharedCaptures):
     """On rank 0: what is built here is built on all ranks, and runs on all of them."""
 
     def __init__(self, bridge: Any, name: str, executor: str, attention: str, ranks: Ranks) -> None:

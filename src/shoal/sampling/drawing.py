@@ -91,7 +91,7 @@ def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tens
 
     Where a device's sums are not monotone by rounding, or the threshold is not below the last of them, that may be an index without
     weight. The first index that has some is taken instead: its sum is the first above 0, whatever the rounding. A row without any
-    weight, such as the padding of a pass of fixed shape, gets the last index.
+    weight, such as the padding of a captured round, gets the last index.
     """
     last = weights.shape[-1] - 1
     index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=last)

@@ -13,7 +13,7 @@ from shoal.serve.response_models import Health
 from shoal.serve.worker import Worker
 
 HUNG_PASS_SECONDS = 120.0
-"""A round that takes longer counts as stuck. Building static passes for a large model may take one or two minutes."""
+"""A round that takes longer counts as stuck. Capturing rounds of a large model may take one or two minutes."""
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not now; the status says why."}}
 
 

@@ -50,9 +50,9 @@ class AttentionInputs:
 
     @property
     def plan(self) -> Plan:
-        """The layout of an ordinary pass, with its numbers on the host. Raises InternalError in a static pass, which has none."""
+        """The layout of an ordinary pass, with its numbers on the host. Raises InternalError in a captured pass, which has none."""
         if not isinstance(self.masks.layout, Plan):
-            raise InternalError("this attention method does not work in static passes")
+            raise InternalError("this attention method does not work in captured passes")
         return self.masks.layout
 
     @property

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """Where the queries and keys of a pass are: a `Plan`, or the buffers of a static pass."""
+    """Where the queries and keys of a pass are: a `Plan`, or the buffers of a captured pass."""
 
     @property
     def q(self) -> int:

@@ -70,7 +70,7 @@ def method_named(name: str) -> Method:
 
 
 def resolved(name: str, device: torch.device, dtype: torch.dtype, static: bool = False) -> str:
-    """The method that "auto" comes to there; any other name as it is. static: in passes of fixed shape, where some cannot be."""
+    """The method that "auto" comes to there; any other name as it is. static: in captured passes, where some cannot be."""
     if name != "auto":
         return name
     if device.type == "cuda" and available(torch.empty(0, device=device, dtype=dtype)):

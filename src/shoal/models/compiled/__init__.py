@@ -1,21 +1,24 @@
-"""Forward passes of fixed shape: functions of static buffers that can be captured into CUDA graphs.
+"""Captured rounds: functions of buffers of fixed address and shape, recorded into CUDA graphs and replayed.
 
-The ordinary path (`Runner.feed`) makes each pass as long as its rows are. On a GPU, launching the kernels of a small pass one by
-one takes longer than running them. A static pass is the same computation over a *bucket* of (rows, columns, keys), padded up,
-whose every input lies in a buffer of fixed address.
+Ordinary passes (`Runner.feed`) are as long as their rows are, and launch their kernels one by one. On a GPU, launching the kernels
+of a small pass takes longer than running them. A captured round is the same computation, drafter and verdict included, padded up to
+few sizes; whatever changes from round to round lies in buffers.
 
-    buckets     the sizes there are
-    block       the buffers of one: tokens, positions, cells
-    view        the cache that a model meets inside
-    executors   eager (to test), graphed (CUDA)
-    capturable  which models' passes cannot be captured
-    passes      builds, checks and runs them, and falls back to ordinary passes
-    drafting    a drafter's step with its draw
+    buckets          the sizes there are
+    block            the buffers of one pass: tokens, positions, cells
+    view             the cache that a model meets inside
+    executors        eager (to test), graphed (CUDA)
+    capturable       models that cannot be captured
+    captures         the captured rounds of a model, by cache
+    failures         rounds that are left to their stages
+    drafting         a drafter's step with its draw
+    round_functions  the functions of a round
+    rounds           builds and runs them
 """
 
 from shoal.models.compiled.buckets import reservation
 from shoal.models.compiled.capturable import obstacle
+from shoal.models.compiled.captures import ATTENTION, Captures
 from shoal.models.compiled.executors import executor_for
-from shoal.models.compiled.passes import ATTENTION, Passes
 
-__all__ = ["ATTENTION", "Passes", "executor_for", "obstacle", "reservation"]
+__all__ = ["ATTENTION", "Captures", "executor_for", "obstacle", "reservation"]

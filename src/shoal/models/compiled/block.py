@@ -1,4 +1,4 @@
-"""The static buffers of a bucket: everything a pass reads that changes from pass to pass."""
+"""The buffers of a captured pass: everything that it reads and that changes from round to round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.models.compiled.buckets import Bucket
 
 
 class Block:
-    """Buffers of fixed address and shape, refilled before a pass by one copy from the host and one of the tokens.
+    """Buffers of fixed address and shape, refilled from the host before each round.
 
     Padding (rows beyond the real ones, columns beyond a row's count) stands at a valid position, sees valid keys and writes to
     the scratch cell, which no real row reads.
@@ -71,10 +71,6 @@ class Block:
         """As `Layout.places`, [rows, q] int64."""
         return self.positions - self.bounds[2][:, None]
 
-    def place(self, plan: Plan, capacity: int) -> None:
-        """Puts the plan's rows where they are. capacity: tokens per slot."""
-        self._numbers.copy_(torch.from_numpy(self.placed(plan, capacity)))
-
     def placed(self, plan: Plan, capacity: int) -> Array:
         """The numbers of a block whose rows are where the plan says, [`size`] int64 on the host."""
         rows, q = self.bucket.rows, self.bucket.q
@@ -90,10 +86,6 @@ class Block:
             words[: plan.rows] = np.take_along_axis(plan.tree_words, own, axis=1)
         cells = np.where(columns < counts, slots * capacity + starts - offsets + columns, self._scratch)
         return np.concatenate([starts + depths, words, cells, bounds], axis=None)
-
-    def fill(self, tokens: Tensor) -> None:
-        """The tokens of the rows, [rows, columns] int64, neither more than the bucket's."""
-        self.tokens[: tokens.shape[0], : tokens.shape[1]].copy_(tokens)
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.drafting import Result, Style, feed, stepped
-from shoal.models.compiled.passes import Passes
 from shoal.models.compiled.results import packed_results
 from shoal.models.compiled.transfer import Upload
 from shoal.models.compiled.view import View
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 class Model:
     """One side of a round."""
 
-    passes: Passes
+    passes: Captures
     cache: SlotCache
 
 

@@ -49,6 +49,7 @@ class CapturedRound:
         self._checked: set[Part] = set()
         self._new: set[Part] = set()  # parts that were run in this round, and are not checked
         self._passes, self._cache = target.passes, target.cache
+        self._models = [model.passes for model in (target, drafter) if model is not None]
         self._score_bytes: int = target.passes.hf.dtype.itemsize
         self.logits: Tensor | None = None
         self.drafting, self._ran, self._waiting = 0.0, 0, False
@@ -155,7 +156,11 @@ class CapturedRound:
         return confidences
 
     def verify(self, drafts: int, rows: int) -> Found:
-        """The target's pass over so many drafts, and the decision; waits for the results of the first rows."""
+        """The target's pass over so many drafts, and the decision; waits for the results of the first rows.
+
+        Raises:
+            ReplacedWeights: of either model, since the functions were built.
+        """
         columns = self.columns(drafts)
         self._part("verify", columns)
         if self.kind.looks:
@@ -163,6 +168,8 @@ class CapturedRound:
         self._moments.note(2)
         results, self.logits = self._run("verify", columns)
         self._moments.note(3)
+        for captures in self._models:  # while the device works
+            captures.require_same_weights()
         numbers = self._download(results)[:rows].copy()
         self._add_drafting()
         found = unpacked(numbers, self.logits[:rows], self.drafting, self._moments.seconds(2, 3))

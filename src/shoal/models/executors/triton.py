@@ -1,4 +1,4 @@
-"""Passes of Llama-like models on CUDA by Triton kernels that are launched one by one: prompts."""
+"""Passes of Llama-like models on CUDA by Triton kernels that are launched one by one."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ from shoal.models.executors.lean import REPLACED
 from shoal.models.executors.protocol import Batch, Output
 from shoal.models.lean.forward import known_tokens
 
+TRITON_LAYERS = "Triton layers"
+
 
 class TritonLayers:
-    """Computes prompts by the fused layers of a model (`shoal.models.layers`).
+    """Computes prompts, blocks and draft trees by the fused layers of a model (`shoal.models.layers`).
 
     Args:
-        bridge: has the layers, if the model has any.
-        known_ids: ids that the model can read.
-        failure: the reason why static passes, and with them the layers, are no longer trusted; None while they are.
+        bridge: has the layers.
+        known_ids: number of ids that the model can read.
     """
 
-    name = "Triton layers"
+    name = TRITON_LAYERS
 
-    def __init__(self, bridge: Bridge, known_ids: int, failure: str | None) -> None:
-        self._bridge, self._known_ids, self._failure = bridge, known_ids, failure
+    def __init__(self, bridge: Bridge, known_ids: int) -> None:
+        self._bridge, self._known_ids = bridge, known_ids
 
     def refuses(self, batch: Batch) -> str | None:
-        """Returns the reason: no layers, logits, or inputs and outputs that the layers do not have."""
+        """Returns the reason: inputs and outputs that the layers do not have, or replaced weights."""
         layers = self._bridge.layers
-        if layers is None:
-            return "the model has none"
-        if batch.want_logits:
-            return "they compute prompts"
-        if self._failure is not None or batch.reads_model is not None:
-            return self._failure or batch.reads_model
+        if layers is None or batch.reads_model is not None:
+            return batch.reads_model or "the model has none"
         return REPLACED if layers.stale else None
 
     def __call__(self, batch: Batch) -> Output:
-        """Writes the keys and values of prompts."""
+        """Computes a pass."""
         layers, plan = self._bridge.layers, batch.plan
         assert layers is not None
         tokens = plan.pack(known_tokens(plan, batch.tokens, self._known_ids))
-        return Output(layers.prompt(tokens, batch.cache, batch.method), None, self.name)
+        logits = layers.ordinary(tokens, batch.cache, batch.method, batch.want_logits)
+        return Output(plan.unpack(logits) if batch.want_logits else logits, None, self.name)

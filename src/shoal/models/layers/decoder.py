@@ -1,5 +1,5 @@
-"""A pass of a decoder of the Llama family: nine kernels a layer, ten where attention shares its keys out. Captured for decoding,
-launched one by one for prompts.
+"""A pass of a decoder of the Llama family: nine kernels a layer, ten where attention shares its keys out. Captured in rounds,
+launched one by one elsewhere.
 
 Norm, product for queries, keys and values, heads, attention, product, norm with the residual sum, product for gate and up,
 activation, product. In the model's modules the same are some forty launches, each of which takes a GPU longer than its arithmetic.
@@ -21,13 +21,13 @@ from shoal.models.attention.methods import Method
 from shoal.models.cache import SlotCache
 from shoal.models.layers.eight_bit import WeightOnly8Bit, matrix_of_8_bit
 from shoal.models.layers.operations import MOST_WIDTH, add_norm, begin, heads, silu_mul
-from shoal.models.layers.prompt import Prompt
+from shoal.models.layers.plan_state import PlanState
 from shoal.models.lean.decoder import Decoder, MatrixOf, decoder_of
 from shoal.models.weights import LINEARS, Matrix, matrix_of
 
 
 class PassState(Protocol):
-    """What the pass under way gives to its layers; all of it tensors of fixed address and shape."""
+    """The pass under way, as its layers see it."""
 
     @property
     def method(self) -> Method:
@@ -74,27 +74,35 @@ class FusedLayers:
         return self.decoder.stale
 
     def __call__(self, tokens: Tensor, positions: Tensor, state: PassState) -> Tensor:
-        """Logits [rows, q, vocab]: a function of tensors alone.
+        """Computes logits [rows, q, vocab]: a function of tensors alone, for captured rounds.
 
         Args:
             tokens, positions: [rows, q] int64.
         """
         x, added = self._through(tokens, positions, state)
-        return self.decoder.head.linear(add_norm(x, added, self.decoder.norm)).view(*tokens.shape, -1)
+        return self._logits(x, added, tokens)
 
-    def prompt(self, tokens: Tensor, cache: SlotCache, method: Method) -> Tensor:
-        """Writes keys and values of tokens whose logits nobody wants; what would follow those of the last layer is left out.
+    def ordinary(self, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
+        """Computes a pass as long as its rows are.
 
         Args:
-            tokens: [rows, q] int64, or packed, [1, tokens]. cache: announced their plan. method: attends.
+            tokens: [rows, q] int64, or packed, [1, tokens].
+            cache: announced their plan.
+            method: attends.
+            want_logits: False if only keys and values matter; then those of the last layer are the last that is computed.
 
         Returns:
-            Nothing of use.
+            Logits of the tokens, shaped as they are. Without `want_logits`, any tensor.
         """
         plan, store = cache.plan, self.decoder.embedding
         assert plan is not None
         cache.make_layers(len(self.decoder.layers), store.new_empty(0, self.decoder.kv_heads, 0, self.decoder.dim))
-        return self._through(tokens, plan.pack(plan.positions), Prompt(plan, cache, method), keys_only=True)[0]
+        state = PlanState(plan, cache, method)
+        x, added = self._through(tokens, plan.pack(plan.positions), state, keys_only=not want_logits)
+        return self._logits(x, added, tokens) if want_logits else x
+
+    def _logits(self, x: Tensor, added: Tensor | None, tokens: Tensor) -> Tensor:
+        return self.decoder.head.linear(add_norm(x, added, self.decoder.norm)).view(*tokens.shape, -1)
 
     def _through(
         self, tokens: Tensor, positions: Tensor, state: PassState, keys_only: bool = False

@@ -1,4 +1,4 @@
-"""Static passes of small Transformers models, captured or pretended."""
+"""Captured rounds of small Transformers models, on a device or on one that is pretended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.engine.engine import Engine
 from shoal.models import loading
 from shoal.models.compiled.executors import Run
 from shoal.models.runner import Runner
-from shoal.testing import VOCABULARY, tiny_model
+from shoal.testing import tiny_model
 from shoal.types.requests import Request
 from shoal.types.samples import Result
 
@@ -41,57 +41,8 @@ def on_device(model: Any) -> Any:
 
 def runner(model: Any, executor: str | None = STATIC) -> Runner:
     made = loading.wrap(model, "tiny", checked=False)
-    made.use_static_passes(executor)
+    made.capture_rounds(executor)
     return made
-
-
-class Twins:
-    """One runner with static passes, one without, fed the same."""
-
-    def __init__(self, model: Any, executor: str = STATIC) -> None:
-        self.made, self.plain = runner(model, executor), runner(model, None)
-        self.forks = [self.made.fork(), self.plain.fork()]
-        self.worst = 0.0
-        self.generator = torch.Generator().manual_seed(0)
-
-    def reserve(self, slots: int, capacity: int) -> None:
-        for fork in self.forks:
-            fork.reserve(slots, capacity)
-
-    def feed(self, counts: Sequence[int], want_logits: bool = True) -> None:
-        tokens = torch.randint(0, VOCABULARY, (len(counts), max(counts)), generator=self.generator).to(DEVICE)
-        ours, theirs = (fork.feed(range(len(counts)), tokens, counts, want_logits=want_logits) for fork in self.forks)
-        for row, count in enumerate(counts if want_logits else ()):
-            self.worst = max(self.worst, float((ours[row, :count] - theirs[row, :count]).abs().max()))
-        assert self.forks[0].cache.lengths[: len(counts)] == self.forks[1].cache.lengths[: len(counts)]
-
-    def rollback(self, slot: int, length: int) -> None:
-        for fork in self.forks:
-            fork.cache.rollback(slot, length)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        for fork in self.forks:
-            fork.cache.copy(source, target, length)
-
-    def life(self) -> None:
-        """Prompts, ragged rounds with rollbacks, a row that leaves, growth into the next bucket of keys and of the cache."""
-        self.reserve(3, 60)
-        self.feed([11, 5, 2], want_logits=False)
-        for counts, lengths in (
-            ([3, 1, 2], (12, 6, 4)),
-            ([3, 2, 1], (15, 7, 5)),
-            ([1, 1, 1], (16, 8, 6)),
-            ([5, 4, 3], (17, 12, 9)),
-        ):
-            self.feed(counts)
-            for slot, length in enumerate(lengths):
-                self.rollback(slot, length)
-        self.copy(2, 1, 9)  # row 1 leaves, row 2 moves into its slot
-        for _ in range(3):
-            self.feed([3, 3])
-        self.reserve(3, 100)
-        for _ in range(12):
-            self.feed([5, 3])
 
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 9, 9, 3, 4, 5, 6, 2]]

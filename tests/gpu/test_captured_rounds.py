@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from by_pairs import by_pairs
+from captured_models import FakeGraphs, K, decode, hf, ids, pair, rows_of, runner
 from shoal.api import Shoal
 from shoal.bench.imposed import Imposed
 from shoal.config import Limits, Sampling
@@ -26,6 +28,7 @@ from shoal.models.compiled import drafting, round_functions
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind, RoundFunctions
+from shoal.models.compiled.view import View
 from shoal.models.runner import Runner
 from shoal.sampling import truncation
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
@@ -33,15 +36,14 @@ from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
 from shoal.types.rounds import Outcome
-from static_passes import FakeGraphs, K, decode, hf, ids, pair, rows_of, runner
 
 RULES: tuple[Rule, ...] = (Rejection(), Coupled())
 
 
 def rounds_run(model: Runner | None) -> int:
     assert model is not None
-    assert model.static is not None
-    return sum(count for key, count in model.static.ran.items() if isinstance(key, Kind))
+    assert model.captures is not None
+    return model.captures.ran.total()
 
 
 @pytest.fixture
@@ -95,8 +97,8 @@ def test_tokens_and_counts_are_those_of_the_stages(
         assert getattr(engine.stats, count) == getattr(plain.stats, count), count
     assert engine.stats.draft_passes >= plain.stats.draft_passes  # a longer round serves rows that are about to end
     target, draft = runners_of(engine)
-    assert target.static is not None
-    assert target.static.rounds_failure is None
+    assert target.captures is not None
+    assert target.captures.failures == []
     assert rounds_run(target) == engine.stats.rounds
     assert rounds_run(draft) == engine.stats.draft_passes
     assert rounds_run(runners_of(plain)[0]) == 0
@@ -126,7 +128,7 @@ def test_rounds_outlive_an_engine_and_end_with_either_cache(monkeypatch: pytest.
     monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
     made = pair("graphed", draft_seed=1)
     assert made.draft_model is not None
-    target, draft = made.target.static, made.draft_model.static
+    target, draft = made.target.captures, made.draft_model.captures
     assert target is not None
     assert draft is not None
     decode(made)
@@ -149,7 +151,7 @@ def test_few_rounds_are_captured_for_a_batch_that_ends_row_by_row(monkeypatch: p
         made.submit(Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=6 + 3 * i)))
     while made.step():
         pass
-    target = runners_of(made)[0].static
+    target = runners_of(made)[0].captures
     assert target is not None
     kinds = [key for key in target.built if isinstance(key, Kind)]
     assert {(kind.rows, kind.k) for kind in kinds} <= {(8, K), (8, 0), (1, K), (1, 0)}
@@ -168,8 +170,8 @@ def test_a_draft_length_that_stays_is_captured_even_where_a_longer_one_is(k: int
             engine.submit(Request((1, 2, 3), 1, sampling, Limits(max_new_tokens=16)))
     while engine.step():
         pass
-    assert target.static is not None
-    assert k in {key.k for key in target.static.built if isinstance(key, Kind)}
+    assert target.captures is not None
+    assert k in {key.k for key in target.captures.built if isinstance(key, Kind)}
 
 
 # ── what is left to the stages ──────────────────────────────────────────────────────────────────────────────────────
@@ -232,9 +234,9 @@ def test_rounds_look_at_more_candidates_where_there_are_too_few(
     monkeypatch.setattr(drafting, "first_candidates", lambda _: 4)
     samplings = [Sampling(seed=i, **cut) for i in range(3)] + [Sampling(temperature=0.0, **cut)]
     made, found = flat(k, rule, samplings)
-    target = runners_of(made)[0].static
+    target = runners_of(made)[0].captures
     assert target is not None
-    assert target.rounds_failure is None
+    assert target.failures == []
     assert list(target.candidates.values()) == [256]  # half of the vocabulary or more is sorted
     assert rounds_run(runners_of(made)[0]) == made.stats.rounds
     stages()
@@ -274,11 +276,38 @@ def wrong_step(found: Any, then: Block, **options: Any) -> None:
     then.tokens.add_(1)
 
 
+def wrong_cell(self: Block, plan: Any, capacity: int) -> Any:
+    numbers = placed(self, plan, capacity)
+    block = self.bucket.rows * self.bucket.q
+    numbers[2 * block] -= 1
+    return numbers
+
+
+def wrong_padding(self: Block, plan: Any, capacity: int) -> Any:
+    """Unused columns and rows write into the first cell of row 0."""
+    self._scratch = 0
+    return placed(self, plan, capacity)
+
+
+def wrong_layer(self: View, store: Tensor, states: Tensor) -> Tensor:
+    return written(self, store, states.roll(1, dims=-1) if self._layer == 1 else states)
+
+
+def wrong_draw(*arguments: Any, **options: Any) -> Any:
+    """Drafts what the drafter thinks least of."""
+    found = stepped(*arguments, **options)
+    return found._replace(tokens=found.logits.argmin(-1))
+
+
 verified, placed, fed = RoundFunctions.verified, Block.placed, round_functions.feed
-SABOTAGES = {
+written, stepped = View._written, round_functions.stepped
+SABOTAGES: dict[str, tuple[Any, str, Any, str]] = {
     "decision": (RoundFunctions, "verified", wrong_decision, "decides"),
     "position": (Block, "placed", wrong_position, "logits diverge"),
+    "cell": (Block, "placed", wrong_cell, "logits diverge"),
+    "layer": (View, "_written", wrong_layer, "logits diverge"),
     "step": (round_functions, "feed", wrong_step, "logits diverge"),
+    "draw": (round_functions, "stepped", wrong_draw, "does not draw from the distribution"),
 }
 
 
@@ -290,14 +319,23 @@ def test_a_wrong_round_is_found_at_the_first(
     with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as seen:
         patched.setattr(owner, name, wrong)
         warnings.simplefilter("always")
-        engine, found = tokens_of(Rejection(), SETTINGS["sampled"], "eager")
-    target = runners_of(engine)[0].static
+        engine, found = tokens_of(Rejection(), [Sampling(0.8, seed=i, top_k=5) for i in range(3)], "eager")
+    target = runners_of(engine)[0].captures
     assert target is not None
-    assert target.rounds_failure is not None
-    assert words in target.rounds_failure
+    assert words in target.failures[0]
     assert "no more captured rounds" in str(seen[0].message)
     stages()
-    assert found == tokens_of(Rejection(), SETTINGS["sampled"], "eager")[1]
+    assert found == tokens_of(Rejection(), [Sampling(0.8, seed=i, top_k=5) for i in range(3)], "eager")[1]
+
+
+def test_padding_that_is_not_set_aside_shows(monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]) -> None:
+    """Negative control: a comparison need not find it, as ordinary passes read the same cell afterwards."""
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        patched.setattr(Block, "placed", wrong_padding)
+        found = tokens_of(Rejection(), SETTINGS["sampled"], "eager")[1]
+    stages()
+    assert found != tokens_of(Rejection(), SETTINGS["sampled"], "eager")[1]
 
 
 def test_a_limit_of_drafts_and_rows_that_end(stages: Callable[[], None]) -> None:

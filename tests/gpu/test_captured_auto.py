@@ -16,6 +16,9 @@ import pytest
 import torch
 
 from by_pairs import by_pairs
+from captured_device import runner as runner_on
+from captured_device import waits
+from captured_models import FakeGraphs, hf, runner
 from policies import LIMIT, Confident, with_known_costs
 from pretend import Pretend
 from shoal.config import Limits, Sampling
@@ -31,9 +34,6 @@ from shoal.sampling.acceptance import RULES, decides_chains
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
-from static_device import runner as runner_on
-from static_device import waits
-from static_passes import FakeGraphs, hf, runner
 
 CAPTURED = [name for name, rule in RULES.items() if decides_chains(rule())]
 
@@ -106,10 +106,10 @@ def compared(
 
 
 def rounds_run(made: Engine) -> int:
-    target = runners_of(made)[0].static
+    target = runners_of(made)[0].captures
     assert target is not None
-    assert target.rounds_failure is None
-    return sum(count for key, count in target.ran.items() if isinstance(key, Kind))
+    assert target.failures == []
+    return target.ran.total()
 
 
 @by_pairs({"ragged": [False, True], "few": [1, 2], "settings": SETTINGS, "rule": CAPTURED})
@@ -227,8 +227,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
 def compared_parts(made: Engine) -> int:
     """Functions whose first results have been compared with ordinary passes."""
-    assert made.target.static is not None
-    return sum(len(one._checked) for built in made.target.static._of.values() for one in built.rounds.values())
+    assert made.target.captures is not None
+    return sum(len(one._checked) for built in made.target.captures._of.values() for one in built.rounds.values())
 
 
 def of_rounds(controller: Any, rule: str, device: Pretend, most: int = 30) -> dict[int, Counter[str]]:
@@ -261,7 +261,7 @@ def test_no_round_waits_for_a_capture_after_the_first_of_its_kind(device: Preten
         )
         for i in range(3):
             made.submit(Request((1, 2, 3 + i), 1, Sampling(seed=i), Limits(max_new_tokens=48)))
-        built, kinds, target = [], set[Kind](), made.target.static
+        built, kinds, target = [], set[Kind](), made.target.captures
         assert target is not None
         while True:
             before = made.target.seconds_building

@@ -1,4 +1,4 @@
-"""Static passes on a pretended device."""
+"""Captured rounds on a pretended device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def runner(role: str, device: Pretend | None) -> Runner:
     seed, layers = MODELS[role]
     hf = tiny_model("llama", seed=seed, layers=layers)
     made = loading.wrap(hf if device is None else moved(hf), "tiny", "pad", checked=False)
-    made.use_static_passes("eager" if device is None else "graphed")
+    made.capture_rounds("eager" if device is None else "graphed")
     return made
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from captured_models import FakeGraphs, hf, runner
 from policies import Confident
 from shoal.bench.imposed import Imposed
 from shoal.config import Limits, Sampling
@@ -23,7 +24,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
-from shoal.models.compiled import Passes
+from shoal.models.compiled import Captures
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.compiled.rounds import CapturedRound
@@ -31,7 +32,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.engines import engine_of, runners_of
 from shoal.types.requests import Request
-from static_passes import FakeGraphs, hf, runner
 
 K = 3
 Settings = tuple[Any, Rule, Sequence[Sampling], int]
@@ -91,14 +91,14 @@ def of_a_fresh_pair(change: str) -> list[list[int]]:
     return run(models(), CHANGES[change][2])[1]
 
 
-def one_after_the_other(change: str) -> tuple[Passes, list[list[int]]]:
+def one_after_the_other(change: str) -> tuple[Captures, list[list[int]]]:
     """The second run over what the first has captured: passes of the target, and tokens."""
     _, first, second = CHANGES[change]
     pair = models()
     run(pair, first)
     gc.collect()
     made, found = run(pair, second)
-    static = runners_of(made)[0].static
+    static = runners_of(made)[0].captures
     assert static is not None
     return static, found
 
@@ -106,7 +106,7 @@ def one_after_the_other(change: str) -> tuple[Passes, list[list[int]]]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_rounds_of_other_settings_are_other_functions(change: str) -> None:
     static, found = one_after_the_other(change)
-    assert static.rounds_failure is None
+    assert static.failures == []
     assert found == of_a_fresh_pair(change)
     values = {getattr(kind, CHANGES[change][0][0]) for kind in static.built if isinstance(kind, Kind)}
     assert len(values) > 1
@@ -123,7 +123,7 @@ def test_a_key_without_a_setting_is_noticed(change: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(RoundKinds, "_round", blind)
     static, found = one_after_the_other(change)
-    assert static.rounds_failure is not None or found != expected
+    assert static.failures or found != expected
 
 
 def test_a_round_whose_drafts_end_early_is_another_one() -> None:
@@ -133,14 +133,14 @@ def test_a_round_whose_drafts_end_early_is_another_one() -> None:
     gc.collect()
     made, found = run(pair, (Confident(0.15), Rejection(), SAMPLED[:1], 24))
     assert found == run(models(), (Confident(0.15), Rejection(), SAMPLED[:1], 24))[1]
-    static = runners_of(made)[0].static
+    static = runners_of(made)[0].captures
     assert static is not None
-    assert static.rounds_failure is None
+    assert static.failures == []
     assert len({kind.piece for kind in static.built if isinstance(kind, Kind) and kind.k == 16}) > 1
 
 
 def test_a_cache_without_layers_has_no_generation() -> None:
-    static = models()[0].static
+    static = models()[0].captures
     assert static is not None
     for _ in range(2):
         with pytest.raises(InternalError, match="layers"):

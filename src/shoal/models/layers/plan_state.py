@@ -1,4 +1,4 @@
-"""What the layers of a pass of prompts meet: an ordinary plan over a slot cache, as long as its rows are."""
+"""The state of a pass that is launched kernel by kernel: a plan over a slot cache, as long as its rows are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
 
 
-class Prompt:
+class PlanState:
     """The state of a pass (`shoal.models.layers.decoder.PassState`) that the cache was announced.
 
     Args:

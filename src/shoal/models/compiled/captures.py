@@ -1,0 +1,214 @@
+"""The captured rounds of one model, by the caches that they are over, and the failures that end them.
+
+A graph knows the tensors of a cache by their addresses. So captured rounds belong to a *generation*, the cache as it is now, and
+end with it. Caches outlive the engines that use them: the next engine finds the rounds of the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from shoal.errors import InternalError
+from shoal.models.attention.methods import METHODS, resolved
+from shoal.models.bridge import Bridge
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.buckets import Bucket, step_up
+from shoal.models.compiled.executors import EXECUTORS, Executor, Run
+from shoal.models.compiled.failures import Failures
+from shoal.models.compiled.view import Stores, View
+from shoal.models.divergence import LIMITS, divergences
+
+log = logging.getLogger("shoal")
+
+ATTENTION = ("auto", "pad", "fused")
+"""Attention methods that ask for masks and bounds only, never for a plan."""
+CAPTURED = "captured rounds"
+"""The word for passes that were parts of captured rounds, in reports and in counts by executor."""
+AT_ONCE = 1 << 24
+"""Logits that `compare` takes at a time: it makes copies of them in float64."""
+
+
+@dataclass
+class _Generation:
+    """The rounds captured over one cache as it is.
+
+    They know its tensors by address and end with them. Their buffers and results are theirs alone, so that engines, which have a
+    cache each, may run rounds of one model at the same time.
+    """
+
+    stores: Stores
+    execute: Executor
+    rounds: dict[Hashable, Any] = field(default_factory=dict)
+    partner: _Generation | None = None
+
+    def rounds_with(self, partner: _Generation | None) -> dict[Hashable, Any]:
+        """Returns the rounds captured over this cache and that of a drafter: they end with either."""
+        if self.partner is not partner:
+            self.rounds.clear()
+            self.partner = partner
+            if partner is not None:
+                partner.partner = self
+        return self.rounds
+
+    def end(self) -> None:
+        """Lets go of all that knows the cache's tensors, the drafter's generation included."""
+        partner, self.partner = self.partner, None
+        self.rounds.clear()
+        if partner is not None:
+            partner.rounds.clear()
+            partner.partner = None
+
+
+class Captures:
+    """The captured rounds of one model, shared by the runners forked from it.
+
+    Args:
+        bridge: to the Transformers model.
+        name: for messages.
+        executor: a name in `EXECUTORS`.
+        attention: a name in `ATTENTION`.
+
+    Attributes:
+        knows_prefixes: rows whose prompt is shared may take part.
+        built: number of functions that were captured, by kind of round.
+        ran: number of passes that captured rounds have computed, by kind of round.
+        seconds_building: time that captures took.
+        candidates: number of candidates that rounds of a style turned out to need (`shoal.sampling.truncation.listed_softmax`).
+        failed: the rounds that are left to their stages because a capture of them failed.
+    """
+
+    def __init__(self, bridge: Bridge, name: str, executor: str, attention: str = "auto") -> None:
+        self._bridge, self.hf, self.name = bridge, bridge.hf, name
+        self.executor = executor
+        # "auto" is the kernel where it runs on CUDA, else the padded call.
+        self._method = METHODS[resolved(attention, self.hf.device, self.hf.dtype, static=True)]
+        self.knows_prefixes = self._method is METHODS["fused"]
+        self._of: weakref.WeakKeyDictionary[SlotCache, _Generation] = weakref.WeakKeyDictionary()
+        self._idle: list[SlotCache] = []
+        self.built: Counter[Hashable] = Counter()
+        self.ran: Counter[Hashable] = Counter()
+        self.seconds_building = 0.0
+        self.candidates: dict[Hashable, int] = {}
+        self.failed = Failures()
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether Triton kernels compute the layers, and draw from their logits, instead of operations of torch."""
+        return self._bridge.layers is not None
+
+    @property
+    def failures(self) -> list[str]:
+        """The reasons why fewer rounds are captured than were meant to be."""
+        return self.failed.reasons
+
+    # ── caches ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def cache_for(self, owner: Any) -> SlotCache:
+        """Returns a cache for as long as `owner` lives; then the next owner gets it, with the rounds captured over it."""
+        cache = self._idle.pop() if self._idle else self.new_cache()
+        cache.clear()
+        weakref.finalize(owner, self._idle.append, cache)
+        return cache
+
+    def new_cache(self) -> SlotCache:
+        """Returns a cache that nobody has used."""
+        return SlotCache()
+
+    def release(self) -> None:
+        """Lets go of the caches that no runner uses, and of the rounds over all caches."""
+        self._idle.clear()
+        for generation in list(self._of.values()):
+            generation.end()  # its rounds know the caches
+        self._of.clear()
+
+    def forget(self, cache: SlotCache) -> None:
+        """Ends the rounds over a cache that is about to change its size: they would hold the tensors that it lets go of."""
+        if (generation := self._of.pop(cache, None)) is not None:
+            generation.end()
+
+    def generation(self, cache: SlotCache) -> _Generation:
+        """Returns the generation of a cache as it is now."""
+        stores = cache.stores()
+        if not stores:
+            raise InternalError("captured rounds over a cache that no pass has given layers")
+        known = self._of.get(cache)
+        if known is None or any(a is not b for a, b in zip(known.stores[0], stores[0], strict=True)):  # new, or grown
+            self.forget(cache)
+            known = self._of[cache] = _Generation(stores, EXECUTORS[self.executor](self.hf.device))
+        return known
+
+    # ── passes of a round ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
+        """Returns True if a pass over these rows, and `ahead` more of one token, can be part of a captured round.
+
+        Rows that pad a round must fall on unused slots.
+        """
+        side_by_side = len(cache) > 0 and plan.first_slot == 0 and step_up(plan.rows) < cache.slots
+        fits = max(plan.tails) + ahead <= cache.capacity
+        return side_by_side and fits and (self.knows_prefixes or not plan.shares)
+
+    def forward(self, view: View) -> Tensor:
+        """Computes the model over a block: logits [rows, q, vocab]. A function of the view's tensors alone."""
+        self.share(view.block)
+        view.masks.clear()
+        logits = self._bridge.static_logits(view.block.tokens, view.block.positions, view)
+        view.masks.clear()
+        return logits
+
+    def share(self, block: Block) -> None:
+        """Where several processes compute the model, gives the block to all of them, on the device (`shoal.models.sharded`)."""
+
+    def view(self, block: Block, cache: SlotCache) -> View:
+        """Returns the cache that the model meets in passes over a block."""
+        return View(block, self.generation(cache).stores, self._method, self.knows_prefixes and cache.cells > 0)
+
+    def within(self, view: View) -> AbstractContextManager[None]:
+        """Returns the context in which `forward` may be called for a view."""
+        return self._bridge.static(view)
+
+    def require_same_weights(self) -> None:
+        """Raises ReplacedWeights: a replay would read tensors that the model has no longer. A graph itself never looks."""
+        self._bridge.require_same_weights()
+
+    def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
+        """Builds a function that calls `forward` once, for a block of that bucket of the cache, by the generation's executor."""
+        return self.generation(cache).execute(run)
+
+    @contextmanager
+    def building(self, subject: str) -> Iterator[None]:
+        """Times the capture of a function, which is no part of any round's time."""
+        started = time.perf_counter()
+        log.info("%s: building %s (%s) ...", self.name, subject, self.executor)
+        yield
+        self.seconds_building += time.perf_counter() - started
+
+
+def compare(logits: Tensor, right: Tensor) -> None:
+    """Raises ArithmeticError if the logits of a first round are not those of ordinary passes, [positions, vocab] each.
+
+    Each position counts by itself: one row of many may be wrong.
+    """
+    at_once = max(1, AT_ONCE // right.shape[-1])
+    errors = [_largest(*parts) for parts in zip(logits.split(at_once), right.split(at_once), strict=True)]
+    error = max((math.inf if math.isnan(one) else one for one in errors), default=0.0)
+    if not error <= LIMITS[right.dtype]:
+        raise ArithmeticError(f"logits diverge by {error:.3g} nats from those of an ordinary pass")
+
+
+def _largest(logits: Tensor, right: Tensor) -> float:
+    """Returns the largest divergence of a position."""
+    numbers = right.isfinite()  # a damaged model's NaN is for others to name
+    ours, theirs = (values.masked_fill(~numbers, 0.0) for values in (logits, right))
+    return float(divergences(ours, theirs).amax()) if theirs.numel() else 0.0

@@ -21,7 +21,7 @@ BIN := .venv/bin
 CORE := .venv/done-core
 DEV := .venv/done-dev
 
-.PHONY: help demo bench test test-all lint types mutants package format clean
+.PHONY: help demo bench test test-all lane lanes lint types mutants package format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +39,12 @@ test: $(DEV) ## the tests, without those marked as slow
 
 test-all: $(DEV) ## all tests
 	@$(PYTEST) $(PYTEST_ARGS)
+
+lane: $(DEV) ## reduced tests in other surroundings: LANE=python-3.10, oldest, no-compiler, ... (scripts/lanes.py list)
+	@$(BIN)/python scripts/lanes.py run $(or $(LANE),$(error which? LANE=NAME; scripts/lanes.py list))
+
+lanes: $(DEV) ## every lane
+	@$(BIN)/python scripts/lanes.py run
 
 lint: $(DEV) ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -60,7 +66,7 @@ format: $(DEV) ## apply ruff's format and safe fixes
 	@$(BIN)/ruff format .
 
 clean: ## remove .venv, builds and caches
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .lanes build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(CORE): pyproject.toml constraints.txt

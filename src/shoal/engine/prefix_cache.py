@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.slots import DraftSlots
-from shoal.models.cache.kept import KeptPrefixes
 from shoal.models.cache.prefix_tree import common
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
@@ -40,6 +39,7 @@ class PrefixMemory:
     def __init__(self, target: Runner, draft_model: Runner | None, nbytes: int) -> None:
         self.draft_model = None if draft_model is None else draft_model.hf
         self._tokens = nbytes // (target.token_bytes + (0 if draft_model is None else draft_model.token_bytes))
+        self._new_kept = target.new_kept, (target if draft_model is None else draft_model).new_kept
         self._probed: Tensor | None = None
         self._tables: list[Tensor] = []
         self._versions: list[int] = []
@@ -47,7 +47,7 @@ class PrefixMemory:
 
     def clear(self) -> None:
         """Forgets all."""
-        self.kept, self.kept_for_drafts = KeptPrefixes(self._tokens), KeptPrefixes(self._tokens)
+        self.kept, self.kept_for_drafts = (new_kept(self._tokens) for new_kept in self._new_kept)
 
     @property
     def allocated_bytes(self) -> int:

@@ -52,7 +52,7 @@ def _passes(runner: Runner) -> str:
 
 
 def _attention(runner: Runner) -> str:
-    if runner.attention_path == "mask":
+    if runner.attention_path == "mask" or not runner.has_modules:
         return "the model's own"
     return resolved(runner.attention, runner.device, runner.dtype)
 

@@ -19,6 +19,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.native import takes
 from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.kept import KeptPrefixes
 from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED
@@ -103,6 +104,10 @@ class Runner:
     def new_cache(self) -> SlotCache:
         """Returns an empty cache of the kind that the executors take."""
         return SlotCache()
+
+    def new_kept(self, tokens: int) -> KeptPrefixes:
+        """Returns memory for so many tokens of rows that have left (`shoal.models.cache.kept`)."""
+        return KeptPrefixes(tokens)
 
     @property
     def parameter_bytes(self) -> int:

@@ -72,6 +72,13 @@ class GgufModel(nn.Module):
         return "" if size < 0 else text.value.decode("utf-8", "replace")
 
     @property
+    def description(self) -> str:
+        """llama.cpp's words for the architecture, the size and the format of the weights."""
+        text = ctypes.create_string_buffer(128)
+        library().llama_model_desc(self.handle, text, len(text))
+        return text.value.decode("utf-8", "replace")
+
+    @property
     def token_bytes(self) -> int:
         """The bytes of the keys and values of a token, over all layers, as its first layer tells."""
         config = self.config

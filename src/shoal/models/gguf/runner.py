@@ -11,6 +11,8 @@ from torch import Tensor
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.executors.llama_cpp import LlamaCpp
 from shoal.models.executors.protocol import Executor
+from shoal.models.gguf.kept import KeptSequences
+from shoal.models.gguf.library import library
 from shoal.models.gguf.model import GgufModel
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.runner import Runner
@@ -35,6 +37,10 @@ class GgufRunner(Runner):
     def new_cache(self) -> Sequences:
         """Returns an empty cache."""
         return Sequences(self.hf)
+
+    def new_kept(self, tokens: int) -> KeptSequences:
+        """Returns memory for so many tokens of rows that have left."""
+        return KeptSequences(tokens, library().llama_model_n_swa(self.hf.handle))
 
     def fork(self) -> Runner:
         """Returns the same model with a cache and counters of its own."""
@@ -72,11 +78,6 @@ class GgufRunner(Runner):
     def cut_obstacle(self) -> str:
         """llama.cpp computes whole passes."""
         return "llama.cpp computes whole passes"
-
-    @property
-    def can_keep_prefixes(self) -> bool:
-        """No: keys and values are llama.cpp's."""
-        return False
 
     @property
     def can_be_lean(self) -> bool:
@@ -118,5 +119,5 @@ def load_gguf(
         runner = GgufRunner(GgufModel(file, str(device)), name)
     with watch("checking"):
         self_check(runner)
-    runner.notes |= {"weights": f"{runner.hf.metadata('general.file_type') or 'mixed'}"}
+    runner.notes |= {"weights": runner.hf.description, "dtype": "float32: llama.cpp's logits"}
     return runner

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,8 +83,7 @@ class Sequences(SlotCache):
         kept = [slot for slot in range(min(slots, self.slots)) if self.lengths[slot]]
         try:
             for slot in kept:
-                self._forget(slot)
-                _write(context, slot, restreamed(self._read(slot), slot, self._size[0], slots))
+                _write(context, slot, self.read(slot).for_sequences(slots))
         except BaseException:
             free()
             raise
@@ -106,9 +106,10 @@ class Sequences(SlotCache):
             raise OutOfMemory(f"llama.cpp cannot copy rows: {complaint('no reason')}")
         self._copied.clear()
 
-    def _read(self, slot: int) -> list[bytes]:
-        """Returns what llama.cpp writes down of a slot: a head, and the keys and values of each of its caches. Models with
-        sliding windows have two of them."""
+    def read(self, slot: int) -> Written:
+        """Returns the keys and values of a slot's tokens, written down."""
+        self._settle()
+        self._forget(slot)
         lib = library()
         state = (ctypes.c_uint8 * lib.llama_state_seq_get_size(self.context, slot))()
         lib.llama_state_seq_get_data(self.context, state, len(state), slot)
@@ -117,7 +118,14 @@ class Sequences(SlotCache):
             partial = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
             end -= lib.llama_state_seq_get_size_ext(self.context, slot, partial) - HEAD
         data = bytes(state)
-        return [part for part in (data[:HEAD], data[HEAD:end], data[end:]) if part]
+        caches = [part for part in (data[HEAD:end], data[end:]) if part]
+        return Written(data[:HEAD], caches, slot, self._size[0], self.lengths[slot])
+
+    def write(self, slot: int, written: Written, length: int) -> None:
+        """Makes the first `length` tokens of a slot those that were written down. Raises OutOfMemory."""
+        self._settle()
+        _write(self.context, slot, written.for_sequences(self._size[0]))
+        self._stored[slot], self.lengths[slot] = written.length, length
 
     def bytes_per_token(self) -> int:
         """Bytes that a token of one row takes over all layers."""
@@ -197,26 +205,50 @@ def _write(context: Any, slot: int, state: bytes) -> None:
         raise OutOfMemory(f"llama.cpp cannot copy a row of {len(state)} bytes: {complaint('no reason')}")
 
 
-def restreamed(parts: Sequence[bytes], slot: int, before: int, after: int) -> bytes:
-    """Returns the state of a sequence as a context with another number of sequences reads it.
+@dataclass(frozen=True)
+class Written:
+    """The keys and values of a sequence, as llama.cpp writes them down.
 
-    Each part begins with the number of sequences, and has a count of cells for each of them: 0 but
-    for this one, whose cells follow.
-
-    Args:
-        parts: the head, and the parts. before, after: numbers of sequences.
-
-    Raises:
-        ModelError: a part is not like that, as this is another llama.cpp.
+    Attributes:
+        head: bytes before the caches.
+        caches: the bytes of each cache; models with sliding windows have two.
+        slot: the number of the sequence. sequences: how many its context had.
+        length: its tokens.
     """
-    head, *caches = parts
-    lead, rest = np.array([before, *[0] * slot], np.int32).tobytes(), bytes(4 * (before - 1 - slot))
-    if not all(part.startswith(lead) and part.endswith(rest) for part in caches):
-        raise ModelError(
-            "this llama.cpp writes sequences down in a way that shoal does not know: install llama-cpp-python 0.3.36"
-        )
-    into = np.array([after, *[0] * slot], np.int32).tobytes(), bytes(4 * (after - 1 - slot))
-    return b"".join([head, *(into[0] + part[len(lead) : len(part) - len(rest)] + into[1] for part in caches)])
+
+    head: bytes
+    caches: Sequence[bytes]
+    slot: int
+    sequences: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(map(len, self.caches))
+
+    def for_sequences(self, count: int) -> bytes:
+        """Returns the bytes as a context with another number of sequences reads them.
+
+        A cache begins with the number of sequences, and has a count of cells for each of them: 0 but for
+        this one, whose cells follow.
+
+        Raises:
+            ModelError: a cache is not like that, as this is another llama.cpp.
+        """
+        lead, rest = self._around(self.sequences)
+        if not all(cache.startswith(lead) and cache.endswith(rest) for cache in self.caches):
+            raise ModelError(
+                "this llama.cpp writes sequences down in a way that shoal does not know: install llama-cpp-python 0.3.36"
+            )
+        before, after = self._around(count)
+        cells = (cache[len(lead) : len(cache) - len(rest)] for cache in self.caches)
+        return b"".join([self.head, *(before + part + after for part in cells)])
+
+    def _around(self, count: int) -> tuple[bytes, bytes]:
+        """Returns the bytes before and behind the cells of a sequence; the last numbers of others count none."""
+        slot = min(self.slot, count - 1)
+        return np.array([count, *[0] * slot], np.int32).tobytes(), bytes(4 * (count - 1 - slot))
 
 
 class Feed:

@@ -1,0 +1,80 @@
+"""Rows of a GGUF file's model that were kept for later rows that begin with the same tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.models.cache import SlotCache
+from shoal.models.cache.kept import MIN_TOKENS, KeptPrefixes
+from shoal.models.gguf.sequences import Sequences, Written
+from shoal.types.prefix import Prefix
+
+
+class _Row(NamedTuple):
+    """A kept row: its owner, its tokens [tokens] int64, and its keys and values as llama.cpp writes them down."""
+
+    owner: str
+    tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    written: Written
+
+
+class KeptSequences(KeptPrefixes):
+    """Kept tokens of one model, row by row; the row that was not used for the longest time is given up first.
+
+    Args:
+        capacity: most tokens. window: width of the model's sliding windows, 0 without; what lies before the window of a row's end
+            is not written down, so that a longer row can only be used whole.
+    """
+
+    def __init__(self, capacity: int, window: int) -> None:
+        super().__init__(capacity)
+        self._capacity, self._window = capacity, window
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        self._number = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the rows that are kept."""
+        return sum(row.written.nbytes for row in self._rows.values())
+
+    def known(self, owner: str, tokens: Sequence[int]) -> int:
+        """How many tokens these begin with that are kept for the owner; 0 if they are too few to copy."""
+        return self._longest(owner, tokens)[0]
+
+    def load(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int, prefix: Prefix | None = None) -> int:
+        """Copies what is kept of the tokens to a slot of a cache; returns how many of the tokens it was."""
+        assert isinstance(cache, Sequences)
+        count, number = self._longest(owner, tokens)
+        if count:
+            cache.write(slot, self._rows[number].written, count)
+            self._rows.move_to_end(number)
+        return count
+
+    def keep(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int) -> None:
+        """Keeps tokens that the row in a cache's slot begins with, unless they are kept."""
+        assert isinstance(cache, Sequences)
+        count, number = self._longest(owner, tokens)
+        if count >= len(tokens) or not MIN_TOKENS <= cache.lengths[slot] <= self._capacity:
+            return
+        if count and count == len(self._rows[number].tokens):  # the beginning of this one
+            del self._rows[number]
+        self._number += 1
+        self._rows[self._number] = _Row(owner, np.array(tokens), cache.read(slot))
+        while sum(row.written.length for row in self._rows.values()) > self._capacity:
+            self._rows.popitem(last=False)
+
+    def _longest(self, owner: str, tokens: Sequence[int]) -> tuple[int, int]:
+        """Returns how many tokens the best row shares with these, and its number; 0 where they are too few."""
+        wanted, best = np.array(tokens), (0, 0)
+        for number, row in self._rows.items():
+            length = min(len(wanted), len(row.tokens))
+            differ = np.flatnonzero(wanted[:length] != row.tokens[:length])
+            count = int(differ[0]) if len(differ) else length
+            whole = not self._window or row.written.length <= self._window or count == row.written.length
+            if row.owner == owner and whole and count > best[0]:
+                best = count, number
+        return best if best[0] >= MIN_TOKENS else (0, 0)

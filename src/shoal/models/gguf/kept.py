@@ -10,7 +10,7 @@ import numpy as np
 
 from shoal.models.cache import SlotCache
 from shoal.models.cache.kept import MIN_TOKENS, KeptPrefixes
-from shoal.models.gguf.sequences import Sequences, Written
+from shoal.models.gguf.sequences import RowState, Sequences
 from shoal.types.prefix import Prefix
 
 
@@ -19,7 +19,7 @@ class _Row(NamedTuple):
 
     owner: str
     tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-    written: Written
+    state: RowState
 
 
 class KeptSequences(KeptPrefixes):
@@ -39,7 +39,7 @@ class KeptSequences(KeptPrefixes):
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the rows that are kept."""
-        return sum(row.written.nbytes for row in self._rows.values())
+        return sum(row.state.nbytes for row in self._rows.values())
 
     def known(self, owner: str, tokens: Sequence[int]) -> int:
         """How many tokens these begin with that are kept for the owner; 0 if they are too few to copy."""
@@ -50,7 +50,7 @@ class KeptSequences(KeptPrefixes):
         assert isinstance(cache, Sequences)
         count, number = self._longest(owner, tokens)
         if count:
-            cache.write(slot, self._rows[number].written, count)
+            cache.restore(slot, self._rows[number].state, count)
             self._rows.move_to_end(number)
         return count
 
@@ -63,8 +63,8 @@ class KeptSequences(KeptPrefixes):
         if count and count == len(self._rows[number].tokens):  # the beginning of this one
             del self._rows[number]
         self._number += 1
-        self._rows[self._number] = _Row(owner, np.array(tokens), cache.read(slot))
-        while sum(row.written.length for row in self._rows.values()) > self._capacity:
+        self._rows[self._number] = _Row(owner, np.array(tokens), cache.state_of(slot))
+        while sum(row.state.length for row in self._rows.values()) > self._capacity:
             self._rows.popitem(last=False)
 
     def _longest(self, owner: str, tokens: Sequence[int]) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class KeptSequences(KeptPrefixes):
             length = min(len(wanted), len(row.tokens))
             differ = np.flatnonzero(wanted[:length] != row.tokens[:length])
             count = int(differ[0]) if len(differ) else length
-            whole = not self._window or row.written.length <= self._window or count == row.written.length
+            whole = not self._window or row.state.length <= self._window or count == row.state.length
             if row.owner == owner and whole and count > best[0]:
                 best = count, number
         return best if best[0] >= MIN_TOKENS else (0, 0)

@@ -83,7 +83,7 @@ class Sequences(SlotCache):
         kept = [slot for slot in range(min(slots, self.slots)) if self.lengths[slot]]
         try:
             for slot in kept:
-                _write(context, slot, self.read(slot).for_sequences(slots))
+                _write(context, slot, self.state_of(slot).for_sequences(slots))
         except BaseException:
             free()
             raise
@@ -106,8 +106,8 @@ class Sequences(SlotCache):
             raise OutOfMemory(f"llama.cpp cannot copy rows: {complaint('no reason')}")
         self._copied.clear()
 
-    def read(self, slot: int) -> Written:
-        """Returns the keys and values of a slot's tokens, written down."""
+    def state_of(self, slot: int) -> RowState:
+        """Returns the keys and values of a slot's tokens."""
         self._settle()
         self._forget(slot)
         lib = library()
@@ -119,13 +119,13 @@ class Sequences(SlotCache):
             end -= lib.llama_state_seq_get_size_ext(self.context, slot, partial) - HEAD
         data = bytes(state)
         caches = [part for part in (data[HEAD:end], data[end:]) if part]
-        return Written(data[:HEAD], caches, slot, self._size[0], self.lengths[slot])
+        return RowState(data[:HEAD], caches, slot, self._size[0], self.lengths[slot])
 
-    def write(self, slot: int, written: Written, length: int) -> None:
-        """Makes the first `length` tokens of a slot those that were written down. Raises OutOfMemory."""
+    def restore(self, slot: int, state: RowState, length: int) -> None:
+        """Makes the first `length` tokens of a slot those of a state. Raises OutOfMemory."""
         self._settle()
-        _write(self.context, slot, written.for_sequences(self._size[0]))
-        self._stored[slot], self.lengths[slot] = written.length, length
+        _write(self.context, slot, state.for_sequences(self._size[0]))
+        self._stored[slot], self.lengths[slot] = state.length, length
 
     def bytes_per_token(self) -> int:
         """Bytes that a token of one row takes over all layers."""
@@ -206,7 +206,7 @@ def _write(context: Any, slot: int, state: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
+class RowState:
     """The keys and values of a sequence, as llama.cpp writes them down.
 
     Attributes:

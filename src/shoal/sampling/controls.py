@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -120,24 +121,26 @@ def report(impossible: Tensor, logits: Tensor, positions: Positions, faults: Fau
     Raises:
         RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
     """
-    for b, j in impossible.nonzero().tolist():
+    rows, columns = impossible.nonzero(as_tuple=True)
+    highest = logits[rows, columns].amax(-1).tolist()
+    for b, j, top in zip(rows.tolist(), columns.tolist(), highest, strict=True):
         row, column = positions.rows[b], positions.first + j
         padding = column not in positions.columns(b)
-        if padding and (faults is None or bool(logits[b, j].amax().isfinite())):
+        if padding and (faults is None or math.isfinite(top)):
             continue
         depth = column if padding else len(positions.path(b, column))
         failure = "" if padding else masks.why(positions, b, column, logits.shape[-1])
-        reason = _reason(logits[b, j], row, depth, failure)
+        reason = _reason(top, row, depth, failure)
         if faults is None:
             raise reason
         faults.setdefault(row, {}).setdefault(column, reason)
 
 
-def _reason(logits: Tensor, row: Row, position: int, failure: str) -> ShoalError:
-    """Why no token is possible at a position with these logits [vocab]; `failure`: of a constraint."""
+def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
+    """Says why no token is possible where the highest logit is `top`; `failure`: of a constraint."""
     sampling, where = row.request.sampling, f"row {row.index} of request {row.group}, draft position {position}"
-    if not bool(logits.amax().isfinite()):
-        return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {logits.amax().item()}")
+    if not math.isfinite(top):
+        return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {top}")
     controls = [
         f"{f.name}={_short(getattr(sampling, f.name))}"
         for f in fields(sampling)

@@ -144,15 +144,7 @@ def test_load_takes_a_drafter_without_a_model(saved_pair: tuple[Path, Path], dra
 @pytest.mark.slow
 def test_ids_of_the_bundled_target_are_those_of_plain_decoding() -> None:
     """Greedy and of a seed, in float32, siblings drafting for each other."""
-    names = (
-        "ngram",
-        "suffix:scope=row",
-        "suffix",
-        "suffix:nodes=6",
-        "suffix:scope=engine",
-        "recycling",
-        "recycling:nodes=0",
-    )
+    names = "ngram suffix:scope=row suffix suffix:nodes=6 suffix:scope=engine recycling recycling:nodes=0".split()
     with shoal.load(dtype="float32", max_batch=3) as pair:
         for options in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4}):
             plain = pair.generate([CODE, "def is_even(n):"], 4, max_new_tokens=24, lookahead="off", **options)  # type: ignore[arg-type]
@@ -203,19 +195,7 @@ def test_the_command_line(saved_pair: tuple[Path, Path], capsys: pytest.CaptureF
     for model in ([], ["--model", str(saved_pair[0])]):
         found = {}
         for lookahead in ("off", "4"):
-            common = [
-                "--draft",
-                "ngram",
-                "--max-new-tokens",
-                "12",
-                "--seed",
-                "1",
-                "--dtype",
-                "float32",
-                "--json",
-                "-k",
-                lookahead,
-            ]
+            common = f"--draft ngram --max-new-tokens 12 --seed 1 --dtype float32 --json -k {lookahead}".split()
             assert run(["generate", "-p", CODE, *common, *model]) == 0
             found[lookahead] = json.loads(capsys.readouterr().out)
         assert [s["token_ids"] for s in found["off"]["prompts"][0]["samples"]] == [
@@ -231,20 +211,8 @@ def test_the_command_line(saved_pair: tuple[Path, Path], capsys: pytest.CaptureF
 
 
 def test_check_needs_no_draft_model(saved_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    command = [
-        "check",
-        "--model",
-        str(saved_pair[0]),
-        "--draft",
-        "ngram:min=1",
-        "-n",
-        "2",
-        "--max-new-tokens",
-        "8",
-        "--repeats",
-        "1",
-    ]
-    assert run([*command, "--dtype", "float32", "--json", "-p", CODE]) == 0
+    options = "--draft ngram:min=1 -n 2 --max-new-tokens 8 --repeats 1 --dtype float32 --json".split()
+    assert run(["check", "--model", str(saved_pair[0]), *options, "-p", CODE]) == 0
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["drafter"]["figure"] == "ngram:min=1,max=4: no model"
     assert checks["memory"]["data"]["kept_bytes"] > 0

@@ -442,20 +442,8 @@ def documents_file(directory: Path) -> Path:
 
 def test_a_set_of_summaries_from_end_to_end(capsys: pytest.CaptureFixture[str], models: list[str], tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
-    common = [
-        "summarize",
-        "--data",
-        documents_file(tmp_path),
-        *models,
-        "-n",
-        2,
-        "--max-new-tokens",
-        8,
-        "--seed",
-        1,
-        "--temperature",
-        1,
-    ]
+    options = "-n 2 --max-new-tokens 8 --seed 1 --temperature 1".split()
+    common = ["summarize", "--data", documents_file(tmp_path), *models, *options]
     code, out, _ = shoal(capsys, *common, "--output", tmp_path / "out", "--time-budget", "1e-6,inf", "--json")
     assert code == 0
     summary = json.loads(out)
@@ -488,19 +476,8 @@ def test_an_interrupted_run_says_how_to_go_on(
         return attempt(self, method, task, prompt)
 
     monkeypatch.setattr(Sampler, "attempt", interrupted)
-    code, out, err = shoal(
-        capsys,
-        "summarize",
-        "--data",
-        documents_file(tmp_path),
-        *models,
-        "-n",
-        1,
-        "--max-new-tokens",
-        2,
-        "--output",
-        tmp_path / "out",
-    )
+    common = ["summarize", "--data", documents_file(tmp_path), *models, "-n", 1, "--max-new-tokens", 2]
+    code, out, err = shoal(capsys, *common, "--output", tmp_path / "out")
     assert (code, out) == (130, "")
     assert "1 of 2 problems sampled" in err
     assert len((tmp_path / "out" / SAMPLES).read_text().splitlines()) == 1
@@ -621,22 +598,8 @@ def test_chats_and_middles_from_end_to_end(
 @pytest.mark.limit(900)
 def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The bundled pair and the real sandbox."""
-    arguments = [
-        "functions",
-        "--limit",
-        2,
-        "-n",
-        2,
-        "--max-new-tokens",
-        48,
-        "--seed",
-        1,
-        "--output",
-        tmp_path,
-        "--no-plot",
-        "--json",
-    ]
-    code, out, err = shoal(capsys, *arguments)
+    options = "--limit 2 -n 2 --max-new-tokens 48 --seed 1 --no-plot --json".split()
+    code, out, err = shoal(capsys, "functions", *options, "--output", tmp_path)
     assert code == 0, err
     summary = json.loads(out)
     assert summary["problems"] == 2

@@ -160,7 +160,7 @@ def test_a_fork_bomb_is_killed(attack: Callable[..., StepResult]) -> None:
             try: os.fork()
             except OSError: pass
         """,
-        wall_seconds=2.0,
+        wall_seconds=1.0,
     )
     assert ended.reason in ("time", "processes")
 

@@ -470,7 +470,7 @@ def with_known_costs(packed: bool = False) -> Auto:
     return Auto(pair_costs)
 
 
-def run(controller: Controller, samples: int = 10_000, **sampling: Any) -> tuple[Engine, list[Row]]:
+def run(controller: Controller, samples: int = 5_000, **sampling: Any) -> tuple[Engine, list[Row]]:
     engine = engine_of(table_model(P), table_model(Q), controller, max_batch=250)
     rows = engine.submit(Request((0, 0), samples, Sampling(**{"seed": 5, **sampling}), Limits(max_new_tokens=4)))
     while engine.step():
@@ -480,7 +480,7 @@ def run(controller: Controller, samples: int = 10_000, **sampling: Any) -> tuple
 
 @pytest.mark.slow
 def test_the_law_stays_whatever_confidence_decides() -> None:
-    engine, rows = run(with_known_costs())
+    engine, rows = run(with_known_costs(), samples=2000)
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
     stats = engine.stats
     assert 0 < stats.accepted < stats.drafted

@@ -96,20 +96,20 @@ def test_one_connection_serves_many_requests(server: Served) -> None:
 
 
 @pytest.mark.slow
-def test_three_hundred_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)  # so many threads take long to send
-    limits = httpx.Limits(max_connections=300)
+    limits = httpx.Limits(max_connections=100)
     with (
-        served(pair(), queue=200) as server,
+        served(pair(), queue=60) as server,
         httpx.Client(limits=limits, timeout=TIMEOUT_SECONDS, base_url=server.url) as client,
     ):
         body = {"prompt": "hello", "max_tokens": 2}
-        threads = [in_background(lambda: client.post("/v1/completions", json=body)) for _ in range(300)]
+        threads = [in_background(lambda: client.post("/v1/completions", json=body)) for _ in range(100)]
         for thread, _ in threads:
             thread.join()
         statuses = [got[0].status_code for _, got in threads]
         assert set(statuses) <= {200, 429}
-        assert statuses.count(200) >= 208
+        assert statuses.count(200) >= 68
         assert_all_given_back(server)
 
 

@@ -128,6 +128,17 @@ CASES = {
         lambda _: PpdDrafter(scripted_tokens(4), 8), REJECTION, "auto", target_with_prompt_tokens, 700
     ),
 }
+FIRST = (
+    "model, coupled",
+    "siblings",
+    "siblings, trees, coupled",
+    "sums",
+    "choices",
+    "medusa",
+    "eagle",
+    "prompt tokens, coupled",
+)
+"""Every drafter, by one rule: what `make test` counts."""
 MODELS = ("model", "sums", "choices", "medusa", "eagle")
 """Whose drafts take passes; prompt tokens ride in those of the target."""
 
@@ -139,7 +150,7 @@ def counted(case: Case) -> tuple[Any, list[Row]]:
     return sampled(drafter, case.rule, lookahead, target=target, samples=case.samples)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_four_tokens_have_the_joint_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a request may draft for each other, and are independent all the same."""
     monkeypatch.setattr("shoal.drafting.first_tokens.SURE", 0.3)  # sums: both of their drafters take part

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from exits import ALPHA, PASSES, V, model_of, run, runner_of, states_after
+from exits import ALPHA, PASSES, V, difference_to_anew, model_of, run, runner_of, states_after
 from laws import joint
 from shoal.config import Limits, Sampling
 from shoal.drafting.draft import read_draft
@@ -111,16 +111,7 @@ def test_the_cache_is_as_if_nothing_was_drafted(target: Runner) -> None:
         for row in rows:
             if row.finish_reason is None:
                 compared += 1
-                anew = target.fork()
-                anew.reserve(1, 64)
-                anew.feed([0], torch.tensor([row.tokens[:-1]]), [len(row.tokens) - 1])
-                own = engine.target.cache
-                assert own.lengths[row.slot] == len(row.tokens) - 1
-                offset = 0 if row.prefix is None else row.prefix.length
-                for mine, theirs in zip(own.stores(), anew.cache.stores(), strict=True):
-                    for held, fresh in zip(mine[:2], theirs[:2], strict=True):
-                        held, fresh = held[row.slot, : len(row.tokens) - 1 - offset], fresh[0, offset : len(row.tokens) - 1]
-                        assert float((held - fresh).abs().max()) < 1e-5
+                assert difference_to_anew(engine, row) < 1e-5
     assert compared > 10
     assert engine.stats.accepted > 0
 

@@ -76,17 +76,33 @@ class Raises:
         return True
 
 
-def run(second: Any, other: Any, k: int) -> tuple[Engine, list[Row]]:
-    drafter = scripted(DRAFTER, VOCAB) if k else None
-    engine = engine_of(scripted(TARGET, VOCAB), drafter, Fixed(k), max_batch=8, rule=Coupled())
-    rows = [
-        row
-        for prompt, constraint in (((1, 2), other), ((4, 5), second), ((3, 4, 5), other))
-        for row in engine.submit(Request(prompt, 1, Sampling(seed=3), Limits(max_new_tokens=NEW), constraints=(constraint,)))
-    ]
+def run_all(second: dict[str, Any], other: dict[str, Any], k: int, temperature: float = 1.0) -> tuple[Engine, list[Row]]:
+    """Three requests, of which the second has something else; what they have is named."""
+    engine = engine_of(
+        scripted(TARGET, VOCAB), scripted(DRAFTER, VOCAB) if k else None, Fixed(k), max_batch=8, rule=Coupled()
+    )
+    rows = []
+    for prompt, given in (((1, 2), other), ((4, 5), second), ((3, 4, 5), other)):
+        sampling = Sampling(seed=3, temperature=temperature, processors=given.get("processors", ()))
+        own = {name: value for name, value in given.items() if name != "processors"}
+        rows += engine.submit(Request(prompt, 1, sampling, Limits(max_new_tokens=NEW), **own))
     while engine.step():
         pass
     return engine, rows
+
+
+def run(second: Any, other: Any, k: int) -> tuple[Engine, list[Row]]:
+    return run_all({"constraints": (second,)}, {"constraints": (other,)}, k)
+
+
+def require_alone(failed: tuple[Engine, list[Row]], well: tuple[Engine, list[Row]], reason: str) -> None:
+    """The second row ends after its fourth token, with the reason; the others say what they say where nothing fails."""
+    (engine, rows), (_, expected) = failed, well
+    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
+    assert [row.tokens for row in rows[::2]] == [row.tokens for row in expected[::2]]
+    assert rows[1].tokens == expected[1].tokens[: 2 + 4]
+    assert re.search(reason, str(rows[1].error))
+    assert engine.scheduler.idle
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -96,25 +112,16 @@ def run(second: Any, other: Any, k: int) -> tuple[Engine, list[Row]]:
      ("shape", r"Even must return tokens of shape \(1, 12\)")],
 )  # fmt: skip
 def test_the_row_of_a_failing_constraint_ends_alone(fails: str, reason: str, k: int) -> None:
-    engine, rows = run(Even(fails), Even(), k)
-    _, well = run(Even(), Even(), k)
-    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
-    assert [row.tokens for row in rows[::2]] == [row.tokens for row in well[::2]]
-    assert rows[1].tokens == well[1].tokens[: 2 + 4]
+    engine, rows = failed = run(Even(fails), Even(), k)
+    require_alone(failed, run(Even(), Even(), k), reason)
     assert isinstance(rows[1].error, RequestError)
-    assert re.search(reason, str(rows[1].error))
-    assert engine.scheduler.idle
     assert (engine.stats.accepted > 0) == (k > 0)
 
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_the_row_of_a_failing_check_ends_alone(k: int) -> None:
-    _, rows = run(Raises(True), Raises(False), k)
-    _, well = run(Raises(False), Raises(False), k)
-    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
-    assert [row.tokens for row in rows[::2]] == [row.tokens for row in well[::2]]
-    assert rows[1].tokens == well[1].tokens[: 2 + 4]
-    assert re.search("a check of the request failed: KeyError.*after at 4", str(rows[1].error))
+    well = run(Raises(False), Raises(False), k)
+    require_alone(run(Raises(True), Raises(False), k), well, "a check of the request failed: KeyError.*after at 4")
 
 
 def test_one_that_fails_before_the_first_token_refuses_its_request() -> None:
@@ -173,21 +180,6 @@ class Forgets:
         return True
 
 
-def run_all(second: dict[str, Any], other: dict[str, Any], k: int, temperature: float = 1.0) -> tuple[Engine, list[Row]]:
-    """As `run`; what the requests have is named."""
-    engine = engine_of(
-        scripted(TARGET, VOCAB), scripted(DRAFTER, VOCAB) if k else None, Fixed(k), max_batch=8, rule=Coupled()
-    )
-    rows = []
-    for prompt, given in (((1, 2), other), ((4, 5), second), ((3, 4, 5), other)):
-        sampling = Sampling(seed=3, temperature=temperature, processors=given.get("processors", ()))
-        own = {name: value for name, value in given.items() if name != "processors"}
-        rows += engine.submit(Request(prompt, 1, sampling, Limits(max_new_tokens=NEW), **own))
-    while engine.step():
-        pass
-    return engine, rows
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize(
@@ -199,14 +191,9 @@ def run_all(second: dict[str, Any], other: dict[str, Any], k: int, temperature: 
 )
 def test_the_row_of_a_failing_processor_ends_alone(fails: str, reason: str, k: int, temperature: float) -> None:
     healthy = {"processors": [Processor()]}
-    engine, rows = run_all({"processors": [Processor(fails)]}, healthy, k, temperature)
-    _, well = run_all(healthy, healthy, k, temperature)
-    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
-    assert [row.tokens for row in rows[::2]] == [row.tokens for row in well[::2]]
-    assert rows[1].tokens == well[1].tokens[: 2 + 4]
+    engine, rows = failed = run_all({"processors": [Processor(fails)]}, healthy, k, temperature)
+    require_alone(failed, run_all(healthy, healthy, k, temperature), reason)
     assert isinstance(rows[1].error, RequestError)
-    assert re.search(reason, str(rows[1].error))
-    assert engine.scheduler.idle
     assert (engine.stats.accepted > 0) == (k > 0)
 
 
@@ -235,10 +222,4 @@ def test_a_processor_that_fails_for_rejected_drafts_alone_is_not_noticed() -> No
     ],
 )
 def test_the_row_of_what_fails_at_a_committed_token_ends_with_it(kind: Any, name: str, reason: str, k: int) -> None:
-    engine, rows = run_all({name: [kind(True)]}, {name: [kind()]}, k)
-    _, well = run_all({name: [kind()]}, {name: [kind()]}, k)
-    assert [row.finish_reason for row in rows] == ["length", "error", "length"]
-    assert [row.tokens for row in rows[::2]] == [row.tokens for row in well[::2]]
-    assert rows[1].tokens == well[1].tokens[: 2 + 4]
-    assert re.search(reason, str(rows[1].error))
-    assert engine.scheduler.idle
+    require_alone(run_all({name: [kind(True)]}, {name: [kind()]}, k), run_all({name: [kind()]}, {name: [kind()]}, k), reason)

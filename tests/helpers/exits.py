@@ -72,6 +72,21 @@ def run(
     return engine, [row.tokens for row in rows[:2] + rows[3:]]
 
 
+def difference_to_anew(engine: Engine, row: Row) -> float:
+    """The largest difference of a running row's keys and values to those of its committed tokens computed anew."""
+    own, anew, held = engine.target.cache, engine.target.fork(), len(row.tokens) - 1
+    anew.reserve(1, 64)
+    anew.feed([0], torch.tensor([row.tokens[:-1]]), [held])
+    assert own.lengths[row.slot] == held
+    offset = 0 if row.prefix is None else row.prefix.length
+    pairs = [
+        (mine[row.slot, : held - offset], fresh[0, offset:held])
+        for stores, theirs in zip(own.stores(), anew.cache.stores(), strict=True)
+        for mine, fresh in zip(stores[:2], theirs[:2], strict=True)
+    ]
+    return max(float((mine - fresh).abs().max()) for mine, fresh in pairs)
+
+
 @torch.inference_mode()
 def states_after(hf: Any, tokens: Sequence[int]) -> Sequence[Tensor]:
     """Hidden states after each layer, [tokens, width] each; those before the first come first."""

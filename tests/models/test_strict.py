@@ -196,7 +196,7 @@ def decode(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_greedy_ids_are_plain_ids_at_any_draft_length_and_batch(dtype: torch.dtype) -> None:
     _, expected = decode(runners(dtype), 0, 1, temperature=0)
-    for k, batch in [(0, 3), (0, 8), (1, 8), (4, 1), (4, 3), (6, 8)]:
+    for k, batch in [(0, 8), (1, 3), (4, 1), (6, 8)]:
         engine, found = decode(runners(dtype), k, batch, temperature=0)
         assert found == expected, (k, batch)
         assert (engine.stats.drafted > 0) == (k > 0)
@@ -207,7 +207,7 @@ def test_greedy_ids_are_plain_ids_at_any_draft_length_and_batch(dtype: torch.dty
 @pytest.mark.parametrize("k", [0, 4])
 def test_sampled_ids_do_not_depend_on_the_batch(dtype: torch.dtype, k: int) -> None:
     first, expected = decode(runners(dtype), k, 1, temperature=0.8)
-    for batch, order in [(3, range(8)), (8, range(8)), (8, range(7, -1, -1)), (2, (5, 1, 6))]:
+    for batch, order in [(3, range(8)), (8, range(7, -1, -1)), (2, (5, 1, 6))]:
         engine, found = decode(runners(dtype), k, batch, rows=order, temperature=0.8)
         assert found == {i: expected[i] for i in order}, (batch, order)
         if len(order) == 8:
@@ -232,6 +232,7 @@ def test_load_makes_both_models_strict(tmp_path: Any) -> None:
     assert coupled.stats.accepted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900)
 def test_the_bundled_pair_in_bfloat16() -> None:
     """Plain and one by one against six drafted tokens and four rows."""

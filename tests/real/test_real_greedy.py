@@ -99,7 +99,9 @@ def decoded(model: Shoal, drafter: Drafter | None, tokens: int, **options: Any) 
     return model.generate(PROMPTS, N, drafter=drafter, temperature=0, max_new_tokens=tokens, eos=(), lookahead=4, **options)
 
 
-@pytest.mark.parametrize(("dtype", "compile"), KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "compile"), [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
 def test_which_passes_run(pair: Any, dtype: str, compile: str) -> None:
     """Honest passes of a real model are not refused, in 16 bits either."""
     model = pair(dtype, compile)

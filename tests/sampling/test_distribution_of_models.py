@@ -112,6 +112,7 @@ def test_captured_steps_of_a_drafter(executor: str, width: int) -> None:
     assert chi_square(joint(rows, VOCAB), law()) > ALPHA
 
 
+@pytest.mark.slow
 def test_an_int8_drafter() -> None:
     copy, how = quantized(llama(VOCAB, 1), "int8")
     assert how == "int8"
@@ -119,6 +120,7 @@ def test_an_int8_drafter() -> None:
     assert chi_square(joint(rows, VOCAB), law()) > ALPHA
 
 
+@pytest.mark.slow
 def test_a_bfloat16_drafter() -> None:
     drafter = LlamaForCausalLM(llama(VOCAB, 1).config).eval()
     drafter.load_state_dict(llama(VOCAB, 1).state_dict())
@@ -157,6 +159,7 @@ def test_the_noise_of_auto_is_numbered_by_round(monkeypatch: pytest.MonkeyPatch)
 # ── through Transformers' own `generate` ────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_generate_with_custom_generate() -> None:
     """`do_sample=True` really samples, by the coupled rule there."""
     torch.manual_seed(0)

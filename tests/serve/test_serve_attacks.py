@@ -25,7 +25,8 @@ import torch
 
 from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, served, whole_answer
 from shoal import cli
-from shoal.cli.serve import serve, served_name
+from shoal.cli.serve import serve
+from shoal.models.sources import name_of
 from shoal.serve import bodies, ops, protocol, run
 from shoal.serve.api_errors import public
 from shoal.serve.hosts import hosts_of
@@ -213,11 +214,14 @@ def test_paths_are_named_by_their_last_part(said: str, public_text: str) -> None
     assert public(said) == public_text
 
 
-def test_a_model_at_a_path_is_served_by_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_called_by_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
-    names = [served_name(name) for name in (None, "Qwen/Qwen3-8B", "small", "./small/", str(tmp_path / "small"))]
-    assert names == ["bundled", "Qwen/Qwen3-8B", "small", "small", "small"]
+    names = [
+        name_of(name)
+        for name in ("Qwen/Qwen3-8B", "small", "./small/", str(tmp_path / "small"), "/a/b.gguf", "hub/id:c.gguf")
+    ]
+    assert names == ["Qwen/Qwen3-8B", "small", "small", "small", "b", "c"]
 
 
 # ── keys before bodies ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -34,6 +34,7 @@ from shoal.cli.serve import (
     ray_cluster,
 )
 from shoal.errors import InternalError, RequestError
+from shoal.models.sources import name_of
 
 if TYPE_CHECKING:
     from shoal.serve.api_paths import Json
@@ -137,7 +138,7 @@ def batch(
     if rule == "auto":
         rule = "coupled" if any(line.seeded for line in lines) else "rejection"
     allowed = settings.Settings(
-        model=naming.name or source.model or "bundled", max_n=limits.max_n, max_tokens=limits.max_tokens,
+        model=naming.name or name_of(source.model or "bundled"), max_n=limits.max_n, max_tokens=limits.max_tokens,
         timeout=limits.timeout, seeds=rule == "coupled", chat_template=read_template(naming.chat_template),
         turn_ends=turn_ends(naming.chat_template),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from shoal.cli.options import ModelSource, Rule, parse_lookahead
 from shoal.cli.tls import TlsOptions
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
+from shoal.models.sources import name_of
 
 if TYPE_CHECKING:
     from shoal.serve.settings import Settings
@@ -196,7 +197,7 @@ def serve(
     except ImportError as error:
         raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
-    allowed = _settings(naming.name or [served_name(source.model)], naming.chat_template, rule, address, limits)
+    allowed = _settings(naming.name or [name_of(source.model or "bundled")], naming.chat_template, rule, address, limits)
     if rule in LOSSY_RULES:
         _say(LOSSY_RULES[rule], "yellow")
     memory = in_bytes(limits.kv_memory), in_bytes(0 if source.tensor_parallel else limits.prefix_memory)
@@ -272,14 +273,6 @@ def _say(text: str, style: str | None = None) -> None:
 
     with suppress(OSError):
         stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def served_name(model: str | None) -> str:
-    """What clients call a model: a directory by its last part, which hides the path."""
-    if model is None:
-        return "bundled"
-    place = Path(model).expanduser()
-    return place.resolve().name if place.is_dir() else model
 
 
 def in_bytes(gib: float | None) -> int | None:

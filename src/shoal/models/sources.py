@@ -77,6 +77,15 @@ def directory_of(source: str | Path) -> Path | None:
     return path
 
 
+def name_of(source: str) -> str:
+    """Returns the name by which people call a model, without any path: the last part of a directory, a GGUF file without its
+    ending, a Hub id as it is."""
+    if source.endswith(GGUF):
+        return Path(source.rpartition(":")[2]).stem
+    place = Path(source).expanduser()
+    return place.resolve().name if place.is_dir() else source
+
+
 def require_source(source: str | Path, revision: str | None = None, local_files_only: bool = False) -> bool:
     """Checks that a model can be had. A GGUF file of the Hub is then on this machine.
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from shoal.models.sources import GGUF, directory_of
+from shoal.models.sources import GGUF, directory_of, name_of
 
 SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 """Files of a model's directory that determine its logits and its tokenization."""
@@ -41,10 +41,8 @@ def people_call(model: str) -> str:
     for part in ("target", "drafter"):
         if Path(model) == bundled(part):
             return f"bundled {part}"
-    if Path(model).is_dir():
-        return Path(model).resolve().name
-    if model.endswith(GGUF):
-        return Path(model.rpartition(":")[2]).stem
+    if Path(model).is_dir() or model.endswith(GGUF):
+        return name_of(model)
     return "+".join(part.partition(":")[0] for part in model.split("+"))
 
 

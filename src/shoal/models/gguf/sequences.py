@@ -143,9 +143,7 @@ class Sequences(SlotCache):
 
     def _forget(self, slot: int) -> None:
         """Removes the cells of a slot beyond its length."""
-        if self._stored[slot] > self.lengths[slot]:
-            library().llama_memory_seq_rm(self.memory, slot, self.lengths[slot], -1)
-            self._stored[slot] = self.lengths[slot]
+        self.zero_tail(slot, self.lengths[slot])
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
         """A new row takes the slot, and has no tokens."""
@@ -166,7 +164,8 @@ class Sequences(SlotCache):
     def zero_tail(self, slot: int, length: int) -> None:
         """Removes what the slot holds from position `length` on."""
         if self._stored[slot] > length:
-            library().llama_memory_seq_rm(self.memory, slot, length, -1)
+            if not library().llama_memory_seq_rm(self.memory, slot, length, -1):
+                raise ModelError(f"{self._model.file}: llama.cpp cannot take a row back to {length} tokens")
             self._stored[slot] = length
 
     def zero_non_finite(self, slot: int) -> None:

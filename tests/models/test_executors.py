@@ -17,6 +17,7 @@ import shoal
 from fused_launches import counting
 from native_kernels import needs_compiler
 from shoal.cli import check_model
+from shoal.errors import OutOfMemory
 from shoal.models import formats, passes, weights
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
@@ -184,6 +185,61 @@ def test_the_executor_of_each_kind_of_pass_on_cuda(
         found = runner.explain([0], [1]).refusals
     assert [refusal.executor for refusal in found] == list(refusals)
     assert all(reason in refusal.reason for refusal, reason in zip(found, refusals.values(), strict=True))
+
+
+@needs_triton
+def test_a_kernel_that_fails_leaves_passes_to_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some GPU may have too little shared memory for a shape; that is found when the pass is made, or at load."""
+    with counting(monkeypatch):
+        runner = on_cuda("auto", monkeypatch)
+        real = type(runner.fused_layers).ordinary
+
+        def failing(self: Any, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            if tokens.shape[1] > 5:
+                raise ValueError("out of resource: shared memory\nand more")
+            return real(self, tokens, *arguments)
+
+        monkeypatch.setattr(type(runner.fused_layers), "ordinary", failing)
+        runner.reserve(1, 80)
+        ids = torch.arange(12)[None]
+        runner.feed([0], ids[:, :4], [4])
+        with pytest.warns(RuntimeWarning, match="no more Triton layers, modules compute .ValueError: out of resource"):
+            runner.feed([0], ids[:, :8], [8])
+        runner.feed([0], ids[:, :2], [2])
+        assert runner.take_executors() == {TRITON: 1, MODULES: 2}
+        assert runner.cache.lengths[0] == 14
+        assert "not Triton layers: ValueError: out of resource: shared memory" in str(runner.explain([0], [1]))
+        assert runner.fork().fused_layers is None
+
+
+@needs_triton
+def test_memory_that_is_short_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counting(monkeypatch):
+        runner = on_cuda("auto", monkeypatch)
+
+        def failing(*_: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(type(runner.fused_layers), "ordinary", failing)
+        runner.reserve(1, 8)
+        with pytest.raises(OutOfMemory):
+            runner.feed([0], torch.tensor([[1]]), [1])
+        assert runner.fused_layers is not None
+
+
+@needs_triton
+def test_a_kernel_that_fails_at_load_leaves_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.models.layers.decoder import FusedLayers
+
+    def failing(*_: Any) -> torch.Tensor:
+        raise ValueError("out of resource: shared memory")
+
+    monkeypatch.setattr(FusedLayers, "ordinary", failing)
+    runner = wrap(copy.deepcopy(tiny_model("llama")), "llama", "pad", checked=False)
+    with counting(monkeypatch), pytest.warns(RuntimeWarning, match="no more Triton layers"):
+        passes.use_fused_layers(runner)
+    assert runner.fused_layers is None
+    assert "out of resource" in runner.absent[TRITON]
 
 
 @needs_triton

@@ -77,7 +77,7 @@ def use_fused_layers(runner: Runner) -> None:
         return
     runner.fused_layers = layers
     error = largest_error(runner)
-    if not _computes_the_model(runner, "fused layers", error):
+    if runner.fused_layers is not None and not _computes_the_model(runner, "fused layers", error):
         runner.fused_layers = None
         runner.absent[TRITON_LAYERS] = f"they diverge from the modules by {error:.3g} nats"
 

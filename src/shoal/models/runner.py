@@ -419,8 +419,10 @@ class Runner:
     def executors(self) -> Sequence[Executor]:
         """The executors in the order in which they are asked; the last one computes every batch."""
         lean = () if self.lean is None else (CDecoder(self.lean), LayerLoop(self.lean))
-        triton = () if self.fused_layers is None else (TritonLayers(self._bridge, self.known_ids),)
-        return (*lean, *triton, Modules(self._bridge, self.known_ids, self.forward_context))
+        modules = Modules(self._bridge, self.known_ids, self.forward_context)
+        if self.fused_layers is None:
+            return (*lean, modules)
+        return (*lean, TritonLayers(self._bridge, self.known_ids, modules, self.absent), modules)
 
     def explain(
         self, slots: Sequence[int], counts: Sequence[int], *, parents: Parents | None = None, want_logits: bool = True

@@ -38,8 +38,7 @@ class Failures:
         Args:
             kind: the kind of the round, without anything that says nothing about failures.
         """
-        text = (str(error).strip() or "no reason given").splitlines()[0]
-        reason = f"{type(error).__name__}: {text:.300}"
+        reason = words_of(error)
         if is_out_of_memory(error):
             self._memory, self._waiting, self._patience = reason, self._patience, 2 * self._patience
             return f"no captured rounds for the next {self._waiting} rounds ({reason})"
@@ -72,6 +71,12 @@ class Failures:
             return [f"no captured rounds: {self.end}"]
         memory = [f"no captured rounds for now: {self._memory}"] if self._waiting else []
         return [f"some kinds of rounds are not captured: {reason}" for reason in self._kinds.values()] + memory
+
+
+def words_of(error: Exception) -> str:
+    """Returns the name of an error and the first line of its message."""
+    text = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"{type(error).__name__}: {text:.300}"
 
 
 def require_device(device: torch.device, error: Exception) -> None:

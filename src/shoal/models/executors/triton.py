@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
+from torch import Tensor
+
 from shoal.models.bridge import Bridge
+from shoal.models.compiled.failures import require_device, words_of
 from shoal.models.executors.lean import REPLACED
-from shoal.models.executors.protocol import Batch, Output
+from shoal.models.executors.protocol import Batch, Executor, Output
 from shoal.models.lean.forward import known_tokens
+from shoal.models.out_of_memory import is_out_of_memory
 
 TRITON_LAYERS = "Triton layers"
 
@@ -13,15 +19,21 @@ TRITON_LAYERS = "Triton layers"
 class TritonLayers:
     """Computes prompts, blocks and draft trees by the fused layers of a model (`shoal.models.layers`).
 
+    A kernel may need more registers or shared memory than a GPU has for some shape of a pass: the
+    layers are then given up, for all runners of the model, and a row never ends for that.
+
     Args:
         bridge: has the layers.
         known_ids: number of ids that the model can read.
+        otherwise: computes a pass for which a kernel failed.
+        absent: receives the reason (`Runner.absent`).
     """
 
     name = TRITON_LAYERS
 
-    def __init__(self, bridge: Bridge, known_ids: int) -> None:
+    def __init__(self, bridge: Bridge, known_ids: int, otherwise: Executor, absent: dict[str, str]) -> None:
         self._bridge, self._known_ids = bridge, known_ids
+        self._otherwise, self._absent = otherwise, absent
 
     def refuses(self, batch: Batch) -> str | None:
         """Returns the reason: inputs and outputs that the layers do not have, or replaced weights."""
@@ -32,8 +44,20 @@ class TritonLayers:
 
     def __call__(self, batch: Batch) -> Output:
         """Computes a pass."""
+        try:
+            return Output(self._logits(batch), None, self.name)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            require_device(batch.plan.device, error)
+            self._absent[self.name] = words_of(error)
+        self._bridge.layers = None
+        warnings.warn(f"no more {self.name}, modules compute ({self._absent[self.name]})", RuntimeWarning, stacklevel=3)
+        return self._otherwise(batch)
+
+    def _logits(self, batch: Batch) -> Tensor:
         layers, plan = self._bridge.layers, batch.plan
         assert layers is not None
         tokens = plan.pack(known_tokens(plan, batch.tokens, self._known_ids))
         logits = layers.ordinary(tokens, batch.cache, batch.method, batch.want_logits)
-        return Output(plan.unpack(logits) if batch.want_logits else logits, None, self.name)
+        return plan.unpack(logits) if batch.want_logits else logits

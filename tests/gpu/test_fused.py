@@ -62,10 +62,25 @@ def test_auto_takes_it_where_it_runs(
     for name in ("mixed", "fused"):
         monkeypatch.setattr(methods, name, lambda inputs, name=name: asked.append(name))
     monkeypatch.setattr(module, "_has_triton", lambda: triton)
+    monkeypatch.setattr(module, "_multiplies", lambda device: True)
     monkeypatch.setattr(methods, "native_available", lambda *_: False)
     query = SimpleNamespace(is_cuda=cuda, dtype=dtype, device=torch.device("cpu"))
     methods.auto(replace(build([50, 40], [1, 1], torch.float32), query=query))  # type: ignore[arg-type]
     assert asked == [chosen]
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_without_tensor_cores_for_it_pads(
+    capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a T4 the kernel compiles, spills kilobytes a thread and takes many times as long as the padded call."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(module, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = SimpleNamespace(
+        is_cuda=True, dtype=torch.float16, device=torch.device("cuda", capability[0] * 10 + capability[1])
+    )
+    assert available(query) is runs  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("variable", "runs"), [("1", True), ("0", False), (None, False)])

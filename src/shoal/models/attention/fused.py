@@ -29,6 +29,8 @@ MOST_SPLITS = 64
 """One program joins the shares of a query."""
 PROGRAMS = 2
 """Programs wanted per multiprocessor before keys are no longer shared out."""
+CAPABILITY = (8, 0)
+"""Compute capability from which the kernels run."""
 EVERYTHING = 1 << 30
 """A window that hides nothing."""
 
@@ -56,8 +58,8 @@ class Tiling:
 
 
 def available(query: Tensor) -> bool:
-    """Whether the kernel can run where the query is, in its dtype."""
-    return query.dtype in DTYPES and _has_triton() and (query.is_cuda or _interpreted())
+    """Whether the kernel runs well where the query is, in its dtype."""
+    return query.dtype in DTYPES and _has_triton() and ((query.is_cuda and _multiplies(query.device)) or _interpreted())
 
 
 def fused(inputs: AttentionInputs) -> Tensor:
@@ -69,7 +71,8 @@ def fused(inputs: AttentionInputs) -> Tensor:
     query = inputs.query
     if not available(query):
         raise RequestError(
-            "attention='fused' needs Triton, a CUDA device (or TRITON_INTERPRET=1, slow) and float32, bfloat16 or float16; "
+            "attention='fused' needs Triton, a CUDA device of compute capability 8.0 or later (or TRITON_INTERPRET=1, slow) and "
+            "float32, bfloat16 or float16; "
             f"got {query.device.type}, {query.dtype}{'' if _has_triton() else ', no Triton'}; attention='auto' runs anywhere"
         )
     shared = None
@@ -186,6 +189,12 @@ def _dense(tensor: Tensor) -> Tensor:
 def _processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; the interpreter is one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _multiplies(device: torch.device) -> bool:
+    """Whether a GPU has the tensor cores that the kernels are compiled for; on older ones they spill and crawl."""
+    return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 @cache

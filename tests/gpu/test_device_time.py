@@ -31,7 +31,8 @@ class Event:
     def __init__(self, device: Pretend) -> None:
         self._device, self.at, self.waited = device, 0, False
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
+        self.stream = stream
         self.at = self._device.counts["launch"] + self._device.counts["captured"]
 
     def elapsed_time(self, other: Event) -> float:
@@ -123,6 +124,15 @@ def test_stretches_are_added_up_and_a_broken_one_is_forgotten(device: Pretend) -
         spans.end()
     assert len(spans._all) == device_time.MOST
     assert spans.take() == pytest.approx((3 * device_time.MOST + 1) / 1000)
+
+
+def test_a_model_is_timed_on_the_stream_of_its_own_device(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may be another one, whose stream is idle."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
+    spans = Spans(torch.device("cuda:1"))
+    spans.begin()
+    spans.end()
+    assert [event.stream for event in spans._all[0]._events] == ["the stream of cuda:1"] * 2
 
 
 def test_without_events_it_is_the_clock_of_the_host() -> None:

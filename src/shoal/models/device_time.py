@@ -16,6 +16,11 @@ def event_for(device: torch.device) -> Any:
     return torch.cuda.Event(enable_timing=True) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
+def _stream(device: torch.device) -> Any:
+    """Returns the stream that works for a device: without one, an event is recorded on the stream of the current device."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class Moments:
     """Moments in the work of a device, noted again and again.
 
@@ -24,6 +29,7 @@ class Moments:
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
         self._events = [event_for(device) for _ in range(count)]
         self._times = [0.0] * count
 
@@ -34,7 +40,7 @@ class Moments:
     def note(self, place: int) -> None:
         """This is the moment: all work launched before it is done, none of what is launched after it."""
         if self._events[place] is not None:
-            self._events[place].record()
+            self._events[place].record(_stream(self._device))
         else:
             self._times[place] = time.perf_counter()
 

@@ -6,6 +6,7 @@ Tests of: models.compiled.executors.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -190,6 +191,22 @@ def test_a_failed_capture_leaves_no_trace(cuda: Cuda, breaks: bool, monkeypatch:
     assert cuda.streams == ["default"]
     assert (cuda.capturing, cuda.serving) == (None, None)
     assert gc.isenabled()
+
+
+def test_one_thread_captures_at_a_time(cuda: Cuda) -> None:
+    """On the stream that they share, what another thread warms up would be recorded into this one's graph."""
+    order: list[str] = []
+    other = threading.Thread(target=lambda: Graphs(DEVICE)(lambda: order.append("other")))
+
+    def run() -> None:
+        order.append("one")
+        if len(order) == executors.WARM_UPS + 1:
+            other.start()
+            other.join(0.2)  # it waits for this one
+
+    Graphs(DEVICE)(run)
+    other.join()
+    assert order == ["one"] * (executors.WARM_UPS + 1) + ["other"] * (executors.WARM_UPS + 1)
 
 
 def test_nothing_is_collected_during_a_capture(cuda: Cuda) -> None:

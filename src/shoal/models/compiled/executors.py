@@ -11,6 +11,7 @@ alive without users, and the allocator refuses a capture into such a pool.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -42,8 +43,11 @@ class Graphs:
         self._pool: Any = None
 
     def __call__(self, run: Run) -> Run:
-        """Runs the function a few times aside, records one run, and returns its replay."""
-        with torch.cuda.device(self._device):
+        """Runs the function a few times aside, records one run, and returns its replay.
+
+        One thread at a time: captures share a stream, and the warm-up of one would be recorded by the other.
+        """
+        with _capturing, torch.cuda.device(self._device):
             graph, result = self._captured(run)
 
         def replay() -> Any:
@@ -97,6 +101,8 @@ class Graphs:
 
 
 _streams: dict[torch.device, Any] = {}
+_capturing = threading.Lock()
+"""Held during a capture, on any device."""
 
 
 def _stream(device: torch.device) -> Any:

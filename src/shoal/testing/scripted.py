@@ -203,11 +203,17 @@ def says(sequences: Iterable[Sequence[int]], vocab_size: int, otherwise: int = 0
 def hashed(vocab_size: int, seed: int = 0, spread: float = 1.5) -> History:
     """Logits N(0, spread²) that change completely with any token of the history, however far back."""
 
-    def script(ids: tuple[int, ...]) -> Tensor:
-        values = np.random.default_rng((seed, *ids)).normal(scale=spread, size=vocab_size)
-        return torch.from_numpy(values)
+    drawn = _remembered_normals if vocab_size <= 512 else _normals
+    return lambda ids: torch.from_numpy(drawn((seed, *ids), spread, vocab_size).copy())
 
-    return script
+
+def _normals(seeds: tuple[int, ...], spread: float, size: int) -> Any:
+    """Draws N(0, spread²), [size] float64."""
+    return np.random.default_rng(seeds).normal(scale=spread, size=size)
+
+
+_remembered_normals = functools.lru_cache(1 << 14)(_normals)
+"""A script is asked again about the same histories by each model that follows it."""
 
 
 def mixed(first: History, second: History, every: int = 2) -> History:

@@ -129,6 +129,7 @@ def test_whole_runs(options: dict[str, Any], layers: bool) -> None:
     captured(pair("llama", STATIC, layers), decode(pair("llama", None), **options), **options)
 
 
+@pytest.mark.skipif(PRETENDED, reason="pretended tensors have no addresses")
 def test_replaced_weights_are_found_by_the_next_round() -> None:
     """A graph goes on with the address that it was captured with, and nothing else looks."""
     made = pair("llama", STATIC)

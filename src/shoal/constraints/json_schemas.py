@@ -9,7 +9,9 @@ import json
 from typing import Any
 
 from shoal.constraints.disjoint import Proofs, resolved
+from shoal.constraints.exact_numbers import BOUNDS, inward, require_exact, require_levels, too_deep
 from shoal.constraints.unique_items import with_orders
+from shoal.errors import RequestError
 
 WHITESPACE: dict[str, dict[str, Any]] = {
     "bounded": {"whitespace_pattern": r"[ ]|\n[ \t]{0,20}"},
@@ -71,13 +73,21 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
 
     Args:
         text: the schema; what is no JSON comes back as it is. whitespace: a name of `WHITESPACE`.
+
+    Raises:
+        RequestError: see `shoal.constraints.exact_numbers`.
     """
     try:
         root = json.loads(text)
+        require_levels(root)
         root = {} if root is True else root  # which no options can be given with
         own = root.get("x-guidance") if isinstance(root, dict) else None
         text = json.dumps(_Reading(root).bounded(root), allow_nan=False)
-    except (ValueError, RecursionError):
+    except RequestError:
+        raise
+    except RecursionError as error:
+        raise too_deep() from error
+    except ValueError:
         return text, {}
     blanks = isinstance(own, dict) and ("whitespace_flexible" in own or "whitespace_pattern" in own)
     return text, {} if blanks or not isinstance(root, dict) else WHITESPACE[whitespace]
@@ -100,6 +110,9 @@ class _Reading:
             return schema
         if names:
             return {name: self.bounded(one) for name, one in schema.items()}
+        for keyword in ("const", "enum"):
+            require_exact(schema.get(keyword))
+        schema = {k: inward(k, v) if k in BOUNDS else v for k, v in schema.items()}
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
         made = _bounded_format(made)
         if "uniqueItems" in schema:

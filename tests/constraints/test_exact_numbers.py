@@ -1,0 +1,89 @@
+"""Numbers that the grammar library would read as others, and schemas too deep for it.
+
+Tests of: constraints.exact_numbers, constraints.json_schemas.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import shoal
+from shoal.config import Grammar
+from shoal.constraints.exact_numbers import BOUNDS, EXACT, LARGEST, MOST_LEVELS, inward
+from shoal.errors import RequestError
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -(2**63)},  # ends the process in llguidance
+        {"enum": [1, -(2**63)]},
+        {"const": 725653563933458431},
+        {"properties": {"a": {"enum": ["x", {"deep": [EXACT + 1]}]}}},
+        {"const": 2**63 - 1},
+        {"const": -(2**63) - 1},
+        {"const": -(2**64)},
+        {"anyOf": [{"const": 10**400}]},
+    ],
+)
+def test_constants_that_would_come_out_as_others_are_refused(schema: dict[str, Any], bundled: shoal.Shoal) -> None:
+    with pytest.raises(RequestError, match=r"has more than 53 bits"):
+        bundled.generate("x", 1, grammar=Grammar("json_schema", json.dumps(schema)), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("constant", [EXACT, -EXACT, 2**60, -LARGEST, 10**25, 0, 1.5, 1e22, "725653563933458431", True])
+def test_other_constants_come_out_digit_for_digit(constant: Any, bundled: shoal.Shoal) -> None:
+    grammar = Grammar("json_schema", json.dumps({"const": constant}))
+    text = bundled.generate("x", 1, grammar=grammar, max_new_tokens=60, seed=1)[0].samples[0].text
+    assert json.loads(text) == constant
+
+
+@given(st.sampled_from(sorted(BOUNDS)), st.integers(-(2**70), 2**70), st.integers(-3, 3))
+@example("maximum", EXACT + 1, 0)
+@example("minimum", EXACT + 1, 0)
+@example("minimum", -(2**63), 0)
+def test_bounds_are_rounded_inwards(keyword: str, bound: int, near: int) -> None:
+    """To a double that excludes all that the bound excludes, as far as 64-bit integers go."""
+    made, way = inward(keyword, bound), BOUNDS[keyword]
+    if abs(bound) > LARGEST:
+        assert made in (bound, LARGEST, -LARGEST)
+        assert (made - bound) * way >= 0
+        return
+    assert int(float(made)) == made
+    assert (made - bound) * way >= 0
+    assert abs(made - bound) <= 2048
+    if abs(bound) <= EXACT:
+        assert made == bound
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": "integer", "exclusiveMinimum": -1e30},
+        {"type": "integer", "minimum": EXACT + 1, "maximum": EXACT + 5},
+    ],
+)
+def test_values_within_wide_bounds(schema: dict[str, Any], bundled: shoal.Shoal) -> None:
+    grammar = Grammar("json_schema", json.dumps(schema))
+    for sample in bundled.generate("x", 4, grammar=grammar, max_new_tokens=60, seed=1, temperature=1.5)[0].samples:
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        assert low <= json.loads(sample.text) <= schema.get("maximum", 10**20)
+
+
+@pytest.mark.parametrize("levels", [MOST_LEVELS + 1, MOST_LEVELS + 30, 100_000])
+def test_schemas_too_deep_are_refused_in_words(levels: int, bundled: shoal.Shoal) -> None:
+    text = '{"items":' * levels + "{}" + "}" * levels
+    with pytest.raises(RequestError, match=rf"nested more than {MOST_LEVELS} levels deep"):
+        bundled.generate("x", 1, grammar=Grammar("json_schema", text), max_new_tokens=4)
+
+
+def test_a_schema_as_deep_as_can_be_is_read(bundled: shoal.Shoal) -> None:
+    levels = MOST_LEVELS - 1
+    text = '{"type":"array","items":' * levels + "{}" + "}" * levels
+    assert bundled.generate("x", 1, grammar=Grammar("json_schema", text), max_new_tokens=4).stats.committed

@@ -360,7 +360,10 @@ SCHEMAS: dict[str, Any] = {
         "type": "object", "patternProperties": {"^x[0-9]$": {"type": "boolean"}}, "additionalProperties": False,
         "maxProperties": 2,
     },
-    "minProperties": {"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}, "maxProperties": 3},
+    "minProperties": {
+        "type": "object", "minProperties": 2, "properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "required": ["a", "b"],
+        "additionalProperties": {"type": "null"}, "maxProperties": 3,
+    },
     "names to be escaped": {
         "type": "object", "properties": {"q\"\\é\n": {"type": "null"}}, "required": ["q\"\\é\n"], "additionalProperties": False,
     },

@@ -1,4 +1,4 @@
-"""Numbers that the grammar library would read as others, and schemas too deep for it.
+"""Schemas that the grammar library would read otherwise: numbers, depths, keys that come twice.
 
 Tests of: constraints.exact_numbers, constraints.json_schemas.
 """
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import shoal
 from shoal.config import Grammar
 from shoal.constraints.exact_numbers import BOUNDS, EXACT, LARGEST, MOST_LEVELS, inward
+from shoal.constraints.json_schemas import prepared
 from shoal.errors import RequestError
 
 
@@ -87,3 +88,46 @@ def test_a_schema_as_deep_as_can_be_is_read(bundled: shoal.Shoal) -> None:
     levels = MOST_LEVELS - 1
     text = '{"type":"array","items":' * levels + "{}" + "}" * levels
     assert bundled.generate("x", 1, grammar=Grammar("json_schema", text), max_new_tokens=4).stats.committed
+
+
+AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        (r'{"age":1,"\u0061ge":"x"}', False),
+        (r'{"age":1,"\u0062":"x"}', False),
+        ('{"age":1,"age":2}', False),
+        (r'{"age":1,"b":"\n\"\\é"}', True),
+        ('{"age":1,"b":"x","é":2}', True),
+    ],
+)
+def test_no_key_spells_a_listed_one_by_escapes(text: str, taken: bool) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    schema, options = prepared(json.dumps(AGE), "bounded")
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=options))
+    tokens = tokenizer.tokenize_str(text)
+    assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == taken
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"minProperties": 2}, True),
+        ({"minProperties": 3, "properties": {"a": {}}, "required": ["a"]}, True),
+        ({"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": False}, True),
+        ({"minProperties": 1}, False),
+        ({"minProperties": 2, "properties": {"a": {}, "b": {}}, "required": ["a", "b"]}, False),
+        ({"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False}, False),
+        ({"maxProperties": 2}, False),
+    ],
+)
+def test_a_least_number_of_keys_cannot_be_had_by_one_key_twice(fields: dict[str, Any], refused: bool) -> None:
+    schema = json.dumps({"type": "object", **fields})
+    if refused:
+        with pytest.raises(RequestError, match="a key could come twice"):
+            prepared(schema, "bounded")
+    else:
+        assert json.loads(prepared(schema, "bounded")[0])["type"] == "object"

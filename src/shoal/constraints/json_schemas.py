@@ -19,6 +19,8 @@ WHITESPACE: dict[str, dict[str, Any]] = {
     "any": {},
 }
 """llguidance's options by the name of `config.Grammar.whitespace`."""
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
+"""No \\u: a key that the schema does not list could spell a listed one by it."""
 DIGITS, EXPONENT, FRACTION = 20, 3, 9
 """Digits of a number before the point, and behind it (64-bit integers and all digits of a double fit); of its exponent; of a
 fraction of a second."""
@@ -89,8 +91,10 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
         raise too_deep() from error
     except ValueError:
         return text, {}
+    if not isinstance(root, dict):
+        return text, {}
     blanks = isinstance(own, dict) and ("whitespace_flexible" in own or "whitespace_pattern" in own)
-    return text, {} if blanks or not isinstance(root, dict) else WHITESPACE[whitespace]
+    return text, ESCAPES | ({} if blanks else WHITESPACE[whitespace])
 
 
 class _Reading:
@@ -113,6 +117,7 @@ class _Reading:
         for keyword in ("const", "enum"):
             require_exact(schema.get(keyword))
         schema = {k: inward(k, v) if k in BOUNDS else v for k, v in schema.items()}
+        _require_countable(schema)
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
         made = _bounded_format(made)
         if "uniqueItems" in schema:
@@ -135,6 +140,18 @@ class _Reading:
         if not self._proofs.exclusive(rest, alternatives):
             return made
         return {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in made.items()}
+
+
+def _require_countable(schema: dict[str, Any]) -> None:
+    """Raises RequestError: a least number of keys that could be had by one key twice."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(set(map(str, required))) if isinstance(required, list) else 0
+    others = schema.get("additionalProperties") is not False or "patternProperties" in schema
+    if isinstance(least, (int, float)) and least > max(named, 1) and others:
+        raise RequestError(
+            f"the json_schema grammar cannot be used: minProperties {least} with keys that are not listed, "
+            "as a key could come twice; list keys in required, or leave minProperties out"
+        )
 
 
 def _embeds(schema: Any, top: bool = True) -> bool:

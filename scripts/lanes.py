@@ -127,12 +127,17 @@ def interpreter(version: str) -> str | None:
 
 
 def installed(name: str, lane: Lane, python: str) -> bool:
-    """Makes the lane's environment; False: without torch, of which there is no CPU build for it."""
+    """Makes the lane's environment; False: without torch, of which there is no CPU build for it.
+
+    Raises:
+        Failed: something cannot be installed, or the extra `dev` never could with the lane's pins.
+    """
     venv, pins = ROOT / ".lanes" / name, ROOT / ".lanes" / f"{name}.txt"
     venv.parent.mkdir(exist_ok=True)
     kept = [line for line in PINS.splitlines() if line.partition("==")[0] not in lane.pins]
     pins.write_text("\n".join([*kept, *filter(None, lane.pins.values())]) + "\n", encoding="utf-8")
     pip = [venv / "bin/python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    has_torch = True
     try:
         run(["scripts/setup.sh", "core"], PYTHON=python, VENV=str(venv), CONSTRAINTS=str(pins))
     except Failed as failure:
@@ -140,9 +145,14 @@ def installed(name: str, lane: Lane, python: str) -> bool:
             raise
         run([*pip, "typer>=0.29", "rich>=13.9"])
         run([*pip, "--no-deps", "-e", "."])
-        return False
-    run([*pip, "-c", pins, *TOOLS])
-    return True
+        has_torch = False
+    else:
+        run([*pip, "-c", pins, *TOOLS])
+    if lane.pins:
+        run([*pip, "uv"])
+        uv = [venv / "bin/uv", "pip", "compile", "-q", "--python", venv / "bin/python"]
+        run([*uv, "--extra", "dev", "-c", pins, "-o", os.devnull, "pyproject.toml"])
+    return has_torch
 
 
 LIST = """

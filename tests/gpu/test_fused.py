@@ -6,6 +6,7 @@ Tests of: models.attention.fused, models.attention.kernels, models.attention.met
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +20,11 @@ from attending import build
 from by_pairs import by_pairs
 from shoal.errors import RequestError
 from shoal.models.attention import methods
-from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, joining_warps, tiling
+from shoal.models.attention.fused import STEP_BYTES, Tiling, available, fused, has_triton, joining_warps, tiling
 
 module = importlib.import_module("shoal.models.attention.fused")  # the name in the package is the function
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra `triton`)"
-)
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
 DEFAULT_SHARED_MEMORY = 99 * 1024  # what a program may have on GPUs of compute capability 8.6 and 8.9
 
 
@@ -39,10 +38,17 @@ def test_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refused_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_has_triton", lambda: False)
+    monkeypatch.setattr(module, "has_triton", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RequestError, match=r"got cpu, torch\.float32, no Triton"):
         fused(build([3], [1], torch.float32))
+
+
+@pytest.mark.parametrize(("version", "fits"), [("3.2.0", False), ("3.5.1", False), ("3.6.0", True), ("3.10.0+git", True)])
+def test_an_older_triton_counts_as_none(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA builds of torch before 2.10 bring one that lacks what the kernels are written in."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version, __spec__=SimpleNamespace()))
+    assert has_triton.__wrapped__() == fits
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ def test_auto_takes_it_where_it_runs(
     asked = []
     for name in ("mixed", "fused"):
         monkeypatch.setattr(methods, name, lambda inputs, name=name: asked.append(name))
-    monkeypatch.setattr(module, "_has_triton", lambda: triton)
+    monkeypatch.setattr(module, "has_triton", lambda: triton)
     monkeypatch.setattr(module, "_multiplies", lambda device: True)
     monkeypatch.setattr(methods, "native_available", lambda *_: False)
     query = SimpleNamespace(is_cuda=cuda, dtype=dtype, device=torch.device("cpu"))
@@ -75,7 +81,7 @@ def test_a_gpu_without_tensor_cores_for_it_pads(
 ) -> None:
     """On a T4 the kernel compiles, spills kilobytes a thread and takes many times as long as the padded call."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(module, "_has_triton", lambda: True)
+    monkeypatch.setattr(module, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query = SimpleNamespace(
         is_cuda=True, dtype=torch.float16, device=torch.device("cuda", capability[0] * 10 + capability[1])
@@ -87,7 +93,7 @@ def test_a_gpu_without_tensor_cores_for_it_pads(
 def test_the_interpreter_is_asked_for_by_its_variable(
     variable: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_has_triton", lambda: True)
+    monkeypatch.setattr(module, "has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if variable is not None:
         monkeypatch.setenv("TRITON_INTERPRET", variable)

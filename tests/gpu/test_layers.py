@@ -6,7 +6,6 @@ models.quantize.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -19,12 +18,11 @@ from ahead_of_time import CAPABILITIES, TENSOR_CORES, compiled, needs_compiler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
+from shoal.models.attention.fused import has_triton
 from shoal.models.layers.eight_bit import INPUTS, OUTPUTS, STAGES
 from shoal.testing import tiny_model
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra `triton`)"
-)
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
 
 
 @needs_triton

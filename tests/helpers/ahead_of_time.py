@@ -7,11 +7,12 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shoal.models.attention.fused import has_triton
 
 CAPABILITIES = (80, 90, 100)
 """A100; H100 and H200; B200."""
@@ -19,7 +20,7 @@ TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 """The instruction for 16-bit matrices. Those of one warp are HMMA everywhere."""
 
 needs_compiler = pytest.mark.skipif(
-    find_spec("triton") is None or (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    not has_triton() or (platform.system(), platform.machine()) != ("Linux", "x86_64"),
     reason="needs Triton (extra `triton`), whose assembler is for Linux on x86-64",
 )
 

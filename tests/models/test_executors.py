@@ -6,7 +6,6 @@ Tests of: models.executors, models.executors.triton, models.runner (explain, exe
 from __future__ import annotations
 
 import copy
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from native_kernels import needs_compiler
 from shoal.cli import check_model
 from shoal.errors import OutOfMemory
 from shoal.models import formats, passes, weights
+from shoal.models.attention.fused import has_triton
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
@@ -30,9 +30,7 @@ from shoal.types.stats import Stats
 TOKEN, BLOCK, TREE, PROMPT = "token", "block", "tree", "prompt"
 WIDE = 70
 """Tokens of a prompt that is wider than the C decoder takes."""
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (extra `triton`)"
-)
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
 
 C, C_LAYERS, TORCH_LAYERS, MODULES = "C decoder", "C layers", "torch layers", "modules"
 TRITON, ROUNDS = "Triton layers", "captured rounds"

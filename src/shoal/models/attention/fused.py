@@ -19,6 +19,8 @@ from shoal.models.attention.inputs import AttentionInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernel computes in; sums and softmax are float32 always."""
+TRITON = (3, 6)
+"""The oldest release in whose language the kernels are written."""
 
 STEP_BYTES = 32 * 1024
 """Keys and values of one step of a program; two or three steps in flight and the queries fit into 99 KiB, the shared memory
@@ -59,7 +61,7 @@ class Tiling:
 
 def available(query: Tensor) -> bool:
     """Whether the kernel runs well where the query is, in its dtype."""
-    return query.dtype in DTYPES and _has_triton() and ((query.is_cuda and _multiplies(query.device)) or _interpreted())
+    return query.dtype in DTYPES and ((query.is_cuda and _multiplies(query.device)) or _interpreted()) and has_triton()
 
 
 def fused(inputs: AttentionInputs) -> Tensor:
@@ -73,7 +75,7 @@ def fused(inputs: AttentionInputs) -> Tensor:
         raise RequestError(
             "attention='fused' needs Triton, a CUDA device of compute capability 8.0 or later (or TRITON_INTERPRET=1, slow) and "
             "float32, bfloat16 or float16; "
-            f"got {query.device.type}, {query.dtype}{'' if _has_triton() else ', no Triton'}; attention='auto' runs anywhere"
+            f"got {query.device.type}, {query.dtype}{'' if has_triton() else ', no Triton 3.6'}; attention='auto' runs anywhere"
         )
     shared = None
     if inputs.shared_key is not None and inputs.shared_value is not None:
@@ -198,8 +200,13 @@ def _multiplies(device: torch.device) -> bool:
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def has_triton() -> bool:
+    """Whether there is a Triton whose language the kernels are written in; torch before 2.10 brings an older one."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= TRITON
 
 
 def _interpreted() -> bool:

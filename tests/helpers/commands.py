@@ -67,8 +67,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
     target, drafter = save_pair(root)
     stranger = shutil.copytree(drafter, root / "stranger")
     file = stranger / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    file.write_text(json.dumps(tokenizer))
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
     return Models(target, drafter, stranger)

@@ -1,7 +1,7 @@
 """`python benchmarks/cpu_passes.py`: what a pass costs on a CPU by each way to compute it (docs/how-to/compile.md).
 
-Milliseconds per pass: by the modules of Transformers with their weights as they are, the same with packed weights, by lean passes
-of PyTorch's operations, and with the kernels in C. Then tokens per second of whole runs, plain and speculative, by each. Before a
+Milliseconds per pass: by the modules of Transformers with their weights as they are, the same with packed weights, and by lean
+passes. Then tokens per second of whole runs, plain and speculative, by each. Before a
 time is taken the logits of every way are compared.
 """
 
@@ -31,16 +31,16 @@ from shoal.models.selfcheck import largest_error, tolerance
 from shoal.problems.generator import generate as problems
 
 TARGET, DRAFTER = bundled("target"), bundled("drafter")
-WAYS = ("modules", "modules, packed", "lean", "lean, kernels in C")
+WAYS = ("modules", "modules, packed", "lean")
 
 
 def runner_for(way: str, source: str | Path, dtype: str) -> Runner:
     """A model whose passes are computed in one of `WAYS`."""
     made = load_runner(source, dtype=dtype, pack=way != WAYS[0])
-    if way != WAYS[3]:
-        made.use_attention("mixed", instead_of="auto")
-    if way in WAYS[2:]:
-        use_lean_passes(made, native=way == WAYS[3])
+    if way == WAYS[2]:
+        use_lean_passes(made)
+    else:
+        made.use_attention("pad", instead_of="auto")
     error = largest_error(made)
     if not error <= tolerance(made):
         raise SystemExit(f"{way}: logits diverge by {error:.3g} nats; no times")

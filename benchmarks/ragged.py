@@ -19,11 +19,10 @@ import command
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.bench.provenance import require_place, write_results
-from shoal.models.attention.mixed import CALL_BYTES
 from shoal.models.loading import bundled, load_runner
 from shoal.models.runner import Runner
 
-METHODS = ("pad", "split", "mixed")
+METHODS = ("pad", "split")
 SHORT, LONG = 100, 800
 """Tokens of the two kinds of rows."""
 
@@ -82,7 +81,7 @@ def measured(rows: int, positions: int, repeats: int) -> list[dict[str, Any]]:
 def main(
     rows: int = 32, positions: str = "1,5", repeats: int = 9, output: Path | None = typer.Option(None, "--json")
 ) -> None:
-    """Prints milliseconds per pass of the bundled target, and what a call costs beside what is assumed."""
+    """Prints milliseconds per pass of the bundled target, and what a call costs."""
     require_place(output)
     each = [measured(rows, int(many), repeats) for many in positions.split(",")]
     lines, call = [line for part in each for line in part], call_keys(each[0], rows)
@@ -94,7 +93,7 @@ def main(
         table.add_row(line["lengths"], str(line["positions"]), *cells, f"{line['difference']:.0e}")
     console = Console(width=110)
     console.print(table)
-    console.print(f"a call takes as long as reading {call:.0f} keys of a row; 'mixed' assumes {CALL_BYTES['cpu']} bytes")
+    console.print(f"a call takes as long as reading {call:.0f} keys of a row")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ PASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "latent": ("deepseek-v3", {}),
     "by a mask": ("falcon", {}),
-    **{f"{method}": ("llama", {"attention": method}) for method in ("reference", "pad", "split", "mixed", "bifurcated")},
+    **{f"{method}": ("llama", {"attention": method}) for method in ("reference", "pad", "split", "bifurcated")},
     "split, sliding": ("qwen2-sliding", {"attention": "split"}),
     "strict": ("llama", {"strict": True}),
     "shared prompts": ("llama", {"prefix_sharing": "shared"}),

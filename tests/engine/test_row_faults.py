@@ -167,7 +167,7 @@ def poisonous() -> Runner:
     model.get_input_embeddings().weight.data[POISON] = torch.nan
     model.lm_head.weight.data[POISON] = 0.0
     made = runner(model, 128, "tiny")
-    made.use_attention("mixed", instead_of="auto")
+    made.use_attention("pad", instead_of="auto")
     return made
 
 

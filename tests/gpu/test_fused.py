@@ -55,9 +55,9 @@ def test_an_older_triton_counts_as_none(version: str, fits: bool, monkeypatch: p
     ("cuda", "triton", "dtype", "chosen"),
     [
         (True, True, torch.bfloat16, "fused"),
-        (True, True, torch.float64, "mixed"),
-        (True, False, torch.bfloat16, "mixed"),
-        (False, True, torch.bfloat16, "mixed"),
+        (True, True, torch.float64, "pad"),
+        (True, False, torch.bfloat16, "pad"),
+        (False, True, torch.bfloat16, "pad"),
     ],
 )
 def test_auto_takes_it_where_it_runs(
@@ -65,7 +65,7 @@ def test_auto_takes_it_where_it_runs(
 ) -> None:
     """A CUDA tensor is only pretended here: `auto` asks for nothing but its device and dtype."""
     asked = []
-    for name in ("mixed", "fused"):
+    for name in ("pad", "fused"):
         monkeypatch.setattr(methods, name, lambda inputs, name=name: asked.append(name))
     monkeypatch.setattr(module, "has_triton", lambda: triton)
     monkeypatch.setattr(module, "_multiplies", lambda device: True)

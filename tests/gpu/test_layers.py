@@ -20,6 +20,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
 from shoal.models.attention.fused import has_triton
 from shoal.models.layers.eight_bit import INPUTS, OUTPUTS, STAGES
+from shoal.native.build import missing
 from shoal.testing import tiny_model
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
@@ -162,7 +163,7 @@ def test_a_model_of_ours_on_cuda_gets_them_unless_its_modules_are_asked_for(
 
 
 def test_modules_compute_on_a_cpu_too_where_they_are_asked_for() -> None:
-    for mode, lean in (("auto", True), ("modules", False)):
+    for mode, lean in (("auto", not missing()), ("modules", False)):
         runner = loading.wrap(tiny_model("llama"), "tiny", checked=False)
         passes.choose_passes(runner, mode, owned=True)
         assert (runner.lean is not None) is lean

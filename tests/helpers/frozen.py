@@ -70,7 +70,7 @@ ENGINES: dict[str, Json] = {
     "chunks of four": {"chunk": 4, "max_batch": 4},
     "static": {"static": "eager"},
     "strict": {"strict": True},
-    **{f"attention {name}": {"attention": name} for name in ("pad", "split", "mixed", "bifurcated", "reference")},
+    **{f"attention {name}": {"attention": name} for name in ("pad", "split", "bifurcated", "reference")},
 }
 
 

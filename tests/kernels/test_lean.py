@@ -1,4 +1,4 @@
-"""Lean passes compute what the model's modules compute, by the kernels in C and by PyTorch, and only for models that they know.
+"""Lean passes compute what the model's modules compute, and only for models that they know.
 
 Tests of: models.lean.angles, models.lean.decoder, models.lean.forward, models.bridge,
 models.lean.native, models.selfcheck.
@@ -26,33 +26,29 @@ from native_kernels import needs_compiler
 from shoal.api import Shoal
 from shoal.models import passes, selfcheck, weights
 from shoal.models.bridge import Bridge
+from shoal.models.executors.lean import C_DECODER
 from shoal.models.lean.angles import Angles
 from shoal.models.lean.decoder import Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
-from shoal.models.lean.native import NativeKernels
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes, use_lean_passes
 from shoal.models.prompts import feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED
-from shoal.native.build import missing
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 
 ERROR = 1e-4
 """Largest difference of logits in float32, in their standard deviations. The smallest mistake below costs ten times that."""
-KINDS = [pytest.param(True, marks=needs_compiler, id="native"),
-         pytest.param(False, id="plain")]  # fmt: skip
-NATIVE = [False] if missing() else [True, False]
-"""The kinds that there are here."""
+pytestmark = needs_compiler
 
 
-def lean(name: str, native: bool, dtype: torch.dtype = torch.float32, form: str = AS_IS) -> Runner:
+def lean(name: str, dtype: torch.dtype = torch.float32, form: str = AS_IS) -> Runner:
     """A runner with lean passes over a copy of the model."""
     hf = copy.deepcopy(original(name)).to(dtype)
     if form != AS_IS:
         weights.lay_out(hf, lambda keys: dict.fromkeys(keys, form))
     runner = wrap(hf, name, checked=False)
-    use_lean_passes(runner, native)
+    use_lean_passes(runner)
     assert runner.lean is not None
     return runner
 
@@ -83,10 +79,9 @@ PASSES = 12
 """Of `life`: blocks, and chunks of shared prompts."""
 
 
-@pytest.mark.parametrize("native", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_modules(name: str, native: bool, ran: Counter[str]) -> None:
-    runner = lean(name, native).fork()
+def test_logits_are_those_of_the_modules(name: str, ran: Counter[str]) -> None:
+    runner = lean(name).fork()
     ran.clear()
     rows = Rows(runner)
     life(rows)
@@ -94,18 +89,18 @@ def test_logits_are_those_of_the_modules(name: str, native: bool, ran: Counter[s
     assert ran == {"lean": PASSES}
 
 
-@by_pairs({"native": NATIVE, "form": [INPUT_MAJOR, PACKED], "name": ["biases", "tied", "qwen2 with windows"]})
-def test_whatever_the_form_of_the_weights(name: str, form: str, native: bool) -> None:
-    rows = Rows(lean(name, native, form=form).fork())
+@pytest.mark.parametrize("form", [INPUT_MAJOR, PACKED])
+@pytest.mark.parametrize("name", ["biases", "tied", "qwen2 with windows"])
+def test_whatever_the_form_of_the_weights(name: str, form: str) -> None:
+    rows = Rows(lean(name, form=form).fork())
     life(rows)
     assert rows.error(original(name)) < ERROR
 
 
-@pytest.mark.parametrize("native", KINDS)
 @pytest.mark.parametrize("name", ["llama", "mistral with a window", "qwen2 with windows", "qwen3"])
-def test_bfloat16_is_as_near_to_the_truth_as_the_modules(name: str, native: bool, ran: Counter[str]) -> None:
+def test_bfloat16_is_as_near_to_the_truth_as_the_modules(name: str, ran: Counter[str]) -> None:
     """To the logits in float64 of the same weights: the modules' error in bfloat16 is what one has to accept."""
-    runner = lean(name, native, torch.bfloat16)
+    runner = lean(name, torch.bfloat16)
     exactly = copy.deepcopy(runner.hf).double()
     errors = {}
     for kind in ("lean", "modules"):
@@ -119,10 +114,9 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_modules(name: str, native: bool
     assert errors["lean"] > 1e-4  # it is bfloat16
 
 
-@pytest.mark.parametrize("native", KINDS)
-def test_padded_passes(native: bool) -> None:
+def test_padded_passes() -> None:
     """Unused columns have positions beyond every row's end."""
-    runner = lean("llama", native).fork()
+    runner = lean("llama").fork()
     runner.packs = False
     rows = Rows(runner)
     rows.feed([0, 1], [15, 2])
@@ -153,9 +147,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def pair_of(name: str, native: bool) -> tuple[Runner, Runner]:
+def pair_of(name: str) -> tuple[Runner, Runner]:
     """A target, and a drafter that agrees with it now and then."""
-    target, drafter = lean(name, native), lean(name, native)
+    target, drafter = lean(name), lean(name)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in drafter.hf.parameters():
@@ -163,9 +157,10 @@ def pair_of(name: str, native: bool) -> tuple[Runner, Runner]:
     return target, drafter
 
 
-@by_pairs({"native": NATIVE, "run": RUNS, "name": ["llama", "qwen2 with windows"]})
-def test_engines_say_what_they_say_by_the_modules(name: str, run: str, native: bool, ran: Counter[str]) -> None:
-    models, said, counts = pair_of(name, native), [], []
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", ["llama", "qwen2 with windows"])
+def test_engines_say_what_they_say_by_the_modules(name: str, run: str, ran: Counter[str]) -> None:
+    models, said, counts = pair_of(name), [], []
     for kind in ("lean", "modules"):
         ran.clear()
         result = Shoal(*models, tiny_tokenizer(), max_batch=4).generate(PROMPTS, 2, max_new_tokens=14, **RUNS[run])
@@ -221,7 +216,7 @@ def test_a_changed_model_is_not_lean(change: str) -> None:
     hf = copy.deepcopy(original("llama"))
     CHANGED[change](hf)
     runner = Runner(hf, "changed", "interface", 128)
-    use_lean_passes(runner, native=False)
+    use_lean_passes(runner)
     assert runner.lean is None
 
 
@@ -259,16 +254,15 @@ def test_what_loading_makes_lean(tmp_path: Path) -> None:
     assert [weight.data_ptr() for weight in hf.parameters()] == before
 
 
-@needs_compiler
 def test_the_attention_that_was_asked_for_attends(tmp_path: Path) -> None:
+    """Methods other than the kernel are those of the modules."""
     target, _ = save_pair(tmp_path)
     for attention, native in (("auto", True), ("native", True), ("reference", False), ("split", False)):
         runner = shoal.load(target, attention=attention).target
-        assert runner.lean is not None
-        assert isinstance(runner.lean._begin, NativeKernels) is native
+        assert (runner.lean is not None) is native
+        assert native or runner.absent[C_DECODER] == f"attention={attention!r}"
     runner = shoal.load(target, compile="off").target
-    assert runner.lean is not None
-    assert not isinstance(runner.lean._begin, NativeKernels)
+    assert (runner.lean, runner.absent[C_DECODER]) == (None, "compile='off'")
 
 
 # ── weights that change ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -286,7 +280,7 @@ def test_the_next_pass_follows_what_is_written(
     name: str, write: str, form: str, ran: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MODELS, "tied with biases", ("llama", {"attention_bias": True, "tie_word_embeddings": True}))
-    runner = lean(name, not missing(), form=form)
+    runner = lean(name, form=form)
     before = decoded(runner).logits
     WRITES[write](runner.hf)
     ran.clear()
@@ -331,7 +325,6 @@ WRONG: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_pass_is_switched_off(wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """By the kernels where there are some: both kinds of passes read what is wrong."""
     name, change = WRONG[wrong]
 
     def changed(hf: Any) -> Decoder | None:
@@ -341,7 +334,7 @@ def test_a_wrong_pass_is_switched_off(wrong: str, monkeypatch: pytest.MonkeyPatc
     runner = wrap(copy.deepcopy(original(name)), name, checked=False)
     monkeypatch.setattr(passes, "decoder_of", changed)
     with caplog.at_level(logging.WARNING, "shoal"):
-        use_lean_passes(runner, NATIVE[0])
+        use_lean_passes(runner)
     assert runner.lean is None
     assert "its modules compute passes: lean passes diverge by" in caplog.text
     rows = decoded(runner)
@@ -362,7 +355,7 @@ def test_each_check_counts(
 
     runner = wrap(copy.deepcopy(original("llama")), "llama")
     monkeypatch.setattr(selfcheck, check, failing)
-    use_lean_passes(runner, native=False)
+    use_lean_passes(runner)
     assert runner.lean is None
     assert "lean passes diverge by" in caplog.text
 
@@ -399,14 +392,13 @@ def test_the_8000th_token_sees_what_it_would_see_without_us(architecture: str, o
     hf = tiny_model(architecture, **{"max_position_embeddings": 8192, **options})
     ids = torch.randint(0, VOCABULARY, (1, 8000), generator=torch.Generator().manual_seed(1))
     truth = hf(ids, use_cache=False, logits_to_keep=9).logits[0]
-    for native in NATIVE:
-        runner = wrap(copy.deepcopy(hf), architecture, checked=False)
-        use_lean_passes(runner, native)
-        assert runner.lean is not None
-        runner.reserve(1, 8000, 100)
-        runner.cache.clear()
-        feed_prompts(runner, [(0, ids[0, :-9].tolist())])
-        block = runner.feed([0], ids[:, -9:-1], [8])[0]
-        last = runner.feed([0], ids[:, -1:], [1])[0]
-        error = (torch.cat([block, last]) - truth).abs().max() / truth.std()
-        assert float(error) < 2e-3, native
+    runner = wrap(copy.deepcopy(hf), architecture, checked=False)
+    use_lean_passes(runner)
+    assert runner.lean is not None
+    runner.reserve(1, 8000, 100)
+    runner.cache.clear()
+    feed_prompts(runner, [(0, ids[0, :-9].tolist())])
+    block = runner.feed([0], ids[:, -9:-1], [8])[0]
+    last = runner.feed([0], ids[:, -1:], [1])[0]
+    error = (torch.cat([block, last]) - truth).abs().max() / truth.std()
+    assert float(error) < 2e-3

@@ -52,7 +52,7 @@ def packed(architecture: str, dtype: torch.dtype, disturbed: float = 0.0, **opti
     hf = hf.to(dtype)
     weights.lay_out(hf, lambda keys: dict.fromkeys(keys, PACKED))
     runner = wrap(hf, architecture, checked=False)
-    use_lean_passes(runner, True)
+    use_lean_passes(runner)
     assert runner.lean is not None
     assert runner.lean.whole is not None
     return runner

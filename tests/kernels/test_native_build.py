@@ -1,6 +1,6 @@
 """How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be.
 
-Tests of: models.lean.plain, models.lean.native, models.attention.native, native.build.
+Tests of: models.lean.native, models.attention.native, native.build.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from attending import build
 from native_kernels import excess, needs_compiler
 from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
-from shoal.models.lean.native import NativeKernels
-from shoal.models.lean.plain import PlainKernels
+from shoal.models.executors.lean import C_DECODER
+from shoal.models.executors.modules import MODULES
 from shoal.native import build as building
 from shoal.native.build import NotBuilt
 from shoal.testing import save_pair
@@ -269,20 +269,19 @@ def test_compile_on_needs_them(without: None, tmp_path: Path) -> None:
 
 
 def test_auto_does_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same greedy tokens by PyTorch's operations."""
+    """The same greedy tokens by the model's modules."""
     target, draft = save_pair(tmp_path)
-    expected = said(shoal.load(target, draft), NativeKernels)
+    expected, executors = said(shoal.load(target, draft))
+    assert MODULES not in executors
     monkeypatch.setattr(building, "_attempt", lambda: "no C compiler")
     pair = shoal.load(target, draft)
-    assert said(pair, PlainKernels) == expected
-    assert pair.target.attention == "mixed"
+    assert said(pair) == (expected, {MODULES})
+    assert pair.target.attention == "pad"
+    assert pair.target.absent[C_DECODER] == "no C compiler"
 
 
-def said(pair: shoal.Shoal, kernels: type) -> list[list[int]]:
-    """Greedy tokens of a pair whose lean passes have these operations."""
-    for model in (pair.target, pair.draft_model):
-        assert model is not None
-        assert model.lean is not None
-        assert isinstance(model.lean._begin, kernels)
+def said(pair: shoal.Shoal) -> tuple[list[list[int]], set[str]]:
+    """Returns greedy tokens, and the executors of both models."""
     result = pair.generate("Hello", 2, temperature=0.0, max_new_tokens=20)
-    return [list(sample.token_ids) for output in result for sample in output.samples]
+    tokens = [list(sample.token_ids) for output in result for sample in output.samples]
+    return tokens, {name for counts in result.stats.executors.values() for name in counts}

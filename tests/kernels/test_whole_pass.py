@@ -69,7 +69,7 @@ def by_operations(runner: Runner) -> Runner:
     """The same model without passes in one call."""
     other = runner.fork()
     assert runner.lean is not None
-    other.lean = LeanPass(runner.lean.decoder, runner.lean._begin)
+    other.lean = LeanPass(runner.lean.decoder, runner.lean._kernels)
     return other
 
 
@@ -282,7 +282,7 @@ def with_kernels(runner: Runner, made: ctypes.CDLL) -> Runner:
     assert lean is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "library", lambda: made)
-        other.lean = LeanPass(lean.decoder, lean._begin, WholePass(lean.decoder, NativeKernels(lean.decoder).angles))
+        other.lean = LeanPass(lean.decoder, lean._kernels, WholePass(lean.decoder, NativeKernels(lean.decoder).angles))
     return other
 
 

@@ -1,6 +1,6 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
-Tests of: models.attention.bifurcated, models.attention.mixed, models.attention.pad,
+Tests of: models.attention.bifurcated, models.attention.pad,
 models.attention.reference, models.attention.split, models.bridge, models.attention.masks.
 """
 
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import ragged
 from attending import CELLS, CPU, PROMPTS, build, exact, one_by_one, used
@@ -27,7 +24,6 @@ from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import METHODS
-from shoal.models.attention.mixed import CALL_BYTES, mixed, split_rows
 from shoal.models.attention.reference import reference
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
@@ -36,14 +32,7 @@ from shoal.types.prefix import Prefix
 split_module = importlib.import_module("shoal.models.attention.split")  # the name in the package is the function
 
 
-def cheap_calls(inputs: AttentionInputs) -> Tensor:
-    """`mixed` where a call costs as much as five keys, so that tiny inputs are mixed as well."""
-    each = inputs.key[0, :, 0].numel() + inputs.value[0, :, 0].numel()
-    with patch.dict(CALL_BYTES, cpu=5 * each * inputs.key.element_size()):
-        return mixed(inputs)
-
-
-WAYS = {**METHODS, "mixed, cheap calls": cheap_calls}
+WAYS = METHODS
 FAST = [
     name for name in WAYS if name not in ("reference", "fused", "native", "strict")
 ]  # the last three have tests of their own
@@ -162,51 +151,8 @@ def test_one_token_too_many_is_noticed(name: str) -> None:
 # ── which method ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("tails", "alone", "width"),
-    [
-        ([50, 50, 50, 50], [], 50),
-        ([50, 40, 45, 30], [], 50),
-        ([3, 2000, 3, 3], [1], 3),
-        ([3, 2000, 3, 1500], [1, 3], 3),
-        ([120, 3, 3, 3], [], 120),  # padding three rows costs less than a call
-        ([2000, 1000, 500], [0, 1, 2], 0),
-        ([2000], [], 2000),
-    ],
-)
-def test_the_longest_rows_are_attended_alone(tails: list[int], alone: list[int], width: int) -> None:
-    plan = Plan(range(len(tails)), [tail - 1 for tail in tails], [1] * len(tails), CPU)
-    assert split_rows(plan, 400) == (alone, width)
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 500))
-def test_nothing_is_cheaper(tails: list[int], call: int) -> None:
-    plan = Plan(range(len(tails)), [tail - 1 for tail in tails], [1] * len(tails), CPU)
-
-    def cost(alone: Sequence[int], width: int) -> int:
-        together = len(tails) * width + call if len(alone) < len(tails) else 0
-        return together + sum(tails[row] + call for row in alone)
-
-    chosen, width = split_rows(plan, call)
-    assert all(tails[row] <= width for row in range(len(tails)) if row not in chosen)
-    widths = sorted({0, *tails})
-    every = [([row for row, tail in enumerate(tails) if tail > most], most) for most in widths]
-    assert cost(chosen, width) == min(cost(*one) for one in every)
-
-
-@pytest.mark.parametrize(
-    ("starts", "counts", "calls"), [([30, 2, 2, 2], [2, 1, 2, 2], 2), ([9, 9, 9], [1, 1, 1], 1), ([90, 40], [2, 1], 2)]
-)
-def test_mixed_makes_the_calls_that_it_planned(starts: list[int], counts: list[int], calls: int) -> None:
-    inputs = build(starts, counts, torch.float32)
-    with patch("shoal.models.attention.pad.scaled_dot_product_attention", wraps=scaled_dot_product_attention) as called:
-        out = cheap_calls(inputs)
-    assert called.call_count == calls
-    assert error(inputs, out) <= tolerance(inputs)
-
-
 @pytest.mark.parametrize(("method", "kernels", "dtype"), [
-    ("native", True, torch.float32), ("mixed", False, torch.float32), ("mixed", True, torch.float64)
+    ("native", True, torch.float32), ("pad", False, torch.float32), ("pad", True, torch.float64)
 ])  # fmt: skip
 def test_auto_takes_the_kernel_where_there_is_one(
     method: str, kernels: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -243,9 +189,6 @@ def test_no_mask_where_nothing_is_hidden() -> None:
 
 
 def test_no_mask_for_what_sees_everything_that_it_is_given() -> None:
-    masks = Masks(Plan([0, 1, 2], [9, 4, 5], [1, 1, 1], CPU))
-    assert masks.bias(torch.float32, width=5) is None
-    assert masks.bias(torch.float32, width=6) is not None
     inputs = build([9, 4, 5], [1, 1, 1], torch.float32)
     for window, expected in ((None, None), (5, None), (4, [[[[torch.finfo(torch.float32).min, 0, 0, 0, 0]] * 2]])):
         bias = split_module._row_bias(replace(inputs, window=window), 1)

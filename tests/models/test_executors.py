@@ -32,7 +32,7 @@ WIDE = 70
 """Tokens of a prompt that is wider than the C decoder takes."""
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
 
-C, C_LAYERS, TORCH_LAYERS, MODULES = "C decoder", "C layers", "torch layers", "modules"
+C, C_LAYERS, MODULES = "C decoder", "C layers", "modules"
 TRITON, ROUNDS = "Triton layers", "captured rounds"
 ALL_C = {TOKEN: C, BLOCK: C, TREE: C, PROMPT: C_LAYERS}
 
@@ -54,7 +54,7 @@ TABLE: list[Any] = [
     pytest.param("qwen2", {}, PACKED, ALL_C, marks=needs_compiler),
     pytest.param("qwen3", {}, PACKED, ALL_C, marks=needs_compiler),
     pytest.param("llama", {}, None, every(C_LAYERS), marks=needs_compiler),
-    pytest.param("llama", {"mode": "off"}, PACKED, every(TORCH_LAYERS)),
+    pytest.param("llama", {"mode": "off"}, PACKED, every(MODULES)),
     pytest.param("llama", {"mode": "modules"}, PACKED, every(MODULES)),
     pytest.param("llama", {"owned": False}, PACKED, every(MODULES)),
     pytest.param("llama", {"dtype": torch.float64}, None, every(MODULES)),
@@ -133,6 +133,7 @@ def test_replaced_weights_are_computed_by_the_modules() -> None:
         ("gpt2", {}, "GPT2LMHeadModel is none of"),
         ("llama", {"mode": "modules"}, "compile='modules'"),
         ("llama", {"owned": False}, "the model was not loaded by shoal"),
+        ("llama", {"mode": "off"}, missing() or "compile='off'"),
         ("llama", {"dtype": torch.float64}, "float32 or bfloat16"),
     ],
 )
@@ -253,7 +254,7 @@ def test_counts_by_executor_in_stats(tmp_path: Path) -> None:
     """Passes of decoding and those over prompts, of the target and of the draft model."""
     model = shoal.load(*save_pair(tmp_path))
     stats = model.generate("abc", n=2, max_new_tokens=8, seed=0, lookahead="fixed:2").stats
-    layers = TORCH_LAYERS if missing() else C_LAYERS
+    layers = MODULES if missing() else C_LAYERS
     assert set(stats.executors) == {"target", "draft"}
     assert stats.executors["target"] == {layers: stats.target_passes + stats.prefills}
     assert stats.executors["draft"][layers] >= stats.draft_passes > 0

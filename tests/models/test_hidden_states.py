@@ -31,7 +31,7 @@ from shoal.types.schedule import PrefillChunk
 V = 260
 LAYERS = (0, 1, 2)
 """Of a model of two: its embeddings, the output of the first, what the head gets."""
-KINDS = ("llama modules", "llama plain", "llama native", "gpt2", "gemma2", "codegen")
+KINDS = ("llama modules", "llama native", "gpt2", "gemma2", "codegen")
 
 
 class Recorder(RandomTrees):
@@ -66,7 +66,7 @@ def target_of(kind: str) -> Runner:
     name, _, how = kind.partition(" ")
     model = tiny_model(name)
     runner = wrap(model.float() if how == "native" else model.double(), "tiny", "auto")
-    choose_passes(runner, {"modules": "modules", "plain": "off", "native": "on", "": "auto"}[how], owned=True)
+    choose_passes(runner, {"modules": "modules", "native": "on", "": "auto"}[how], owned=True)
     return runner
 
 

@@ -24,8 +24,8 @@ from shoal.native.build import missing
 from shoal.testing import tiny_model
 from shoal.types.stats import Stats
 
-ATTENTION = "mixed" if missing() else "native"
-LAYERS = "torch layers" if missing() else "C layers"
+ATTENTION = "pad" if missing() else "native"
+LAYERS = "modules" if missing() else "C layers"
 """The executor of weights that are not packed in panels."""
 CHOSEN = {
     "dtype": "float32", "dtype_reason": "the checkpoint is in float32", "device": "cpu", "weights": "input-major",
@@ -55,8 +55,8 @@ def test_the_report_of_a_default_load(saved_pair: tuple[Path, Path], caplog: pyt
     [
         ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "dtype_reason": "as asked", "weights": "as-is"}, None),
         ({"quantize": "draft=int8"}, {}, {"quantize": "int8"}),
-        ({"attention": "split"}, {"attention": "split", "passes": "torch layers"}, None),
-        ({"compile": "off"}, {"attention": "mixed", "passes": "torch layers"}, None),
+        ({"attention": "split"}, {"attention": "split", "passes": "modules"}, None),
+        ({"compile": "off"}, {"attention": "pad", "passes": "modules"}, None),
     ],
 )
 def test_the_report_follows_the_options(saved_pair: Any, options: Any, target: Any, draft: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_model_that_was_handed_over() -> None:
 def test_attention_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    for there, expected in ((True, "fused"), (False, "mixed")):
+    for there, expected in ((True, "fused"), (False, "pad")):
         monkeypatch.setattr(methods, "available", lambda query, there=there: there)
         assert methods.resolved("auto", cuda, torch.bfloat16) == expected
         assert methods.resolved("auto", torch.device("cpu"), torch.float32) == ATTENTION

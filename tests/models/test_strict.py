@@ -148,7 +148,7 @@ def test_without_strict_the_proof_fails() -> None:
         with pytest.raises(UnsupportedModel, match="moved the logits"):
             strict.prove(runner)
     with pytest.raises(UnsupportedModel, match="moved the logits"):
-        strict.prove(load_runner(bundled("drafter"), dtype="bfloat16", attention="mixed", pack=False))
+        strict.prove(load_runner(bundled("drafter"), dtype="bfloat16", attention="pad", pack=False))
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ def test_which_passes_run(pair: Any, dtype: str, compile: str) -> None:
     model = pair(dtype, compile)
     chosen = model.loaded["target"]
     assert chosen["dtype"] == dtype
-    assert chosen["passes"] == ("C decoder" if compile == "auto" else "torch layers")
-    assert chosen["attention"] == ("native" if compile == "auto" else "mixed")
+    assert chosen["passes"] == ("C decoder" if compile == "auto" else "modules")
+    assert chosen["attention"] == ("native" if compile == "auto" else "pad")
     stats = model.generate(PROMPTS[1], max_new_tokens=3, temperature=0, eos=()).stats
     assert stats.executors == {"target": {chosen["passes"]: 4}}
 

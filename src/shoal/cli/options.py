@@ -166,7 +166,7 @@ class ModelSource(PlacedPair):
         speed_option(
             "--attention",
             metavar="METHOD",
-            help="How ragged rows are attended to: auto, pad, split, mixed, bifurcated, fused (CUDA), native (CPU), strict or "
+            help="How ragged rows are attended to: auto, pad, split, bifurcated, fused (CUDA), native (CPU), strict or "
             "reference.",
         ),
     ] = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.models.attention.methods import resolved
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.executors.lean import C_DECODER, LayerLoop
+from shoal.models.executors.lean import C_DECODER, C_LAYERS
 from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.runner import Runner
 
@@ -48,7 +48,7 @@ def _passes(runner: Runner) -> str:
         return ", ".join([f"{CAPTURED} of {layers}", *runner.captures.failures])
     if runner.lean is None:
         return layers
-    return C_DECODER if runner.lean.whole is not None else LayerLoop(runner.lean).name
+    return C_DECODER if runner.lean.whole is not None else C_LAYERS
 
 
 def _attention(runner: Runner) -> str:

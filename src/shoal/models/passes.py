@@ -14,7 +14,6 @@ from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.lean.decoder import decoder_of, obstacle
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
-from shoal.models.lean.plain import PlainKernels
 from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner
@@ -55,13 +54,13 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
         return
     if mode == "on" and missing():
         raise RequestError(f"compile='on' needs kernels in C, and they could not be built here: {missing()}")
-    native = mode != "off" and not missing()
-    if not native:
-        runner.use_attention("mixed", instead_of="auto")
-    if not owned or mode == "modules":
+    if mode == "off" or missing():
+        runner.use_attention("pad", instead_of="auto")
+        runner.absent[C_DECODER] = missing() or "compile='off'"
+    elif not owned or mode == "modules":
         runner.absent[C_DECODER] = _not_wanted(owned)
     else:
-        use_lean_passes(runner, native and runner.attention in ("auto", "native"))
+        use_lean_passes(runner)
 
 
 def _not_wanted(owned: bool) -> str:
@@ -90,23 +89,16 @@ def _no_fused_layers(runner: Runner) -> str:
     return reason or f"the kernels do not run on {runner.device} in {runner.dtype}, or the model is too wide"
 
 
-def use_lean_passes(runner: Runner, native: bool) -> None:
-    """Makes the passes of a model of the family lean, if they then still compute what the model does.
-
-    Args:
-        native: by the kernels in C, else by PyTorch.
-    """
+def use_lean_passes(runner: Runner) -> None:
+    """Makes the passes of a model of the family lean, if they then still compute what the model does."""
     decoder = None
-    if runner.dtype in SUFFIXES and runner.can_be_lean:
+    if runner.dtype in SUFFIXES and runner.can_be_lean and runner.attention in ("auto", "native"):
         decoder = decoder_of(runner.hf) or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
     if decoder is None or decoder.dim > MOST_DIM:
         runner.absent[C_DECODER] = _no_decoder(runner)
         return
-    if native:
-        kernels = NativeKernels(decoder)
-        runner.lean = LeanPass(decoder, kernels, *whole_pass(decoder, kernels.angles))
-    else:
-        runner.lean = LeanPass(decoder, PlainKernels(decoder), no_whole=_no_kernels(runner))
+    kernels = NativeKernels(decoder)
+    runner.lean = LeanPass(decoder, kernels, *whole_pass(decoder, kernels.angles))
     error = largest_error(runner)
     if not _computes_the_model(runner, "lean passes", error):
         runner.lean = None
@@ -115,6 +107,8 @@ def use_lean_passes(runner: Runner, native: bool) -> None:
 
 def _no_decoder(runner: Runner) -> str:
     """Returns the reason why a model has no lean passes."""
+    if runner.attention not in ("auto", "native"):
+        return f"attention={runner.attention!r}"
     if runner.dtype not in SUFFIXES:
         return f"it computes in {' or '.join(str(dtype).removeprefix('torch.') for dtype in SUFFIXES)}"
     if runner.attention_path == "mask":
@@ -124,11 +118,6 @@ def _no_decoder(runner: Runner) -> str:
     if not runner.can_be_lean:
         return "strict=True"
     return obstacle(runner.hf) or f"its heads have more than {MOST_DIM} features"
-
-
-def _no_kernels(runner: Runner) -> str:
-    """Returns the reason why kernels in C do not compute a model's passes."""
-    return missing() or (f"attention={runner.attention!r}" if runner.attention not in ("auto", "mixed") else "compile='off'")
 
 
 def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:

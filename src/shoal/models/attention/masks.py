@@ -93,22 +93,20 @@ class Masks:
             return seen_in_chains(keys, places[..., None], window)
         return seen_in_trees(keys, places, layout.firsts[rows], tree[1][rows], window)
 
-    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1, width: int | None = None) -> Tensor | None:
-        """The additive mask over slots, [rows, 1, fold * q, width]: 0 where visible, the dtype's lowest elsewhere.
+    def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
+        """The additive mask over slots, [rows, 1, fold * q, kv]: 0 where visible, the dtype's lowest elsewhere.
 
         Args:
             fold: query heads per KV head folded into the query axis (head-major), so the mask repeats that often.
-            width: None = `kv`.
 
         Returns:
-            None when every query of every row surely sees every key (one token per row, none shorter than `width`).
+            None when every query of every row surely sees every key (one token per row, all of one length).
         """
-        width = self.layout.kv if width is None else width
         if window is not None and window >= self.layout.kv:
             window = None
-        if window is None and width <= self.layout.common_keys:
+        if window is None and self.layout.kv <= self.layout.common_keys:
             return None
-        return self.once((dtype, window, fold, width), lambda: additive(self.visible(window, width), dtype, fold))
+        return self.once((dtype, window, fold), lambda: additive(self.visible(window), dtype, fold))
 
     def explicit_bias(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """The same for callers that need a mask even where nothing is hidden."""

@@ -4,11 +4,10 @@ reference   explicit softmax, one row at a time, float32: the definition of corr
 pad         BASS-PAD: one padded batched call
 split       BASS-SPLIT: one call per row at its exact length
 fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA (or Triton's interpreter)
-native      one kernel in C, each row at its exact length, shared prompts included; CPU with a C compiler; prompts by mixed
+native      one kernel in C, each row at its exact length, shared prompts included; CPU with a C compiler; long prompts by split
 strict      bits that depend on the query's own row only; CPU (`shoal.models.strict`)
 bifurcated  tails padded, each shared prompt once for all its rows; what pad and split are where prompts are shared
-mixed       pad for most rows, split for the longest; how many those are is what costs least
-auto        fused where it runs on CUDA; on a CPU native where there is a C compiler; else mixed
+auto        fused where it runs on CUDA; on a CPU native where there is a C compiler; else pad
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from shoal.errors import RequestError
 from shoal.models.attention.bifurcated import bifurcated
 from shoal.models.attention.fused import available, fused
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.mixed import mixed
 from shoal.models.attention.native import available as native_available
 from shoal.models.attention.native import native
 from shoal.models.attention.pad import pad
@@ -34,17 +32,16 @@ Method = Callable[[AttentionInputs], Tensor]
 
 
 def auto(inputs: AttentionInputs) -> Tensor:
-    """A kernel where there is one; else as much padding as is cheaper than calls."""
+    """Attends by a kernel where there is one, else by the padded call."""
     if inputs.query.is_cuda:
-        return fused(inputs) if available(inputs.query) else mixed(inputs)
-    return native(inputs) if native_available(inputs.query.device, inputs.query.dtype) else mixed(inputs)
+        return fused(inputs) if available(inputs.query) else pad(inputs)
+    return native(inputs) if native_available(inputs.query.device, inputs.query.dtype) else pad(inputs)
 
 
 METHODS: dict[str, Method] = {
     "auto": auto,
     "pad": pad,
     "split": split,
-    "mixed": mixed,
     "bifurcated": bifurcated,
     "fused": fused,
     "native": native,
@@ -70,11 +67,13 @@ def method_named(name: str) -> Method:
 
 
 def resolved(name: str, device: torch.device, dtype: torch.dtype, static: bool = False) -> str:
-    """The method that "auto" comes to there; any other name as it is. static: in captured passes, where some cannot be."""
+    """Returns the method that "auto" comes to on a device; any other name as it is.
+
+    Args:
+        static: in captured passes, which `native` cannot be part of.
+    """
     if name != "auto":
         return name
     if device.type == "cuda" and available(torch.empty(0, device=device, dtype=dtype)):
         return "fused"
-    if static:
-        return "pad"
-    return "native" if native_available(device, dtype) else "mixed"
+    return "native" if not static and native_available(device, dtype) else "pad"

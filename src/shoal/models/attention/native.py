@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import RequestError
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.mixed import mixed
+from shoal.models.attention.split import split
 from shoal.models.cache.plan import Plan
 from shoal.native.build import SUFFIXES, library, missing
 from shoal.native.structs import Attention
@@ -30,7 +30,7 @@ def takes(plan: Plan) -> bool:
 
 
 def native(inputs: AttentionInputs) -> Tensor:
-    """The kernel, or `mixed` where it does not attend; returns [rows, q, heads, value dim]; unused query columns come back zero.
+    """The kernel, or `split` where it does not attend; returns [rows, q, heads, value dim]; unused query columns come back zero.
 
     Raises:
         RequestError: not on a CPU, no C compiler, or a dtype that the kernel does not have.
@@ -42,7 +42,7 @@ def native(inputs: AttentionInputs) -> Tensor:
             f"{query.device.type}, {query.dtype}{', ' * bool(missing())}{missing()}; attention='auto' runs anywhere"
         )
     if not takes(plan):
-        return mixed(inputs)
+        return split(inputs)
     rows, heads, q, dim = query.shape
     query = query.transpose(1, 2).contiguous()
     key, value = _dense(inputs.key), _dense(inputs.value)

@@ -10,17 +10,12 @@ from shoal.models.attention.bifurcated import bifurcated
 from shoal.models.attention.inputs import AttentionInputs
 
 
-def pad(inputs: AttentionInputs, width: int | None = None) -> Tensor:
-    """One batched call; returns [rows, q, heads, value dim].
-
-    Args:
-        width: keys that rows are padded to; what comes back for longer rows means nothing. None = the longest row's.
-    """
+def pad(inputs: AttentionInputs) -> Tensor:
+    """Attends in one batched call; returns [rows, q, heads, value dim]."""
     if inputs.shared_key is not None:
         return bifurcated(inputs)
-    key, value = inputs.key[:, :, :width], inputs.value[:, :, :width]
-    bias = inputs.masks.bias(inputs.query.dtype, inputs.window, inputs.group, width)
-    return attend_folded(inputs.query, key, value, bias, inputs)
+    bias = inputs.masks.bias(inputs.query.dtype, inputs.window, inputs.group)
+    return attend_folded(inputs.query, inputs.key, inputs.value, bias, inputs)
 
 
 def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from shoal.models.attention.bifurcated import bifurcated
@@ -18,18 +16,11 @@ def split(inputs: AttentionInputs) -> Tensor:
         return bifurcated(inputs)
     plan = inputs.plan
     out = inputs.query.new_zeros(plan.rows, plan.q, inputs.query.shape[1], inputs.value.shape[-1])
-    attend_rows(inputs, range(plan.rows), out)
-    return out
-
-
-def attend_rows(inputs: AttentionInputs, rows: Iterable[int], out: Tensor) -> None:
-    """One call for each of these rows over its own tokens and keys; writes to `out`, [rows, q, heads, value dim]."""
-    plan = inputs.plan
-    for b in rows:
-        count, length = plan.counts[b], plan.lengths[b]
+    for b, (count, length) in enumerate(zip(plan.counts, plan.lengths, strict=True)):
         query = inputs.query[b : b + 1, :, :count]
         key, value = inputs.key[b : b + 1, :, :length], inputs.value[b : b + 1, :, :length]
         out[b, :count] = attend_folded(query, key, value, _row_bias(inputs, b), inputs)[0]
+    return out
 
 
 def _row_bias(inputs: AttentionInputs, row: int) -> Tensor | None:

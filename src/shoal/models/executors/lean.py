@@ -7,7 +7,7 @@ from shoal.models.executors.protocol import Batch, Output
 from shoal.models.lean.forward import LeanPass
 
 REPLACED = "weights or layers of the model were replaced by others"
-C_DECODER = "C decoder"
+C_DECODER, C_LAYERS = "C decoder", "C layers"
 
 
 class CDecoder:
@@ -39,15 +39,12 @@ class CDecoder:
 
 
 class LayerLoop:
-    """Computes a pass layer by layer, by kernels in C or by operations of PyTorch."""
+    """Computes a pass layer by layer: products of PyTorch, and kernels in C between them."""
+
+    name = C_LAYERS
 
     def __init__(self, lean: LeanPass) -> None:
         self._lean = lean
-
-    @property
-    def name(self) -> str:
-        """The word for whoever computes norms, rotary positions and attention."""
-        return f"{self._lean.operations} layers"
 
     def refuses(self, batch: Batch) -> str | None:
         """Returns the reason: the weights are elsewhere."""

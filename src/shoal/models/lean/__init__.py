@@ -1,6 +1,8 @@
 """A lean pass: a decoder of the Llama family computed in few operations, from the weights of an unmodified Transformers model.
 
-decoder         what the pass computes, read off the model
-forward         the pass
-native, plain   norms, heads and attention: by the kernels in C, or by PyTorch
+decoder   the model, read off its modules
+whole     the pass in one call of C
+forward   the pass layer by layer
+native    norms, heads and attention by the kernels in C
+drafting  a drafter's steps in one call each
 """

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.lean.decoder import Decoder, Norm
+from shoal.models.lean.decoder import Decoder
+from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.whole import WholePass
 from shoal.models.vectors import embedded
-
-
-class Operations(Protocol):
-    """What a layer does between its products; for the length of a pass."""
-
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """[tokens, width] -> the same, normalised. The result is good until the next call."""
-
-    def attend(self, states: Tensor, index: int) -> Tensor:
-        """Queries, keys and values of layer `index`, [tokens, (heads + 2 kv heads) * dim] -> [tokens, heads * dim].
-
-        Rotates queries and keys, writes keys and values to the cache, attends. `states` is overwritten.
-        """
-
-
-class Begin(Protocol):
-    """Makes the operations of one pass of a decoder."""
-
-    @property
-    def operations(self) -> str:
-        """The word for whoever computes them."""
-        ...
-
-    def __call__(self, plan: Plan, cache: SlotCache, method: Method) -> Operations: ...
-
-    def of(self, decoder: Decoder) -> Begin:
-        """The same for another decoder with the same rotary positions."""
-        ...
 
 
 def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
@@ -52,6 +24,9 @@ def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
 class LeanPass:
     """The passes of a model without its modules, layer by layer.
 
+    Args:
+        kernels: compute what lies between the products.
+
     Attributes:
         decoder: the model.
         whole: computes passes in one call, those that it can; None if it cannot compute this decoder.
@@ -59,22 +34,16 @@ class LeanPass:
     """
 
     def __init__(
-        self, decoder: Decoder, begin: Begin, whole: WholePass | None = None, no_whole: str = "no kernels in C"
+        self, decoder: Decoder, kernels: NativeKernels, whole: WholePass | None = None, no_whole: str = "it was not made"
     ) -> None:
-        """Args: begin makes the operations of one pass."""
         self.decoder = decoder
         self.whole, self.no_whole = whole, no_whole
-        self._begin = begin
-
-    @property
-    def operations(self) -> str:
-        """The word for whoever computes what lies between the products."""
-        return self._begin.operations
+        self._kernels = kernels
 
     def of(self, decoder: Decoder) -> LeanPass:
         """Makes the passes of another decoder, of the same layers or some of them."""
         whole = None if self.whole is None else self.whole.of(decoder)
-        return LeanPass(decoder, self._begin.of(decoder), whole, self.no_whole)
+        return LeanPass(decoder, self._kernels.of(decoder), whole, self.no_whole)
 
     def __call__(
         self,
@@ -99,7 +68,7 @@ class LeanPass:
             [1, tokens, layers * width]; None where none are wanted.
         """
         decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding)))
-        do = self._begin(plan, cache, method)
+        do = self._kernels(plan, cache, method)
         x = embedded(tokens.flatten(), partial(decoder.embedding.index_select, 0), vectors)
         kept = {0: x.clone()} if 0 in hidden_layers else {}  # the next layer may overwrite its input
         for index, layer in enumerate(decoder.layers):

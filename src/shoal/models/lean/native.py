@@ -1,4 +1,4 @@
-"""The operations of a lean pass by the kernels in C."""
+"""The operations of a lean pass that lie between its products, by the kernels in C."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.native import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.angles import Angles
 from shoal.models.lean.decoder import Decoder, Norm
-from shoal.models.lean.plain import attended
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import Attention, Heads
 
 
 class NativeKernels:
     """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see `shoal.native.build`."""
-
-    operations = "C"
 
     def __init__(self, decoder: Decoder) -> None:
         made = library()
@@ -42,7 +40,10 @@ class NativeKernels:
 
 
 class NativePass:
-    """The operations of one pass. Kernels take addresses: every tensor that they read is held here, or by the caller, meanwhile."""
+    """The operations of one pass.
+
+    Kernels take addresses: every tensor that they read is held here, or by the caller, meanwhile.
+    """
 
     def __init__(self, kernels: NativeKernels, plan: Plan, cache: SlotCache, method: Method) -> None:
         decoder = kernels.decoder
@@ -93,11 +94,20 @@ class NativePass:
         return np.cumsum(counts) - counts
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Normalises [tokens, width]. The result is good until the next call."""
         kernels, (tokens, width) = self._kernels, x.shape
         kernels.rms_norm(x.data_ptr(), norm.weight.data_ptr(), self._normed_at, tokens, width, norm.eps, self._threads)
         return self._normed
 
     def attend(self, states: Tensor, index: int) -> Tensor:
+        """Rotates queries and keys, writes keys and values to the cache, attends; `states` is overwritten.
+
+        Args:
+            states: queries, keys and values of layer `index`, [tokens, (heads + 2 kv heads) * dim].
+
+        Returns:
+            [tokens, heads * dim].
+        """
         keys, values, shared_keys, shared_values = self._stores[4 * index : 4 * index + 4]
         heads, layer = self._heads, self._kernels.decoder.layers[index]
         heads.states = states.data_ptr()
@@ -121,3 +131,22 @@ class NativePass:
         if self._kernels.attend(self._attention_at):
             raise MemoryError("no memory for the scores of attention")
         return self._out
+
+
+def attended(method: Method, cache: SlotCache, masks: Masks, decoder: Decoder, index: int, query: Tensor) -> Tensor:
+    """Attends in layer `index` by a method, over the cache, the pass's own keys included.
+
+    Args:
+        query: [tokens, heads, dim], rotated.
+
+    Returns:
+        [tokens, heads * dim].
+    """
+    plan = cache.plan
+    assert plan is not None
+    rows = plan.unpack(query[None]) if plan.packed else query.view(plan.rows, plan.q, *query.shape[1:])
+    key, value = cache.rows(index)
+    inputs = AttentionInputs(
+        rows.transpose(1, 2), key, value, masks, decoder.scale, decoder.layers[index].window, None, None, *cache.shared()
+    )
+    return plan.pack(method(inputs)).reshape(len(query), -1)

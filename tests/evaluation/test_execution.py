@@ -97,6 +97,32 @@ def test_every_language_has_an_example() -> None:
     assert ADD.keys() == EXIT.keys() == LANGUAGES.keys()
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_marker_stands_in_no_file(language: str) -> None:
+    """A PHP body that ends with ?> makes text of the tests and of what would print the marker; that text is printed."""
+    marker = "0123456789abcdef"
+    assert marker not in "".join(LANGUAGES[language].files("program", marker).values())
+
+
+DANGLING = {
+    "javascript": "return a - b\n}\nif (false)",
+    "typescript": "return a - b\n}\nwhile (false)",
+    "perl": "return $a - $b;\n}\n0 and",
+    "ruby": "return a - b\nend\nfalse and",
+    "php": "return $a - $b;\n}\nif (false)",
+}
+
+
+@pytest.mark.parametrize(("language", "wrong"), [*DANGLING.items(), ("php", "return $a - $b;\n}\n?>")])
+def test_no_completion_swallows_its_tests(box: Sandbox, language: str, wrong: str) -> None:
+    """A statement that it begins, or text that it makes of the rest, ends before the tests."""
+    prompt, right, tests = ADD[language]
+    made = problem(language, prompt, tests)
+    require_here([made], box)
+    assert execute(made, right, box).passed
+    assert not execute(made, wrong, box).passed
+
+
 def require_here(problems: list[Problem], box: Sandbox) -> None:
     """Skips a test of a language that cannot be run here, and says what to install."""
     try:
@@ -145,7 +171,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch, programs: Path) -> Language:
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     language = Language(
         title="Noise", file="main", compile=("noisy-cc", "main"), run=("noisy-sh", "main"), install="noise",
-        epilogue="echo {}", syntax=("SyntaxError",), memory=("out of memory",),
+        epilogue="echo {}{}", syntax=("SyntaxError",), memory=("out of memory",),
     )  # fmt: skip
     monkeypatch.setitem(LANGUAGES, "noise", language)
     return language

@@ -175,7 +175,8 @@ def pass_counts(
 
 
 def _files(problem: Problem, completion: str, marker: str) -> dict[str, str]:
-    return LANGUAGES[problem.language].files(problem.program(completion), marker)
+    language = LANGUAGES[problem.language]
+    return language.files(problem.program(completion, language.separator), marker)
 
 
 def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The supported languages: how a program is compiled and run, and what must be installed.
 
-An epilogue after the tests prints a random marker. In languages that allow statements only in functions, a second file calls the
-tests' `main` and then prints it. A completion that exits early with code 0 prints no marker, so it has not passed its tests.
+An epilogue after the tests prints a random marker, which it puts together of two halves: the marker stands in no file, so that only
+code that ran can print it. In languages that allow statements only in functions, a second file calls the tests' `main` and then
+prints it. A completion that exits early with code 0 prints no marker, so it has not passed its tests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Language:
         install: what provides them.
         trial: the smallest program. It must run here, and a runtime that writes to standard error beside it does so beside
             every program.
-        epilogue: format string; prints the marker after the tests, at the end of the program or in `epilogue_file`.
+        separator: stands between a completion and its tests, and ends a statement that the completion has begun.
+        epilogue: format string of the two halves of the marker; prints it after the tests, at the end of the program or in
+            `epilogue_file`.
         epilogue_file: "", or a second source file, which calls the program's `main` and is started in its place.
         syntax: texts of which the interpreter writes one to standard error when it cannot parse a program.
         memory: the same for an allocation that fails.
@@ -48,6 +51,7 @@ class Language:
     install: str
     compile: tuple[str, ...] = ()
     trial: str = ""
+    separator: str = "\n"
     epilogue: str = ""
     epilogue_file: str = ""
     syntax: tuple[str, ...] = ()
@@ -58,7 +62,8 @@ class Language:
 
     def files(self, program: str, marker: str) -> dict[str, str]:
         """Names and texts of the source files of a program that prints a marker at its end."""
-        epilogue = self.epilogue.format(marker)
+        half = len(marker) // 2
+        epilogue = self.epilogue.format(marker[:half], marker[half:])
         if self.epilogue_file:
             return {self.file: program, self.epilogue_file: epilogue}
         return {self.file: f"{program}\n{epilogue}\n"}
@@ -69,6 +74,8 @@ class Language:
         return sorted({command[0] for command in (self.run, self.compile) if command and "/" not in command[0]})
 
 
+STATEMENT = "\n;\n"
+"""A `separator` that leaves nothing for an `if (false)` at the end of a completion but itself."""
 COMPILING = Bounds(cpu_seconds=60, wall_seconds=300.0, memory_bytes=2048 * MIB)
 _MANAGED = Bounds(memory_bytes=2048 * MIB)  # for runtimes that reserve memory
 _NODE = "Node.js (package nodejs, or https://nodejs.org)"
@@ -83,7 +90,7 @@ LANGUAGES = {
         file="main.py",
         run=("python3", "main.py"),
         install="Python 3 (package python3)",
-        epilogue="print({!r})",
+        epilogue="print({!r} + {!r})",
         syntax=("\nSyntaxError:", "\nIndentationError:", "\nTabError:"),
         memory=("MemoryError",),
         environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"},
@@ -93,7 +100,8 @@ LANGUAGES = {
         file="main.js",
         run=("node", "main.js"),
         install=_NODE,
-        epilogue="console.log({!r});",
+        separator=STATEMENT,
+        epilogue="console.log({!r} + {!r});",
         syntax=("\nSyntaxError:",),
         memory=("heap out of memory", "Array buffer allocation failed"),
         libraries=(_LODASH,),
@@ -106,7 +114,8 @@ LANGUAGES = {
         compile=("tsc", "--noCheck", "--target", "es2020", "--module", "commonjs", "main.ts"),
         run=("node", "main.js"),
         install=f"TypeScript 5.6 or newer (npm install --global typescript) and {_NODE}",
-        epilogue="console.log({!r});",
+        separator=STATEMENT,
+        epilogue="console.log({!r} + {!r});",
         memory=("heap out of memory", "Array buffer allocation failed"),
         libraries=(_LODASH,),
         bounds=_MANAGED,
@@ -119,7 +128,7 @@ LANGUAGES = {
         install="a Java development kit (package default-jdk-headless)",
         trial="class Main { public static void main(String[] arguments) {} }",
         epilogue="""class Epilogue {{
-    public static void main(String[] arguments) throws Throwable {{ Main.main(arguments); System.out.println("{}"); }}
+    public static void main(String[] arguments) throws Throwable {{ Main.main(arguments); System.out.println("{}" + "{}"); }}
 }}""",
         epilogue_file="Epilogue.java",
         memory=("java.lang.OutOfMemoryError",),
@@ -135,7 +144,7 @@ LANGUAGES = {
         epilogue="""extern "C" int __real_main(int, char **);
 extern "C" int __wrap_main(int count, char **arguments) {{
     int code = __real_main(count, arguments);
-    __builtin_puts("{}");
+    __builtin_puts("{}" "{}");
     return code;
 }}""",
         epilogue_file="last.cpp",
@@ -146,7 +155,8 @@ extern "C" int __wrap_main(int count, char **arguments) {{
         file="main.pl",
         run=("perl", "main.pl"),
         install="Perl (package perl)",
-        epilogue="print {!r};",
+        separator=STATEMENT,
+        epilogue="print {!r} . {!r};",
         syntax=("syntax error at", "aborted due to compilation errors"),
         memory=("Out of memory",),
         libraries=(_COMPARE,),
@@ -159,7 +169,7 @@ extern "C" int __wrap_main(int count, char **arguments) {{
         install="Go (package golang-go, or https://go.dev)",
         epilogue="""package main
 import "os"
-func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
+func init() {{ main(); os.Stdout.WriteString("{}" + "{}"); os.Exit(0) }}""",
         epilogue_file="words.go",  # after main.go, so that its init comes last
         trial="package main\nfunc main() {}",
         memory=("out of memory", "cannot allocate memory"),
@@ -171,7 +181,8 @@ func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
         file="main.rb",
         run=("ruby", "main.rb"),
         install="Ruby (package ruby)",
-        epilogue="puts {!r}",
+        separator=STATEMENT,
+        epilogue="puts {!r} + {!r}",
         syntax=("syntax error", "(SyntaxError)"),
         memory=("NoMemoryError",),
     ),
@@ -181,7 +192,8 @@ func init() {{ main(); os.Stdout.WriteString("{}"); os.Exit(0) }}""",
         run=("php", "-d", "display_errors=stderr", "main.php"),
         install="PHP's command line (package php-cli)",
         trial="<?php",
-        epilogue="echo {!r};",
+        separator=STATEMENT,
+        epilogue="echo {!r} . {!r};",
         syntax=("PHP Parse error:", "Parse error:"),
         memory=("Allowed memory size",),
     ),

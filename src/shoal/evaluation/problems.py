@@ -34,9 +34,10 @@ class Problem:
     canonical: str | None = None
     suffix: str = ""
 
-    def program(self, completion: str) -> str:
-        """The source text that is run; it passes if it reaches its last statement and exits with code 0."""
-        return f"{self.prompt}{completion}{self.suffix}\n{self.tests}"
+    def program(self, completion: str, separator: str = "\n") -> str:
+        """The source text that is run; it passes if it reaches its last statement and exits with code 0. separator: what stands
+        before the tests."""
+        return f"{self.prompt}{completion}{self.suffix}{separator}{self.tests}"
 
 
 def read_humaneval(path: str | Path) -> list[Problem]:

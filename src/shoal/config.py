@@ -122,6 +122,52 @@ class Grammar:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """The declaration of a number that changes how tokens are chosen.
+
+    Attributes:
+        help: a sentence, for the help of commands and the description of requests.
+        least: the smallest value; None = none.
+        above: the value that has to be exceeded; None = none.
+        most: the largest value; None = none.
+        whole: True for integers.
+        api: the name in requests of a server; "" = they have no such field.
+        off: a further value in requests that stands for the default; None = none.
+    """
+
+    help: str
+    least: int | None = None
+    above: int | None = None
+    most: int | None = None
+    whole: bool = False
+    api: str = ""
+    off: int | None = None
+
+    @property
+    def range(self) -> str:
+        """The possible values, in words."""
+        if self.most is not None:
+            return f"in {'[' if self.above is None else '('}{self.least or self.above or 0}, {self.most}]"
+        bound = f"> {self.above}" if self.least is None else f">= {self.least}"
+        if self.least is None and self.above is None:
+            return "a finite number"
+        return f"an integer {bound}" if self.whole else bound
+
+    def allows(self, value: object) -> bool:
+        """Returns True for a number in range."""
+        if not (_is_int(value) if self.whole else _is_number(value)):
+            return False
+        number: Any = value
+        low = (self.least is None or number >= self.least) and (self.above is None or number > self.above)
+        return low and (self.most is None or number <= self.most)
+
+
+def _declared(default: float, help: str, **declaration: Any) -> Any:
+    """Returns a field of a dataclass with the declaration of a parameter."""
+    return field(default=default, metadata={"parameter": Parameter(help, **declaration)})
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How a row's next token is chosen from the target's logits.
 
@@ -152,18 +198,28 @@ class Sampling:
             entropy.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _declared(1.0, "0 = greedy.", least=0, api="temperature")
+    top_k: int = _declared(0, "The k most probable tokens; 0 = off.", least=0, whole=True, api="top_k", off=-1)
+    top_p: float = _declared(1.0, "Smallest set of tokens with this mass; 1 = off.", above=0, most=1, api="top_p")
+    min_p: float = _declared(
+        0.0, "Tokens with at least this times the probability of the best one; 0 = off.", least=0, most=1, api="min_p"
+    )
+    typical_p: float = _declared(1.0, "Locally typical sampling with this mass; 1 = off.", above=0, most=1, api="typical_p")
+    repetition_penalty: float = _declared(
+        1.0, "Scores of tokens that have occurred are divided by it; 1 = off.", above=0, api="repetition_penalty"
+    )
+    presence_penalty: float = _declared(
+        0.0, "Taken once from the score of each token of the output; 0 = off.", api="presence_penalty"
+    )
+    frequency_penalty: float = _declared(
+        0.0, "Taken from the score of a token as often as it is in the output; 0 = off.", api="frequency_penalty"
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
-    min_new_tokens: int = 0
-    no_repeat_ngram: int = 0
+    min_new_tokens: int = _declared(
+        0, "No end-of-text token before that many tokens; 0 = off.", least=0, whole=True, api="min_tokens"
+    )
+    no_repeat_ngram: int = _declared(0, "No n-gram of this size appears twice; 0 = off.", least=0, whole=True)
     processors: Sequence[Any] = ()
     grammar: Grammar | None = None
     seed: int | None = None
@@ -172,19 +228,8 @@ class Sampling:
         _take_plain(self, *(f.name for f in fields(self) if f.name not in ("processors", "grammar")))
         if isinstance(self.processors, Iterator):
             object.__setattr__(self, "processors", list(self.processors))
-        _require(_is_number(self.temperature) and self.temperature >= 0, "temperature", ">= 0", self.temperature)
-        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", "an integer >= 0", self.top_k)
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
-        _require(_is_number(self.typical_p) and 0 < self.typical_p <= 1, "typical_p", "in (0, 1]", self.typical_p)
-        _require(
-            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty", "> 0", self.repetition_penalty,
-        )  # fmt: skip
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(_is_number(getattr(self, name)), name, "a finite number", getattr(self, name))
-        for name in ("min_new_tokens", "no_repeat_ngram"):
-            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 0, name, "an integer >= 0", getattr(self, name))
+        for name, parameter in PARAMETERS.items():
+            _require(parameter.allows(getattr(self, name)), name, parameter.range, getattr(self, name))
         _require(self.seed is None or _is_int(self.seed), "seed", "an integer or None", self.seed)
         _require(
             isinstance(self.logit_bias, Mapping)
@@ -210,12 +255,23 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def truncates(self) -> bool:
+        """True when top_k, top_p, min_p or typical_p leaves tokens out."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1)
+
+    @property
     def reads_history(self) -> bool:
         """True when some step depends on the tokens before the position, not on its scores alone."""
         return bool(
             self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.bad_words
             or self.min_new_tokens or self.no_repeat_ngram or self.processors or self.grammar
         )  # fmt: skip
+
+
+PARAMETERS: dict[str, Parameter] = {
+    one.name: one.metadata["parameter"] for one in fields(Sampling) if "parameter" in one.metadata
+}
+"""The numbers among the fields of `Sampling`. Help, requests and checks read it, so that one line declares a parameter."""
 
 
 @dataclass(frozen=True)

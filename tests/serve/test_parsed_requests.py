@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from shoal.api import Shoal
-from shoal.config import Grammar, Limits, Sampling
+from shoal.config import PARAMETERS, Grammar, Limits, Sampling
 from shoal.constraints.dressing import Dressing
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, api_error_of
@@ -317,6 +318,23 @@ def test_a_second_grammar_is_refused() -> None:
     assert refused(guided_regex="a", guided_choice=["a"]) == ("guided_choice", 400)
     assert refused(structured_outputs={}) == ("structured_outputs", 400)
     assert parse(response_format={"type": "text"}, guided_regex="a").grammar_field == "guided_regex"
+
+
+@pytest.mark.parametrize("name", [name for name, one in PARAMETERS.items() if one.api])
+def test_a_request_takes_what_sampling_takes(name: str) -> None:
+    """Every declared number: the same bounds, and the value that stands for the default."""
+    one = PARAMETERS[name]
+    for value in (-2, -1, 0, 1, 2, 2**62):
+        given = value if one.whole else float(value)
+        if one.allows(given):
+            assert getattr(parse(**{one.api: given}).requests[0].sampling, name) == given
+            continue
+        with pytest.raises(RequestError, match=f"{name} must be {re.escape(one.range)}, got"):
+            Sampling(**{name: given})
+        if value == one.off:
+            assert getattr(parse(**{one.api: given}).requests[0].sampling, name) == getattr(Sampling, name)
+        else:
+            assert refused(**{one.api: given}) == (one.api, 400)
 
 
 # ── /infill and /v1/responses ───────────────────────────────────────────────────────────────────────────────────────

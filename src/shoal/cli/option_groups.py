@@ -11,6 +11,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import typer
 from typer.models import ParameterInfo
 
+from shoal.config import PARAMETERS
+
 MODELS, ADDRESS, TLS = "Models", "Address and access", "TLS"
 LIMITS, SAMPLING = "Limits", "Sampling and limits"
 SPEED, MACHINES, OUTPUT = "Speculation and speed", "More than one process", "Output"
@@ -21,6 +23,12 @@ PANELS = (None, MODELS, ADDRESS, TLS, LIMITS, SAMPLING, SPEED, MACHINES, OUTPUT)
     models_option, address_option, tls_option, limits_option, sampling_option, speed_option, machines_option, output_option,
 ) = (partial(typer.Option, rich_help_panel=panel) for panel in PANELS[1:])  # fmt: skip
 """`typer.Option` on a panel."""
+
+
+def parameter_option(name: str, **settings: Any) -> Any:
+    """Returns the option of a parameter of `shoal.Sampling`, with the help of its declaration."""
+    return sampling_option(help=PARAMETERS[name].help, **settings)
+
 
 Value = TypeVar("Value")
 Command = Callable[..., Value]

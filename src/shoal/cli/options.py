@@ -10,6 +10,7 @@ from shoal.cli.console import loading_shown
 from shoal.cli.option_groups import (
     models_option,
     output_option,
+    parameter_option,
     sampling_option,
     speed_option,
 )
@@ -42,7 +43,7 @@ LookaheadOption = Annotated[
 ]
 SamplesOption = Annotated[int, sampling_option("-n", "--samples", min=1, help="Samples per prompt.")]
 NewTokensOption = Annotated[int, sampling_option("--max-new-tokens", help="Tokens per sample at most.")]
-TopPOption = Annotated[float, sampling_option(help="Smallest set of tokens with this mass; 1 = off.")]
+TopPOption = Annotated[float, parameter_option("top_p")]
 JsonOption = Annotated[bool, output_option("--json", help="One JSON object on stdout.")]
 
 

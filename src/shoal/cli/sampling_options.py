@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from shoal.cli.option_groups import sampling_option
+from shoal.cli.option_groups import parameter_option, sampling_option
 from shoal.cli.options import SampleOptions, SamplesOption, TopPOption
 from shoal.config import Sampling
 from shoal.errors import RequestError
@@ -19,12 +19,10 @@ class SamplingOptions(SampleOptions):
     """How tokens are sampled, and where samples end."""
 
     n: SamplesOption = 1
-    temperature: Annotated[float | None, sampling_option(help="0 = greedy.", show_default=str(Sampling.temperature))] = None
+    temperature: Annotated[float | None, parameter_option("temperature", show_default=str(Sampling.temperature))] = None
     top_p: TopPOption = Sampling.top_p
-    top_k: Annotated[int, sampling_option(help="The k most probable tokens; 0 = off.")] = Sampling.top_k
-    min_p: Annotated[
-        float, sampling_option(help="Tokens with at least this times the probability of the best one; 0 = off.")
-    ] = Sampling.min_p
+    top_k: Annotated[int, parameter_option("top_k")] = Sampling.top_k
+    min_p: Annotated[float, parameter_option("min_p")] = Sampling.min_p
     greedy: Annotated[bool, sampling_option("--greedy", help="Always the most probable token.")] = False
     seed: Annotated[int | None, sampling_option(help="The same seed gives the same samples; fresh entropy without it.")] = (
         None
@@ -63,12 +61,6 @@ class SamplingOptions(SampleOptions):
 class GenerateSampling(SamplingOptions):
     """With penalties, which code at a cursor does not want."""
 
-    repetition_penalty: Annotated[
-        float, sampling_option(help="Scores of tokens that have occurred are divided by it; 1 = off.")
-    ] = Sampling.repetition_penalty
-    presence_penalty: Annotated[
-        float, sampling_option(help="Taken once from the score of each token of the output; 0 = off.")
-    ] = Sampling.presence_penalty
-    frequency_penalty: Annotated[
-        float, sampling_option(help="Taken from the score of a token as often as it is in the output; 0 = off.")
-    ] = Sampling.frequency_penalty
+    repetition_penalty: Annotated[float, parameter_option("repetition_penalty")] = Sampling.repetition_penalty
+    presence_penalty: Annotated[float, parameter_option("presence_penalty")] = Sampling.presence_penalty
+    frequency_penalty: Annotated[float, parameter_option("frequency_penalty")] = Sampling.frequency_penalty

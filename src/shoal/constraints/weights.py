@@ -47,8 +47,7 @@ def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -
         raise RequestError(
             "exact=True weighs samples by what limits them: it needs align=True, a grammar or other constraints"
         )
-    truncates = sampling.top_k or sampling.min_p or sampling.top_p < 1 or sampling.typical_p < 1
-    if sampling.greedy or ((masked or aligned) and truncates):
+    if sampling.greedy or ((masked or aligned) and sampling.truncates):
         raise RequestError(
             "exact=True weighs samples of the whole distribution: leave out top_k, top_p, min_p, typical_p, temperature=0"
         )

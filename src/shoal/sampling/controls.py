@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.config import Grammar, Sampling
+from shoal.config import PARAMETERS, Grammar, Sampling
 from shoal.constraints import estimates, masks
 from shoal.constraints.filters import Filter
 from shoal.errors import BadLogits, RequestError, ShoalError
@@ -19,6 +20,8 @@ from shoal.sampling.drawing import finite
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults
 from shoal.types.trees import Positions
+
+_numbers = attrgetter(*PARAMETERS)
 
 
 def width(logits: Tensor) -> torch.dtype:
@@ -44,11 +47,8 @@ def groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
 
 def _key(s: Sampling) -> tuple[Any, ...]:
     """Equal for settings that are computed alike: all fields but seed and grammar, containers by identity."""
-    return (
-        s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p, s.repetition_penalty, s.presence_penalty,
-        s.frequency_penalty, s.min_new_tokens, s.no_repeat_ngram, id(s.logit_bias) if s.logit_bias else 0,
-        id(s.bad_words) if s.bad_words else 0, tuple(map(id, s.processors)),
-    )  # fmt: skip
+    bias, words = id(s.logit_bias) if s.logit_bias else 0, id(s.bad_words) if s.bad_words else 0
+    return _numbers(s), bias, words, tuple(map(id, s.processors))
 
 
 def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:

@@ -112,7 +112,7 @@ def pure_probabilities(
         return _one_hot(logits.to(width(logits))), None
     heat = (temperature if greedy is False else torch.where(temperature > 0, temperature, 1.0)).to(width(logits))
     scores = logits / heat[:, None]  # in the wider of both formats
-    if truncation.truncates(cut):
+    if cut.truncates:
         probs, enough = truncation.listed_softmax(scores, cut, candidates)
     else:
         probs, enough = scores.softmax(-1), None
@@ -178,7 +178,7 @@ def _of_group(
 
 def _distribution(scores: Tensor, logits: Tensor, sampling: Sampling, positions: Positions, faults: Faults | None) -> Tensor:
     """Of scores after temperature, [rows, q, vocab]."""
-    truncates = truncation.truncates(sampling)
+    truncates = sampling.truncates
     if not truncates:
         probs = scores.softmax(-1)
         if finite(probs[..., 0]):  # one impossible position makes NaN of all its probabilities

@@ -25,11 +25,6 @@ _TOGETHER = 1 << 19
 """Scores computed together on a CPU: the temporaries of more leave its caches."""
 
 
-def truncates(sampling: Sampling) -> bool:
-    """True when some of top_k, top_p, min_p, typical_p is on."""
-    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.typical_p < 1)
-
-
 def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
     """Softmax over the tokens that top_k, top_p, min_p and typical_p keep, in this order; 0 elsewhere.
 

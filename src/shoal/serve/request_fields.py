@@ -58,7 +58,6 @@ def _numbers(value: Any) -> Any:
 Text = Annotated[str, AfterValidator(_encodable)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
 Bias = Annotated[dict[str, float], BeforeValidator(_numbers)]
 Stop = Annotated[Text, Field(max_length=512)]
 Stops = Annotated[

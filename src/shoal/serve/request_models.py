@@ -5,14 +5,14 @@ Docstrings and descriptions of the models are part of `/openapi.json`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, create_model
 
+from shoal.config import PARAMETERS, Parameter, Sampling
 from shoal.serve.message_models import Message, NamedTool, Tool
 from shoal.serve.request_fields import (
     Bias,
-    Fraction,
     Ignored,
     NonNegative,
     Positive,
@@ -87,7 +87,32 @@ class SchemaFormat(JsonText):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class SampledRequest(StrictModel):
+def _field_of(parameter: Parameter, default: float) -> tuple[Any, Any]:
+    """Returns the type and the field of a request for a parameter of `shoal.Sampling`."""
+    least = parameter.least if parameter.off is None else parameter.off
+    bounds = Field(ge=least, gt=parameter.above, le=parameter.most, lt=2**63 if parameter.whole else None)
+    number: Any = int if parameter.whole else float
+    also = "" if parameter.off is None else f" {parameter.off} = the default, which is {default:g}."
+    shown = parameter.help if "= off" in parameter.help else f"{parameter.help[:-1]}; {default:g}."
+    return Annotated[number, bounds] | None, optional(shown + also)
+
+
+if TYPE_CHECKING:
+
+    class SamplingFields(StrictModel):
+        """The fields that are read by name; all others are read by the declarations of `shoal.Sampling`."""
+
+        temperature: float | None
+        top_p: float | None
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=StrictModel,
+        **{one.api: _field_of(one, getattr(Sampling, name)) for name, one in PARAMETERS.items() if one.api},
+    )
+
+
+class SampledRequest(SamplingFields):
     """Fields of all APIs: how texts are drawn, and when they end."""
 
     model: str | None = optional("The served model's name, as /v1/models tells it.")
@@ -95,19 +120,6 @@ class SampledRequest(StrictModel):
         "Weigh samples so that they are samples of p given that all of the text is allowed (by a grammar, or `align`): "
         "`usage.choices[].log_weight`. smc: and resample them while they run; it needs n of at least 2, and no stream. "
         "asap: and draw them by what earlier samples have shown. asap+smc: both.",
-    )
-    min_tokens: NonNegative | None = optional("No end-of-text token before that many tokens; 0.")
-    temperature: Annotated[float, Field(ge=0)] | None = optional("0 = greedy; 1.")
-    top_p: Fraction | None = optional("Smallest set of tokens with this mass; 1 = off.")
-    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = optional("The k most probable tokens; 0 or -1 = off.")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = optional(
-        "Tokens at least so probable as the best one times this; 0 = off."
-    )
-    typical_p: Fraction | None = optional("Locally typical sampling with this mass; 1 = off.")
-    presence_penalty: float | None = optional("Subtracted once from every token in the output so far; 0.")
-    frequency_penalty: float | None = optional("Subtracted once per occurrence in the output so far; 0.")
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = optional(
-        "Scores of tokens in prompt or output divided (positive) or multiplied (negative); 1."
     )
     logit_bias: Bias | None = optional("Token id, as a string -> value added to its score.")
     stop: Stops | None = optional("Strings that end a sample; the text is cut before them.")

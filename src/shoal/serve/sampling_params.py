@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.config import Limits, Sampling
+from shoal.config import PARAMETERS, Limits, Sampling
 from shoal.sampling.penalties import require_ids
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.given_grammars import given_grammar
 from shoal.serve.request_models import BaseRequest
 from shoal.serve.settings import Settings
 
-SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-)  # fmt: skip
-"""Fields that `shoal.Sampling` has under the same name."""
-
 
 def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sampling:
     """How the request's tokens are drawn. Raises ApiError or RequestError for a value that is not allowed."""
-    given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
-    if given.get("top_k") == -1:  # off, as in vLLM
-        del given["top_k"]
-    if "seed" in given and not settings.seeds and request.temperature != 0:
+    given: dict[str, Any] = {
+        name: value
+        for name, one in PARAMETERS.items()
+        if one.api and (value := getattr(request, one.api)) is not None and value != one.off
+    }
+    if request.seed is not None and not settings.seeds and request.temperature != 0:
         raise ApiError(400, "this server runs under a --rule by which a seed cannot bring the same tokens", param="seed")
     bias = {_token_id(token): value for token, value in (request.logit_bias or {}).items()}
     param, grammar = given_grammar(request) or ("", None)
     if grammar is not None:
         require_size(grammar.text, settings.max_grammar, param)
-    sampling = Sampling(**given, logit_bias=bias, min_new_tokens=request.min_tokens or 0, grammar=grammar)
+    sampling = Sampling(**given, logit_bias=bias, grammar=grammar, seed=request.seed)
     with naming("logit_bias"):
         require_ids(sampling, vocab_size)
     return sampling

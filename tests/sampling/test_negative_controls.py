@@ -25,20 +25,20 @@ from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
 from shoal.sampling.acceptance import Rejection, rejection
-from shoal.sampling.scores import Block, Scores
+from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
 from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, runner, scripted, table_model
 from shoal.testing.significance import chi_square, independence
-from shoal.types.requests import Request
+from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions
 
 pytestmark = pytest.mark.slow
 real_uniforms = shoal.sampling.uniforms.uniforms
-real_positions = Scores.positions_of
+real_positions = Positions.of
 real_decide = Rejection.decide
 
 
@@ -68,10 +68,16 @@ def without_order(passes: Tensor, lengths: Tensor) -> Tensor:
 
 
 def bonus_left_to_the_residual(
-    drafts: Tensor, lengths: Tensor, q: Any, p: Tensor, u_accept: Tensor, u_next: Tensor
+    drafts: Tensor,
+    lengths: Tensor,
+    q: Any,
+    p: Tensor,
+    u_accept: Tensor,
+    u_next: Tensor,
+    sampler: Any = rejection.inverse_transform,
 ) -> Verdict:
     """After full acceptance the next token is still taken from max(p - q, 0), of the last draft's position."""
-    verdict = shoal_reject_and_replace(drafts, lengths, q, p, u_accept, u_next)
+    verdict = shoal_reject_and_replace(drafts, lengths, q, p, u_accept, u_next, sampler)
     if q is None:
         return verdict
     rows, last = torch.arange(len(p)), (lengths - 1).clamp(min=0)
@@ -186,9 +192,9 @@ def test_a_dropped_bonus_shows_in_the_oracles_counts(monkeypatch: pytest.MonkeyP
 # ── history ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_token_late(scores: Scores, block: Block) -> Positions:
+def one_token_late(rows: Sequence[Row], tree: DraftTree) -> Positions:
     """Draft position j is given the history of position j - 1."""
-    positions = real_positions(scores, block)
+    positions = real_positions(rows, tree)
     pairs = zip(positions.rows, positions.drafts, strict=True)
     late = [[row.tokens[-1], *draft[:-1]] if draft else [] for row, draft in pairs]
     return replace(positions, drafts=late)
@@ -201,7 +207,7 @@ def test_penalties_one_token_late_show_in_counted_samples(monkeypatch: pytest.Mo
 
     law = declared_law(step, 4, 4)
     assert chi_square(counted(frequency_penalty=1.5), law) > ALPHA
-    monkeypatch.setattr(Scores, "positions_of", one_token_late)
+    monkeypatch.setattr(Positions, "of", staticmethod(one_token_late))
     assert chi_square(counted(frequency_penalty=1.5), law) < ALPHA
 
 
@@ -222,7 +228,7 @@ def test_penalties_one_token_late_show_in_greedy_ids(control: dict[str, Any], mo
 
     plain = ids(0)
     assert ids(4) == plain
-    monkeypatch.setattr(Scores, "positions_of", one_token_late)
+    monkeypatch.setattr(Positions, "of", staticmethod(one_token_late))
     assert ids(0) == plain  # without drafts nothing can be late
     assert ids(4) != plain
 

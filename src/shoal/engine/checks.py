@@ -17,7 +17,7 @@ from shoal.errors import RequestError
 from shoal.sampling.awrs import Following, Phantoms, awrs
 from shoal.sampling.controls import all_controlled
 from shoal.sampling.drawing import draw
-from shoal.sampling.scores import Block, Scores
+from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose, uniforms
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
@@ -111,11 +111,7 @@ def _weights(scores: Scores, b: int, path: Sequence[int], columns: Sequence[int]
 
 
 def _p(scores: Scores, b: int, column: int) -> Tensor:
-    return scores.p(_row_block(scores, b))[0, column].double().cpu()
-
-
-def _row_block(scores: Scores, b: int) -> Block:
-    return Block(scores.everything().columns, [b], torch.tensor([b], device=scores.logits.device))
+    return scores.of_row(b).p()[0, column].double().cpu()
 
 
 def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
@@ -151,8 +147,8 @@ def _drawn(
     if not row.request.sampling.greedy:
         token, weight = awrs(p, refused, passes, *_draws(row.seed, position), weighs=row.request.weighted)
     if token is None:
-        block = _row_block(scores, b)
-        token = _by_score(all_controlled(block.of(scores.logits), scores.positions_of(block), {})[0, column], passes)
+        own = scores.of_row(b)
+        token = _by_score(all_controlled(own.logits, own.positions, {})[0, column], passes)
     if token is None:
         names = ", ".join(type(check).__name__ for check, _ in states)
         error = RequestError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.constraints import masks
 from shoal.constraints.estimates import Seen, log_weights
 from shoal.sampling.controls import controlled
-from shoal.sampling.scores import Block, Scores
+from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.samples import TopLogprobs
@@ -82,8 +82,8 @@ def _weights(
     count = masks.bound(row, block) if row.request.weighted else 0
     if not count:
         return [], []
-    own = Block(range(scores.logits.shape[1]), [place], torch.tensor([place], device=scores.logits.device))
-    logits, positions, sampling = own.of(scores.logits), scores.positions_of(own), row.request.sampling
+    own, sampling = scores.of_row(place), row.request.sampling
+    logits, positions = own.logits, own.positions
     allowed = masks.allowed(positions, logits)
     assert allowed is not None
     at = list(columns[:count])
@@ -128,9 +128,7 @@ def _top(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[T
     n = row.request.top_logprobs
     if not n or not columns:
         return []
-    index = torch.tensor([place], device=scores.logits.device)
-    whole = Block(range(scores.logits.shape[1]), [place], index)
-    probs = scores.p(whole)[0, list(columns)]
+    probs = scores.of_row(place).p()[0, list(columns)]
     tops = [_pairs(_log_softmax(scores.logits[place, list(columns)]), n), _pairs(probs.log(), n)]
     return [TopLogprobs(before, after) for before, after in zip(*tops, strict=True)]
 

@@ -27,7 +27,7 @@ def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
     scores = replace(scores, hidden=target.hidden, columns=None if tree.probes is None else logits)
     if not finite(logits[..., 0]):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must be found wherever it stands.
-        scores.p(scores.everything())
+        scores.p()
         _note_probes(scores, logits, target)
     return scores
 

@@ -1,12 +1,8 @@
-"""What the target says of a draft tree: its logits, and the declared distributions where a decision needs them.
-
-Of k drafts the first rejected one ends the row, so the distributions behind it are never needed. Over a large vocabulary they cost
-more than anything else outside the models: there the columns are computed one after the other, for the rows that have got so far.
-"""
+"""The scores of a draft tree by the target: its logits, and the declared distributions where a decision needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,44 +14,18 @@ from shoal.sampling.distributions import Draws, Sampler
 from shoal.types.rounds import Faults, Verdict
 from shoal.types.trees import DraftTree, Positions
 
-_TOGETHER = 1 << 19
-"""Scores up to which the columns of a block are computed together: below, an operation's own cost outweighs columns that turn out
-not to be needed. Also on a device that computes all of them at once."""
-_CACHED = 1 << 21
-"""Scores up to which the rows of a block are: beyond, every temporary is mapped anew, and page faults take most of the time."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some columns of some rows of a pass.
-
-    Attributes:
-        columns: of the pass. rows: their places in the batch; None = all. index: the same as a tensor.
-    """
-
-    columns: range
-    rows: Sequence[int] | None = None
-    index: Tensor | None = None
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        """What holds for each row of the batch, [all rows, ...], for those of the block."""
-        return values if self.index is None else values.index_select(0, self.index)
-
-    def of(self, values: Tensor) -> Tensor:
-        """What holds for each column, [all rows, m + 1 or m, ...], for those of the block; none beyond the end of `values`."""
-        return self.of_rows(values[:, self.columns.start : self.columns.stop])
-
 
 @dataclass(frozen=True)
 class Scores:
-    """What the target says of a draft tree, by the m + 1 columns of the pass (`shoal.types.trees`).
+    """The scores of the m + 1 columns of a pass (`shoal.types.trees`).
 
     Distributions may be asked for until the round is committed, as they depend on the tokens before it.
 
     Attributes:
-        logits: raw, [rows, m + 1, vocab]. positions: what the columns stand for.
+        logits: raw, [rows, m + 1, vocab].
+        positions: the positions that the columns score.
         faults: columns that were asked for and have no distribution, some of them on paths that may be rejected.
-        named: makes of a fault what users are told.
+        named: makes of a fault the error that users see.
         hidden: the target's hidden states that the drafter reads, [rows, m + 1, layers * width]; None where it reads none.
         columns: logits of all columns of a pass with probes (`shoal.types.trees.Probes`), [rows, columns, vocab]; else None.
     """
@@ -69,100 +39,59 @@ class Scores:
 
     @property
     def greedy(self) -> bool:
-        """Whether all rows are, so that every distribution is a point mass."""
+        """True if all rows are, so that every distribution is a point mass."""
         return all(row.request.sampling.greedy for row in self.positions.rows)
 
-    def everything(self) -> Block:
-        """All columns of all rows; the only block of trees that branch."""
-        return Block(range(self.logits.shape[1]))
+    def of_row(self, b: int) -> Scores:
+        """Returns the scores of one row, [1, m + 1, vocab], with the faults of all."""
+        return replace(self, logits=self.logits[b : b + 1], positions=self.positions.of_rows([b]))
 
-    def blocks_pay(self) -> bool:
-        """Whether to compute columns one after the other takes less time than all together."""
-        return self.logits.numel() > _TOGETHER and self.logits.device.type == "cpu" and self.positions.parents is None
+    def note(self, faults: Faults) -> None:
+        """Keeps the first fault of each column."""
+        for row, columns in faults.items():
+            own = self.faults.setdefault(row, {})
+            own.update({column: self.named(error) for column, error in columns.items() if column not in own})
 
-    def parts(self) -> list[Sequence[int]]:
-        """The rows of the batch, as many at a time as are computed together."""
-        rows, most = range(self.logits.shape[0]), max(1, _CACHED // self.logits.shape[-1])
-        return [rows[start : start + most] for start in range(0, len(rows), most)]
-
-    def block(self, rows: Sequence[int], first: int, end: int) -> Block:
-        """The columns from `first` on that are computed together, before column `end`."""
-        columns = range(first, min(end, first + max(1, _TOGETHER // (len(rows) * self.logits.shape[-1]))))
-        whole = len(rows) == self.logits.shape[0]
-        return Block(columns, *((None, None) if whole else (rows, torch.tensor(rows, device=self.logits.device))))
-
-    def p(self, block: Block) -> Tensor:
-        """The declared distributions of a block, [rows, columns, vocab] (`shoal.sampling.distributions.probabilities`)."""
-        found: Faults = {}
-        probs = distributions.probabilities(block.of(self.logits), self.positions_of(block), found)
-        self._keep(found)
+    def p(self) -> Tensor:
+        """Returns the declared distributions, [rows, m + 1, vocab] (`shoal.sampling.distributions.probabilities`)."""
+        faults: Faults = {}
+        probs = distributions.probabilities(self.logits, self.positions, faults)
+        self.note(faults)
         return probs
 
-    def draws(self, block: Block, sampler: Sampler, uniforms: Tensor) -> Draws:
-        """Tokens drawn from the distributions of a block (`shoal.sampling.distributions.draws`).
 
-        Args:
-            uniforms: by column, [all rows, m + 1, ...].
-        """
-        found: Faults = {}
-        drawn = distributions.draws(block.of(self.logits), self.positions_of(block), sampler, block.of(uniforms), found)
-        self._keep(found)
-        return drawn
-
-    def verified(self, tree: DraftTree, sampler: Sampler, uniforms: Tensor, *, rejection: bool) -> Verdict | None:
-        """The verdict on chains by the kernel in C; None where it does not compute these distributions, or where controls over a
-        large vocabulary are better computed as far as drafts are accepted (`in_blocks`).
-
-        Args:
-            uniforms: by column, [rows, m + 1, ...]. rejection: rejection sampling of drafts whose q is known, else exact match.
-        """
-        samplings = [row.request.sampling for row in self.positions.rows]
-        if tree.branches or sampler not in distributions.RACES or not native.takes(self.logits, samplings):
-            return None
-        if self.blocks_pay() and controls.change(self.positions.rows):
-            return None
-        faults: Faults = {}
-        scores = controls.all_controlled(self.logits, self.positions, faults)
-        found = native.verified(scores, samplings, tree, uniforms, race=distributions.RACES[sampler], rejection=rejection)
-        if found.impossible:
-            reached = torch.arange(tree.m + 1) == found.accepted[:, None]
-            controls.report((found.token < 0)[:, None] & reached, self.logits, self.positions, faults)
-            found.token.clamp_(min=0)
-        self._keep(faults)
-        raw = found.logprobs if scores is self.logits else None
-        return Verdict(found.accepted, found.token, found.probs, raw_logprobs=raw)
-
-    def positions_of(self, block: Block) -> Positions:
-        positions = self.positions if block.rows is None else self.positions.of_rows(block.rows)
-        return replace(positions, first=block.columns.start) if block.columns.start else positions
-
-    def _keep(self, found: Faults) -> None:
-        for row, columns in found.items():
-            known = self.faults.setdefault(row, {})
-            for column, error in columns.items():
-                if column not in known:
-                    known[column] = self.named(error)
+def drawn(scores: Scores, sampler: Sampler, uniforms: Tensor) -> Draws:
+    """Draws a token of each column (`shoal.sampling.distributions.draws`) by the uniforms [rows, m + 1, ...]."""
+    faults: Faults = {}
+    found = distributions.draws(scores.logits, scores.positions, sampler, uniforms, faults)
+    scores.note(faults)
+    return found
 
 
-def in_blocks(tree: DraftTree, scores: Scores, verdict_of: Callable[[Block], Verdict]) -> Verdict:
-    """The verdict on chains, over large vocabularies by blocks of columns, each for the rows whose drafts were accepted so far.
+def by_kernel(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor, *, rejection: bool) -> Verdict | None:
+    """Decides on chains by the kernel in C, which stops at a row's first rejection.
 
     Args:
-        verdict_of: how many drafts of a block's columns are accepted, the token that follows them if it is one of the block, and
-            the probabilities of both.
+        tree: the chains.
+        scores: of the target.
+        sampler: draws the tokens behind the accepted ones.
+        uniforms: by column, [rows, m + 1, ...].
+        rejection: rejection sampling of drafts whose q is known; False = exact match.
+
+    Returns:
+        The verdict; None for trees, and for distributions that the kernel does not compute.
     """
-    if not scores.blocks_pay():
-        return verdict_of(scores.everything())
-    accepted, token = torch.zeros_like(tree.lengths), torch.zeros_like(tree.lengths)
-    probs = torch.ones(len(accepted), tree.m + 1, dtype=torch.promote_types(scores.logits.dtype, torch.float32))
-    for rows in scores.parts():
-        first = 0
-        while rows:
-            block = scores.block(rows, first, 1 + max(len(tree.drafts[b]) for b in rows))
-            found = verdict_of(block)
-            where = slice(None) if block.index is None else block.index
-            accepted[where], token[where] = first + found.accepted, found.token
-            probs[where, first : block.columns.stop] = found.probs
-            first, width = block.columns.stop, len(block.columns)
-            rows = [row for row, run in zip(rows, found.accepted.tolist(), strict=True) if run == width]
-    return Verdict(accepted, token, probs)
+    samplings = [row.request.sampling for row in scores.positions.rows]
+    if tree.branches or sampler not in distributions.RACES or not native.takes(scores.logits, samplings):
+        return None
+    faults: Faults = {}
+    controlled = controls.all_controlled(scores.logits, scores.positions, faults)
+    race = distributions.RACES[sampler]
+    found = native.verified(controlled, samplings, tree, uniforms, race=race, rejection=rejection)
+    if found.impossible:
+        reached = torch.arange(tree.m + 1) == found.accepted[:, None]
+        controls.report((found.token < 0)[:, None] & reached, scores.logits, scores.positions, faults)
+        found.token.clamp_(min=0)
+    scores.note(faults)
+    raw = found.logprobs if controlled is scores.logits else None
+    return Verdict(found.accepted, found.token, found.probs, raw_logprobs=raw)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.sampling.acceptance.k_seq import accept_independent
 from shoal.sampling.acceptance.one_sample import by_samples
 from shoal.sampling.acceptance.recursive import accept_recursively
-from shoal.sampling.acceptance.rejection import by_rejection, reject_and_replace
+from shoal.sampling.acceptance.rejection import by_rejection, decide_chains
 from shoal.sampling.acceptance.tree_walk import walk
 from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import inverse_transform
@@ -54,7 +54,4 @@ class Rejection:
     def decide_chains(
         self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
     ) -> Verdict:  # fmt: skip
-        k = drafts.shape[1]
-        stacked = torch.stack(list(q), dim=1) if q else None
-        u_accept, u_next = uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1)
-        return reject_and_replace(drafts, lengths, stacked, p, u_accept, u_next, sampler or self.draw)
+        return decide_chains(drafts, lengths, q, p, uniforms, sampler or self.draw)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import exponential_race
-from shoal.sampling.scores import Block, Scores, in_blocks
+from shoal.sampling.scores import Scores, by_kernel, drawn
 from shoal.sampling.uniforms import race_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -63,21 +63,8 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
 def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
     """`exact_match` of a sample per column, drawn from p there by the uniforms of its depth: [rows, depth of the tree + 1, ...]."""
     uniforms = tree.by_column(uniforms)
-    verified = scores.verified(tree, sampler, uniforms, rejection=False)
-    if verified is not None:
-        return verified
-    if tree.branches:
-        return exact_match(tree, *scores.draws(scores.everything(), sampler, uniforms)[:2])
-
-    def verdict_of(block: Block) -> Verdict:
-        said, probs, *_ = scores.draws(block, sampler, uniforms)
-        if not tree.m:
-            return Verdict(block.of_rows(tree.lengths), said[:, 0], probs)
-        drafts = block.of(tree.tokens)
-        accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, lengths_from(tree, block))
-        return Verdict(accepted, said.gather(1, accepted.clamp(max=said.shape[1] - 1)[:, None]).squeeze(1), probs)
-
-    return in_blocks(tree, scores, verdict_of)
+    verdict = by_kernel(tree, scores, sampler, uniforms, rejection=False)
+    return exact_match(tree, *drawn(scores, sampler, uniforms)[:2]) if verdict is None else verdict
 
 
 def match_samples(drafts: Tensor, lengths: Tensor, p: Tensor, sampler: Sampler, uniforms: Tensor) -> Verdict:
@@ -117,9 +104,3 @@ class Coupled:
         self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
     ) -> Verdict:  # fmt: skip
         return match_samples(drafts, lengths, p, sampler or self.draw, uniforms)
-
-
-def lengths_from(tree: DraftTree, block: Block) -> Tensor:
-    """Drafts of each row of a block from its first column on."""
-    lengths = block.of_rows(tree.lengths)
-    return lengths - block.columns.start if block.columns.start else lengths

@@ -5,13 +5,15 @@ Draft x is accepted with probability min(1, p(x)/q(x)). Takes chains drawn from 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from shoal.sampling.acceptance.one_sample import accepted_lengths, lengths_from
+from shoal.sampling.acceptance.one_sample import accepted_lengths
 from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import inverse_transform
-from shoal.sampling.scores import Block, Scores, in_blocks
+from shoal.sampling.scores import Scores, by_kernel
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
 
@@ -50,12 +52,12 @@ def reject_and_replace(
 
     Args:
         drafts: draft tokens, [rows, k] int64; columns beyond a row's own draft length are padding.
-        draft_lengths: [rows] int64; more than k where further drafts are verified later.
+        draft_lengths: [rows] int64, at most k.
         q: drafter distributions, [rows, k, vocab]; None when k = 0.
-        p: target distributions, [rows, k + 1, vocab]; or [rows, k, vocab], and a row whose k drafts are all accepted gets no token:
-            0 stands there.
-        u_accept: [rows, k] float64. u_next: [rows, at least as many as p, 2] float64: for the token after j accepted drafts, the
-            uniform for a replacement ([..., 0]) and for a bonus ([..., 1]).
+        p: target distributions, [rows, k + 1, vocab].
+        u_accept: [rows, k] float64.
+        u_next: [rows, k + 1, 2] float64: for the token after j accepted drafts, the uniform for a replacement ([..., 0]) and for a
+            bonus ([..., 1]).
         sampler: `inverse_transform`, by whatever computes it.
     """
     k = drafts.shape[1]
@@ -65,37 +67,31 @@ def reject_and_replace(
     index = drafts[..., None]
     p_draft, q_draft = p[:, :k].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
     accepted = accepted_lengths(acceptance_mask(p_draft, q_draft, u_accept), draft_lengths)
-    everything = p.shape[1] > k
-    rows = torch.arange(len(p), device=p.device) if everything else (accepted < k).nonzero().squeeze(1)
-    at, own = (accepted, draft_lengths) if everything else (accepted[rows], draft_lengths[rows])
-    rejected = at < own
+    rows, rejected = torch.arange(len(p), device=p.device), accepted < draft_lengths
     # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
-    p_next = p.flatten(0, 1).index_select(0, rows * p.shape[1] + at)
-    q_next = q.flatten(0, 1).index_select(0, rows * k + at.clamp(max=k - 1)).mul_(rejected[:, None].to(q.dtype))
-    token = sampler(residual(p_next, q_next), u_next[rows, at, (~rejected).long()][:, None])
+    p_next = p.flatten(0, 1).index_select(0, rows * p.shape[1] + accepted)
+    q_next = q.flatten(0, 1).index_select(0, rows * k + accepted.clamp(max=k - 1)).mul_(rejected[:, None].to(q.dtype))
+    token = sampler(residual(p_next, q_next), u_next[rows, accepted, (~rejected).long()][:, None])
     prob = p_next.gather(1, token[:, None])
-    if everything:
-        return Verdict(accepted, token, torch.nn.functional.pad(p_draft, (0, 1)).scatter_(1, at[:, None], prob))
-    p_draft[rows, at] = prob.squeeze(1)
-    return Verdict(accepted, torch.zeros_like(accepted).index_copy_(0, rows, token), p_draft)
+    return Verdict(accepted, token, torch.nn.functional.pad(p_draft, (0, 1)).scatter_(1, accepted[:, None], prob))
 
 
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
     """`reject_and_replace` of chains whose q is known; uniforms: [rows, m + 1, 3]."""
-    verified = scores.verified(tree, inverse_transform, uniforms, rejection=True)
-    return rejection_by_tensors(tree, scores, uniforms) if verified is None else verified
+    verdict = by_kernel(tree, scores, inverse_transform, uniforms, rejection=True)
+    return rejection_by_tensors(tree, scores, uniforms) if verdict is None else verdict
 
 
 def rejection_by_tensors(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
     """`by_rejection` without the kernel, which takes no uniforms for greedy rows."""
+    return decide_chains(tree.tokens, tree.lengths, tree.q or (), scores.p(), uniforms)
 
-    def verdict_of(block: Block) -> Verdict:
-        drafts, asked = block.of(tree.tokens), (tree.q or ())[block.columns.start : block.columns.stop]
-        q = torch.stack([block.of_rows(values) for values in asked], dim=1) if len(asked) > 1 else None
-        if len(asked) == 1:  # no copy
-            q = block.of_rows(asked[0])[:, None]
-        own = block.of(uniforms)
-        lengths = lengths_from(tree, block)
-        return reject_and_replace(drafts, lengths, q, scores.p(block), own[:, : drafts.shape[1], 1], own[..., 0::2].flip(-1))
 
-    return in_blocks(tree, scores, verdict_of)
+def decide_chains(
+    drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler = inverse_transform
+) -> Verdict:
+    """`reject_and_replace` by a round's uniforms [rows, k + 1, 3], and q [rows, vocab] of each column."""
+    k = drafts.shape[1]
+    stacked = q[0][:, None] if len(q) == 1 else torch.stack(list(q), dim=1) if q else None  # one is not copied
+    u_accept, u_next = uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1)
+    return reject_and_replace(drafts, lengths, stacked, p, u_accept, u_next, sampler)

@@ -31,7 +31,7 @@ def walk(tree: DraftTree, siblings: Siblings, scores: Scores, uniforms: Tensor, 
         siblings: of the tree. uniforms: by position, [rows, depth of the tree + 1, 3] (TOKEN, ACCEPT, REPLACE).
         choice: has the property that what is accepted, or drawn in its place, has the distribution p.
     """
-    p = scores.p(scores.everything())
+    p = scores.p()
     paths: list[list[int]] = [[] for _ in tree.drafts]
     token, prob = torch.zeros_like(tree.lengths), p.new_zeros(len(paths))
     probs: list[list[Tensor]] = [[] for _ in paths]

@@ -49,7 +49,7 @@ class Typical:
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         if scores.greedy or not tree.m:
             return by_samples(tree, scores, self.draw, uniforms)
-        p = scores.p(scores.everything())
+        p = scores.p()
         uniforms = tree.by_column(uniforms).flip(-1)  # REPLACE first: TOKEN drew the draft of the same position
         said = self.draw(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
         kept = plausible(_before(tree, p), tree.tokens, self.epsilon, self.delta)

@@ -132,7 +132,7 @@ def engine_of(pair: shoal.Shoal, name: str, lookahead: str, rule: str) -> Engine
     assert pair.draft_model is not None
     draft = read_draft(name)
     assert draft is not None
-    drafter = draft.drafter(pair.target, pair.model_drafter(pair.draft_model))
+    drafter = draft.drafter(pair.target, pair.new_drafter())
     return pair.engine(lookahead, RULES[rule](), drafter=drafter)
 
 

@@ -24,7 +24,6 @@ from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax
 from shoal.drafting.draft import BUNDLED, Draft, read_draft
 from shoal.drafting.draft_model import DraftModel, Tokenizers
-from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import exits_of
 from shoal.drafting.protocol import Drafter
 from shoal.engine.batch_size import FIRST, BatchSizes, require_max_batch
@@ -460,12 +459,8 @@ class Shoal:
 
     def new_drafter(self) -> Drafter | None:
         """The pair's own, for a new engine; None = plain decoding."""
-        model = None if self.draft_model is None else self.model_drafter(self.draft_model)
+        model = None if self._draft is None else self._draft.drafter(self.target)
         return model if self.drafting is None else self.drafting.drafter(self.target, model)
-
-    def model_drafter(self, model: Runner) -> ModelDrafter:
-        """The draft model as a drafter, for a new engine."""
-        return DraftModel(model, self.proposable, self.choice).drafter(self.target)
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:

@@ -1,6 +1,6 @@
 """`DIR:tree=auto`: `lookahead="auto"` drafts chains, trees or nothing with one model, whichever brings most by a virtual clock.
 
-Tests of: drafting.chain_or_tree, drafting.draft.
+Tests of: drafting.tree_model, drafting.draft.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 import clocks
 from clocks import Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
-from shoal.drafting.chain_or_tree import ChainOrTreeDrafter
 from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import Drafter
+from shoal.drafting.tree_model import ChainOrTreeDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.choosing import AutoChoice

@@ -1,6 +1,6 @@
 """Drafters with another tokenizer: which tokens are shared, what the drafter reads; the tokens are those of plain decoding.
 
-Tests of: models.vocabulary, drafting.contexts, drafting.shared, models.spelling, models.trimming,
+Tests of: models.vocabulary, drafting.contexts, drafting.model, models.spelling, models.trimming,
 drafting.other_vocabulary.
 """
 
@@ -25,8 +25,8 @@ from shoal.cli.check_prompts import PromptSet
 from shoal.cli.check_vocabulary import vocabulary
 from shoal.config import Limits, Sampling
 from shoal.drafting import contexts as contexts_module
+from shoal.drafting.model import SharedIds
 from shoal.drafting.other_vocabulary import SLEM, TLI, OtherVocabularyDrafter
-from shoal.drafting.shared import SharedIds
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
 from shoal.lookahead.fixed import Fixed

@@ -1,8 +1,7 @@
 """Prompt tokens of PPD: what the drafter reads is what the target says behind them, and nothing else of the pass or the cache knows
 of them; trees of the size that pays; refused where they do not fit.
 
-Tests of: models.vectors, drafting.pass_times, drafting.probe_trees, drafting.ppd,
-models.cache.plan, drafting.draft.
+Tests of: models.vectors, drafting.ppd, drafting.probe_trees, models.cache.plan, drafting.draft.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from prompt_tokens import SHARES, scripted_tokens
 from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting.draft import read_draft
-from shoal.drafting.pass_times import pass_times
-from shoal.drafting.ppd import PpdDrafter, PromptTokens, load_ppd
+from shoal.drafting.ppd import PpdDrafter, PromptTokens, load_ppd, pass_times
 from shoal.drafting.probe_trees import chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine

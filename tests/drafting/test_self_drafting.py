@@ -1,8 +1,7 @@
 """A target that drafts for itself: what an exit drafts is what it says, in ragged batches over the target's own cache, which stays
 as plain decoding leaves it; exact by the exit's q; refused where there is no such exit.
 
-Tests of: drafting.early_exit, drafting.exits, drafting.reduced_cache, models.early_exit,
-drafting.model, drafting.draft.
+Tests of: drafting.early_exit, drafting.reduced_cache, models.early_exit, drafting.model, drafting.draft.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from exits import ALPHA, PASSES, V, difference_to_anew, model_of, run, runner_of
 from laws import joint
 from shoal.config import Limits, Sampling
 from shoal.drafting.draft import read_draft
-from shoal.drafting.early_exit import EarlyExitDrafter, candidates
-from shoal.drafting.exits import ExitChoice, best, tokens_per_layer
+from shoal.drafting.early_exit import EarlyExitDrafter, ExitChoice, best, candidates, tokens_per_layer
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.reduced_cache import self_drafter

@@ -1,7 +1,6 @@
 """Trees drawn from a draft model: how they grow, what is committed by each rule, and what is kept in the drafter's cache.
 
-Tests of: drafting.growth, drafting.chain_or_tree, drafting.tree_model, drafting.shapes,
-drafting.draft.
+Tests of: drafting.growth, drafting.tree_model, drafting.shapes, drafting.draft.
 """
 
 from __future__ import annotations

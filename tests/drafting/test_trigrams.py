@@ -1,6 +1,6 @@
 """Tri-gram tables: counts, scopes, what they forget, playouts. Their exactness is tested in test_text_drafters.py.
 
-Tests of: drafting.paths, drafting.playouts, drafting.trigrams.
+Tests of: drafting.paths, drafting.trigrams.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 
 from drafts import group, heard, leave, proposed, row
 from shoal.drafting.paths import probable
-from shoal.drafting.playouts import explored
-from shoal.drafting.trigrams import BACKED_OFF, UNSEEN, TrigramDrafter, likeliest
+from shoal.drafting.trigrams import BACKED_OFF, UNSEEN, TrigramDrafter, explored, likeliest
 from shoal.drafting.trigrams import Trigrams as Table
 from shoal.types.requests import Request
 

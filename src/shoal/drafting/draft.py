@@ -17,16 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.drafting.registry import (
-    MODEL,
-    SUFFIX,
-    DrafterKind,
-    File,
-    Options,
-    kind_of,
-    kinds,
-    names,
-)
+from shoal.drafting.registry import MODEL, SUFFIX, DrafterKind, File, Options, kind_of, kinds, names
 from shoal.errors import RequestError, UnsupportedModel
 
 if TYPE_CHECKING:

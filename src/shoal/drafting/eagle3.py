@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.drafting.checkpoints import (
-    fill,
-    layers_and_width,
-    once,
-    read_config,
-    read_tensors,
-    require_width,
-    whole_number,
-)
+from shoal.drafting.checkpoints import fill, layers_and_width, once, read_config, read_tensors, require_width, whole_number
 from shoal.drafting.hidden import PromptStates, kept
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs, Keeps

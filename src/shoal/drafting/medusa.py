@@ -19,15 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.drafting.checkpoints import (
-    fill,
-    layers_and_width,
-    once,
-    read_config,
-    read_tensors,
-    require_width,
-    whole_number,
-)
+from shoal.drafting.checkpoints import fill, layers_and_width, once, read_config, read_tensors, require_width, whole_number
 from shoal.drafting.hidden import PromptStates, last_kept
 from shoal.drafting.paths import CHOICES, independent, most_probable
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps

@@ -12,16 +12,17 @@ round without prompt tokens, proposes nothing.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.drafting.checkpoints import layers_and_width, once, read_config, read_tensors, require_width
-from shoal.drafting.pass_times import pass_times
 from shoal.drafting.paths import CHOICES, Choices, independent, most_probable
 from shoal.drafting.probe_trees import Accuracies, TreePlan, chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
@@ -210,3 +211,39 @@ def _chains(counts: Sequence[int], first: int) -> tuple[list[int], list[list[int
         vectors += range(count)
         after += [column, *own[:-1]] if own else []
     return vectors, columns, after
+
+
+TIMES = 3
+"""Passes of a size, the fastest of which counts: disturbances only make a pass slower."""
+_known: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], list[float]]] = weakref.WeakKeyDictionary()
+
+
+def pass_times(target: Runner, rows: Sequence[tuple[int, int, int]], size: int, most: int) -> Callable[[int], float]:
+    """Seconds of a pass with so many columns beside each row's last token; between the sizes tried, by their neighbours.
+
+    Args:
+        rows: slot, last token, and tokens in the cache, of each. size: what is known of so many rows is not measured again.
+        most: columns beside the last token.
+    """
+    known = _known.setdefault(target.hf, {})
+    sizes = [0, most // 4, most // 2, most]
+    if (size, most) not in known:
+        known[size, most] = [_seconds(target, rows, columns) for columns in sizes]
+    seconds = known[size, most]
+    return lambda columns: float(np.interp(columns, sizes, seconds))
+
+
+def _seconds(target: Runner, rows: Sequence[tuple[int, int, int]], columns: int) -> float:
+    """Of the fastest of some passes over the target's own cache, which is then as it was. They are in no counter of the target."""
+    runner = target.over_same_cache(target.hf, target.lean)
+    block = torch.tensor([[token] * (1 + columns) for _, token, _ in rows], device=target.device)
+    found = []
+    for _ in range(TIMES):
+        started = time.perf_counter()
+        runner.feed([slot for slot, _, _ in rows], block, [1 + columns] * len(rows))
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        found.append(time.perf_counter() - started)
+        for slot, _, length in rows:
+            runner.cache.rollback(slot, length)
+    return min(found)

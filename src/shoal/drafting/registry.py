@@ -305,7 +305,7 @@ _TABLE: dict[str, Option] = {
 SELF_EXAMPLE = "self:exit=6 or self:window=256,sinks=4"
 MODEL = DrafterKind(
     "model",
-    "shoal.drafting.chain_or_tree:tree_drafter",
+    "shoal.drafting.tree_model:tree_drafter",
     _TREES,
     _settled_trees,
     example="DIR:tree=rsd-s,width=2,nodes=16",

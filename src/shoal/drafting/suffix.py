@@ -63,14 +63,7 @@ class SuffixDrafter(TextDrafter):
 
     @classmethod
     def for_target(
-        cls,
-        target: Runner,
-        *,
-        min: int = 1,
-        index: str = "",
-        answers: str = "",
-        limit: int = 1 << 16,
-        **options: Any,
+        cls, target: Runner, *, min: int = 1, index: str = "", answers: str = "", limit: int = 1 << 16, **options: Any
     ) -> SuffixDrafter:
         size = target.vocab_size
         corpus = Corpus(fitting_index(index, size)) if index else None

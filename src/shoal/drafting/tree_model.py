@@ -16,7 +16,9 @@ from torch import Tensor
 
 from shoal.drafting.growth import Growth, Node, Shape
 from shoal.drafting.model import ModelDrafter, needs_q
-from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.multi_exit import MultiExitDrafter
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.shapes import RsdS, shape_of
 from shoal.errors import UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities
@@ -151,3 +153,51 @@ def _sampled(row: Row, requests: dict[int, Request]) -> Row:
             requests[id(request)] = replace(request, sampling=replace(request.sampling, temperature=1.0))
         own.request = requests[id(request)]
     return own
+
+
+WIDTHS = (2, 4)
+"""Widths of the trees among which `tree=auto` chooses, beside chains."""
+
+
+class ChainOrTreeDrafter(TreeDrafter):
+    """Chains, as of `ModelDrafter`, or trees of RSD-S of several widths, by one model with one cache: `draft="DIR:tree=auto"`.
+
+    A tree of width w finds by its siblings the tokens that the chain misses, and takes w times the columns of the target's pass.
+    `lookahead="auto"` measures both (`shoal.lookahead.choosing`); with a fixed draft length all are chains.
+
+    Args:
+        runner, vocab_size, pending: as of `ModelDrafter`. widths: of the trees. nodes: most of a tree.
+
+    Raises:
+        UnsupportedModel: the draft model takes no trees itself.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, widths: Sequence[int], nodes: int, *, pending: int = 2) -> None:
+        self._shapes = [RsdS(width, nodes) for width in widths]
+        super().__init__(runner, vocab_size, self._shapes[0], pending=pending)
+        self.choices = ["chain", *(f"tree of width {width}" for width in widths)]
+        self._used = 0
+
+    def use(self, choice: int) -> None:
+        self._used = choice
+        if choice:
+            self._shape = self._shapes[choice - 1]
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        return super().propose(inputs) if self._used else ModelDrafter.propose(self, inputs)
+
+
+def tree_drafter(target: Runner, *, model: Drafter, tree: str, nodes: int, width: int = 2) -> TreeDrafter:
+    """Makes a drafter of trees from that of a draft model.
+
+    Raises:
+        UnsupportedModel: the models have different tokenizers, or the draft model takes no trees.
+    """
+    assert isinstance(model, ModelDrafter)
+    if model.shared is not None or type(model) not in (ModelDrafter, MultiExitDrafter):
+        raise UnsupportedModel(
+            f"{model.runner.name} has another tokenizer than {target.name}: it can draft chains, not trees"
+        )
+    if tree == "auto":
+        return ChainOrTreeDrafter(model.runner, target.vocab_size, WIDTHS, nodes)
+    return TreeDrafter(model.runner, target.vocab_size, shape_of(tree, width, nodes))

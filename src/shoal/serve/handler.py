@@ -14,9 +14,8 @@ from shoal.serve import bodies
 from shoal.serve.api_errors import ApiError
 from shoal.serve.api_formats import FORMATS, ApiFormat
 from shoal.serve.api_paths import RESPONSES
-from shoal.serve.infill import InfillResponse
+from shoal.serve.infill import InfillResponse, parsed_infill
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.infill_parser import parsed_infill
 from shoal.serve.item_format import ItemFormat
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import ItemResponse, parsed_items

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.serve.api_errors import api_error_of, naming
 from shoal.serve.api_formats import finite
 from shoal.serve.api_paths import Json
+from shoal.serve.bodies import validated
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.parsed_request import ParsedRequest
+from shoal.serve.request_builder import RequestBuilder
+from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_names import name_and_bytes
@@ -190,3 +193,27 @@ def _at(value: Any, path: Sequence[str]) -> Any:
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[ParsedRequest, bool]:
+    """The request, and whether text was left out that the context does not hold.
+
+    Raises:
+        ApiError, RequestError: what cannot be served.
+    """
+    builder.require_members(request)
+    wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else builder.settings.max_tokens
+    max_tokens = min(wanted, builder.settings.max_tokens, builder.context // 2)
+    prompt, truncated = builder.encoder.middle(request, builder.context - max_tokens)
+    fields = {"prompt": "", "max_tokens": max_tokens, **request.completion()}
+    headers = {"x-shoal-clamped": f"n_predict={max_tokens}"} if max_tokens < wanted and request.n_predict is not None else {}
+    if ignored := ", ".join(request.ignored):
+        headers["x-shoal-ignored"] = ignored
+    top_logprobs = min(request.n_probs, builder.settings.max_logprobs) if request.n_probs else None
+    completion = validated(CompletionRequest, fields)
+    parsed = builder.build(
+        completion, [prompt.ids], max_tokens, 1, 1, top_logprobs, () if max_tokens == 0 else None, headers
+    )
+    before, behind = request.before_cursor, request.input_suffix
+    requests = [builder.encoder.dressed(one, request, before, behind, prompt.end) for one in parsed.requests]
+    return replace(parsed, requests=requests), truncated

@@ -188,3 +188,8 @@ def test_names_are_taken_once(entries: dict[str, Any]) -> None:
 def test_the_help_names_all_drafters() -> None:
     text = draft_help()
     assert all(kind.as_written in text for kind in kinds())
+
+
+def test_the_page_on_drafters_has_a_row_for_each() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/drafters.md").read_text("utf-8")
+    assert [kind.name for kind in kinds() if f"\n| `{kind.name}`" not in page] == []

@@ -77,11 +77,9 @@ def load(
         target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
             caller's, and what says how to load (dtype, device, revision, quantize) is refused.
         draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
-            drafter that needs no model, by its name and options ("ngram", "suffix", "suffix:scope=engine"), or such a one and a
-            model ("suffix+DIR"), or a model that drafts trees ("DIR:tree=rsd-s"), or trained heads ("medusa:DIR", "eagle3:DIR") or
-            prompt tokens ("ppd:DIR"), or the target's own first layers ("self:exit=6"), see `shoal.drafting.draft`; or any object
-            of `shoal.drafting.protocol.Drafter`, for one call at a time.
-            None = plain decoding (unless bundled).
+            drafter by its name and options ("suffix", "suffix:scope=engine", "medusa:DIR", "self:exit=6"), trees of a model
+            ("DIR:tree=rsd-s") or a sum ("suffix+DIR"), see `shoal.drafting.draft`; or any object of
+            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
         tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
             read without network), there are only token ids.
         dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see

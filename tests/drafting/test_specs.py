@@ -237,7 +237,10 @@ def test_an_evaluation_by_all_methods() -> None:
     pair = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, tiny_tokenizer(), drafting=named("ngram:min=1,max=3"))
     config = SamplingConfig(2, {"max_new_tokens": 40, "temperature": 0.3}, 3, 1)
     task = Task("one", CODE, (), lambda _: CODE, lambda text, _: text)
-    (entry,) = Sampler(pair, config).run([task])
+    sampler = Sampler(pair, config)
+    # a draft model of another vocabulary proposes nothing that fits without it
+    assert all(one.proposable is pair.proposable for one in sampler.shoals.values())
+    (entry,) = sampler.run([task])
     stats = {method: attempt["stats"] for method, attempt in entry["attempts"].items()}
     assert stats[PLAIN]["drafted"] == 0
     assert stats[SINGLE]["drafted"] > 0 < stats[BATCHED]["drafted"]

@@ -8,7 +8,7 @@ request_models.py    fields of requests; message_models.py: of messages and tool
                      bodies.py: reading them; response_models.py: answers
 vllm_fields.py       fields of vLLM's API; given_grammars.py: the one grammar of a request, by whichever field
 tools.py             fields of tools; tool_calls.py: calls in texts; reasoning.py: what stands before an answer
-request_parser.py    requests -> engine requests; infill_parser.py: those of /infill; request_builder.py: within the limits of
+request_parser.py    requests -> engine requests; infill.py: those of /infill, and answers; request_builder.py: within the limits of
                      settings.py; prompts.py and sampling_params.py: their parts
 item_models.py       requests of /v1/responses as chat requests; item_response.py, item_answers.py: answers;
                      item_format.py: items and typed events

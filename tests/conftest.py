@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
+
+import certifi
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder of the process that started them
     _caches = tempfile.TemporaryDirectory(prefix="shoal-tests-")
     os.environ["XDG_CACHE_HOME"] = _caches.name
+    # Tests reach no other machine, and reading all authorities is half of what a request of a new client takes: here is one.
+    _authority = Path(_caches.name, "authority.pem")
+    _head, _end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----\n")
+    _authority.write_text(_head + _end, encoding="utf-8")
+    os.environ["SSL_CERT_FILE"] = str(_authority)
 # Read by the libraries when they are imported, here or in a subprocess of a test.
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -30,7 +38,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 

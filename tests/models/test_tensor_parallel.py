@@ -297,21 +297,31 @@ def test_a_server_of_two_processes_answers_as_one_does_and_drains(directory: Pat
         assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
+def cut_short(url: str, end: Callable[[], None]) -> str:
+    """What is left of a stream once its first event has come and `end` was called."""
+    with httpx.stream("POST", f"{url}/completions", json=LONG, timeout=SECONDS) as stream:
+        lines = stream.iter_lines()
+        assert "choices" in next(lines)
+        end()
+        return "".join(lines)
+
+
 @needs_two
 @needs_proc
 @pytest.mark.limit(SECONDS)
 def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Path) -> None:
-    """torchrun starts all again, as often as it may; then it ends."""
+    """First the process is stopped, not dead: its connections stay. torchrun starts all again, as often as it may; then it ends. A
+    server that nobody asks waits for longer."""
     ask = {"prompt": "def shoal", "n": 2, "max_tokens": 24, "temperature": 0}
-    with served(directory, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as (running, client):
+    options = {"SHOAL_RANK_TIMEOUT": "5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with served(directory, restarts=1, **options) as (running, client):
         before = client.post("/v1/completions", json=ask).json()
         (follower,) = ranks_of(running, 1)
-        with client.stream("POST", "/v1/completions", json=LONG) as stream:
-            lines = stream.iter_lines()
-            assert "choices" in next(lines)
-            os.kill(follower, signal.SIGKILL)
-            rest = "".join(lines)
+        time.sleep(6)
+        assert client.get("/ready").status_code == 200
+        rest = cut_short(str(client.base_url.join("/v1")), lambda: os.kill(follower, signal.SIGSTOP))
         assert "engine_stopped" in rest
+        os.kill(follower, signal.SIGCONT)  # so that torchrun need not wait before it kills
         assert running.stdout is not None
         said = map(json.loads, running.stdout)  # the first server tells why it ended
         url = next(line["url"] for line in said if "url" in line)
@@ -320,31 +330,12 @@ def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Pat
         assert [[choice[name] for name in TOOK] for choice in after["usage"]["choices"]] == [
             [choice[name] for name in TOOK] for choice in before["usage"]["choices"]
         ]
-        os.kill(*ranks_of(running, 1), signal.SIGKILL)
+        assert "engine_stopped" in cut_short(url, lambda: os.kill(*ranks_of(running, 1), signal.SIGKILL))
         assert running.wait(SECONDS) != 0
         assert not ranks_of(running)
-    assert "OutOfStep" in (directory / "stderr").read_text()
-
-
-@needs_two
-@needs_proc
-@pytest.mark.limit(SECONDS)
-def test_a_server_of_which_a_process_hangs_fails_what_it_has_and_ends(directory: Path) -> None:
-    """It is stopped, not dead: its connections stay. A server that nobody asks waits for longer."""
-    with served(directory, SHOAL_RANK_TIMEOUT="5") as (running, client):
-        (follower,) = ranks_of(running, 1)
-        time.sleep(6)
-        assert client.get("/ready").status_code == 200
-        with client.stream("POST", "/v1/completions", json=LONG) as stream:
-            lines = stream.iter_lines()
-            assert "choices" in next(lines)
-            os.kill(follower, signal.SIGSTOP)
-            rest = "".join(lines)
-        assert "engine_stopped" in rest
-        os.kill(follower, signal.SIGCONT)  # so that torchrun need not wait before it kills
-        assert running.wait(SECONDS) != 0
-        assert not ranks_of(running)
-    assert "has not answered for 5 seconds (SHOAL_RANK_TIMEOUT)" in (directory / "stderr").read_text()
+    told = (directory / "stderr").read_text()
+    assert "has not answered for 5 seconds (SHOAL_RANK_TIMEOUT)" in told
+    assert "OutOfStep" in told
 
 
 HEARS_ONE = """

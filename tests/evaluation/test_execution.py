@@ -123,6 +123,31 @@ def test_no_completion_swallows_its_tests(box: Sandbox, language: str, wrong: st
     assert not execute(made, wrong, box).passed
 
 
+MAINS = (
+    "import sys\n    sys.exit(1)", "import unittest\n    unittest.main()", "print(add(int(input()), 2))",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("main", MAINS)
+@pytest.mark.parametrize(
+    "tests", ["assert add(1, 2) == 3", "assert add(1, 2) == 3 and callable(add) and add(*(lambda: (1, 1))())"]
+)
+def test_the_main_of_a_solution_does_not_run(box: Sandbox, main: str, tests: str) -> None:
+    prompt, right, _ = ADD["python"]
+    solution = f'{right}\n\n\nif __name__ == "__main__":\n    {main}\n'
+    made = problem("python", prompt, tests)
+    for in_subprocess in (False, True):
+        assert execution._execute(made, solution, box, in_subprocess=in_subprocess).passed
+        wrong = solution.replace("a + b", "a - b")
+        assert not execution._execute(made, wrong, box, in_subprocess=in_subprocess).passed
+
+
+def test_the_main_of_tests_runs(box: Sandbox) -> None:
+    prompt, right, _ = ADD["python"]
+    tests = 'if __name__ == "__main__":\n    assert add(1, 2) == 4'
+    assert not execution._execute(problem("python", prompt, tests), right, box, in_subprocess=False).passed
+
+
 def require_here(problems: list[Problem], box: Sandbox) -> None:
     """Skips a test of a language that cannot be run here, and says what to install."""
     try:

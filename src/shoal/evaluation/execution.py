@@ -185,7 +185,10 @@ def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dic
         "entry_point": problem.entry_point, "marker": marker,
     }  # fmt: skip
     readable = {name: text.encode("utf-8", errors="replace").decode() for name, text in job.items()}  # no lone surrogates
-    return {LANGUAGES["python"].file: Path(subprocess_tests.__file__).read_text(encoding="utf-8"), JOB: json.dumps(readable)}
+    return {
+        LANGUAGES["python"].epilogue_file: Path(subprocess_tests.__file__).read_text(encoding="utf-8"),
+        JOB: json.dumps(readable),
+    }
 
 
 def _outcome(ended: StepResult, language: Language, compiled: bool) -> Outcome:

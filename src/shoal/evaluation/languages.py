@@ -1,8 +1,8 @@
 """The supported languages: how a program is compiled and run, and what must be installed.
 
 An epilogue after the tests prints a random marker, which it puts together of two halves: the marker stands in no file, so that only
-code that ran can print it. In languages that allow statements only in functions, a second file calls the tests' `main` and then
-prints it. A completion that exits early with code 0 prints no marker, so it has not passed its tests.
+code that ran can print it. In languages that allow statements only in functions, and in Python, a second file runs the tests and
+then prints it. A completion that exits early with code 0 prints no marker, so it has not passed its tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Language:
         separator: stands between a completion and its tests, and ends a statement that the completion has begun.
         epilogue: format string of the two halves of the marker; prints it after the tests, at the end of the program or in
             `epilogue_file`.
-        epilogue_file: "", or a second source file, which calls the program's `main` and is started in its place.
+        epilogue_file: "", or a second source file, which runs the program and is started in its place.
         syntax: texts of which the interpreter writes one to standard error when it cannot parse a program.
         memory: the same for an allocation that fails.
         libraries: what tests may load beside the standard library.
@@ -87,10 +87,13 @@ _JAVAC_OPTIONS = (*(f"-J{option}" for option in _JAVA_MEMORY), "-proc:none", "-n
 LANGUAGES = {
     "python": Language(
         title="Python",
-        file="main.py",
+        file="solution.py",
         run=("python3", "main.py"),
         install="Python 3 (package python3)",
-        epilogue="print({!r} + {!r})",
+        # A completion is a module of another name, so that its `if __name__ == "__main__":` does not run; tests have that name.
+        separator='\n__name__ = "__main__"\n',
+        epilogue="import runpy\nrunpy.run_path('solution.py', run_name='solution')\nprint({!r} + {!r})",
+        epilogue_file="main.py",
         syntax=("\nSyntaxError:", "\nIndentationError:", "\nTabError:"),
         memory=("MemoryError",),
         environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"},

@@ -61,49 +61,75 @@ AnyConstraint = Constraint[Any] | Check[Any] | Filter | Grammar
 
 
 def load(
-    target: Source | None = None, draft: Source | Drafter | None = None, *, tokenizer: Any = None,
+    target: Source | None = None,
+    draft: Source | Drafter | None = None,
+    *,
+    tokenizer: Any = None,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto", revision: str | None = None, draft_revision: str | None = None, attention: str = "auto",
-    max_batch: int | str = "auto", compile: str = "auto", quantize: str | Mapping[str, str] = "off", strict: bool = False,
-    prefix_sharing: str = "auto", prefix_memory: int = 0, tensor_parallel: bool = False, trust_remote_code: bool = False,
-    local_files_only: bool = False, progress: LoadProgress | None = None,
-) -> Shoal:  # fmt: skip
+    device: str | torch.device = "auto",
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    attention: str = "auto",
+    max_batch: int | str = "auto",
+    compile: str = "auto",
+    quantize: str | Mapping[str, str] = "off",
+    strict: bool = False,
+    prefix_sharing: str = "auto",
+    prefix_memory: int = 0,
+    tensor_parallel: bool = False,
+    trust_remote_code: bool = False,
+    local_files_only: bool = False,
+    progress: LoadProgress | None = None,
+) -> Shoal:
     """Loads a target and its drafter.
 
-    What was chosen is in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the logger "shoal" (INFO), which also has a line
-    as each stage begins, unless `progress` is given.
+    What was chosen is in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the logger
+    "shoal" (INFO), which also has a line as each stage begins, unless `progress` is given.
 
     Args:
-        target: hub id, directory or Transformers model; None = the bundled pair. A model object is used as it is: it stays the
-            caller's, and what says how to load (dtype, device, revision, quantize) is refused.
-        draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md says what another one costs); or a
-            drafter by its name and options ("suffix", "suffix:scope=engine", "medusa:DIR", "self:exit=6"), trees of a model
-            ("DIR:tree=rsd-s") or a sum ("suffix+DIR"), see `shoal.drafting.draft`; or any object of
-            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless bundled).
-        tokenizer: Transformers'; None = the one saved with the target. Where a model object has none at hand (its `name_or_path`,
-            read without network), there are only token ids.
-        dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where the CPU multiplies it, see
-            `shoal.models.formats`; elsewhere the checkpoint's own), "float32", "bfloat16", "float16".
+        target: hub id, directory or Transformers model; None = the bundled pair. A model object is
+            used as it is: it stays the caller's, and what says how to load (dtype, device,
+            revision, quantize) is refused.
+        draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md
+            says what another one costs); or a drafter by its name and options ("suffix",
+            "suffix:scope=engine", "medusa:DIR", "self:exit=6"), trees of a model ("DIR:tree=rsd-s")
+            or a sum ("suffix+DIR"), see `shoal.drafting.draft`; or any object of
+            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless
+            bundled).
+        tokenizer: Transformers'; None = the one saved with the target. Where a model object has
+            none at hand (its `name_or_path`, read without network), there are only token ids.
+        dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where
+            the CPU multiplies it, see `shoal.models.formats`; elsewhere the checkpoint's own),
+            "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
         attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.models.attention`).
-        max_batch: most rows decoded together; more rows than that take turns. "auto": as many as memory holds and as raise tokens
-            per second, by measured rounds (see `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from
-            run to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a seed's tokens to hold.
-        compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see `shoal.native`), compiled
-            once per machine in about two seconds; "off": neither; "auto": on, on a CPU only where there is a C compiler;
-            "modules": as "auto", but the model's own modules compute all but attention.
-        quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A quantised target is what is then
-            decoded losslessly.
-        strict: tokens do not depend on the composition of the batch, in 16 bit either (docs/explanation/exactness.md); CPU only.
-        prefix_sharing: "shared": a group's prompt is stored, and read by each pass, once; "copied": once per row; "auto": shared
-            where that pays (see `shoal.engine.prefix_store`).
-        prefix_memory: bytes for prompts of earlier calls, so that later ones compute what they do not begin with alike: a chat's
-            next turn, a common system prompt (see `shoal.engine.prefix_cache`); `Stats.restored_tokens` counts what was not
-            computed. 0 = none are kept. A call then begins with a small pass that tells whether the weights are still the same.
-        tensor_parallel: the target is shared by all processes that torchrun started (docs/how-to/scale.md). `load` returns in the
-            first one only; the others serve it within this call, and end when it does.
-        trust_remote_code: run code from the model's repository. local_files_only: never ask the hub.
-        progress: called with a `shoal.types.load_stages.LoadStage` as each stage begins, as it ends, and when all is loaded.
+        max_batch: most rows decoded together; more rows than that take turns. "auto": as many as
+            memory holds and as raise tokens per second, by measured rounds (see
+            `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from run
+            to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a
+            seed's tokens to hold.
+        compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see
+            `shoal.native`), compiled once per machine in about two seconds; "off": neither; "auto":
+            on, on a CPU only where there is a C compiler; "modules": as "auto", but the model's own
+            modules compute all but attention.
+        quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A
+            quantised target is what is then decoded losslessly.
+        strict: tokens do not depend on the composition of the batch, in 16 bit either
+            (docs/explanation/exactness.md); CPU only.
+        prefix_sharing: "shared": a group's prompt is stored, and read by each pass, once; "copied":
+            once per row; "auto": shared where that pays (see `shoal.engine.prefix_store`).
+        prefix_memory: bytes for prompts of earlier calls, so that later ones compute what they do
+            not begin with alike: a chat's next turn, a common system prompt (see
+            `shoal.engine.prefix_cache`); `Stats.restored_tokens` counts what was not computed. 0 =
+            none are kept. A call then begins with a small pass that tells whether the weights are
+            still the same.
+        tensor_parallel: the target is shared by all processes that torchrun started
+            (docs/how-to/scale.md). `load` returns in the first one only; the others serve it within
+            this call, and end when it does.
+        trust_remote_code: run code from the model's repository.
+        local_files_only: never ask the hub.
+        progress: called with a `shoal.types.load_stages.LoadStage` as each stage begins, as it
+            ends, and when all is loaded.
 
     Raises:
         RequestError: not found, or a wrong option. UnsupportedModel, PairMismatch: with the reason.
@@ -117,29 +143,65 @@ def load(
         bundled = drafting is None or model == BUNDLED
         target, model = loading.bundled("target"), loading.bundled("drafter") if bundled else None
     elif model == BUNDLED:
-        raise RequestError("the bundled draft model fits the bundled target alone: give the directory of a draft model")
+        raise RequestError(
+            "the bundled draft model fits the bundled target alone: give the directory of a "
+            "draft model"
+        )
     formats = parse_formats(quantize)
-    placing = {"dtype": dtype, "device": device, "revision": revision, "tensor_parallel": tensor_parallel}
+    placing = {
+        "dtype": dtype,
+        "device": device,
+        "revision": revision,
+        "tensor_parallel": tensor_parallel,
+    }
     _check_source("target", target, **placing, quantize=formats["target"])
-    if model is None and drafting is not None and (draft_revision is not None or formats["draft"] != "off"):
-        raise RequestError(f"{drafting.name} is no model: draft_revision and quantize=draft are for models")
+    if (
+        model is None
+        and drafting is not None
+        and (draft_revision is not None or formats["draft"] != "off")
+    ):
+        raise RequestError(
+            f"{drafting.name} is no model: draft_revision and quantize=draft are for models"
+        )
     _check_source("draft", model, draft_revision=draft_revision, quantize=formats["draft"])
     sources = ((target, revision), (model, draft_revision))
-    local = [require_source(name, version, local_files_only) for name, version in sources if isinstance(name, (str, Path))]
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": any(local)}
+    local = [
+        require_source(name, version, local_files_only)
+        for name, version in sources
+        if isinstance(name, (str, Path))
+    ]
+    common: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": any(local),
+    }
     if tokenizer is None:
         with stages.stage("tokenizer", "target"):
             tokenizer = _tokenizer(target, revision, common)
     if drafting is not None:
         drafting.require_files(tokenizer)
-    placed: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "strict": strict, **common}
+    placed: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "attention": attention,
+        "strict": strict,
+        **common,
+    }
     runner = _runner(
-        target, placed, stages.of("target"), revision=revision, quantize=formats["target"], tensor_parallel=tensor_parallel
+        target,
+        placed,
+        stages.of("target"),
+        revision=revision,
+        quantize=formats["target"],
+        tensor_parallel=tensor_parallel,
     )
     draft_model = None
     if model is not None:
         tokenizers = Tokenizers(tokenizer, _tokenizer(model, draft_revision, common))
-        options = {"revision": draft_revision, "quantize": formats["draft"], "target_dtype": runner.dtype}
+        options = {
+            "revision": draft_revision,
+            "quantize": formats["draft"],
+            "target_dtype": runner.dtype,
+        }
         draft_watch = stages.of("draft")
         draft_model = DraftModel.load(
             model,
@@ -148,33 +210,49 @@ def load(
             lambda kept: _runner(model, placed, draft_watch, **options, kept=kept),
         )
     draft_runner = None if draft_model is None else draft_model.runner
-    for watch, source, one in ((stages.of("target"), target, runner), (stages.of("draft"), model, draft_runner)):
+    for watch, source, one in (
+        (stages.of("target"), target, runner),
+        (stages.of("draft"), model, draft_runner),
+    ):
         if one is not None:
             with watch("passes"):
-                choose_passes(one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel)
+                choose_passes(
+                    one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel
+                )
     if draft_runner is not None:
         exits_of(draft_runner)  # exits that it does not have are refused here
     if drafting is not None:
         drafting.require_fit(runner)
     pair = Shoal(
-        runner, draft_runner, tokenizer, max_batch=max_batch, prefix_sharing=prefix_sharing, prefix_memory=prefix_memory,
-        drafting=drafting, proposable=None if draft_model is None else draft_model.proposable,
-    )  # fmt: skip
+        runner,
+        draft_runner,
+        tokenizer,
+        max_batch=max_batch,
+        prefix_sharing=prefix_sharing,
+        prefix_memory=prefix_memory,
+        drafting=drafting,
+        proposable=None if draft_model is None else draft_model.proposable,
+    )
     LOG.info(one_line(pair.loaded))
     stages.ready()
     return pair
 
 
 def _check_source(role: str, source: Source | None, **options: Any) -> None:
-    """Raises RequestError: it is no model, or an option for loading is given with a model object."""
+    """Raises RequestError: it is no model, or an option for loading is given with a model
+    object."""
     if source is None or isinstance(source, (str, Path)):
         return
     if not loading.is_model(source):
-        raise RequestError(f"{role} must be a hub id, a directory or a Transformers model, got a {type(source).__name__}")
+        raise RequestError(
+            f"{role} must be a hub id, a directory or a Transformers model, got a "
+            f"{type(source).__name__}"
+        )
     given = [name for name, value in options.items() if value not in ("auto", "off", None, False)]
     if given:
         raise RequestError(
-            f"{role} is a model object and used as it is: {' and '.join(given)} can only be given with a name"
+            f"{role} is a model object and used as it is: {' and '.join(given)} can only be "
+            f"given with a name"
         )
 
 
@@ -187,7 +265,9 @@ def _tokenizer(source: Source, revision: str | None, common: dict[str, Any]) -> 
 def _runner(source: Source, placed: dict[str, Any], watch: StageWatch, **options: Any) -> Runner:
     if isinstance(source, nn.Module):
         with watch("checking"):
-            return loading.wrap(source, loading.name_of(source), placed["attention"], strict=placed["strict"])
+            return loading.wrap(
+                source, loading.name_of(source), placed["attention"], strict=placed["strict"]
+            )
     return loading.load_runner(source, **placed, watch=watch, **options)
 
 
@@ -195,32 +275,50 @@ class Shoal:
     """A loaded pair, ready to generate. As a context manager it closes itself.
 
     Attributes:
-        target, draft_model: `Runner`s (draft_model None = there is no second model). tokenizer: Transformers' (None: ids only).
-        max_batch, prefix_sharing: see `load`. prefixes: of earlier calls; None = none are kept.
+        target, draft_model: `Runner`s (draft_model None = there is no second model).
+        tokenizer: Transformers' (None: ids only).
+        max_batch, prefix_sharing: see `load`.
+        prefixes: of earlier calls; None = none are kept.
         drafting: makes drafters other than that of the draft model; None = there are none.
         proposable: the tokens that a draft model may propose.
-        vocabularies: of a draft model with another tokenizer. choice: how it drafts, by counts. None with the same tokenizer.
+        vocabularies: of a draft model with another tokenizer.
+        choice: how it drafts, by counts. None with the same tokenizer.
         shared: the tokens that a draft model may propose, where these are not all.
         rule: None, or one for all runs, whatever they ask for (experiments).
     """
 
     def __init__(
-        self, target: Runner, draft_model: Runner | None = None, tokenizer: Any = None, *, max_batch: int | str = "auto",
-        prefix_sharing: str = "auto", prefix_memory: int = 0, drafting: Draft | None = None,
+        self,
+        target: Runner,
+        draft_model: Runner | None = None,
+        tokenizer: Any = None,
+        *,
+        max_batch: int | str = "auto",
+        prefix_sharing: str = "auto",
+        prefix_memory: int = 0,
+        drafting: Draft | None = None,
         proposable: Proposable | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         check_policy(prefix_sharing)
-        self.tokenizer, self.max_batch, self.prefix_sharing = tokenizer, require_max_batch(plain(max_batch)), prefix_sharing
+        self.tokenizer, self.max_batch, self.prefix_sharing = (
+            tokenizer,
+            require_max_batch(plain(max_batch)),
+            prefix_sharing,
+        )
         self.drafting = None if drafting is None or drafting.is_model else drafting
         self.proposable = proposable or Proposable()
         self.vocabularies, self.shared = self.proposable.vocabularies, self.proposable.shared
-        self._draft = None if draft_model is None else DraftModel.of(draft_model, target, self.proposable)
+        self._draft = (
+            None if draft_model is None else DraftModel.of(draft_model, target, self.proposable)
+        )
         self.choice = None if self._draft is None else self._draft.choice
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes = BatchSizes()
-        self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = weakref.WeakKeyDictionary()
+        self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = (
+            weakref.WeakKeyDictionary()
+        )
         self.eos = loading.eos_ids(target.hf, tokenizer)
         self.prefixes = self._prefix_memory(_require_bytes("prefix_memory", plain(prefix_memory)))
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -238,14 +336,16 @@ class Shoal:
 
     @property
     def drafter_name(self) -> str | None:
-        """The draft model's, or that of a drafter without a model, with its options; None = plain decoding."""
+        """The draft model's, or that of a drafter without a model, with its options; None = plain
+        decoding."""
         if self.drafting is not None:
             return self.drafting.name
         return None if self.draft_model is None else self.draft_model.name
 
     @property
     def _executor(self) -> ThreadPoolExecutor:
-        """One thread of this process, started when needed: streams take turns. A forked child does not have its parent's."""
+        """One thread of this process, started when needed: streams take turns. A forked child does
+        not have its parent's."""
         return self._executors.setdefault(os.getpid(), ThreadPoolExecutor(1, "shoal"))
 
     def _open(self) -> tuple[Runner, Runner | None]:
@@ -254,8 +354,9 @@ class Shoal:
         return self._models
 
     def close(self) -> None:
-        """Cancels the streams that still run, and lets go of caches and models; a model object that was given to `load` stays its
-        owner's. Whatever is asked for later raises RequestError. Closing twice does nothing."""
+        """Cancels the streams that still run, and lets go of caches and models; a model object that
+        was given to `load` stays its owner's. Whatever is asked for later raises RequestError.
+        Closing twice does nothing."""
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
@@ -267,14 +368,22 @@ class Shoal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
         if self._models is None:
             return "Shoal(closed)"
         place = f"{self.target.dtype} on {self.target.device}".removeprefix("torch.")
-        return f"Shoal(target={self.target.name!r}, draft={self.drafter_name!r}, {place}, max_batch={self.max_batch})"
+        return (
+            f"Shoal(target={self.target.name!r}, draft={self.drafter_name!r}, {place}, "
+            f"max_batch={self.max_batch})"
+        )
 
     def generate(
         self,
@@ -294,69 +403,117 @@ class Shoal:
     ) -> Result:
         """n samples of each prompt.
 
-        If a row fails (a model gave NaN, or the row's controls leave no token possible), the others are finished first; then its
-        error is raised, with all samples in its `result`. `stream` raises nothing of that kind: such rows end with "error".
+        If a row fails (a model gave NaN, or the row's controls leave no token possible), the others
+        are finished first; then its error is raised, with all samples in its `result`. `stream`
+        raises nothing of that kind: such rows end with "error".
 
         Args:
-            prompts: one text, several texts, or several lists of token ids; also as NumPy arrays, tensors ([length], or
-                [rows, length] without padding), tuples or generators.
-            n: samples per prompt, or a list with a number for each. drafter: proposes instead of the pair's own, any object of
+            prompts: one text, several texts, or several lists of token ids; also as NumPy arrays,
+                tensors ([length], or [rows, length] without padding), tuples or generators.
+            n: samples per prompt, or a list with a number for each.
+            drafter: proposes instead of the pair's own, any object of
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
             top_logprobs: also report that many of the most probable tokens per position.
-            suffix: text behind the new text, one for all prompts or one for each, where the prompts are the texts before it: the
-                model fills in between, if it was trained to (`shoal.constraints.fim`).
-            constraints: what limits the tokens that may follow, beside `grammar`: further grammars, filters
-                (`shoal.constraints.filters`), constraints of one's own (`shoal.constraints.protocol`), and what is asked about
-                single tokens (`shoal.constraints.check`). All of them hold.
-            align: the prompts may end inside a token: up to three tokens are taken back and every sample writes their bytes again,
-                in tokens of the model's choice; texts begin where the prompts ended, while `token_ids`, `logprobs` and counts
-                include these tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or filter.
-            exact: samples have a `log_weight` and are ranked by it: weighted so, they are samples of p given that the whole text
-                is allowed, by `align`, a grammar, constraints or `syntax` (`shoal.constraints.weights`). "smc": and rows of
-                small weight become copies of others while they run (`shoal.engine.resampling`): which ones depends on how far
-                rounds come, so that a seed gives the same samples only where draft lengths are fixed. A stream then has a row's
-                text in its last increment. "asap": and rows draw by what others of their prompt have shown of how its beginnings go
-                on (`shoal.constraints.estimates`), so that weights become equal. "asap+smc": both.
-            syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no token is written after which the
-                text between prompt and suffix cannot be completed to a program, document or text of the grammar, and a text
-                ends by itself only where the whole parses; where it does not end by itself it is cut, see `Sample.syntax`. The
-                text of a stream then comes with a row's last increment.
+            suffix: text behind the new text, one for all prompts or one for each, where the prompts
+                are the texts before it: the model fills in between, if it was trained to
+                (`shoal.constraints.fim`).
+            constraints: what limits the tokens that may follow, beside `grammar`: further grammars,
+                filters (`shoal.constraints.filters`), constraints of one's own
+                (`shoal.constraints.protocol`), and what is asked about single tokens
+                (`shoal.constraints.check`). All of them hold.
+            align: the prompts may end inside a token: up to three tokens are taken back and every
+                sample writes their bytes again, in tokens of the model's choice; texts begin where
+                the prompts ended, while `token_ids`, `logprobs` and counts include these tokens
+                (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or
+                filter.
+            exact: samples have a `log_weight` and are ranked by it: weighted so, they are samples
+                of p given that the whole text is allowed, by `align`, a grammar, constraints or
+                `syntax` (`shoal.constraints.weights`). "smc": and rows of small weight become
+                copies of others while they run (`shoal.engine.resampling`): which ones depends on
+                how far rounds come, so that a seed gives the same samples only where draft lengths
+                are fixed. A stream then has a row's text in its last increment. "asap": and rows
+                draw by what others of their prompt have shown of how its beginnings go on
+                (`shoal.constraints.estimates`), so that weights become equal. "asap+smc": both.
+            syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no
+                token is written after which the text between prompt and suffix cannot be completed
+                to a program, document or text of the grammar, and a text ends by itself only where
+                the whole parses; where it does not end by itself it is cut, see `Sample.syntax`.
+                The text of a stream then comes with a row's last increment.
             shown_tokens: ids of special tokens that texts show; without it they show none.
             progress: shows a bar on stderr, in a terminal or a notebook.
-            options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as `sampling=`, `limits=` and
-                `speculation=`. `sampling=` and `limits=` may also be lists with a setting, or None, for each prompt. `bad_words`
-                may also be strings. NumPy's numbers are as good as Python's.
+            options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as
+                `sampling=`, `limits=` and `speculation=`. `sampling=` and `limits=` may also be
+                lists with a setting, or None, for each prompt. `bad_words` may also be strings.
+                NumPy's numbers are as good as Python's.
 
         Returns:
             One `Output` per prompt in order; `result[0].ranked` is best first.
 
         Raises:
-            RequestError: before anything is computed, or for a row; a field given beside its whole setting; or this is closed.
+            RequestError: before anything is computed, or for a row; a field given beside its whole
+                setting; or this is closed.
             BadLogits: the model returned NaN.
         """
         dressing = Dressing(align, exact, syntax)
         stream = self._stream(
-            prompts, n, drafter, top_logprobs, suffix, constraints, options, dressing, shown_tokens, text=False
+            prompts,
+            n,
+            drafter,
+            top_logprobs,
+            suffix,
+            constraints,
+            options,
+            dressing,
+            shown_tokens,
+            text=False,
         )
         return stream.run(progress)
 
     def stream(
-        self, prompts: Prompts, n: Integer | Sequence[Integer] = 1, *, drafter: Drafter | None = None, top_logprobs: Integer = 0,
-        suffix: str | Sequence[str] | None = None, constraints: Sequence[AnyConstraint] = (),
-        align: bool | None = None, exact: bool | str = False, syntax: str | Syntax | None = None,
-        shown_tokens: Collection[int] = (), **options: Unpack[Options],
-    ) -> Stream:  # fmt: skip
-        """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or by `async for`."""
+        self,
+        prompts: Prompts,
+        n: Integer | Sequence[Integer] = 1,
+        *,
+        drafter: Drafter | None = None,
+        top_logprobs: Integer = 0,
+        suffix: str | Sequence[str] | None = None,
+        constraints: Sequence[AnyConstraint] = (),
+        align: bool | None = None,
+        exact: bool | str = False,
+        syntax: str | Syntax | None = None,
+        shown_tokens: Collection[int] = (),
+        **options: Unpack[Options],
+    ) -> Stream:
+        """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or
+        by `async for`."""
         dressing = Dressing(align, exact, syntax)
         return self._stream(
-            prompts, n, drafter, top_logprobs, suffix, constraints, options, dressing, shown_tokens, text=True
+            prompts,
+            n,
+            drafter,
+            top_logprobs,
+            suffix,
+            constraints,
+            options,
+            dressing,
+            shown_tokens,
+            text=True,
         )
 
     def _stream(
-        self, prompts: Prompts, n: Integer | Sequence[Integer], drafter: Drafter | None, top_logprobs: Integer,
-        suffix: str | Sequence[str] | None, constraints: Sequence[AnyConstraint], options: Mapping[str, Any],
-        dressing: Dressing, shown_tokens: Collection[int], *, text: bool,
-    ) -> Stream:  # fmt: skip
+        self,
+        prompts: Prompts,
+        n: Integer | Sequence[Integer],
+        drafter: Drafter | None,
+        top_logprobs: Integer,
+        suffix: str | Sequence[str] | None,
+        constraints: Sequence[AnyConstraint],
+        options: Mapping[str, Any],
+        dressing: Dressing,
+        shown_tokens: Collection[int],
+        *,
+        text: bool,
+    ) -> Stream:
         self._open()
         now = time.perf_counter()
         ends: Sequence[int | None] = ()
@@ -364,20 +521,37 @@ class Shoal:
             found = read_prompts(prompts, self.tokenizer)
         else:
             found, ends = read_middles(prompts, suffix, self.tokenizer)
-        samplings, limits, speculation = split_for_each(with_bad_words(options, self.tokenizer), len(found))
-        counts = list_of("n", n, len(found)) if isinstance(n := plain(n), Sequence) else [n] * len(found)
+        samplings, limits, speculation = split_for_each(
+            with_bad_words(options, self.tokenizer), len(found)
+        )
+        counts = (
+            list_of("n", n, len(found)) if isinstance(n := plain(n), Sequence) else [n] * len(found)
+        )
         if self.prefixes is not None:
             self.prefixes.recognise(self.target)
-        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter)
-        asked: dict[str, Any] = {"top_logprobs": plain(top_logprobs), "constraints": tuple(constraints), "submitted_at": now}
+        engine = self.engine(
+            speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter
+        )
+        asked: dict[str, Any] = {
+            "top_logprobs": plain(top_logprobs),
+            "constraints": tuple(constraints),
+            "submitted_at": now,
+        }
         asked["shown_tokens"] = frozenset(plain(shown_tokens))
-        numbers = occurrences((ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True))
+        numbers = occurrences(
+            (ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True)
+        )
         requests = [
             Request(ids, count, sampling, limit, prompt=own, occurrence=number, **asked)
-            for (own, ids), count, sampling, limit, number in zip(found, counts, samplings, limits, numbers, strict=True)
+            for (own, ids), count, sampling, limit, number in zip(
+                found, counts, samplings, limits, numbers, strict=True
+            )
         ]
         if dressing.exact and engine.rule.lossy:
-            raise RequestError("exact=True weighs samples of p, and this rule draws others: leave out rule='typical'")
+            raise RequestError(
+                "exact=True weighs samples of p, and this rule draws others: leave out "
+                "rule='typical'"
+            )
         behind = [suffix] * len(requests) if suffix is None or isinstance(suffix, str) else suffix
         requests = [
             dressing.applied(one, self.tokenizer, own, end)
@@ -389,11 +563,13 @@ class Shoal:
 
     def prepare(
         self, rows: Integer = FIRST, tokens: Integer = PREPARED_TOKENS, **options: Unpack[Options]
-    ) -> int:  # fmt: skip
-        """Captures on a GPU, before anything is asked, the rounds that `generate` with these options runs for so many rows of so
-        many tokens, prompts included; otherwise the first calls do, round by round. Nothing on a CPU, where nothing is captured.
+    ) -> int:
+        """Captures on a GPU, before anything is asked, the rounds that `generate` with these
+        options runs for so many rows of so many tokens, prompts included; otherwise the first calls
+        do, round by round. Nothing on a CPU, where nothing is captured.
 
-        Never done unasked: rows, lengths and settings are the caller's, and what a call captures is kept for the next one anyway.
+        Never done unasked: rows, lengths and settings are the caller's, and what a call captures is
+        kept for the next one anyway.
 
         Args:
             options: as of `generate`.
@@ -426,27 +602,43 @@ class Shoal:
         prefix_bytes: int | None = None,
         quantum: int | None = None,
     ) -> Engine:
-        """An engine for this pair, with caches of its own; for those who submit requests one by one, as `shoal serve` does.
+        """An engine for this pair, with caches of its own; for those who submit requests one by
+        one, as `shoal serve` does.
 
         Args:
-            drafter: proposes instead of the pair's own. chunk, kv_bytes, quantum: see `shoal.engine.engine.Engine`.
-            prefix_bytes: for prompts of earlier requests of this engine alone; None = the pair's memory, if it has one.
+            drafter: proposes instead of the pair's own.
+            chunk, kv_bytes, quantum: see `shoal.engine.engine.Engine`.
+            prefix_bytes: for prompts of earlier requests of this engine alone; None = the pair's
+                memory, if it has one.
 
         Raises:
             RequestError: for an unknown lookahead.
         """
         costs = self.pair_costs
-        max_batch = self._batch_sizes.of(self.max_batch, costs if drafter is None else drafter, lookahead_name)
+        max_batch = self._batch_sizes.of(
+            self.max_batch, costs if drafter is None else drafter, lookahead_name
+        )
         if drafter is not None:
-            costs = self._costs_of.setdefault(drafter, controllers.PairCosts(packed=self.target.skips_padding))
+            costs = self._costs_of.setdefault(
+                drafter, controllers.PairCosts(packed=self.target.skips_padding)
+            )
         else:
             drafter = self.new_drafter()
         controller = controllers.by_name(lookahead_name, costs, drafter)
         engine = Engine(
-            self.target, drafter, controller, max_batch=max_batch, tokenizer=self.tokenizer, eos=self.eos,
-            rule=rule, prefix_sharing=self.prefix_sharing, chunk=chunk, kv_bytes=kv_bytes,
-            prefixes=self.prefixes if prefix_bytes is None else self._prefix_memory(prefix_bytes), quantum=quantum,
-        )  # fmt: skip
+            self.target,
+            drafter,
+            controller,
+            max_batch=max_batch,
+            tokenizer=self.tokenizer,
+            eos=self.eos,
+            rule=rule,
+            prefix_sharing=self.prefix_sharing,
+            chunk=chunk,
+            kv_bytes=kv_bytes,
+            prefixes=self.prefixes if prefix_bytes is None else self._prefix_memory(prefix_bytes),
+            quantum=quantum,
+        )
         engine.stats.loaded = self.loaded
         return engine
 
@@ -462,7 +654,8 @@ class Shoal:
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
-        """What was chosen for "target" and "draft" when they were loaded, see `shoal.models.load_report`."""
+        """What was chosen for "target" and "draft" when they were loaded, see
+        `shoal.models.load_report`."""
         drafter = None if self.drafting is None else self.drafting.name
         return load_report(self.target, self.draft_model, drafter)
 
@@ -475,6 +668,7 @@ def _require_bytes(name: str, value: object) -> int:
 
 
 def _rule(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
-    """A seed asks for the same tokens again, which only the coupled rule gives whatever the draft lengths."""
+    """A seed asks for the same tokens again, which only the coupled rule gives whatever the draft
+    lengths."""
     chosen = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
     return RULES[chosen if speculation.rule == "auto" else speculation.rule]()

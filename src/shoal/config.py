@@ -1,7 +1,8 @@
 """What a caller may set: frozen, checked when made, unknown names rejected.
 
-Three subjects, three classes: how a token is chosen (`Sampling`, with its `Grammar`), when a row ends (`Limits`), how far
-ahead the drafter goes (`Speculation`). `shoal.types.options` sorts keyword arguments into them.
+Three subjects, three classes: how a token is chosen (`Sampling`, with its `Grammar`), when a row
+ends (`Limits`), how far ahead the drafter goes (`Speculation`). `shoal.types.options` sorts keyword
+arguments into them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _OWN = (type(None), bool, int, float, str, bytes)
 
 
 def plain(value: Any) -> Any:
-    """NumPy scalars and arrays, tensors and whatever else has a `tolist` as numbers or nested lists; iterators (generators) as
-    lists; inside lists, tuples and mappings too. Anything else as it is."""
+    """NumPy scalars and arrays, tensors and whatever else has a `tolist` as numbers or nested
+    lists; iterators (generators) as lists; inside lists, tuples and mappings too. Anything else as
+    it is."""
     if type(value) in _OWN:
         return value
     if isinstance(value, Mapping):
@@ -54,7 +56,8 @@ def _is_number(value: object) -> bool:
 
 
 def _take_plain(options: Any, *names: str) -> None:
-    """NumPy's numbers and arrays, tensors and generators in these fields, or in all, become Python's numbers and lists."""
+    """NumPy's numbers and arrays, tensors and generators in these fields, or in all, become
+    Python's numbers and lists."""
     for name in names or [f.name for f in fields(options)]:
         object.__setattr__(options, name, plain(getattr(options, name)))
 
@@ -63,13 +66,17 @@ def require_text(text: str, name: str) -> None:
     """What a tokenizer can read.
 
     Raises:
-        RequestError: it is empty, or holds half of a surrogate pair: bytes that were no UTF-8, or an escape cut in two.
+        RequestError: it is empty, or holds half of a surrogate pair: bytes that were no UTF-8, or
+            an escape cut in two.
     """
     if not text:
         raise RequestError(f"{name} is empty: at least one token is needed")
     half = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     if half is not None:
-        raise RequestError(f"{name} is not text: U+{ord(text[half]):04X} at position {half} stands for no character")
+        raise RequestError(
+            f"{name} is not text: U+{ord(text[half]):04X} at position {half} stands for no "
+            f"character"
+        )
 
 
 GRAMMARS = ("json_schema", "json_object", "regex", "lark")
@@ -80,20 +87,26 @@ BLANKS = ("bounded", "compact", "any")
 class Grammar:
     """The language that a row's new text is of; it needs llguidance (`pip install '.[grammar]'`).
 
-    Tokens that lead out of it have probability zero, and an EOS has it anywhere but at the end of a complete text; what remains
-    is renormalised. That is the declared distribution p of the row (lossless grade L-masked), for plain decoding too. A row that
-    ends by its limits, and not by itself, may be incomplete.
+    Tokens that lead out of it have probability zero, and an EOS has it anywhere but at the end of a
+    complete text; what remains is renormalised. That is the declared distribution p of the row
+    (lossless grade L-masked), for plain decoding too. A row that ends by its limits, and not by
+    itself, may be incomplete.
 
     Attributes:
-        kind: "json_schema", "json_object" (any JSON object), "regex" (of the whole text; Rust's syntax) or "lark" (a grammar in
-            Lark's syntax, as llguidance reads it).
-        text: the schema (a mapping is taken as well), the expression, the grammar; nothing for "json_object".
-        whitespace: what JSON may hold between its symbols. "bounded": nothing, a space, or a line break with up to 20 blanks, so
-            that a model cannot go on with blanks for ever; "compact": nothing; "any": what JSON allows. A schema's own
-            `x-guidance` options about whitespace go first.
-        before: a regular expression (Rust's syntax) of what stands before the text of the grammar, such as reasoning.
-        between: not empty: there may be several texts of the grammar, with this between two of them. behind: stands behind the
-            last. For a regular expression these three are left empty: it says by itself what is around.
+        kind: "json_schema", "json_object" (any JSON object), "regex" (of the whole text; Rust's
+            syntax) or "lark" (a grammar in Lark's syntax, as llguidance reads it).
+        text: the schema (a mapping is taken as well), the expression, the grammar; nothing for
+            "json_object".
+        whitespace: what JSON may hold between its symbols. "bounded": nothing, a space, or a line
+            break with up to 20 blanks, so that a model cannot go on with blanks for ever;
+            "compact": nothing; "any": what JSON allows. A schema's own `x-guidance` options about
+            whitespace go first.
+        before: a regular expression (Rust's syntax) of what stands before the text of the grammar,
+            such as reasoning.
+        between: not empty: there may be several texts of the grammar, with this between two of
+            them.
+        behind: stands behind the last. For a regular expression these three are left empty: it says
+            by itself what is around.
     """
 
     kind: str
@@ -104,21 +117,35 @@ class Grammar:
     behind: str = ""
 
     def __post_init__(self) -> None:
-        _require(self.kind in GRAMMARS, "kind of a grammar", f"one of {', '.join(GRAMMARS)}", self.kind)
+        _require(
+            self.kind in GRAMMARS, "kind of a grammar", f"one of {', '.join(GRAMMARS)}", self.kind
+        )
         if isinstance(self.text, Mapping):
             object.__setattr__(self, "text", json.dumps(self.text))
         _require(isinstance(self.text, str), "text of a grammar", "a string", self.text)
         if self.kind == "json_object":
             _require(not self.text, "text of a json_object grammar", "empty", self.text)
         else:
-            _require(bool(self.text.strip()), f"text of a {self.kind} grammar", "not empty", self.text)
-        _require(self.whitespace in BLANKS, "whitespace of a grammar", f"one of {', '.join(BLANKS)}", self.whitespace)
+            _require(
+                bool(self.text.strip()), f"text of a {self.kind} grammar", "not empty", self.text
+            )
+        _require(
+            self.whitespace in BLANKS,
+            "whitespace of a grammar",
+            f"one of {', '.join(BLANKS)}",
+            self.whitespace,
+        )
         takes = self.kind.startswith("json") or self.whitespace == "bounded"
         _require(takes, f"whitespace of a {self.kind} grammar", "left as it is", self.whitespace)
         for name in ("before", "between", "behind"):
             given = getattr(self, name)
             fits = isinstance(given, str) and not (given and self.kind == "regex")
-            _require(fits, f"{name} of a {self.kind} grammar", "empty" if self.kind == "regex" else "a string", given)
+            _require(
+                fits,
+                f"{name} of a {self.kind} grammar",
+                "empty" if self.kind == "regex" else "a string",
+                given,
+            )
 
 
 @dataclass(frozen=True)
@@ -147,7 +174,10 @@ class Parameter:
     def range(self) -> str:
         """The possible values, in words."""
         if self.most is not None:
-            return f"in {'[' if self.above is None else '('}{self.least or self.above or 0}, {self.most}]"
+            return (
+                f"in {'[' if self.above is None else '('}{self.least or self.above or 0}, "
+                f"{self.most}]"
+            )
         bound = f"> {self.above}" if self.least is None else f">= {self.least}"
         if self.least is None and self.above is None:
             return "a finite number"
@@ -158,7 +188,9 @@ class Parameter:
         if not (_is_int(value) if self.whole else _is_number(value)):
             return False
         number: Any = value
-        low = (self.least is None or number >= self.least) and (self.above is None or number > self.above)
+        low = (self.least is None or number >= self.least) and (
+            self.above is None or number > self.above
+        )
         return low and (self.most is None or number <= self.most)
 
 
@@ -171,9 +203,10 @@ def _declared(default: float, help: str, **declaration: Any) -> Any:
 class Sampling:
     """How a row's next token is chosen from the target's logits.
 
-    The order of the steps is Transformers': logit_bias, repetition, presence and frequency penalties, no_repeat_ngram,
-    bad_words, min_new_tokens, `processors`, grammar, temperature, top_k, top_p, min_p, typical_p. `temperature=0` is greedy: the
-    highest score after the history-dependent steps, lowest id on a tie. The declared target distribution **p** of the
+    The order of the steps is Transformers': logit_bias, repetition, presence and frequency
+    penalties, no_repeat_ngram, bad_words, min_new_tokens, `processors`, grammar, temperature,
+    top_k, top_p, min_p, typical_p. `temperature=0` is greedy: the highest score after the
+    history-dependent steps, lowest id on a tie. The declared target distribution **p** of the
     losslessness claim is the result of all these steps.
 
     Attributes:
@@ -182,72 +215,117 @@ class Sampling:
         top_p: keep the smallest set with at least this mass, in (0, 1]; 1 = off.
         min_p: drop tokens below min_p times the highest probability, in [0, 1]; 0 = off.
         typical_p: locally typical sampling mass (Meister et al. 2022), in (0, 1]; 1 = off.
-        repetition_penalty: > 0; scores of tokens in prompt or output divided (positive) or multiplied (negative).
-        presence_penalty: subtracted once from every token in the output so far (OpenAI's definition).
+        repetition_penalty: > 0; scores of tokens in prompt or output divided (positive) or
+            multiplied (negative).
+        presence_penalty: subtracted once from every token in the output so far (OpenAI's
+            definition).
         frequency_penalty: subtracted once per occurrence in the output so far.
         logit_bias: token id -> value added to its score.
         bad_words: token id sequences that may not appear.
         min_new_tokens: EOS is impossible before this many new tokens.
         no_repeat_ngram: no n-gram of this size appears twice in prompt + output; 0 = off.
-        processors: Transformers `LogitsProcessor`s, each called with the exact ids before each position, int64 [1, length], and
-            scores [1, vocab]. They must be pure functions of these: they are called for rejected drafts too, so one that remembers
-            calls, or is random, gives wrong samples. Each is tried on the prompt first, and refused by name.
+        processors: Transformers `LogitsProcessor`s, each called with the exact ids before each
+            position, int64 [1, length], and scores [1, vocab]. They must be pure functions of
+            these: they are called for rejected drafts too, so one that remembers calls, or is
+            random, gives wrong samples. Each is tried on the prompt first, and refused by name.
         grammar: the new text's language.
-        seed: any integer; with the prompt's ids and how often the same prompt stands before it in the call with this seed it keys
-            the noise of the n rows, so a prompt gets the same samples wherever it stands and whatever else runs. None = fresh
-            entropy.
+        seed: any integer; with the prompt's ids and how often the same prompt stands before it in
+            the call with this seed it keys the noise of the n rows, so a prompt gets the same
+            samples wherever it stands and whatever else runs. None = fresh entropy.
     """
 
     temperature: float = _declared(1.0, "0 = greedy.", least=0, api="temperature")
-    top_k: int = _declared(0, "The k most probable tokens; 0 = off.", least=0, whole=True, api="top_k", off=-1)
-    top_p: float = _declared(1.0, "Smallest set of tokens with this mass; 1 = off.", above=0, most=1, api="top_p")
-    min_p: float = _declared(
-        0.0, "Tokens with at least this times the probability of the best one; 0 = off.", least=0, most=1, api="min_p"
+    top_k: int = _declared(
+        0, "The k most probable tokens; 0 = off.", least=0, whole=True, api="top_k", off=-1
     )
-    typical_p: float = _declared(1.0, "Locally typical sampling with this mass; 1 = off.", above=0, most=1, api="typical_p")
+    top_p: float = _declared(
+        1.0, "Smallest set of tokens with this mass; 1 = off.", above=0, most=1, api="top_p"
+    )
+    min_p: float = _declared(
+        0.0,
+        "Tokens with at least this times the probability of the best one; 0 = off.",
+        least=0,
+        most=1,
+        api="min_p",
+    )
+    typical_p: float = _declared(
+        1.0, "Locally typical sampling with this mass; 1 = off.", above=0, most=1, api="typical_p"
+    )
     repetition_penalty: float = _declared(
-        1.0, "Scores of tokens that have occurred are divided by it; 1 = off.", above=0, api="repetition_penalty"
+        1.0,
+        "Scores of tokens that have occurred are divided by it; 1 = off.",
+        above=0,
+        api="repetition_penalty",
     )
     presence_penalty: float = _declared(
-        0.0, "Taken once from the score of each token of the output; 0 = off.", api="presence_penalty"
+        0.0,
+        "Taken once from the score of each token of the output; 0 = off.",
+        api="presence_penalty",
     )
     frequency_penalty: float = _declared(
-        0.0, "Taken from the score of a token as often as it is in the output; 0 = off.", api="frequency_penalty"
+        0.0,
+        "Taken from the score of a token as often as it is in the output; 0 = off.",
+        api="frequency_penalty",
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
     min_new_tokens: int = _declared(
-        0, "No end-of-text token before that many tokens; 0 = off.", least=0, whole=True, api="min_tokens"
+        0,
+        "No end-of-text token before that many tokens; 0 = off.",
+        least=0,
+        whole=True,
+        api="min_tokens",
     )
-    no_repeat_ngram: int = _declared(0, "No n-gram of this size appears twice; 0 = off.", least=0, whole=True)
+    no_repeat_ngram: int = _declared(
+        0, "No n-gram of this size appears twice; 0 = off.", least=0, whole=True
+    )
     processors: Sequence[Any] = ()
     grammar: Grammar | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _take_plain(self, *(f.name for f in fields(self) if f.name not in ("processors", "grammar")))
+        _take_plain(
+            self, *(f.name for f in fields(self) if f.name not in ("processors", "grammar"))
+        )
         if isinstance(self.processors, Iterator):
             object.__setattr__(self, "processors", list(self.processors))
         for name, parameter in PARAMETERS.items():
-            _require(parameter.allows(getattr(self, name)), name, parameter.range, getattr(self, name))
+            _require(
+                parameter.allows(getattr(self, name)), name, parameter.range, getattr(self, name)
+            )
         _require(self.seed is None or _is_int(self.seed), "seed", "an integer or None", self.seed)
         _require(
             isinstance(self.logit_bias, Mapping)
-            and all(_is_int(token) and token >= 0 and _is_number(bias) for token, bias in self.logit_bias.items()),
-            "logit_bias", "a mapping of token id to a finite number", self.logit_bias,
-        )  # fmt: skip
+            and all(
+                _is_int(token) and token >= 0 and _is_number(bias)
+                for token, bias in self.logit_bias.items()
+            ),
+            "logit_bias",
+            "a mapping of token id to a finite number",
+            self.logit_bias,
+        )
         _require(
             _is_list(self.bad_words)
-            and all(_is_list(word) and len(word) > 0 and all(map(_is_int, word)) for word in self.bad_words),
-            "bad_words", "a list of non-empty token id lists", self.bad_words,
-        )  # fmt: skip
+            and all(
+                _is_list(word) and len(word) > 0 and all(map(_is_int, word))
+                for word in self.bad_words
+            ),
+            "bad_words",
+            "a list of non-empty token id lists",
+            self.bad_words,
+        )
         _require(
             _is_list(self.processors) and all(map(callable, self.processors)),
             "processors",
             "a list of callables",
             self.processors,
         )
-        _require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", "a Grammar or None", self.grammar)
+        _require(
+            self.grammar is None or isinstance(self.grammar, Grammar),
+            "grammar",
+            "a Grammar or None",
+            self.grammar,
+        )
 
     @property
     def greedy(self) -> bool:
@@ -261,17 +339,25 @@ class Sampling:
 
     @property
     def reads_history(self) -> bool:
-        """True when some step depends on the tokens before the position, not on its scores alone."""
+        """True when some step depends on the tokens before the position, not on its scores
+        alone."""
         return bool(
-            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.bad_words
-            or self.min_new_tokens or self.no_repeat_ngram or self.processors or self.grammar
-        )  # fmt: skip
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.bad_words
+            or self.min_new_tokens
+            or self.no_repeat_ngram
+            or self.processors
+            or self.grammar
+        )
 
 
 PARAMETERS: dict[str, Parameter] = {
     one.name: one.metadata["parameter"] for one in fields(Sampling) if "parameter" in one.metadata
 }
-"""The numbers among the fields of `Sampling`. Help, requests and checks read it, so that one line declares a parameter."""
+"""The numbers among the fields of `Sampling`. Help, requests and checks read it, so that one line
+declares a parameter."""
 
 
 @dataclass(frozen=True)
@@ -280,13 +366,15 @@ class Limits:
 
     Attributes:
         max_new_tokens: >= 1 tokens after the prompt.
-        stop: strings that end a row; text, ids and logprobs are cut before the string. They may be, or contain, special tokens,
-            which the text itself is shown without.
-        eos: token ids that end a row; None = the model's own, () = none. The EOS token itself stays in `token_ids`.
-        time_budget: seconds from submission; rows unfinished then are returned as they are, marked "time", and those
-            that never ran, empty, "not started". With more rows than slots every prompt gets its first sample before any gets its
-            second. Samples that finish in
-            time are conditioned on that: short ones are over-represented among them (docs/reference/evaluation.md).
+        stop: strings that end a row; text, ids and logprobs are cut before the string. They may be,
+            or contain, special tokens, which the text itself is shown without.
+        eos: token ids that end a row; None = the model's own, () = none. The EOS token itself stays
+            in `token_ids`.
+        time_budget: seconds from submission; rows unfinished then are returned as they are, marked
+            "time", and those that never ran, empty, "not started". With more rows than slots every
+            prompt gets its first sample before any gets its second. Samples that finish in time are
+            conditioned on that: short ones are over-represented among them
+            (docs/reference/evaluation.md).
     """
 
     max_new_tokens: int = 128
@@ -305,20 +393,28 @@ class Limits:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         _require(
-            _is_list(self.stop) and all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self.stop
+            _is_list(self.stop) and all(isinstance(s, str) and s for s in self.stop),
+            "stop",
+            "non-empty strings",
+            self.stop,
         )
         if _is_int(self.eos):
             object.__setattr__(self, "eos", (self.eos,))
-        eos_are_ids = self.eos is None or (_is_list(self.eos) and all(_is_int(t) and t >= 0 for t in self.eos))
+        eos_are_ids = self.eos is None or (
+            _is_list(self.eos) and all(_is_int(t) and t >= 0 for t in self.eos)
+        )
         _require(eos_are_ids, "eos", "token ids >= 0", self.eos)
         _require(
             self.time_budget is None or (_is_number(self.time_budget) and self.time_budget > 0),
-            "time_budget", "seconds > 0 or None", self.time_budget,
-        )  # fmt: skip
+            "time_budget",
+            "seconds > 0 or None",
+            self.time_budget,
+        )
 
 
 LOSSY_RULES = {
-    "typical": "rule typical is lossy: sampled tokens do not have the target's distribution (greedy ones are the target's)"
+    "typical": "rule typical is lossy: sampled tokens do not have the target's distribution "
+    "(greedy ones are the target's)"
 }
 """Acceptance rules that change the distribution, and what every output says of them."""
 
@@ -334,12 +430,13 @@ class Speculation:
     """How far ahead the drafter goes.
 
     Attributes:
-        lookahead: "auto" (by measured costs), a draft length (int; 0 = plain decoding), "off", "bass" (Algorithm 1),
-            "heuristic" (two more or one less), "fixed:K", or an object with `next_length()` and `update(drafted, accepted)`
-            (see `shoal.lookahead.controller`).
-        rule: "rejection": most drafts are accepted; "coupled": a seed's tokens are those of plain decoding, whatever the draft
-            lengths (see `shoal.sampling.acceptance.Coupled`); "auto": coupled where a seed asks for the same tokens again;
-            "typical": lossy, see `LOSSY_RULES`.
+        lookahead: "auto" (by measured costs), a draft length (int; 0 = plain decoding), "off",
+            "bass" (Algorithm 1), "heuristic" (two more or one less), "fixed:K", or an object with
+            `next_length()` and `update(drafted, accepted)` (see `shoal.lookahead.controller`).
+        rule: "rejection": most drafts are accepted; "coupled": a seed's tokens are those of plain
+            decoding, whatever the draft lengths (see `shoal.sampling.acceptance.Coupled`); "auto":
+            coupled where a seed asks for the same tokens again; "typical": lossy, see
+            `LOSSY_RULES`.
     """
 
     lookahead: Any = "auto"
@@ -348,6 +445,8 @@ class Speculation:
     def __post_init__(self) -> None:
         _take_plain(self)
         known = "'auto', 'rejection', 'coupled' or 'typical'"
-        _require(self.rule in ("auto", "rejection", "coupled", *LOSSY_RULES), "rule", known, self.rule)
+        _require(
+            self.rule in ("auto", "rejection", "coupled", *LOSSY_RULES), "rule", known, self.rule
+        )
         if _is_int(self.lookahead):
             _require(self.lookahead >= 0, "lookahead", ">= 0", self.lookahead)

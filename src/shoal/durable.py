@@ -1,4 +1,5 @@
-"""Files that survive a crash of the machine: what is written is waited for, and what a crash has left is cut off."""
+"""Files that survive a crash of the machine: what is written is waited for, and what a crash has
+left is cut off."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 
 
 def sync_entry(path: Path) -> None:
-    """Waits until the name of a new file is on the disk; of a link, that of the file it points to."""
+    """Waits until the name of a new file is on the disk; of a link, that of the file it points
+    to."""
     with suppress(OSError):  # some systems open no directories, some file systems sync none
         directory = os.open(path.resolve().parent, os.O_RDONLY)
         try:
@@ -26,7 +28,8 @@ def sync_entry(path: Path) -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where this package keeps what it could find out again, made if it is missing; None where it cannot be."""
+    """Where this package keeps what it could find out again, made if it is missing; None where it
+    cannot be."""
     try:
         place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
         place.mkdir(parents=True, exist_ok=True)
@@ -48,12 +51,15 @@ def write_synced(path: Path, text: str) -> None:
 def mend(file: BinaryIO, check: Callable[[int, bytes], None]) -> int:
     """Reads a file of JSON objects, one a line, and cuts off its damaged end.
 
-    Damaged is a last line without its line break, and everything from the first NUL byte on: file systems may leave NUL bytes where
-    data had not been written when the machine stopped, and JSON has none.
+    Damaged is a last line without its line break, and everything from the first NUL byte on: file
+    systems may leave NUL bytes where data had not been written when the machine stopped, and JSON
+    has none.
 
     Args:
-        file: open for reading and appending. check: called with number, from 1, and bytes of each whole line; it raises for what
-            does not belong there. It is also called with damaged lines that do not begin as an object, which are never cut off.
+        file: open for reading and appending.
+        check: called with number, from 1, and bytes of each whole line; it raises for what does not
+            belong there. It is also called with damaged lines that do not begin as an object, which
+            are never cut off.
 
     Returns:
         How many bytes were cut off.

@@ -25,7 +25,8 @@ class ShoalError(Exception):
     """Base of all errors raised on purpose.
 
     Attributes:
-        result: when some rows of a run failed and others did not: the whole `Result`, failed samples marked "error".
+        result: when some rows of a run failed and others did not: the whole `Result`, failed
+            samples marked "error".
     """
 
     result: Any = None
@@ -52,7 +53,8 @@ class OutOfMemory(ModelError):
 
 
 class OutOfStep(ModelError):
-    """Of the processes that share a model one has failed, or ended, and the others cannot go on: all must be started again."""
+    """Of the processes that share a model one has failed, or ended, and the others cannot go on:
+    all must be started again."""
 
 
 class BadLogits(ModelError):

@@ -1,1 +1,2 @@
-"""Measuring: interleaved timing, greedy identity, costs, and the figures of docs/measurements/performance.md (`shoal bench`)."""
+"""Measuring: interleaved timing, greedy identity, costs, and the figures of
+docs/measurements/performance.md (`shoal bench`)."""

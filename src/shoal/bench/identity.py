@@ -19,7 +19,9 @@ class IdentityCheck:
     """Compares token ids; in an exact format a difference ends everything.
 
     Args:
-        decode: the method of a lookahead, by the real rule. dtype: as it is written in messages. exact: float32 or float64.
+        decode: the method of a lookahead, by the real rule.
+        dtype: as it is written in messages.
+        exact: float32 or float64.
         step: called before every run, with its name.
 
     Attributes:
@@ -52,12 +54,15 @@ class IdentityCheck:
             self.found[case.layout, case.batch, name] = Checked.of(found, control)
 
     def compare(self, case: Case, name: str, runs: Sequence[Run], plain: Sequence[Run]) -> None:
-        """Timed runs that were greedy themselves: they must agree as well. Raises InternalError as `check` does."""
+        """Timed runs that were greedy themselves: they must agree as well. Raises InternalError as
+        `check` does."""
         for repeat, (one, other) in enumerate(zip(plain, runs, strict=False)):
             for row, (a, b) in enumerate(zip(one.ids, other.ids, strict=True)):
                 position = first_difference(a, b)
                 if position is not None:
-                    raise self._difference(case, name, f"repeat {repeat + 1}, row {row + 1}, token {position + 1}")
+                    raise self._difference(
+                        case, name, f"repeat {repeat + 1}, row {row + 1}, token {position + 1}"
+                    )
 
     def _difference(self, case: Case, name: str, place: str) -> InternalError:
         return InternalError(
@@ -66,10 +71,13 @@ class IdentityCheck:
         )
 
     def _control(self, work: Work, plain: Run) -> Identity:
-        """Some rows of the plain run against the same rows decoded one by one: in 16 bit, batching changes ties by itself."""
+        """Some rows of the plain run against the same rows decoded one by one: in 16 bit, batching
+        changes ties by itself."""
         first = {prompt: row for row, prompt in reversed(list(enumerate(work.rows)))}
         rows = sorted(first.values())[:CONTROL_ROWS]
-        single = [self._decoded_by_itself(replace(work, prompts=(work.rows[row],), n=1)) for row in rows]
+        single = [
+            self._decoded_by_itself(replace(work, prompts=(work.rows[row],), n=1)) for row in rows
+        ]
         return compared([[ids] for ids in single], [[plain.ids[row]] for row in rows], drafted=0)
 
     def _decoded_by_itself(self, work: Work) -> Ids:

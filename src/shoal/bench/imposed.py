@@ -1,4 +1,5 @@
-"""An acceptance rate imposed on real compute, so that large shapes with random weights can be timed."""
+"""An acceptance rate imposed on real compute, so that large shapes with random weights can be
+timed."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from shoal.types.trees import DraftTree
 
 @dataclass(unsafe_hash=True)
 class Imposed(Rejection):
-    """Rejection sampling in which each draft is accepted with probability `rate`, whatever p and q are.
+    """Rejection sampling in which each draft is accepted with probability `rate`, whatever p and q
+    are.
 
-    It computes all that the real rule does, so that it costs the same; the text means nothing. The row's own uniforms decide.
+    It computes all that the real rule does, so that it costs the same; the text means nothing. The
+    row's own uniforms decide.
 
     Raises:
         RequestError: for a rate outside of 0..1.
@@ -50,8 +53,14 @@ class Imposed(Rejection):
         return (rejection_by_tensors if greedy else by_rejection)(tree, scores, biased)
 
     def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
-    ) -> Verdict:  # fmt: skip
+        self,
+        drafts: Tensor,
+        lengths: Tensor,
+        q: Sequence[Tensor],
+        p: Tensor,
+        uniforms: Tensor,
+        sampler: Sampler | None = None,
+    ) -> Verdict:
         """The same as a function of tensors."""
         return super().decide_chains(drafts, lengths, q, p, self._biased(uniforms), sampler)
 
@@ -63,7 +72,8 @@ class Imposed(Rejection):
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:
-    """The same models under the imposed rule; what `auto` has measured under the real one is not carried over."""
+    """The same models under the imposed rule; what `auto` has measured under the real one is not
+    carried over."""
     other = copy.copy(pair)
     other.rule = Imposed(rate)
     other.pair_costs = PairCosts(packed=pair.pair_costs.packed)

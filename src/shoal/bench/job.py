@@ -17,9 +17,12 @@ class Job:
     """Every combination of batch size, layout, temperature and method.
 
     Attributes:
-        batches: rows. n: rows per prompt of the layout "grouped". layouts, temperatures, lookaheads, baselines: every
-            combination is measured. eos: ids that end a row; () = every row runs to `max_new_tokens`.
-        rule: the acceptance rule. acceptance: the rate to impose, None for the real rule.
+        batches: rows.
+        n: rows per prompt of the layout "grouped".
+        layouts, temperatures, lookaheads, baselines: every combination is measured.
+        eos: ids that end a row; () = every row runs to `max_new_tokens`.
+        rule: the acceptance rule.
+        acceptance: the rate to impose, None for the real rule.
         openvino: the target's export, for the baseline of that name.
     """
 
@@ -41,11 +44,17 @@ class Job:
         if min(self.repeats, self.max_new_tokens) < 1:
             raise RequestError("repeats and max_new_tokens must be >= 1")
         if self.acceptance is not None:
-            require_lossless(self.rule, "an imposed acceptance, which stands for that of an exact rule,")
-        object.__setattr__(self, "lookaheads", tuple(dict.fromkeys((PLAIN, *self.lookaheads))))  # plain is the denominator
+            require_lossless(
+                self.rule, "an imposed acceptance, which stands for that of an exact rule,"
+            )
+        object.__setattr__(
+            self, "lookaheads", tuple(dict.fromkeys((PLAIN, *self.lookaheads)))
+        )  # plain is the denominator
 
     @property
     def cases(self) -> list[Case]:
         """By layout, temperature and batch size."""
         chosen = product(self.layouts, self.temperatures, self.batches)
-        return [Case.of(layout, temperature, batch, self.n) for layout, temperature, batch in chosen]
+        return [
+            Case.of(layout, temperature, batch, self.n) for layout, temperature, batch in chosen
+        ]

@@ -1,6 +1,7 @@
 """Interleaved timing of decoding methods, and what follows from measured costs.
 
-Runs are interleaved, so that a machine that warms up or runs other programs affects all methods alike; medians are shown.
+Runs are interleaved, so that a machine that warms up or runs other programs affects all methods
+alike; medians are shown.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Speed:
     """Medians over repeated runs of one decoding method.
 
     Attributes:
-        ms_per_token_first, ms_per_token_mean, ms_per_token_last: time from submission to the end of a row, per token of
-            it: of the row that ended first, the mean over rows, of the row that ended last.
+        ms_per_token_first, ms_per_token_mean, ms_per_token_last: time from submission to the end of
+            a row, per token of it: of the row that ended first, the mean over rows, of the row that
+            ended last.
     """
 
     tokens_per_second: float
@@ -49,7 +51,10 @@ class Speed:
         def middle(name: str) -> Any:
             return median(getattr(one, name) for one in stats)
 
-        counts = {name: round(middle(name)) for name in ("target_passes", "rounds", "drafted", "accepted", "committed")}
+        counts = {
+            name: round(middle(name))
+            for name in ("target_passes", "rounds", "drafted", "accepted", "committed")
+        }
         return Speed(
             tokens_per_second=middle("tokens_per_second"),
             seconds=middle("seconds"),
@@ -66,7 +71,8 @@ class Speed:
 
 
 def _row_times(result: Result) -> tuple[float, float, float]:
-    """Milliseconds per token of the row that ended first, of the mean row, of the row that ended last."""
+    """Milliseconds per token of the row that ended first, of the mean row, of the row that ended
+    last."""
     rows = sorted(rows_of(result), key=lambda sample: sample.finished_at)
     times = [1000 * sample.finished_at / max(1, len(sample.token_ids)) for sample in rows]
     return times[0], fmean(times), times[-1]
@@ -78,14 +84,17 @@ def rows_of(result: Result) -> list[Sample]:
 
 
 def in_turns(methods: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """(repeat, method) in the order of measuring: the methods take turns, every other turn in reverse order."""
+    """(repeat, method) in the order of measuring: the methods take turns, every other turn in
+    reverse order."""
     for repeat in range(repeats):
         for name in methods[:: -1 if repeat % 2 else 1]:
             yield repeat, name
 
 
 def interleave(
-    methods: Mapping[str, Callable[[], Run]], repeats: int, say: Callable[[str], None] = lambda _: None
+    methods: Mapping[str, Callable[[], Run]],
+    repeats: int,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Run]]:
     """Runs every method `repeats` times, in turns."""
     results: dict[str, list[Run]] = {name: [] for name in methods}
@@ -100,7 +109,8 @@ class Identity:
     """Whether greedy speculation gave the token ids of greedy plain decoding.
 
     Attributes:
-        rows, same: rows compared, rows equal. drafted: of the speculative run; 0 proves nothing.
+        rows, same: rows compared, rows equal.
+        drafted: of the speculative run; 0 proves nothing.
         difference: prompt, row and position of the first difference.
     """
 
@@ -133,7 +143,11 @@ class Identity:
 
 
 def greedy_identity(
-    model: Shoal, prompts: Sequence[str] | Sequence[Sequence[int]], n: int, lookahead: str | int, **options: Any
+    model: Shoal,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    n: int,
+    lookahead: str | int,
+    **options: Any,
 ) -> Identity:
     """Decodes greedily, plainly and speculatively, and compares the token ids of all rows."""
     plain = model.generate(prompts, n, temperature=0.0, lookahead="off", **options)
@@ -146,15 +160,23 @@ def token_ids(result: Result) -> list[list[tuple[int, ...]]]:
     return [[sample.token_ids for sample in output.samples] for output in result]
 
 
-def compared(left: Sequence[Sequence[Sequence[int]]], right: Sequence[Sequence[Sequence[int]]], drafted: int) -> Identity:
+def compared(
+    left: Sequence[Sequence[Sequence[int]]], right: Sequence[Sequence[Sequence[int]]], drafted: int
+) -> Identity:
     """Compares the token ids of two runs, prompt by prompt and row by row."""
     positions = {
         (prompt, row): first_difference(a, b)
         for prompt, rows in enumerate(zip(left, right, strict=True))
         for row, (a, b) in enumerate(zip(*rows, strict=True))
     }
-    differing = [(prompt, row, position) for (prompt, row), position in positions.items() if position is not None]
-    return Identity(len(positions), len(positions) - len(differing), drafted, min(differing, default=None))
+    differing = [
+        (prompt, row, position)
+        for (prompt, row), position in positions.items()
+        if position is not None
+    ]
+    return Identity(
+        len(positions), len(positions) - len(differing), drafted, min(differing, default=None)
+    )
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -170,8 +192,10 @@ class Costs:
     """Measured milliseconds with all rows of a batch running.
 
     Attributes:
-        rounds: draft length -> one round: target pass, draft passes and bookkeeping together; has 0 and one more.
-        target: draft length -> the target pass within it. draft: one draft pass.
+        rounds: draft length -> one round: target pass, draft passes and bookkeeping together; has 0
+            and one more.
+        target: draft length -> the target pass within it.
+        draft: one draft pass.
     """
 
     rounds: Mapping[int, float]
@@ -183,7 +207,8 @@ class Costs:
         return self.rounds[k] - self.target[k] - k * self.draft
 
     def round(self, k: int) -> float:
-        """A round at any draft length: measured, or on the line through the nearest two that were."""
+        """A round at any draft length: measured, or on the line through the nearest two that
+        were."""
         known = sorted(self.rounds)
         right = next((length for length in known[1:] if length >= k), known[-1])
         left = known[known.index(right) - 1]
@@ -192,9 +217,11 @@ class Costs:
 
 
 def per_position(rate: float, k: int) -> float:
-    """The probability a with which each next draft token is accepted, from accepted / drafted at draft length k.
+    """The probability a with which each next draft token is accepted, from accepted / drafted at
+    draft length k.
 
-    Drafts are kept up to the first rejection, so the rate is (a + a^2 + ... + a^k) / k; solved by bisection.
+    Drafts are kept up to the first rejection, so the rate is (a + a^2 + ... + a^k) / k; solved by
+    bisection.
     """
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -207,6 +234,7 @@ def per_position(rate: float, k: int) -> float:
 
 
 def predicted_speedup(acceptance: float, k: int, costs: Costs) -> float:
-    """Tokens per round, (1 - a^(k+1)) / (1 - a), over the cost of a round compared with a plain one."""
+    """Tokens per round, (1 - a^(k+1)) / (1 - a), over the cost of a round compared with a plain
+    one."""
     tokens = sum(acceptance**i for i in range(k + 1))
     return tokens * costs.round(0) / costs.round(k)

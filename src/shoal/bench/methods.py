@@ -1,4 +1,5 @@
-"""The decoding methods that are compared: shoal at a draft length, Transformers' own on the same model object, OpenVINO's."""
+"""The decoding methods that are compared: shoal at a draft length, Transformers' own on the same
+model object, OpenVINO's."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ class Method:
     """A setting of the table.
 
     Attributes:
-        name: as the user writes it. baseline: not shoal's.
-        countable: its allocations can be counted on a CPU; not so where a compiler or another thread makes them.
+        name: as the user writes it.
+        baseline: not shoal's.
+        countable: its allocations can be counted on a CPU; not so where a compiler or another
+            thread makes them.
     """
 
     name: str
@@ -39,49 +42,79 @@ class Method:
 
 
 def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method:
-    """shoal at that draft length; "off" is plain batched decoding. rule: see `shoal.Speculation`."""
+    """shoal at that draft length; "off" is plain batched decoding. rule: see
+    `shoal.Speculation`."""
 
     def run(work: Work) -> Run:
-        options: dict[str, Any] = {"temperature": work.temperature, "max_new_tokens": work.max_new_tokens, "eos": work.eos}
-        options["rule"] = rule  # "auto" would be coupled: the seed is there for new noise, not for the same tokens again
+        options: dict[str, Any] = {
+            "temperature": work.temperature,
+            "max_new_tokens": work.max_new_tokens,
+            "eos": work.eos,
+        }
+        options["rule"] = (
+            # "auto" would be coupled: the seed is there for new noise, not for the same tokens
+            # again
+            rule
+        )
         with timed(pair.target.device) as watch:
-            result = pair.generate(work.prompts, work.n, lookahead=lookahead, seed=work.seed, **options)
+            result = pair.generate(
+                work.prompts, work.n, lookahead=lookahead, seed=work.seed, **options
+            )
         samples = [sample for output in result for sample in output.samples]
         ended = tuple(sample.finished_at for sample in samples)
-        return Run(watch.seconds, ended, tuple(sample.token_ids for sample in samples), result.stats)
+        return Run(
+            watch.seconds, ended, tuple(sample.token_ids for sample in samples), result.stats
+        )
 
     return Method(lookahead, run)
 
 
 def baseline_method(pair: Shoal, name: str, export: Path | None = None) -> Method:
-    """One of `BASELINES`, or OpenVINO's. export: of the target, for OpenVINO. Raises RequestError for another name."""
+    """One of `BASELINES`, or OpenVINO's. export: of the target, for OpenVINO. Raises RequestError
+    for another name."""
     if name == OPENVINO:
         return _openvino(pair, export)
     if name not in BASELINES:
-        raise RequestError(f"baseline must be one of {', '.join((*BASELINES, OPENVINO))}, got {name!r}")
-    return Method(name, lambda work: BASELINES[name](pair, work), baseline=True, countable=name in ("hf", "hf-assisted"))
+        raise RequestError(
+            f"baseline must be one of {', '.join((*BASELINES, OPENVINO))}, got {name!r}"
+        )
+    return Method(
+        name,
+        lambda work: BASELINES[name](pair, work),
+        baseline=True,
+        countable=name in ("hf", "hf-assisted"),
+    )
 
 
 def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
-    """`generate` on all rows at once, prompts padded on the left; the user has a row when all are done."""
+    """`generate` on all rows at once, prompts padded on the left; the user has a row when all are
+    done."""
     rows, hf = work.rows, pair.target.hf
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=hf.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=hf.device)
+    mask = torch.tensor(
+        [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=hf.device
+    )
     torch.manual_seed(work.seed)
     with timed(hf.device) as watch:
         out = hf.generate(ids, attention_mask=mask, **_controls(work), **options)
     ends = _ends(out[:, width:].tolist(), work.eos)
     steps, committed = out.shape[1] - width, sum(map(len, ends))
     stats = Stats(
-        rounds=steps, target_passes=steps, prefills=len(rows), prefill_tokens=sum(map(len, rows)), row_rounds=committed,
-        committed=committed, seconds=watch.seconds,
-    )  # fmt: skip
+        rounds=steps,
+        target_passes=steps,
+        prefills=len(rows),
+        prefill_tokens=sum(map(len, rows)),
+        row_rounds=committed,
+        committed=committed,
+        seconds=watch.seconds,
+    )
     return Run(watch.seconds, (watch.seconds,) * len(rows), ends, stats)
 
 
 def _static(pair: Shoal, work: Work) -> Run:
-    """The same with a static cache and the compiled forward pass; Transformers compiles only on accelerators by default."""
+    """The same with a static cache and the compiled forward pass; Transformers compiles only on
+    accelerators by default."""
     on_cpu = pair.target.device.type == "cpu"
     compiling = CompileConfig(mode="default" if on_cpu else "reduce-overhead")
     compiling._compile_all_devices = on_cpu
@@ -89,13 +122,19 @@ def _static(pair: Shoal, work: Work) -> Run:
 
 
 def _continuous(pair: Shoal, work: Work) -> Run:
-    """`generate_batch`; its start-up and shut-down are not counted, and its pool is no larger than the work needs."""
+    """`generate_batch`; its start-up and shut-down are not counted, and its pool is no larger than
+    the work needs."""
     rows = work.rows
     pages = sum(-(-(len(row) + work.max_new_tokens) // PAGE) for row in rows)
     pool = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=2 * pages + 2, max_batch_tokens=max(PAGE, sum(map(len, rows))), seed=work.seed
+        page_size=PAGE,
+        num_blocks=2 * pages + 2,
+        max_batch_tokens=max(PAGE, sum(map(len, rows))),
+        seed=work.seed,
     )
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # failures are raised below
+    logging.getLogger("ContinuousBatchingLogger").setLevel(
+        logging.CRITICAL
+    )  # failures are raised below
     controls = _controls(work)
     config = GenerationConfig(**controls | {"eos_token_id": controls["eos_token_id"] or -1})
     with timed(pair.target.device):
@@ -105,7 +144,9 @@ def _continuous(pair: Shoal, work: Work) -> Run:
     outputs = list(out.values())
     errors = [output.error for output in outputs if output.error is not None]
     if errors or len(outputs) < len(rows):
-        raise RuntimeError(f"{len(rows) - len(outputs) + len(errors)} of {len(rows)} rows failed: {errors[:1]}")
+        raise RuntimeError(
+            f"{len(rows) - len(outputs) + len(errors)} of {len(rows)} rows failed: {errors[:1]}"
+        )
     started = min(output.created_time for output in outputs)
     ended = tuple(output.lifespan[1] - started for output in outputs)
     return Run(max(ended), ended, _ends([output.generated_tokens for output in outputs], work.eos))
@@ -121,7 +162,10 @@ def _assisted(pair: Shoal, work: Work) -> Run:
         prompt = torch.tensor([row], device=hf.device)
         with timed(hf.device) as watch:
             out = hf.generate(
-                prompt, attention_mask=torch.ones_like(prompt), assistant_model=pair.draft_model.hf, **_controls(work)
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                assistant_model=pair.draft_model.hf,
+                **_controls(work),
             )
         seconds += watch.seconds
         ended.append(seconds)
@@ -130,14 +174,19 @@ def _assisted(pair: Shoal, work: Work) -> Run:
 
 
 def _openvino(pair: Shoal, export: Path | None) -> Method:
-    """OpenVINO GenAI, plain, in the number format of the target; the user has a row when all are done."""
+    """OpenVINO GenAI, plain, in the number format of the target; the user has a row when all are
+    done."""
     if export is None or not (export / "openvino_model.xml").exists():
-        raise RequestError("--baselines openvino needs --openvino DIR, an export of the target by optimum-cli")
+        raise RequestError(
+            "--baselines openvino needs --openvino DIR, an export of the target by optimum-cli"
+        )
 
     @cache
     def engine() -> OpenVinoEngine:
         try:
-            return OpenVinoEngine(str(export), str(pair.target.dtype).removeprefix("torch."), torch.get_num_threads())
+            return OpenVinoEngine(
+                str(export), str(pair.target.dtype).removeprefix("torch."), torch.get_num_threads()
+            )
         except ImportError:
             raise RequestError("openvino-genai is not installed: pip install '.[peers]'") from None
         except KeyError as error:
@@ -161,11 +210,16 @@ BASELINES: dict[str, Callable[[Shoal, Work], Run]] = {
 
 def _controls(work: Work) -> dict[str, Any]:
     """The same distribution and the same ends, in Transformers' words."""
-    sampling = {"temperature": work.temperature, "top_k": 0, "top_p": 1.0} if work.temperature else {}
+    sampling = (
+        {"temperature": work.temperature, "top_k": 0, "top_p": 1.0} if work.temperature else {}
+    )
     return {
-        "do_sample": bool(work.temperature), **sampling, "max_new_tokens": work.max_new_tokens,
-        "eos_token_id": list(work.eos) or None, "pad_token_id": 0,
-    }  # fmt: skip
+        "do_sample": bool(work.temperature),
+        **sampling,
+        "max_new_tokens": work.max_new_tokens,
+        "eos_token_id": list(work.eos) or None,
+        "pad_token_id": 0,
+    }
 
 
 def _ends(rows: Sequence[Sequence[int]], eos: Ids) -> tuple[Ids, ...]:

@@ -1,7 +1,9 @@
-"""OpenVINO GenAI on an exported model, plain or with a draft model; the package `openvino-genai` is optional.
+"""OpenVINO GenAI on an exported model, plain or with a draft model; the package `openvino-genai` is
+optional.
 
-An export is a directory that `optimum-cli export openvino --task text-generation-with-past` wrote. This module imports nothing
-of shoal: `benchmarks/engines` loads it from its file, in environments where shoal is not installed.
+An export is a directory that `optimum-cli export openvino --task text-generation-with-past` wrote.
+This module imports nothing of shoal: `benchmarks/engines` loads it from its file, in environments
+where shoal is not installed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ MOST_TOKENS = 4096  # of a pass, prompts included
 
 @dataclass(frozen=True)
 class OpenVinoSampling:
-    """Settings of a call. drafted: tokens of the draft model per round, 0 = plain. eos: ids that end a row."""
+    """Settings of a call. drafted: tokens of the draft model per round, 0 = plain. eos: ids that
+    end a row."""
 
     new_tokens: int
     temperature: float
@@ -32,8 +35,10 @@ class OpenVinoEngine:
     """OpenVINO's continuous batching pipeline on a CPU.
 
     Args:
-        export: directory of the target. draft: of a draft model; it then drafts in every call.
-        dtype: a key of `PRECISIONS`. threads: of the CPU.
+        export: directory of the target.
+        draft: of a draft model; it then drafts in every call.
+        dtype: a key of `PRECISIONS`.
+        threads: of the CPU.
 
     Raises:
         ImportError: the package is not installed. RuntimeError: no export is there.
@@ -43,7 +48,10 @@ class OpenVinoEngine:
         import openvino_genai
 
         self.genai, self.version = openvino_genai, str(openvino_genai.__version__)
-        self.properties: dict[str, Any] = {"INFERENCE_PRECISION_HINT": PRECISIONS[dtype], "INFERENCE_NUM_THREADS": threads}
+        self.properties: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
+            "INFERENCE_NUM_THREADS": threads,
+        }
         if dtype == "float32":
             self.properties["KV_CACHE_PRECISION"] = "f32"  # 8 bits by default
         scheduler = openvino_genai.SchedulerConfig()
@@ -54,10 +62,13 @@ class OpenVinoEngine:
             given["draft_model"] = openvino_genai.draft_model(draft, "CPU", **self.properties)
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(export, scheduler, "CPU", given)
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: OpenVinoSampling) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: OpenVinoSampling
+    ) -> list[list[int]]:
         """New ids of n rows of each prompt, prompt by prompt.
 
-        With a draft model, and greedily, every row is a prompt of its own: the pipeline refuses several sequences of one there.
+        With a draft model, and greedily, every row is a prompt of its own: the pipeline refuses
+        several sequences of one there.
         """
         import numpy as np
         import openvino
@@ -65,7 +76,9 @@ class OpenVinoEngine:
         copies, sequences = (1, n) if sampling.temperature and not sampling.drafted else (n, 1)
         rows = [row for row in prompts for _ in range(copies)]
         inputs = [openvino.Tensor(np.array([row], dtype=np.int64)) for row in rows]
-        configs = [self._config(sampling, sequences, 1000 * sampling.seed + i) for i in range(len(rows))]
+        configs = [
+            self._config(sampling, sequences, 1000 * sampling.seed + i) for i in range(len(rows))
+        ]
         results = self.pipeline.generate(inputs, configs)
         return [list(ids) for result in results for ids in result.m_generation_ids]
 

@@ -1,4 +1,5 @@
-"""Two plots per table: speed-up over plain decoding by batch size, and latency against throughput."""
+"""Two plots per table: speed-up over plain decoding by batch size, and latency against
+throughput."""
 
 from __future__ import annotations
 
@@ -31,23 +32,36 @@ def require_matplotlib() -> Any:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Writes one picture, a row of two plots per layout and temperature. Raises RequestError without matplotlib."""
+    """Writes one picture, a row of two plots per layout and temperature. Raises RequestError
+    without matplotlib."""
     pyplot = require_matplotlib()
     found = report.tables()
-    figure, grid = pyplot.subplots(len(found), 2, figsize=(12, 4.6 * len(found)), squeeze=False, layout="constrained")
+    figure, grid = pyplot.subplots(
+        len(found), 2, figsize=(12, 4.6 * len(found)), squeeze=False, layout="constrained"
+    )
     for axes, lines in zip(grid, found.values(), strict=True):
         styles = _styles(lines)
         _speedups(axes[0], lines, styles)
         _pareto(axes[1], lines, styles)
-        hollow = "\nhollow: disturbed by another process" if any(one.disturbed for one in lines) else ""
-        axes[0].set_title(f"{heading(report, lines)}\n{_device(report)}{hollow}", loc="left", fontsize=9, pad=10)
+        hollow = (
+            "\nhollow: disturbed by another process" if any(one.disturbed for one in lines) else ""
+        )
+        axes[0].set_title(
+            f"{heading(report, lines)}\n{_device(report)}{hollow}", loc="left", fontsize=9, pad=10
+        )
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
 
 def _device(report: Report) -> str:
-    models = [report.config[role]["name"].rsplit("/", 1)[-1] for role in ("target", "draft") if report.config[role]]
-    return f"{' + '.join(models)} on {report.machine['device']}, {report.machine['threads']} threads"
+    models = [
+        report.config[role]["name"].rsplit("/", 1)[-1]
+        for role in ("target", "draft")
+        if report.config[role]
+    ]
+    return (
+        f"{' + '.join(models)} on {report.machine['device']}, {report.machine['threads']} threads"
+    )
 
 
 def _styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
@@ -58,9 +72,12 @@ def _styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
             i = sum(style["color"] != GREY for style in styles.values())
             colour = GREY if one.setting == PLAIN else COLOURS[i % len(COLOURS)]
             styles[one.label] = {
-                "color": colour, "marker": MARKERS[i % len(MARKERS)], "linestyle": "--" if one.baseline else "-",
-                "linewidth": 1.8, "markersize": 5,
-            }  # fmt: skip
+                "color": colour,
+                "marker": MARKERS[i % len(MARKERS)],
+                "linestyle": "--" if one.baseline else "-",
+                "linewidth": 1.8,
+                "markersize": 5,
+            }
     return styles
 
 
@@ -85,7 +102,9 @@ def _speedups(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="batch size (rows)", ylabel="tokens/s over plain decoding (shading: min to max)")
+    axes.set(
+        xlabel="batch size (rows)", ylabel="tokens/s over plain decoding (shading: min to max)"
+    )
     _finish(axes)
     _label_ends(axes, ends)
 
@@ -94,15 +113,35 @@ def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]])
     """Each point is a batch size, written beside it; the lower right is best."""
     for label, style in styles.items():
         own = sorted((one for one in lines if one.label == label), key=lambda one: one.batch)
-        axes.plot([one.tokens_per_second.median for one in own], [one.ms_mean for one in own], **style)
-        _hollow(axes, [(one.tokens_per_second.median, one.ms_mean) for one in own if one.disturbed], style)
+        axes.plot(
+            [one.tokens_per_second.median for one in own], [one.ms_mean for one in own], **style
+        )
+        _hollow(
+            axes,
+            [(one.tokens_per_second.median, one.ms_mean) for one in own if one.disturbed],
+            style,
+        )
         for one in own:
             place = one.tokens_per_second.median, one.ms_mean
-            axes.annotate(str(one.batch), place, (4, 4), textcoords="offset points", fontsize=7, color=style["color"])
-    axes.set(xscale="log", yscale="log", xlabel="throughput, tokens/s", ylabel="ms per token of a row (mean over rows)")
+            axes.annotate(
+                str(one.batch),
+                place,
+                (4, 4),
+                textcoords="offset points",
+                fontsize=7,
+                color=style["color"],
+            )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="throughput, tokens/s",
+        ylabel="ms per token of a row (mean over rows)",
+    )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")  # all of them overlap
+        axis.set_minor_formatter(
+            lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else ""
+        )  # all of them overlap
     axes.tick_params(which="minor", labelsize=7)
     axes.set_title("numbers: batch size; lower right is better", loc="left", fontsize=9, pad=10)
     _finish(axes)
@@ -111,7 +150,10 @@ def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]])
 def _hollow(axes: Any, points: Sequence[tuple[float, float]], style: dict[str, Any]) -> None:
     """Marks what was disturbed by another process."""
     if points:
-        axes.plot(*zip(*points, strict=True), **style | {"linestyle": "", "markerfacecolor": "white", "zorder": 3})
+        axes.plot(
+            *zip(*points, strict=True),
+            **style | {"linestyle": "", "markerfacecolor": "white", "zorder": 3},
+        )
 
 
 def _finish(axes: Any) -> None:
@@ -120,10 +162,13 @@ def _finish(axes: Any) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], gap: float = 0.06) -> None:
-    """Names the lines at their right ends, moved apart where they would overlap, in place of a legend."""
+    """Names the lines at their right ends, moved apart where they would overlap, in place of a
+    legend."""
     low, high = axes.get_ylim()
     lowest = 0.0
     for value, label, colour in sorted(ends):
         height = max((value - low) / (high - low), lowest)
         lowest = height + gap
-        axes.text(1.02, height, label, color=colour, transform=axes.transAxes, va="center", fontsize=9)
+        axes.text(
+            1.02, height, label, color=colour, transform=axes.transAxes, va="center", fontsize=9
+        )

@@ -1,4 +1,5 @@
-"""The commit that results were made at. What is kept in benchmarks/results must name one, so that it can be measured again."""
+"""The commit that results were made at. What is kept in benchmarks/results must name one, so that
+it can be measured again."""
 
 from __future__ import annotations
 
@@ -21,26 +22,45 @@ PACKAGE = Path(__file__).parents[1]
 def commit(package: Path = PACKAGE) -> str:
     """12 digits of the commit that the package runs from, or `NO_GIT`.
 
-    "-dirty" is added if a tracked file differs from it, or if src or benchmarks have untracked files that git does not ignore: they
-    may change what is measured. Files in benchmarks/results do not count: the results of one run must not spoil the next one's.
+    "-dirty" is added if a tracked file differs from it, or if src or benchmarks have untracked
+    files that git does not ignore: they may change what is measured. Files in benchmarks/results do
+    not count: the results of one run must not spoil the next one's.
     """
     try:
-        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # not just some repository around it
+        _git(
+            package, "ls-files", "--error-unmatch", "__init__.py"
+        )  # not just some repository around it
         top = Path(_git(package, "rev-parse", "--show-toplevel"))
         results = ":(top,exclude)" + "/".join(KEPT)
-        changed = _git(top, "status", "--porcelain", "--untracked-files=no", "--", ":(top)", results)
-        unknown = _git(top, "ls-files", "--others", "--exclude-standard", "--", ":(top)src", ":(top)benchmarks", results)
-        return _git(top, "rev-parse", "--short=12", "HEAD") + ("-dirty" if changed or unknown else "")
+        changed = _git(
+            top, "status", "--porcelain", "--untracked-files=no", "--", ":(top)", results
+        )
+        unknown = _git(
+            top,
+            "ls-files",
+            "--others",
+            "--exclude-standard",
+            "--",
+            ":(top)src",
+            ":(top)benchmarks",
+            results,
+        )
+        return _git(top, "rev-parse", "--short=12", "HEAD") + (
+            "-dirty" if changed or unknown else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return NO_GIT
 
 
 def _git(place: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=place, check=True, capture_output=True, encoding="utf-8").stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=place, check=True, capture_output=True, encoding="utf-8"
+    ).stdout.strip()
 
 
 def require_place(*places: Path | None, made_at: str | None = None) -> None:
-    """Called before the work starts, with the files or directories that results shall go to; None is none.
+    """Called before the work starts, with the files or directories that results shall go to; None
+    is none.
 
     Args:
         made_at: the commit of results that are there already; None for that of this package now.
@@ -53,13 +73,15 @@ def require_place(*places: Path | None, made_at: str | None = None) -> None:
             named = commit() if made_at is None else made_at
             if not re.fullmatch("[0-9a-f]{12,}", named):
                 raise RequestError(
-                    f"results in {'/'.join(KEPT)} must name the commit they were made at, and this is {named}: commit the "
+                    f"results in {'/'.join(KEPT)} must name the commit they were made at, and "
+                    f"this is {named}: commit the "
                     "changes first, or write elsewhere"
                 )
 
 
 def place_of_results(text: str) -> Path:
-    """For `argparse`: a place that results may go to. What `require_place` refuses ends the script with exit code 2."""
+    """For `argparse`: a place that results may go to. What `require_place` refuses ends the script
+    with exit code 2."""
     place = Path(text)
     try:
         require_place(place)
@@ -86,7 +108,8 @@ def write_results(
     """Writes a report as JSON. The only way in which measurements become files.
 
     Args:
-        report: ready for JSON; its "machine" is that of `shoal.bench.machine`. write: what writes a text to a file.
+        report: ready for JSON; its "machine" is that of `shoal.bench.machine`.
+        write: what writes a text to a file.
         pages: texts beside it, by their suffix.
 
     Raises:

@@ -1,7 +1,8 @@
-"""Whether other programs ran beside a measurement: waits for a quiet machine, and marks what was measured on a busy one.
+"""Whether other programs ran beside a measurement: waits for a quiet machine, and marks what was
+measured on a busy one.
 
-Processor time is read from /proc, or by `psutil` where there is no /proc and that package is installed; elsewhere nothing is known.
-This process and its children do not count.
+Processor time is read from /proc, or by `psutil` where there is no /proc and that package is
+installed; elsewhere nothing is known. This process and its children do not count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Process:
     """A process at one moment.
 
     Attributes:
-        started: when; with its id it names one process. seconds: processor time so far.
+        started: when; with its id it names one process.
+        seconds: processor time so far.
         reaped: processor time of the ended children that it has waited for.
     """
 
@@ -68,7 +70,16 @@ def _from_proc(proc: Path) -> Iterator[tuple[int, Process]]:
         fields = rest.split()  # the first is the third of proc(5)
         user, system, waited_user, waited_system = (int(value) / ticks for value in fields[11:15])
         name = head.partition("(")[2]
-        yield int(entry), Process(int(fields[1]), name, int(fields[19]) / ticks, user + system, waited_user + waited_system)
+        yield (
+            int(entry),
+            Process(
+                int(fields[1]),
+                name,
+                int(fields[19]) / ticks,
+                user + system,
+                waited_user + waited_system,
+            ),
+        )
 
 
 def _from_psutil(psutil: Any) -> Iterator[tuple[int, Process]]:
@@ -79,7 +90,12 @@ def _from_psutil(psutil: Any) -> Iterator[tuple[int, Process]]:
             continue
         reaped = getattr(spent, "children_user", 0.0) + getattr(spent, "children_system", 0.0)
         own = spent.user + spent.system
-        yield known["pid"], Process(known["ppid"] or 0, known["name"] or "", known["create_time"] or 0.0, own, reaped)
+        yield (
+            known["pid"],
+            Process(
+                known["ppid"] or 0, known["name"] or "", known["create_time"] or 0.0, own, reaped
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -93,13 +109,16 @@ class BusyProcess:
         return f"{self.name} at {self.cores:.0%} of a core"
 
 
-def busy_processes(before: Processes, after: Processes, seconds: float, own: int) -> tuple[BusyProcess, ...]:
+def busy_processes(
+    before: Processes, after: Processes, seconds: float, own: int
+) -> tuple[BusyProcess, ...]:
     """The other processes that were busy between two moments, the busiest first.
 
     A process that ended in between is seen by what its parent waited for.
 
     Args:
-        seconds: between the moments. own: the process whose descendants, and itself, do not count.
+        seconds: between the moments.
+        own: the process whose descendants, and itself, do not count.
     """
     family, found = _descendants(own, {**before, **after}), []
     for pid, process in after.items():
@@ -109,9 +128,13 @@ def busy_processes(before: Processes, after: Processes, seconds: float, own: int
         if earlier is None or earlier.started != process.started:
             earlier = Process(process.parent, process.name, process.started, 0.0)
         ended = sum(
-            child.total for other, child in before.items() if child.parent == pid and not _same(child, after.get(other))
+            child.total
+            for other, child in before.items()
+            if child.parent == pid and not _same(child, after.get(other))
         )
-        spent = process.seconds - earlier.seconds + max(0.0, process.reaped - earlier.reaped - ended)
+        spent = (
+            process.seconds - earlier.seconds + max(0.0, process.reaped - earlier.reaped - ended)
+        )
         if spent >= LEAST_SECONDS and spent > LIMIT * seconds:
             found.append(BusyProcess(process.name, spent / seconds))
     return tuple(sorted(found, key=lambda one: -one.cores))
@@ -132,7 +155,8 @@ def _descendants(root: int, known: Processes) -> set[int]:
 
 @dataclass
 class Watch:
-    """What `QuietGate.watch` saw. busy: None until the block has ended, and where processes cannot be seen."""
+    """What `QuietGate.watch` saw. busy: None until the block has ended, and where processes cannot
+    be seen."""
 
     busy: tuple[BusyProcess, ...] | None = None
 
@@ -142,7 +166,8 @@ class QuietGate:
     """Stands before each measurement, and beside it.
 
     Args:
-        timeout: seconds to wait for a quiet machine in all; used up, nothing waits any more. say: told of waiting.
+        timeout: seconds to wait for a quiet machine in all; used up, nothing waits any more.
+        say: told of waiting.
         read, clock, sleep: replaced in tests; None: `processes`.
         own: the process that does not count, nor its descendants.
 
@@ -159,7 +184,8 @@ class QuietGate:
     quiet: bool | None = field(default=None, init=False)
 
     def wait(self) -> None:
-        """Returns once the machine was quiet for `WINDOW` seconds, or when there is no time left to wait.
+        """Returns once the machine was quiet for `WINDOW` seconds, or when there is no time left to
+        wait.
 
         A measurement that was watched and not disturbed is a quiet window: nothing waits after it.
         """
@@ -169,15 +195,24 @@ class QuietGate:
                 started = self.clock()
                 self.sleep(WINDOW)
             if window.busy is None:
-                self.say("other processes cannot be seen here: nothing tells whether they disturb the measurement")
+                self.say(
+                    "other processes cannot be seen here: nothing tells whether they disturb "
+                    "the measurement"
+                )
                 self.timeout = 0.0
             elif window.busy:
                 if not waited:
-                    self.say(f"waiting for a quiet machine, at most {self.timeout:.0f} s: {_listed(window.busy)}")
+                    self.say(
+                        f"waiting for a quiet machine, at most {self.timeout:.0f} s: "
+                        f"{_listed(window.busy)}"
+                    )
                 waited = True
                 self.timeout -= self.clock() - started
                 if self.timeout <= 0:
-                    self.say(f"not quiet: {_listed(window.busy)}; what was measured beside it is marked as disturbed")
+                    self.say(
+                        f"not quiet: {_listed(window.busy)}; what was measured beside it is "
+                        f"marked as disturbed"
+                    )
 
     @contextmanager
     def watch(self) -> Iterator[Watch]:

@@ -1,4 +1,5 @@
-"""How much slower a draft length controller is than the best fixed draft length, which nobody knows beforehand."""
+"""How much slower a draft length controller is than the best fixed draft length, which nobody knows
+beforehand."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ class Regret:
     """Of one case.
 
     Attributes:
-        best: the fixed setting with the highest median throughput; picked after the fact, so noise favours it.
-        regrets: controller -> share of the best setting's tokens/s that it loses; the median over repeats, negative if
-            it is faster. over_plain: the same controllers' speed-up over plain decoding.
+        best: the fixed setting with the highest median throughput; picked after the fact, so noise
+            favours it.
+        regrets: controller -> share of the best setting's tokens/s that it loses; the median over
+            repeats, negative if it is faster.
+        over_plain: the same controllers' speed-up over plain decoding.
     """
 
     batch: int
@@ -46,9 +49,11 @@ def regrets(lines: Sequence[Line]) -> Iterator[Regret]:
         if fixed and chosen:
             best = max(fixed, key=lambda one: one.tokens_per_second.median)
             yield Regret(
-                batch, best, {name: _lost(by_name[name], best) for name in chosen},
+                batch,
+                best,
+                {name: _lost(by_name[name], best) for name in chosen},
                 {name: by_name[name].speedup.median for name in chosen},
-            )  # fmt: skip
+            )
 
 
 def _lost(one: Line, best: Line) -> float:
@@ -77,9 +82,14 @@ def show(report: Report, console: Console) -> None:
             figures = [
                 text
                 for name in CONTROLLERS
-                for text in (_text(one.regrets.get(name), "+.1%"), _text(one.over_plain.get(name), ".2f"))
+                for text in (
+                    _text(one.regrets.get(name), "+.1%"),
+                    _text(one.over_plain.get(name), ".2f"),
+                )
             ]
-            table.add_row(str(one.batch), one.best.setting, f"{one.best.speedup.median:.2f}", *figures)
+            table.add_row(
+                str(one.batch), one.best.setting, f"{one.best.speedup.median:.2f}", *figures
+            )
         console.print(table)
         console.print()
 

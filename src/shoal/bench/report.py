@@ -1,4 +1,5 @@
-"""The results: one `Line` per case and setting, and a `Report` that goes to a JSON file and comes back the same."""
+"""The results: one `Line` per case and setting, and a `Report` that goes to a JSON file and comes
+back the same."""
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """Greedy identity on a configuration: rows that are the same as plain decoding, tokens drafted meanwhile.
+    """Greedy identity on a configuration: rows that are the same as plain decoding, tokens drafted
+    meanwhile.
 
     Attributes:
-        control_rows, control_same: in 16 bit, plain decoding of the batch against each row alone (some rows); else None.
+        control_rows, control_same: in 16 bit, plain decoding of the batch against each row alone
+            (some rows); else None.
     """
 
     rows: int
@@ -53,10 +56,12 @@ class Line:
 
     Attributes:
         imposed: the acceptance rate that was imposed, None where the real rule decided.
-        speedup: over plain decoding (shoal's k = 0) of the same repeat. ms_first, ms_mean, ms_last: from submission to the
-            end of a row, per token of it, for the row that ended first, the mean and the last.
+        speedup: over plain decoding (shoal's k = 0) of the same repeat.
+        ms_first, ms_mean, ms_last: from submission to the end of a row, per token of it, for the
+            row that ended first, the mean and the last.
         committed, drafted, accepted, rounds: tokens and rounds of one run.
-        stages: milliseconds per round in draft, verify, accept, commit, other. prefill: milliseconds of a run.
+        stages: milliseconds per round in draft, verify, accept, commit, other.
+        prefill: milliseconds of a run.
         flops, bytes: per second, what the models must do (see `shoal.bench.roofline`).
         peak_bytes: weights and all tensors alive at once.
         runs: every repeat.
@@ -104,20 +109,42 @@ class Line:
 
 
 def line(
-    case: Case, setting: str, baseline: bool, runs: Sequence[Run], plain: Sequence[Run],
-    rates: Sequence[tuple[float, float]] = (), **more: Any,
-) -> Line:  # fmt: skip
-    """The medians. `plain`: the runs of plain decoding in the same repeats; `more`: fields that are known already."""
+    case: Case,
+    setting: str,
+    baseline: bool,
+    runs: Sequence[Run],
+    plain: Sequence[Run],
+    rates: Sequence[tuple[float, float]] = (),
+    **more: Any,
+) -> Line:
+    """The medians. `plain`: the runs of plain decoding in the same repeats; `more`: fields that are
+    known already."""
     first, mean, last = (median(times) for times in zip(*(run.row_ms for run in runs), strict=True))
     counts = {} if baseline else _counts([run.stats for run in runs if run.stats is not None])
-    flops, moved = (median(values) for values in zip(*rates, strict=True)) if rates else (None, None)
+    flops, moved = (
+        (median(values) for values in zip(*rates, strict=True)) if rates else (None, None)
+    )
     return Line(
-        case.layout, case.temperature, case.batch, case.samples, setting, baseline,
+        case.layout,
+        case.temperature,
+        case.batch,
+        case.samples,
+        setting,
+        baseline,
         tokens_per_second=Spread.of([run.tokens_per_second for run in runs]),
-        speedup=Spread.of([a.tokens_per_second / b.tokens_per_second for a, b in zip(runs, plain, strict=True)]),
-        ms_first=first, ms_mean=mean, ms_last=last, committed=median(run.committed for run in runs),
-        flops=flops, bytes=moved, runs=[run.to_dict() for run in runs], **counts, **more,
-    )  # fmt: skip
+        speedup=Spread.of(
+            [a.tokens_per_second / b.tokens_per_second for a, b in zip(runs, plain, strict=True)]
+        ),
+        ms_first=first,
+        ms_mean=mean,
+        ms_last=last,
+        committed=median(run.committed for run in runs),
+        flops=flops,
+        bytes=moved,
+        runs=[run.to_dict() for run in runs],
+        **counts,
+        **more,
+    )
 
 
 def _counts(stats: Sequence[Stats]) -> dict[str, Any]:
@@ -130,7 +157,8 @@ def _counts(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def _stages(stats: Stats) -> dict[str, float]:
-    """Milliseconds per round. On an accelerator work is queued: the stage that waits for it pays."""
+    """Milliseconds per round. On an accelerator work is queued: the stage that waits for it
+    pays."""
     names = {"draft": "propose", "verify": "verify", "accept": "accept", "commit": "commit"}
     spent = {name: getattr(stats, f"seconds_{field}") for name, field in names.items()}
     spent["other"] = stats.seconds - stats.seconds_prefill - sum(spent.values())
@@ -142,7 +170,9 @@ class Report:
     """Everything that was measured, where, and what could not be.
 
     Attributes:
-        config: what was asked. machine: where it ran; versions. unavailable: setting -> reason, by case.
+        config: what was asked.
+        machine: where it ran; versions.
+        unavailable: setting -> reason, by case.
         complete: False when it was interrupted.
     """
 
@@ -160,8 +190,13 @@ class Report:
         return tables
 
     def ceiling(self, what: str) -> float | None:
-        """ "flops" or "bytes" per second that the machine can do: the higher of what was measured before and after."""
-        measured = [self.machine[when][what] for when in ("ceilings_before", "ceilings_after") if when in self.machine]
+        """ "flops" or "bytes" per second that the machine can do: the higher of what was measured
+        before and after."""
+        measured = [
+            self.machine[when][what]
+            for when in ("ceilings_before", "ceilings_after")
+            if when in self.machine
+        ]
         return max(measured, default=None)
 
     def to_dict(self) -> dict[str, Any]:

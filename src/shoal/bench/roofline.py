@@ -1,7 +1,8 @@
 """What a machine can do, measured, and what a run made of it.
 
-Counted is what the models must do, not what was done for padding: two operations per parameter and position, four per attended
-token, layer and channel; weights once per pass, the context's keys and values once per row and pass.
+Counted is what the models must do, not what was done for padding: two operations per parameter and
+position, four per attended token, layer and channel; weights once per pass, the context's keys and
+values once per row and pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shoal.models.runner import Runner
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured: operations per second of a large matrix product, bytes per second of a large copy (read and written)."""
+    """Measured: operations per second of a large matrix product, bytes per second of a large copy
+    (read and written)."""
 
     flops: float
     bytes: float
@@ -32,7 +34,9 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     return Ceilings(
         2 * size**3 / _seconds("a @ b", a=a, b=b),
-        2 * count / _seconds("target.copy_(source)", source=source, target=torch.empty_like(source)),
+        2
+        * count
+        / _seconds("target.copy_(source)", source=source, target=torch.empty_like(source)),
     )
 
 
@@ -47,8 +51,10 @@ class Load:
     """What a model's passes cost.
 
     Attributes:
-        flops: per position. attention_flops: per position and token attended to.
-        weights: bytes per pass. kv: bytes per token attended to.
+        flops: per position.
+        attention_flops: per position and token attended to.
+        weights: bytes per pass.
+        kv: bytes per token attended to.
     """
 
     flops: float
@@ -62,23 +68,33 @@ class Load:
         config = runner.hf.config.get_text_config()
         if getattr(config, "num_experts_per_tok", None):
             return None
-        head, embedding = runner.hf.get_output_embeddings().weight, runner.hf.get_input_embeddings().weight
+        head, embedding = (
+            runner.hf.get_output_embeddings().weight,
+            runner.hf.get_input_embeddings().weight,
+        )
         looked_up = 0 if head is embedding else embedding.numel()
         used = sum(parameter.numel() for parameter in runner.hf.parameters()) - looked_up
-        channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        channels = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * channels
         unread = looked_up * embedding.element_size()
-        return Load(2.0 * used, attention, float(runner.parameter_bytes - unread), float(runner.token_bytes))
+        return Load(
+            2.0 * used, attention, float(runner.parameter_bytes - unread), float(runner.token_bytes)
+        )
 
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
         """(operations, bytes) of passes over so many positions; `rows`: rows times passes."""
-        return positions * (self.flops + self.attention_flops * context), passes * self.weights + rows * context * self.kv
+        return positions * (
+            self.flops + self.attention_flops * context
+        ), passes * self.weights + rows * context * self.kv
 
 
 def rates(pair: Shoal, work: Work, run: Run) -> tuple[float, float] | None:
     """(operations, bytes) per second of a run; None where its passes are not counted.
 
-    The drafter is counted with a position per drafted token: catching up after a full acceptance is left out.
+    The drafter is counted with a position per drafted token: catching up after a full acceptance is
+    left out.
     """
     stats, target = run.stats, Load.of(pair.target)
     if stats is None or target is None:
@@ -86,10 +102,15 @@ def rates(pair: Shoal, work: Work, run: Run) -> tuple[float, float] | None:
     context = sum(map(len, work.rows)) / len(work.rows) + run.committed / len(work.rows) / 2
     prompt = stats.prefill_tokens
     flops, moved = target.done(
-        stats.target_passes + stats.prefills, stats.row_rounds + stats.drafted, stats.row_rounds, context
+        stats.target_passes + stats.prefills,
+        stats.row_rounds + stats.drafted,
+        stats.row_rounds,
+        context,
     )
     flops += prompt * target.flops
-    drafter = Load.of(pair.draft_model) if pair.draft_model is not None and stats.draft_passes else None
+    drafter = (
+        Load.of(pair.draft_model) if pair.draft_model is not None and stats.draft_passes else None
+    )
     if drafter is not None:
         more_flops, more_moved = drafter.done(
             stats.draft_passes + stats.prefills, stats.drafted + prompt, stats.drafted, context

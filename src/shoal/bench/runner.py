@@ -1,8 +1,9 @@
 """Measures a job: greedy identity first, then interleaved runs of every method on the same work.
 
-Three passes over all cases. *check* compares greedy speculation with greedy plain decoding at each batch size, layout, draft length
-and number format that will be timed; in float32 a difference raises. *warm_up* runs every method once, finds the methods that are
-not available here, and counts peak memory. *measure* makes the repeats; the methods take turns, every other turn in reverse order.
+Three passes over all cases. *check* compares greedy speculation with greedy plain decoding at each
+batch size, layout, draft length and number format that will be timed; in float32 a difference
+raises. *warm_up* runs every method once, finds the methods that are not available here, and counts
+peak memory. *measure* makes the repeats; the methods take turns, every other turn in reverse order.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from shoal.models.loading import bundled
 from shoal.models.runner import Runner
 
 EXACT = (torch.float32, torch.float64)
-COUNTED_TOKENS = 64  # over which memory is counted on a CPU: the profiler keeps gigabytes of events in long runs
+COUNTED_TOKENS = (
+    64  # over which memory is counted on a CPU: the profiler keeps gigabytes of events in long runs
+)
 
 
 @dataclass
@@ -44,12 +47,15 @@ class BenchmarkRunner:
     """Measures one job on one pair.
 
     Args:
-        pair: the models; `max_batch` must hold the largest batch. pool: prompts as ids.
-        step: called before every run, with its name. gate: waits for a quiet machine before runs are timed, and watches them.
+        pair: the models; `max_batch` must hold the largest batch.
+        pool: prompts as ids.
+        step: called before every run, with its name.
+        gate: waits for a quiet machine before runs are timed, and watches them.
 
     Attributes:
         report: grows while it is measured.
-        expected: seconds that each method took for a case when it was warmed up, for the runs that are still to come.
+        expected: seconds that each method took for a case when it was warmed up, for the runs that
+            are still to come.
     """
 
     pair: Shoal
@@ -60,11 +66,20 @@ class BenchmarkRunner:
     report: Report = field(init=False)
 
     def __post_init__(self) -> None:
-        self._measured = self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
-        self.methods = [shoal_method(self._measured, name, self.job.rule) for name in self.job.lookaheads]
-        self.methods += [baseline_method(self.pair, name, self.job.openvino) for name in self.job.baselines]
+        self._measured = (
+            self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
+        )
+        self.methods = [
+            shoal_method(self._measured, name, self.job.rule) for name in self.job.lookaheads
+        ]
+        self.methods += [
+            baseline_method(self.pair, name, self.job.openvino) for name in self.job.baselines
+        ]
         if self.pair.drafter_name is None and len(self.job.lookaheads) > 1:
-            raise RequestError("there is no drafter to compare plain decoding with: give --draft, or --lookahead off")
+            raise RequestError(
+                "there is no drafter to compare plain decoding with: give --draft, or "
+                "--lookahead off"
+            )
         self.report = Report(self._config(), machine(self.pair.target.device))
         exact = self.pair.target.dtype in EXACT
         decode = lambda name: shoal_method(self.pair, name, self.job.rule)  # noqa: E731
@@ -73,7 +88,9 @@ class BenchmarkRunner:
         self._peaks: dict[tuple[str, int, str], int] = {}
         self._refused: set[tuple[Case, str]] = set()
         for case in self.job.cases:
-            self._work(case, 0)  # a case that cannot be filled is refused before anything is measured
+            self._work(
+                case, 0
+            )  # a case that cannot be filled is refused before anything is measured
 
     @property
     def seconds_left(self) -> float | None:
@@ -83,29 +100,38 @@ class BenchmarkRunner:
     @property
     def steps(self) -> int:
         """How often `step` will be called at most."""
-        checks = len({(case.layout, case.batch) for case in self.job.cases}) * len(self.job.lookaheads)
+        checks = len({(case.layout, case.batch) for case in self.job.cases}) * len(
+            self.job.lookaheads
+        )
         return checks + len(self.job.cases) * len(self.methods) * (1 + self.job.repeats)
 
     def _config(self) -> dict[str, Any]:
         models = {"target": self.pair.target, "draft": self.pair.draft_model}
-        described = {role: None if model is None else _described(model) for role, model in models.items()}
+        described = {
+            role: None if model is None else _described(model) for role, model in models.items()
+        }
         if self.pair.drafting is not None:
             described["draft"] = {"name": self.pair.drafting.name} | (described["draft"] or {})
         dtype = str(self.pair.target.dtype).removeprefix("torch.")
         lengths = [len(ids) for ids in self.pool]
-        asked = {name: value for name, value in vars(self.job).items() if name != "openvino"}  # a path of this machine
+        asked = {
+            name: value for name, value in vars(self.job).items() if name != "openvino"
+        }  # a path of this machine
         return described | asked | {"dtype": dtype, "prompt_tokens": [min(lengths), max(lengths)]}
 
     def _work(self, case: Case, repeat: int) -> Work:
         job = self.job
-        return work_of(case, self.pool, repeat, max_new_tokens=job.max_new_tokens, seed=job.seed, eos=job.eos)
+        return work_of(
+            case, self.pool, repeat, max_new_tokens=job.max_new_tokens, seed=job.seed, eos=job.eos
+        )
 
     def check(self) -> None:
-        """Greedy identity of every configuration, by the real rule. Raises InternalError, see `IdentityCheck`."""
+        """Greedy identity of every configuration, by the real rule. Raises InternalError, see
+        `IdentityCheck`."""
         for case in {(c.layout, c.batch): c for c in self.job.cases}.values():
             self.identity.check(case, self._work(case, 0).greedy(), self.job.lookaheads[1:])
 
-    # ── timing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── timing ────────────────────────────────────────────────────────────────────────────────────
 
     def warm_up(self) -> float:
         """Runs every method once; returns the seconds that `measure` will take at most."""
@@ -126,21 +152,27 @@ class BenchmarkRunner:
         return self.seconds_left or 0.0
 
     def _require_passes(self) -> None:
-        """Raises InternalError where ordinary passes have taken over from captured ones: what is timed is not what was asked."""
+        """Raises InternalError where ordinary passes have taken over from captured ones: what is
+        timed is not what was asked."""
         for model in (self.pair.target, self.pair.draft_model):
             if model is not None and model.capture_failure is not None:
                 what = f"{model.name}: its {described(model)['passes']} compute passes now"
                 raise InternalError(f"{what}: no times are shown; --compile off measures these")
 
     def _note_passes(self) -> None:
-        """What computes passes by now: rounds that should have been captured may have been left to their stages."""
+        """What computes passes by now: rounds that should have been captured may have been left to
+        their stages."""
         for role, model in (("target", self.pair.target), ("draft", self.pair.draft_model)):
             if model is not None:
                 failures = [] if model.captures is None else model.captures.failures
-                self.report.config[role] |= {"passes": described(model)["passes"], "failures": failures}
+                self.report.config[role] |= {
+                    "passes": described(model)["passes"],
+                    "failures": failures,
+                }
 
     def _first_run(self, case: Case, method: Method, work: Work) -> float:
-        """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow motion `auto` must not learn."""
+        """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow
+        motion `auto` must not learn."""
         device, key = self.pair.target.device, (case.layout, case.batch, method.name)
         with timed(device) as watch:
             if device.type == "cuda":
@@ -148,7 +180,10 @@ class BenchmarkRunner:
             else:
                 method.run(work)
         if device.type == "cpu" and method.countable and key not in self._peaks:
-            pair_costs, self._measured.pair_costs = self._measured.pair_costs, copy.deepcopy(self._measured.pair_costs)
+            pair_costs, self._measured.pair_costs = (
+                self._measured.pair_costs,
+                copy.deepcopy(self._measured.pair_costs),
+            )
             try:
                 short = replace(work, max_new_tokens=min(work.max_new_tokens, COUNTED_TOKENS))
                 self._peaks[key] = self._weights() + peak_tensor_bytes(partial(method.run, short))
@@ -175,7 +210,8 @@ class BenchmarkRunner:
         )
 
     def measure(self) -> Iterator[Line]:
-        """The lines, case by case; the report has them too, also those of a case that was interrupted.
+        """The lines, case by case; the report has them too, also those of a case that was
+        interrupted.
 
         Raises:
             InternalError: if greedy timed runs of an exact format differ.
@@ -195,7 +231,11 @@ class BenchmarkRunner:
         self.report.complete = True
 
     def _repeat(self, case: Case, runs: dict[str, list[Run]]) -> None:
-        methods = {method.name: method for method in self.methods if (case, method.name) not in self._refused}
+        methods = {
+            method.name: method
+            for method in self.methods
+            if (case, method.name) not in self._refused
+        }
         for repeat, name in in_turns(list(methods), self.job.repeats):
             self.step(f"measuring, {case.name}: {name}, {repeat + 1} of {self.job.repeats}")
             runs[name].append(self._timed_run(case, methods[name], repeat))
@@ -228,24 +268,38 @@ class BenchmarkRunner:
             whole = min(len(runs[method.name]), len(runs[PLAIN]))
             if not whole:
                 continue
-            used = [rates(self.pair, self._work(case, i), run) for i, run in enumerate(runs[method.name][:whole])]
+            used = [
+                rates(self.pair, self._work(case, i), run)
+                for i, run in enumerate(runs[method.name][:whole])
+            ]
             lines.append(
                 line(
-                    case, method.name, method.baseline, runs[method.name][:whole], runs[PLAIN][:whole],
+                    case,
+                    method.name,
+                    method.baseline,
+                    runs[method.name][:whole],
+                    runs[PLAIN][:whole],
                     rates=[rate for rate in used if rate is not None],
-                    imposed=None if method.baseline or method.name == PLAIN else self.job.acceptance,
+                    imposed=None
+                    if method.baseline or method.name == PLAIN
+                    else self.job.acceptance,
                     peak_bytes=self._peaks.get((case.layout, case.batch, method.name)),
                     identity=self.identity.found.get((case.layout, case.batch, method.name)),
                 )
-            )  # fmt: skip
+            )
         return lines
 
 
 def _described(model: Runner) -> dict[str, Any]:
-    """A model's name as the user wrote it, but of a directory the last part: results are shared, paths are not. Its size; what
-    was decided when it was loaded."""
+    """A model's name as the user wrote it, but of a directory the last part: results are shared,
+    paths are not. Its size; what was decided when it was loaded."""
     path = Path(model.name)
     name = path.name if path.is_dir() else model.name
     name = f"bundled {name}" if path.parent == bundled("target").parent else name
     parameters = model.parameter_count
-    return {"name": name, "parameters": parameters, "bytes": model.parameter_bytes, **described(model)}
+    return {
+        "name": name,
+        "parameters": parameters,
+        "bytes": model.parameter_bytes,
+        **described(model),
+    }

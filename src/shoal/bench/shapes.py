@@ -1,7 +1,9 @@
-"""Pairs of published shapes with random weights, made on the device: for timing, where weights do not matter.
+"""Pairs of published shapes with random weights, made on the device: for timing, where weights do
+not matter.
 
-Layers, widths and vocabularies are those of BASS's pairs (Qian et al. 2024); the layers are Llama's, so the width of the MLP is set
-by the published number of parameters. Every head has its own keys and values, as in those models.
+Layers, widths and vocabularies are those of BASS's pairs (Qian et al. 2024); the layers are
+Llama's, so the width of the MLP is set by the published number of parameters. Every head has its
+own keys and values, as in those models.
 """
 
 from __future__ import annotations
@@ -35,16 +37,26 @@ class Shape:
     def config(self) -> Any:
         """For Transformers; no token ends a row."""
         return transformers.LlamaConfig(
-            num_hidden_layers=self.layers, hidden_size=self.width, num_attention_heads=self.heads,
-            num_key_value_heads=self.heads, intermediate_size=self.mlp, vocab_size=self.vocabulary,
-            tie_word_embeddings=self.tied, max_position_embeddings=16384,
-            bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+            num_hidden_layers=self.layers,
+            hidden_size=self.width,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            intermediate_size=self.mlp,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=self.tied,
+            max_position_embeddings=16384,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
 
 
 SHAPES: dict[str, tuple[Shape, Shape]] = {
     "7.8b/310m": (Shape(32, 4096, 32, 13824, 51200), Shape(4, 2048, 16, 5632, 51200)),
-    "16b/350m": (Shape(34, 6144, 24, 16384, 51200, tied=False), Shape(20, 1024, 16, 2736, 51200, tied=False)),
+    "16b/350m": (
+        Shape(34, 6144, 24, 16384, 51200, tied=False),
+        Shape(20, 1024, 16, 2736, 51200, tied=False),
+    ),
     "13b/125m": (Shape(40, 5120, 40, 13656, 50272), Shape(12, 768, 12, 2048, 50272)),
     "tiny": (Shape(3, 64, 4, 128, 512), Shape(1, 32, 4, 64, 512)),
 }
@@ -52,10 +64,18 @@ SHAPES: dict[str, tuple[Shape, Shape]] = {
 
 
 def shaped_pair(
-    name: str, *, dtype: str, device: str, max_batch: int, seed: int = 0, attention: str = "auto", compile: str = "auto",
+    name: str,
+    *,
+    dtype: str,
+    device: str,
+    max_batch: int,
+    seed: int = 0,
+    attention: str = "auto",
+    compile: str = "auto",
     quantize: str = "off",
-) -> Shoal:  # fmt: skip
-    """A pair of that shape, never on disk. dtype: "auto" is bfloat16 on an accelerator; the rest as for `shoal.load`.
+) -> Shoal:
+    """A pair of that shape, never on disk. dtype: "auto" is bfloat16 on an accelerator; the rest as
+    for `shoal.load`.
 
     Raises:
         RequestError: for an unknown shape.
@@ -67,7 +87,9 @@ def shaped_pair(
         dtype = "float32" if place.type == "cpu" else "bfloat16"
     for i, (role, shape) in enumerate(zip(("target", "draft"), SHAPES[name], strict=True)):
         hf = _random(shape.config(), loading.DTYPES[dtype], place, seed + i)
-        order = weights.lay_out(hf, weights.by_facts if formats[role] != "off" else weights.by_measurement)
+        order = weights.lay_out(
+            hf, weights.by_facts if formats[role] != "off" else weights.by_measurement
+        )
         hf, how = quantized(hf, formats[role])
         runner = loading.wrap(hf, f"{name} {role}, random weights", attention)
         runner.notes |= {"quantize": how, "weights": order}
@@ -77,7 +99,8 @@ def shaped_pair(
 
 
 def shuffle_weights(drafter: Runner, seed: int = 0) -> None:
-    """Shuffles the numbers of each of its matrices, in place: what it costs stays, what it knows goes."""
+    """Shuffles the numbers of each of its matrices, in place: what it costs stays, what it knows
+    goes."""
     generator = torch.Generator(drafter.device).manual_seed(seed)
     for weight in drafter.hf.parameters():
         if weight.dim() > 1:

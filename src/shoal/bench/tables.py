@@ -29,7 +29,8 @@ def _disturbed(one: Line) -> str:
 
 
 def _identity(one: Line) -> str:
-    """Rows equal to plain greedy decoding; in 16 bit with the control: what batching changes by itself."""
+    """Rows equal to plain greedy decoding; in 16 bit with the control: what batching changes by
+    itself."""
     if one.identity is None:
         return ""
     shown = f"{one.identity.same}/{one.identity.rows}"
@@ -79,7 +80,9 @@ def heading(report: Report, lines: Sequence[Line]) -> str:
     layout = {"different": "all prompts different", "same": "all rows from one prompt"}.get(
         one.layout, f"groups of {config['n']}"
     )
-    text = f"{layout}, T={one.temperature:g}, {config['max_new_tokens']} new tokens, {config['dtype']}"
+    text = (
+        f"{layout}, T={one.temperature:g}, {config['max_new_tokens']} new tokens, {config['dtype']}"
+    )
     if config["acceptance"] is not None:
         text += f", IMPOSED acceptance {config['acceptance']:g}"
     if config["rule"] in LOSSY_RULES:
@@ -88,11 +91,16 @@ def heading(report: Report, lines: Sequence[Line]) -> str:
 
 
 def tables(report: Report) -> Iterator[tuple[str, Sequence[Column], list[Line]]]:
-    """(title, columns, lines) of every table: speed, then where the time goes, per layout and temperature."""
+    """(title, columns, lines) of every table: speed, then where the time goes, per layout and
+    temperature."""
     for lines in report.tables().values():
         title = heading(report, lines)
         yield f"Speed: {title}", SPEED, lines
-        yield f"Work: {title}; ms per round by stage, share of measured ceilings", _work(report), lines
+        yield (
+            f"Work: {title}; ms per round by stage, share of measured ceilings",
+            _work(report),
+            lines,
+        )
 
 
 def show(report: Report, console: Console) -> None:
@@ -108,7 +116,9 @@ def show(report: Report, console: Console) -> None:
 def _table(columns: Sequence[Column], lines: Sequence[Line]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name, _ in columns:
-        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=name == "setting")
+        table.add_column(
+            name, justify="left" if name == "setting" else "right", no_wrap=name == "setting"
+        )
     for i, one in enumerate(lines):
         ends = i + 1 < len(lines) and lines[i + 1].batch != one.batch
         table.add_row(*(figure(one) for _, figure in columns), end_section=ends)
@@ -123,12 +133,19 @@ def footer(report: Report) -> Iterator[str]:
         for reason in (report.config.get(role) or {}).get("failures", ()):
             yield f"{role}, {reason}"
     machine = report.machine
-    parts = [f"{machine['device']}, {machine['threads']} threads, shoal {machine['shoal']} ({machine['commit']})"]
-    parts.append(f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}")
+    parts = [
+        f"{machine['device']}, {machine['threads']} threads, shoal {machine['shoal']} "
+        f"({machine['commit']})"
+    ]
+    parts.append(
+        f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['date']}"
+    )
     parts.append(LOSSY_RULES.get(report.config["rule"], f"rule {report.config['rule']}"))
     for when in ("before", "after"):
         if limit := machine.get(f"ceilings_{when}"):
-            parts.append(f"{when}: {limit['flops'] / 1e9:.0f} GFLOP/s, {limit['bytes'] / 1e9:.1f} GB/s")
+            parts.append(
+                f"{when}: {limit['flops'] / 1e9:.0f} GFLOP/s, {limit['bytes'] / 1e9:.1f} GB/s"
+            )
     yield "; ".join(parts)
     if busy := _busy(report):
         yield f"disturbed, by another process that used more than {LIMIT:.0%} of a core: {busy}"
@@ -139,9 +156,14 @@ def footer(report: Report) -> Iterator[str]:
 def _busy(report: Report) -> str:
     """The processes that disturbed repeats, each with the most that it used."""
     most: dict[str, float] = {}
-    for found in (one for each in report.lines for run in each.runs for one in run.get("busy") or ()):
+    for found in (
+        one for each in report.lines for run in each.runs for one in run.get("busy") or ()
+    ):
         most[found["name"]] = max(found["cores"], most.get(found["name"], 0.0))
-    return ", ".join(f"{name} (up to {cores:.0%})" for name, cores in sorted(most.items(), key=lambda entry: -entry[1]))
+    return ", ".join(
+        f"{name} (up to {cores:.0%})"
+        for name, cores in sorted(most.items(), key=lambda entry: -entry[1])
+    )
 
 
 def _by_reason(report: Report) -> dict[str, str]:
@@ -151,7 +173,9 @@ def _by_reason(report: Report) -> dict[str, str]:
         if entry["batch"] not in batches:
             batches.append(entry["batch"])
     return {
-        reason: ", ".join(f"{name} (batch {', '.join(map(str, batches))})" for name, batches in settings.items())
+        reason: ", ".join(
+            f"{name} (batch {', '.join(map(str, batches))})" for name, batches in settings.items()
+        )
         for reason, settings in found.items()
     }
 
@@ -162,5 +186,7 @@ def markdown(report: Report) -> str:
     for title, columns, lines in tables(report):
         rows = [[name for name, _ in columns], ["---"] * len(columns)]
         rows += [[figure(one) for _, figure in columns] for one in lines]
-        blocks.append("\n".join([f"**{title}**", "", *("| " + " | ".join(row) + " |" for row in rows)]))
+        blocks.append(
+            "\n".join([f"**{title}**", "", *("| " + " | ".join(row) + " |" for row in rows)])
+        )
     return "\n\n".join([*blocks, *footer(report)]) + "\n"

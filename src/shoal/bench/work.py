@@ -32,9 +32,12 @@ class Case:
 
     @staticmethod
     def of(layout: str, temperature: float, batch: int, n: int) -> Case:
-        """Raises RequestError for an unknown layout, or groups of n rows that do not fill the batch."""
+        """Raises RequestError for an unknown layout, or groups of n rows that do not fill the
+        batch."""
         if layout not in LAYOUTS:
-            raise RequestError(f"layout must be one of {', '.join(LAYOUTS)} or both, got {layout!r}")
+            raise RequestError(
+                f"layout must be one of {', '.join(LAYOUTS)} or both, got {layout!r}"
+            )
         samples = {"different": 1, "same": batch, "grouped": min(n, batch)}[layout]
         if batch < 1 or samples < 1 or batch % samples:
             raise RequestError(f"a batch of {batch} rows cannot be filled with groups of {samples}")
@@ -51,7 +54,8 @@ class Work:
     """One run's task: n samples of each prompt.
 
     Attributes:
-        prompts: token ids. eos: ids that end a row; () lets every row run to `max_new_tokens`.
+        prompts: token ids.
+        eos: ids that end a row; () lets every row run to `max_new_tokens`.
     """
 
     prompts: tuple[Ids, ...]
@@ -75,11 +79,22 @@ class Work:
         return [ids[i : i + self.n] for i in range(0, len(ids), self.n)]
 
 
-def work_of(case: Case, pool: Sequence[Ids], repeat: int, *, max_new_tokens: int, seed: int = 0, eos: Ids = ()) -> Work:
+def work_of(
+    case: Case,
+    pool: Sequence[Ids],
+    repeat: int,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    eos: Ids = (),
+) -> Work:
     """The task of one repeat: each takes the next prompts of the pool and a seed of its own."""
     count = case.batch // case.samples
     if count > len(pool):
-        raise RequestError(f"{count} different prompts are needed for {case.batch} rows, and {len(pool)} were given")
+        raise RequestError(
+            f"{count} different prompts are needed for {case.batch} rows, and {len(pool)} were "
+            f"given"
+        )
     prompts = tuple(pool[(repeat * count + i) % len(pool)] for i in range(count))
     return Work(prompts, case.samples, case.temperature, max_new_tokens, seed + 1000 * repeat, eos)
 
@@ -89,8 +104,10 @@ class Run:
     """What a run came to.
 
     Attributes:
-        seconds: from submission until everything was there. ended: the same for every row.
-        ids: tokens of every row up to its end, EOS included. stats: what is known of passes and positions.
+        seconds: from submission until everything was there.
+        ended: the same for every row.
+        ids: tokens of every row up to its end, EOS included.
+        stats: what is known of passes and positions.
         busy: other processes that were busy meanwhile; None: not known.
     """
 
@@ -111,7 +128,8 @@ class Run:
 
     @property
     def row_ms(self) -> tuple[float, float, float]:
-        """Milliseconds per token of the row that ended first, of the mean row, of the row that ended last."""
+        """Milliseconds per token of the row that ended first, of the mean row, of the row that
+        ended last."""
         order = sorted(range(len(self.ids)), key=lambda row: self.ended[row])
         times = [1000 * self.ended[row] / max(1, len(self.ids[row])) for row in order]
         return times[0], fmean(times), times[-1]
@@ -121,7 +139,13 @@ class Run:
         counts = replace(self.stats, loaded={}).to_dict() if self.stats else None
         busy = None if self.busy is None else [vars(one) for one in self.busy]
         tokens = list(map(len, self.ids))
-        return {"seconds": self.seconds, "ended": list(self.ended), "tokens": tokens, "stats": counts, "busy": busy}
+        return {
+            "seconds": self.seconds,
+            "ended": list(self.ended),
+            "tokens": tokens,
+            "stats": counts,
+            "busy": busy,
+        }
 
 
 class Stopwatch:

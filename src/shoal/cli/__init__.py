@@ -1,8 +1,9 @@
-"""The command line: `shoal demo`, `shoal generate`, `shoal chat`, `shoal complete`, `shoal serve`, `shoal batch`, `shoal check`,
-`shoal bench`, `shoal eval`, `shoal index`, `shoal train`.
+"""The command line: `shoal demo`, `shoal generate`, `shoal chat`, `shoal complete`, `shoal serve`,
+`shoal batch`, `shoal check`, `shoal bench`, `shoal eval`, `shoal index`, `shoal train`.
 
-stdout carries results only; progress and errors go to stderr. Exit codes: 0 fine, 2 the request or the model cannot
-be served (the user can mend it), 1 our failure, 130 interrupted. torch and transformers are imported inside commands.
+stdout carries results only; progress and errors go to stderr. Exit codes: 0 fine, 2 the request or
+the model cannot be served (the user can mend it), 1 our failure, 130 interrupted. torch and
+transformers are imported inside commands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,19 @@ from typing import Annotated
 import typer
 from typer import TyperException
 
-from shoal.cli import batch, bench, chat, check, complete, demo, evaluate, generate, index, serve, train
+from shoal.cli import (
+    batch,
+    bench,
+    chat,
+    check,
+    complete,
+    demo,
+    evaluate,
+    generate,
+    index,
+    serve,
+    train,
+)
 from shoal.cli.commands import Command, Group
 from shoal.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.errors import ModelError, RequestError
@@ -55,7 +68,10 @@ def _print_version(wanted: bool) -> None:
 def shoal(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Many samples at once from open language models, by exact batched speculative sampling.
@@ -88,9 +104,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The entry point of `shoal` and `python -m shoal`."""
-    if sys.getfilesystemencoding() == "ascii":  # LC_ALL=C and PYTHONUTF8=0: é would be two bytes that stand for nothing
+    if (
+        sys.getfilesystemencoding() == "ascii"
+    ):  # LC_ALL=C and PYTHONUTF8=0: é would be two bytes that stand for nothing
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # None where the caller closed it
+    for name, mode in (
+        ("stdin", "r"),
+        ("stdout", "w"),
+        ("stderr", "w"),
+    ):  # None where the caller closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     sys.exit(run(sys.argv[1:]))
@@ -108,7 +130,9 @@ def _report(kind: str, message: str, arguments: Sequence[str], code: int) -> int
     if _debug():
         traceback.print_exc()
     name = f"{kind}: " if code == EXIT_FAILURE else ""
-    stderr().print(f"error: {name}{line}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    stderr().print(
+        f"error: {name}{line}", style="bold red", markup=False, highlight=False, soft_wrap=True
+    )
     if "--json" in arguments:
         print(json.dumps({"error": {"type": kind, "message": line}}))
     return code

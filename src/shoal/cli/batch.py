@@ -50,9 +50,17 @@ if TYPE_CHECKING:
 class FileArguments:
     """The file of requests and the file of answers."""
 
-    requests: Annotated[Path, typer.Argument(metavar="INPUT", help="A request per line, in JSON.", show_default=False)]
+    requests: Annotated[
+        Path,
+        typer.Argument(metavar="INPUT", help="A request per line, in JSON.", show_default=False),
+    ]
     answers: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="An answer per line; what is there already is kept.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="An answer per line; what is there already is kept.",
+            show_default=False,
+        ),
     ]
 
     def __post_init__(self) -> None:
@@ -65,7 +73,10 @@ class NameOptions:
     """What lines call the model, and how it is asked."""
 
     name: Annotated[
-        str | None, models_option(help="What a line's \"model\" may say. Without it, as --model, or 'bundled'.")
+        str | None,
+        models_option(
+            help="What a line's \"model\" may say. Without it, as --model, or 'bundled'."
+        ),
     ] = None
     chat_template: ChatTemplateOption = None
 
@@ -77,9 +88,10 @@ class LimitOptions:
     max_n: MaxNOption = 256
     max_tokens: MaxTokensOption = 1024
     kv_memory: KvMemoryOption = None
-    timeout: Annotated[float, limits_option(min=0.001, help="Seconds; samples unfinished then are written as they are.")] = (
-        3600.0
-    )
+    timeout: Annotated[
+        float,
+        limits_option(min=0.001, help="Seconds; samples unfinished then are written as they are."),
+    ] = 3600.0
 
 
 @dataclass(frozen=True)
@@ -93,11 +105,15 @@ class BatchSpeculation:
             "--k",
             "-k",
             metavar="LENGTH",
-            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A line may ask for less.",
+            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A "
+            "line may ask for less.",
         ),
     ] = "auto"
     rule: Annotated[
-        Rule, speed_option(help="How drafts are accepted. auto: coupled if a line has a seed, else rejection.")
+        Rule,
+        speed_option(
+            help="How drafts are accepted. auto: coupled if a line has a seed, else rejection."
+        ),
     ] = "auto"
 
 
@@ -106,7 +122,10 @@ class WorkerOptions:
     """Workers on Ray."""
 
     ray: Annotated[
-        bool, machines_option("--ray", help="On Ray: workers on the cluster of RAY_ADDRESS, or on this machine.")
+        bool,
+        machines_option(
+            "--ray", help="On Ray: workers on the cluster of RAY_ADDRESS, or on this machine."
+        ),
     ] = False
     workers: Annotated[int, machines_option(min=1, help="With --ray: so many pairs.")] = 2
     cpus: CpusOption = 1.0
@@ -115,22 +134,30 @@ class WorkerOptions:
 
 @option_groups(without={"tensor_parallel"})
 def batch(
-    files: FileArguments, speculation: BatchSpeculation, source: ModelSource, naming: NameOptions, limits: LimitOptions,
-    machines: WorkerOptions, json_output: JsonOption = False,
-) -> int:  # fmt: skip
+    files: FileArguments,
+    speculation: BatchSpeculation,
+    source: ModelSource,
+    naming: NameOptions,
+    limits: LimitOptions,
+    machines: WorkerOptions,
+    json_output: JsonOption = False,
+) -> int:
     """Answer a file of requests: exactly one answer per id, as they are ready.
 
-    A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature", "seed", ... Or it is
-    one of OpenAI's batch files, with "custom_id", "method", "url" and "body", and is answered as those are.
-    What is wrong with a line is its answer; the exit code is 1 if every line failed. After a kill or a crash the
-    same command goes on. docs/how-to/batch.md.
-    In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
+    A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature",
+    "seed", ... Or it is one of OpenAI's batch files, with "custom_id", "method", "url" and "body",
+    and is answered as those are. What is wrong with a line is its answer; the exit code is 1 if
+    every line failed. After a kill or a crash the same command goes on. docs/how-to/batch.md. In a
+    checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install
+    '.\\[ray]'[/].
     """
     controller = parse_lookahead(speculation.lookahead)
     try:
         from shoal.serve import batch_lines, output_file, serve_config, settings
     except ImportError as error:
-        raise RequestError(f"shoal batch needs more packages ({error}): pip install '.[serve]'") from error
+        raise RequestError(
+            f"shoal batch needs more packages ({error}): pip install '.[serve]'"
+        ) from error
     lines = list(batch_lines.read_lines(files.requests))
     if files.answers.exists() and files.answers.samefile(files.requests):
         raise RequestError(f"INPUT and OUTPUT are one file, {str(files.answers)!r}")
@@ -138,21 +165,33 @@ def batch(
     if rule == "auto":
         rule = "coupled" if any(line.seeded for line in lines) else "rejection"
     allowed = settings.Settings(
-        model=naming.name or name_of(source.model or "bundled"), max_n=limits.max_n, max_tokens=limits.max_tokens,
-        timeout=limits.timeout, seeds=rule == "coupled", chat_template=read_template(naming.chat_template),
+        model=naming.name or name_of(source.model or "bundled"),
+        max_n=limits.max_n,
+        max_tokens=limits.max_tokens,
+        timeout=limits.timeout,
+        seeds=rule == "coupled",
+        chat_template=read_template(naming.chat_template),
         turn_ends=turn_ends(naming.chat_template),
-    )  # fmt: skip
-    config = serve_config.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
+    )
+    config = serve_config.ServeConfig(
+        source.load, allowed, controller, rule, in_bytes(limits.kv_memory)
+    )
     with output_file.OutputFile(files.answers, lines, _settings(source, allowed, rule)) as output:
         _report_cut(output, files.answers)
         progress = BatchProgress(len(lines), len(output.ids))
         answer = (
-            partial(_answer_on_ray, config, machines) if machines.ray else partial(_answer_here, config, progress, output)
+            partial(_answer_on_ray, config, machines)
+            if machines.ray
+            else partial(_answer_here, config, progress, output)
         )
         try:
             _answer(lines, output, progress, answer)
         except KeyboardInterrupt:
-            stderr().print(f"interrupted: {progress}; the same command goes on from there", markup=False, soft_wrap=True)
+            stderr().print(
+                f"interrupted: {progress}; the same command goes on from there",
+                markup=False,
+                soft_wrap=True,
+            )
             return EXIT_INTERRUPTED
     if json_output:
         print(json.dumps(progress.document()))
@@ -162,7 +201,8 @@ def batch(
 
 
 def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
-    """What changes tokens and is known before a model is loaded; a drafter changes no seed's tokens and no distribution."""
+    """What changes tokens and is known before a model is loaded; a drafter changes no seed's tokens
+    and no distribution."""
     from shoal import __version__
     from shoal.models.loading import bundled
     from shoal.serve.batch_lines import digest
@@ -170,19 +210,27 @@ def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
 
     template = allowed.chat_template
     return {
-        "version": __version__, "model": identity(source.model or bundled("target"), source.revision), "rule": rule,
-        "max_tokens": allowed.max_tokens, "timeout": allowed.timeout,
+        "version": __version__,
+        "model": identity(source.model or bundled("target"), source.revision),
+        "rule": rule,
+        "max_tokens": allowed.max_tokens,
+        "timeout": allowed.timeout,
         "chat_template": None if template is None else digest(template),
-    }  # fmt: skip
+    }
 
 
 def _report_cut(output: OutputFile, answers: Path) -> None:
     if output.cut:
-        said = f"{answers}: its last {output.cut} bytes were no whole answers, as a kill or a crash leaves them, and were cut off"
+        said = (
+            f"{answers}: its last {output.cut} bytes were no whole answers, as a kill or a "
+            f"crash leaves them, and were cut off"
+        )
         stderr().print(said, markup=False, soft_wrap=True)
 
 
-def _answer(lines: Sequence[BatchLine], output: OutputFile, progress: BatchProgress, answer: Answer) -> None:
+def _answer(
+    lines: Sequence[BatchLine], output: OutputFile, progress: BatchProgress, answer: Answer
+) -> None:
     """Answers the lines that have no answer yet."""
     waiting = [line for line in lines if line.id not in output.ids]
     with displayed(progress) as changed:
@@ -196,7 +244,9 @@ def _answer(lines: Sequence[BatchLine], output: OutputFile, progress: BatchProgr
             answer(waiting, done)
     missing = [line.id for line in waiting if line.id not in output.ids]
     if missing:
-        raise InternalError(f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again")
+        raise InternalError(
+            f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again"
+        )
 
 
 def _answer_here(
@@ -213,7 +263,10 @@ def _answer_here(
 
 
 def _answer_on_ray(
-    config: ServeConfig, machines: WorkerOptions, lines: Sequence[BatchLine], done: Callable[[Json], None]
+    config: ServeConfig,
+    machines: WorkerOptions,
+    lines: Sequence[BatchLine],
+    done: Callable[[Json], None],
 ) -> None:
     cluster = ray_cluster()
     from shoal.serve import pool

@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from shoal.cli.console import StatusLine, stderr
 
@@ -22,10 +29,11 @@ MINUTE = 60.0
 
 @dataclass
 class BatchProgress:
-    """`lines` of the input, `kept` of them answered before; `answered` now, `failed` of these with an error.
+    """`lines` of the input, `kept` of them answered before; `answered` now, `failed` of these with
+    an error.
 
-    `lossy`: what answers say of a lossy rule. `loaded`: what was chosen when the models were loaded; None where Ray's processes
-    loaded them.
+    `lossy`: what answers say of a lossy rule. `loaded`: what was chosen when the models were
+    loaded; None where Ray's processes loaded them.
     """
 
     lines: int
@@ -75,14 +83,15 @@ class BatchProgress:
         failed = f", {self.failed} with an error" if self.failed else ""
         return (
             f"{self.kept + self.answered} of {self.lines} lines answered{before}{failed}: "
-            f"{self.tokens} tokens, {self.accepted} of {self.drafted} drafts accepted, {self.speed:.0f} tokens/s"
-            + (f"; {self.lossy}" if self.lossy else "")
+            f"{self.tokens} tokens, {self.accepted} of {self.drafted} drafts accepted, "
+            f"{self.speed:.0f} tokens/s" + (f"; {self.lossy}" if self.lossy else "")
         )
 
 
 @contextmanager
 def displayed(progress: BatchProgress) -> Iterator[Callable[[], None]]:
-    """Shows progress on stderr for as long as the block lasts: a bar on a terminal, elsewhere a line a minute.
+    """Shows progress on stderr for as long as the block lasts: a bar on a terminal, elsewhere a
+    line a minute.
 
     Yields:
         What to call when it has changed.
@@ -115,8 +124,18 @@ def print_lines(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
 def _bar(progress: BatchProgress) -> Iterator[Callable[[], None]]:
     pace = TextColumn("{task.fields[pace]}")
     columns = (
-        TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), pace, TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=stderr(), transient=True) as bar, StatusLine.suspendable(bar.live):
+        TextColumn("answering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TaskProgressColumn(),
+        pace,
+        TimeRemainingColumn(),
+    )
+    with (
+        Progress(*columns, console=stderr(), transient=True) as bar,
+        StatusLine.suspendable(bar.live),
+    ):
         task = bar.add_task("", total=progress.lines, completed=progress.kept, pace="")
-        yield lambda: bar.update(task, completed=progress.kept + progress.answered, pace=f"{progress.speed:.0f} tokens/s")
+        yield lambda: bar.update(
+            task, completed=progress.kept + progress.answered, pace=f"{progress.speed:.0f} tokens/s"
+        )

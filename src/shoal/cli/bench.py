@@ -1,4 +1,5 @@
-"""`shoal bench`: decoding methods measured on the same work, once their greedy tokens were compared."""
+"""`shoal bench`: decoding methods measured on the same work, once their greedy tokens were
+compared."""
 
 from __future__ import annotations
 
@@ -31,13 +32,19 @@ Value = TypeVar("Value")
 class RandomWeights(PairNames):
     """Random weights, or shuffled ones."""
 
-    shape: Annotated[str | None, models_option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny.")] = None
-    shuffled: Annotated[bool, models_option("--shuffled", help="Shuffle the drafter's weights.")] = False
+    shape: Annotated[
+        str | None,
+        models_option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny."),
+    ] = None
+    shuffled: Annotated[
+        bool, models_option("--shuffled", help="Shuffle the drafter's weights.")
+    ] = False
 
 
 @dataclass(frozen=True)
 class BenchSource(ModelSource, RandomWeights):
-    """The pair that is measured. As bases are read from the right, the fields of `RandomWeights` come before ModelSource's own."""
+    """The pair that is measured. As bases are read from the right, the fields of `RandomWeights`
+    come before ModelSource's own."""
 
     def pair(self, seed: int) -> Shoal:
         """The pair. Raises RequestError for options that contradict each other."""
@@ -49,7 +56,8 @@ class BenchSource(ModelSource, RandomWeights):
             raise RequestError("--shape makes its own models: leave out --model and --draft")
         else:
             placed = {
-                name: getattr(self, name) for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")
+                name: getattr(self, name)
+                for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")
             }
             pair = shaped_pair(self.shape, seed=seed, **placed)
         if self.shuffled:
@@ -65,56 +73,91 @@ class WorkOptions:
 
     prompts: Annotated[
         list[Path] | None,
-        sampling_option(help=f"{PROMPTS_HELP} Repeatable. Without any, held-out problems of the bundled pair's training."),
+        sampling_option(
+            help=f"{PROMPTS_HELP} Repeatable. Without any, held-out problems of the bundled "
+            f"pair's training."
+        ),
     ] = None
-    prompt_tokens: Annotated[int, sampling_option(min=1, help="Length of the random prompts of a --shape.")] = 128
+    prompt_tokens: Annotated[
+        int, sampling_option(min=1, help="Length of the random prompts of a --shape.")
+    ] = 128
     layout: Annotated[
         str,
         sampling_option(
-            help="different: a prompt per row; same: one prompt for all rows; grouped: -n samples per prompt; both: the first two."
+            help="different: a prompt per row; same: one prompt for all rows; grouped: -n "
+            "samples per prompt; both: the first two."
         ),
     ] = "different"
-    n: Annotated[int, sampling_option("-n", "--samples", min=1, help="Samples per prompt where --layout is grouped.")] = 8
+    n: Annotated[
+        int,
+        sampling_option(
+            "-n", "--samples", min=1, help="Samples per prompt where --layout is grouped."
+        ),
+    ] = 8
     temperature: Annotated[str, sampling_option(metavar="T,...", help="0 = greedy.")] = "0.8"
     max_new_tokens: NewTokensOption = 128
-    eos: Annotated[bool, sampling_option("--eos", help="Rows end at EOS; otherwise all have the same length.")] = False
+    eos: Annotated[
+        bool, sampling_option("--eos", help="Rows end at EOS; otherwise all have the same length.")
+    ] = False
     seed: Annotated[int, sampling_option(help="Of the samples and of random weights.")] = 0
-    batch_sizes: Annotated[str, speed_option(metavar="B,...", help="Rows decoded together.")] = "1,2,4,8,16,32"
-    lookahead: Annotated[str, speed_option("--lookahead", "--k", "-k", metavar="K,...", help="Draft lengths and rules.")] = (
-        "off,fixed:4,bass,auto"
+    batch_sizes: Annotated[str, speed_option(metavar="B,...", help="Rows decoded together.")] = (
+        "1,2,4,8,16,32"
     )
+    lookahead: Annotated[
+        str,
+        speed_option("--lookahead", "--k", "-k", metavar="K,...", help="Draft lengths and rules."),
+    ] = "off,fixed:4,bass,auto"
     baselines: Annotated[
         str,
         speed_option(
-            metavar="NAME,...", help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted; openvino."
+            metavar="NAME,...",
+            help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted; "
+            "openvino.",
         ),
     ] = "hf"
     openvino: Annotated[
-        Path | None, speed_option(metavar="DIR", help="The target as optimum-cli exported it, for --baselines openvino.")
+        Path | None,
+        speed_option(
+            metavar="DIR", help="The target as optimum-cli exported it, for --baselines openvino."
+        ),
     ] = None
     rule: Annotated[
         Literal["rejection", "coupled", "typical"],
-        speed_option(help="How drafts are accepted; see shoal generate. typical: lossy; tables say so."),
+        speed_option(
+            help="How drafts are accepted; see shoal generate. typical: lossy; tables say so."
+        ),
     ] = "rejection"
     acceptance: Annotated[
-        float | None, speed_option(min=0, max=1, help="Impose an acceptance rate per draft; the text then means nothing.")
+        float | None,
+        speed_option(
+            min=0, max=1, help="Impose an acceptance rate per draft; the text then means nothing."
+        ),
     ] = None
-    regret: Annotated[bool, speed_option("--regret", help="Sweep draft lengths and compare the rules with the best.")] = (
-        False
-    )
+    regret: Annotated[
+        bool,
+        speed_option("--regret", help="Sweep draft lengths and compare the rules with the best."),
+    ] = False
 
     def job(self, repeats: int) -> Job:
         """The job, without the ids that end rows. Raises RequestError for a list that is none."""
         from shoal.bench.job import Job
 
         return Job(
-            batches=_list(self.batch_sizes, int, "--batch-sizes"), n=self.n,
-            layouts=("different", "same") if self.layout == "both" else _list(self.layout, str, "--layout"),
-            temperatures=_list(self.temperature, float, "--temperature"), lookaheads=_lookaheads(self.lookahead, self.regret),
+            batches=_list(self.batch_sizes, int, "--batch-sizes"),
+            n=self.n,
+            layouts=("different", "same")
+            if self.layout == "both"
+            else _list(self.layout, str, "--layout"),
+            temperatures=_list(self.temperature, float, "--temperature"),
+            lookaheads=_lookaheads(self.lookahead, self.regret),
             baselines=() if self.regret else _list(self.baselines, str, "--baselines"),
-            max_new_tokens=self.max_new_tokens, repeats=repeats, seed=self.seed, rule=self.rule, acceptance=self.acceptance,
+            max_new_tokens=self.max_new_tokens,
+            repeats=repeats,
+            seed=self.seed,
+            rule=self.rule,
+            acceptance=self.acceptance,
             openvino=self.openvino,
-        )  # fmt: skip
+        )
 
 
 @option_groups(without={"max_batch", "tensor_parallel"})
@@ -122,18 +165,24 @@ def bench(
     work: WorkOptions,
     source: BenchSource,
     output: ReportOptions,
-    repeats: Annotated[int, speed_option(min=1, help="Timed runs of each method; medians are shown.")] = 3,
+    repeats: Annotated[
+        int, speed_option(min=1, help="Timed runs of each method; medians are shown.")
+    ] = 3,
     wait: Annotated[
-        float, speed_option(min=0, metavar="SECONDS", help="Wait for a quiet machine, in all at most.")
+        float,
+        speed_option(min=0, metavar="SECONDS", help="Wait for a quiet machine, in all at most."),
     ] = TIMEOUT,
 ) -> int:
     """Measure speculative against plain decoding and the methods of Transformers and OpenVINO.
 
-    First decodes greedily at every batch size, layout and draft length: in float32 the tokens must be those of plain decoding, or
-    nothing is shown. Then waits for a quiet machine, runs all methods in turns on the same prompts and shows medians; what was
-    measured while another process used more than a fifth of a core is marked as disturbed.
+    First decodes greedily at every batch size, layout and draft length: in float32 the tokens must
+    be those of plain decoding, or nothing is shown. Then waits for a quiet machine, runs all
+    methods in turns on the same prompts and shows medians; what was measured while another process
+    used more than a fifth of a core is marked as disturbed.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps torch's profiler, which counts memory, quiet; read at its import
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # keeps torch's profiler, which counts memory, quiet; read at its import
     output.require_writable()
     if output.replay is not None:
         output.deliver(read_report(output.replay), work.regret)
@@ -141,7 +190,9 @@ def bench(
     return _measure(source, work, repeats, wait, output)
 
 
-def _measure(source: BenchSource, work: WorkOptions, repeats: int, wait: float, output: ReportOptions) -> int:
+def _measure(
+    source: BenchSource, work: WorkOptions, repeats: int, wait: float, output: ReportOptions
+) -> int:
     """Loads, measures and delivers; after Ctrl-C delivers what there is."""
     texts = listed_prompts(work.prompts or [])
     job = work.job(repeats)
@@ -150,14 +201,18 @@ def _measure(source: BenchSource, work: WorkOptions, repeats: int, wait: float, 
 
     require_place(output.output, output.results)
     if not job.cases:  # before a model is loaded
-        raise RequestError("nothing to measure: give at least one batch size, layout and temperature")
+        raise RequestError(
+            "nothing to measure: give at least one batch size, layout and temperature"
+        )
     with StatusLine() as status:
         status.say("loading ...")
         pair = replace(source, max_batch=max(job.batches)).pair(job.seed)
     with progress_bar() as bar:
         job = replace(job, eos=tuple(pair.eos) if work.eos else ())
         gate = QuietGate(timeout=wait, say=bar.note)
-        runner = BenchmarkRunner(pair, job, _pool(pair, texts, work.prompt_tokens, job), bar.step, gate)
+        runner = BenchmarkRunner(
+            pair, job, _pool(pair, texts, work.prompt_tokens, job), bar.step, gate
+        )
         bar.left = lambda: runner.seconds_left
         bar.expect(runner.steps)
         interrupted = False
@@ -173,15 +228,21 @@ def _measure(source: BenchSource, work: WorkOptions, repeats: int, wait: float, 
 
 
 def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[tuple[int, ...]]:
-    """The prompts as ids: those given, random ones for a pair without tokenizer, or held-out problems."""
+    """The prompts as ids: those given, random ones for a pair without tokenizer, or held-out
+    problems."""
     size = max(POOL, *job.batches)
     if pair.tokenizer is None:
         if texts:
-            raise RequestError("--shape has no tokenizer: its prompts are random, leave out --prompts")
+            raise RequestError(
+                "--shape has no tokenizer: its prompts are random, leave out --prompts"
+            )
         import random
 
         generator = random.Random(job.seed)
-        return [tuple(generator.choices(range(pair.target.vocab_size), k=prompt_tokens)) for _ in range(size)]
+        return [
+            tuple(generator.choices(range(pair.target.vocab_size), k=prompt_tokens))
+            for _ in range(size)
+        ]
     if not texts:
         from shoal.problems.generator import generate
 

@@ -13,10 +13,12 @@ from shoal.cli.console import stderr
 
 
 class Bar:
-    """Runs made so far and the time that is left, on stderr; silent but for notes where stderr is no terminal.
+    """Runs made so far and the time that is left, on stderr; silent but for notes where stderr is
+    no terminal.
 
     Attributes:
-        left: the seconds that are left where they are known; until then they follow from the mean step so far.
+        left: the seconds that are left where they are known; until then they follow from the mean
+            step so far.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -56,10 +58,15 @@ def progress_bar() -> Iterator[Bar]:
     """Shows a `Bar` for as long as the block lasts."""
     console = stderr()
     columns = (
-        BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.description}", markup=False),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         yield Bar(progress)
 
 

@@ -23,10 +23,18 @@ if TYPE_CHECKING:
 class ReportOptions:
     """Files for the results, and how the tables look."""
 
-    output: Annotated[Path | None, output_option("--output", "-o", help="Write every repeat to a JSON file.")] = None
-    plot: Annotated[Path | None, output_option("--plot", help="Write two plots (.png, .svg).")] = None
-    results: Annotated[Path | None, output_option(help="Directory for a JSON file named by date and machine.")] = None
-    replay: Annotated[Path | None, output_option(help="Show a JSON file again instead of measuring.")] = None
+    output: Annotated[
+        Path | None, output_option("--output", "-o", help="Write every repeat to a JSON file.")
+    ] = None
+    plot: Annotated[Path | None, output_option("--plot", help="Write two plots (.png, .svg).")] = (
+        None
+    )
+    results: Annotated[
+        Path | None, output_option(help="Directory for a JSON file named by date and machine.")
+    ] = None
+    replay: Annotated[
+        Path | None, output_option(help="Show a JSON file again instead of measuring.")
+    ] = None
     markdown: Annotated[bool, output_option("--markdown", help="Tables as Markdown.")] = False
     json: JsonOption = False
 

@@ -25,14 +25,20 @@ BESIDE_ROWS = 4
 """Lines of a board that are no rows."""
 
 
-def tinted(increment: Increment, ids: list[int], decode: Callable[[list[int]], str], drawn: str = DRAWN) -> Text:
-    """What a round added to a row, coloured by which model chose the tokens; the accepted draft tokens come first in it.
+def tinted(
+    increment: Increment, ids: list[int], decode: Callable[[list[int]], str], drawn: str = DRAWN
+) -> Text:
+    """What a round added to a row, coloured by which model chose the tokens; the accepted draft
+    tokens come first in it.
 
     Args:
-        ids: of the row before the round. drawn: the style of what the target drew.
+        ids: of the row before the round.
+        drawn: the style of what the target drew.
     """
     accepted = (
-        len(decode([*ids, *increment.token_ids[: increment.accepted]])) - len(decode(ids)) if increment.accepted else 0
+        len(decode([*ids, *increment.token_ids[: increment.accepted]])) - len(decode(ids))
+        if increment.accepted
+        else 0
     )
     text = Text()
     text.append(printable(increment.text[:accepted]), ACCEPTED)
@@ -60,18 +66,26 @@ class BoardRow:
     def title(self) -> str:
         """Tokens, tokens per round, and how the row ended."""
         per_round = len(self.ids) / self.rounds if self.rounds else 0.0
-        return f"{len(self.ids)} tokens, {per_round:.2f}/round" + (f", {self.finish_reason}" if self.finish_reason else "")
+        return f"{len(self.ids)} tokens, {per_round:.2f}/round" + (
+            f", {self.finish_reason}" if self.finish_reason else ""
+        )
 
 
 class Board:
     """All rows while they fill in, with running counters.
 
     Args:
-        counts: rows of each prompt. transient: the picture is removed in the end.
+        counts: rows of each prompt.
+        transient: the picture is removed in the end.
     """
 
     def __init__(
-        self, console: Console, counts: Sequence[int], decode: Callable[[list[int]], str], *, transient: bool = False
+        self,
+        console: Console,
+        counts: Sequence[int],
+        decode: Callable[[list[int]], str],
+        *,
+        transient: bool = False,
     ) -> None:
         self.rows = [BoardRow() for _ in range(sum(counts))]
         self.first = [0, *accumulate(counts)]
@@ -79,13 +93,20 @@ class Board:
         self.decode = decode
         self.started_at = time.perf_counter()
         self.shown_at = 0.0
-        self.live = Live(console=console, auto_refresh=False, vertical_overflow="crop", transient=transient)
+        self.live = Live(
+            console=console, auto_refresh=False, vertical_overflow="crop", transient=transient
+        )
 
     def __enter__(self) -> Board:
         self.live.start()
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _tb: TracebackType | None,
+    ) -> None:
         self.live.update(self.render(), refresh=True)
         self.live.stop()
 
@@ -121,7 +142,13 @@ class Board:
         wrapped = text.wrap(self.console, width)
         end = Text("\n").join(wrapped[-(height - 2) :])
         border = "dim" if row.finish_reason else "blue"
-        return Panel(end, title=f"row {index}: {row.title}", title_align="left", height=height, border_style=border)
+        return Panel(
+            end,
+            title=f"row {index}: {row.title}",
+            title_align="left",
+            height=height,
+            border_style=border,
+        )
 
     def _lines(self) -> Table:
         table = Table.grid(padding=(0, 1))
@@ -130,19 +157,29 @@ class Board:
         for index, row in enumerate(self.rows, 1):
             line = row.text.copy()
             line.plain = line.plain.replace("\n", " ")
-            table.add_row(f"row {index}", line[-max(10, self.console.width - 50) :], Text(row.title, style="dim"))
+            table.add_row(
+                f"row {index}",
+                line[-max(10, self.console.width - 50) :],
+                Text(row.title, style="dim"),
+            )
         return table
 
     def _counters(self) -> Text:
-        tokens, rounds = sum(len(row.ids) for row in self.rows), sum(row.rounds for row in self.rows)
+        tokens, rounds = (
+            sum(len(row.ids) for row in self.rows),
+            sum(row.rounds for row in self.rows),
+        )
         seconds = time.perf_counter() - self.started_at
         return Text(
-            f"round {max(row.rounds for row in self.rows)}   acceptance length {tokens / max(1, rounds):.2f}   "
+            f"round {max(row.rounds for row in self.rows)}   acceptance length "
+            f"{tokens / max(1, rounds):.2f}   "
             f"{tokens} tokens   {tokens / seconds:.0f} tokens/s",
             style="bold",
         )
 
     def _legend(self) -> Text:
         return Text.assemble(
-            ("accepted draft token", ACCEPTED), "   ", ("replacement or bonus token, drawn from the target", DRAWN)
+            ("accepted draft token", ACCEPTED),
+            "   ",
+            ("replacement or bonus token, drawn from the target", DRAWN),
         )

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from shoal.cli.chat_commands import COMMANDS, Leave, run_command
-from shoal.cli.chat_input import Entry, ReadLine, TerminalLines, history_file, next_entry, read_piped
+from shoal.cli.chat_input import (
+    Entry,
+    ReadLine,
+    TerminalLines,
+    history_file,
+    next_entry,
+    read_piped,
+)
 from shoal.cli.chat_session import ChatSession
 from shoal.cli.chat_settings import ChatSettings
 from shoal.cli.chat_views import ChatView, JsonView, TextView, say
@@ -31,19 +38,30 @@ GIB = 2**30
 class ChatSampling(GenerateSampling):
     """As those of `shoal generate`, for answers that are longer."""
 
-    n: Annotated[int, sampling_option("-n", "--samples", min=1, help="Answers to each message.")] = 1
-    max_new_tokens: Annotated[int, sampling_option("--max-new-tokens", help="Tokens per answer at most.")] = 1024
+    n: Annotated[
+        int, sampling_option("-n", "--samples", min=1, help="Answers to each message.")
+    ] = 1
+    max_new_tokens: Annotated[
+        int, sampling_option("--max-new-tokens", help="Tokens per answer at most.")
+    ] = 1024
 
 
 @dataclass(frozen=True)
 class ChatOutput:
     """What is shown, and what is kept."""
 
-    quiet: Annotated[bool, output_option("--quiet", "-q", help="Without counts and times behind answers.")] = False
+    quiet: Annotated[
+        bool, output_option("--quiet", "-q", help="Without counts and times behind answers.")
+    ] = False
     history: Annotated[
-        bool, output_option("--history/--no-history", help="Keep the lines that are entered, for later chats.")
+        bool,
+        output_option(
+            "--history/--no-history", help="Keep the lines that are entered, for later chats."
+        ),
     ] = True
-    json: Annotated[bool, output_option("--json", help="A JSON object per message on stdout.")] = False
+    json: Annotated[bool, output_option("--json", help="A JSON object per message on stdout.")] = (
+        False
+    )
 
     def view(self) -> ChatView:
         """How answers are shown."""
@@ -52,19 +70,30 @@ class ChatOutput:
 
 @option_groups(without=("chat", "align", "exact"))
 def chat(
-    chats: ChatOptions, sampling: ChatSampling, speculation: SpeculationOptions, source: ModelSource, output: ChatOutput,
+    chats: ChatOptions,
+    sampling: ChatSampling,
+    speculation: SpeculationOptions,
+    source: ModelSource,
+    output: ChatOutput,
     prefix_memory: Annotated[
         float,
-        speed_option("--prefix-memory", min=0, help="GiB for what was said before, which is then not computed again; 0 = none."),
+        speed_option(
+            "--prefix-memory",
+            min=0,
+            help="GiB for what was said before, which is then not computed again; 0 = none.",
+        ),
     ] = 1.0,
-) -> int:  # fmt: skip
+) -> int:
     """Talk with a model.
 
     Answers are shown as they grow; with -n there are several to choose from. /help lists commands.
-    Where stdin is no terminal, each of its lines is a message or a command. Ctrl-C stops an answer, and
-    what has come of it stays.
+    Where stdin is no terminal, each of its lines is a message or a command. Ctrl-C stops an answer,
+    and what has come of it stays.
     """
-    options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
+    options = sampling.given() | {
+        "lookahead": parse_lookahead(speculation.lookahead),
+        "rule": speculation.rule,
+    }
     settings = ChatSettings(sampling.n, options, turn_ends(chats.chat_template))
     conversation = Conversation() if chats.messages is None else read_conversation(chats.messages)
     if chats.system is not None:
@@ -94,7 +123,8 @@ def _names(model: Shoal) -> str:
 
 
 def _talk(session: ChatSession, view: ChatView, read: ReadLine) -> None:
-    """Answers what is entered in a terminal until the user leaves; errors and Ctrl-C end an answer, and no chat."""
+    """Answers what is entered in a terminal until the user leaves; errors and Ctrl-C end an answer,
+    and no chat."""
     while True:
         asking = False
         try:

@@ -31,7 +31,8 @@ class Command:
     """One command.
 
     Attributes:
-        argument: its name in the help; "" where it takes none. run: does it; returns what to say, or "".
+        argument: its name in the help; "" where it takes none.
+        run: does it; returns what to say, or "".
     """
 
     argument: str
@@ -44,14 +45,17 @@ def run_command(session: ChatSession, line: str) -> None:
     """Does what a line that begins with / says.
 
     Raises:
-        RequestError: there is no such command, or it cannot be done. Leave. KeyboardInterrupt: see `ChatSession.answer`.
+        RequestError: there is no such command, or it cannot be done. Leave. KeyboardInterrupt: see
+            `ChatSession.answer`.
     """
     name, _, argument = line.partition(" ")
     command, argument = COMMANDS.get(name), argument.strip()
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "/help lists them."
-        raise RequestError(f'there is no command {name}: {hint} A message that begins with / is put between """')
+        raise RequestError(
+            f'there is no command {name}: {hint} A message that begins with / is put between """'
+        )
     if bool(argument) > bool(command.argument):
         raise RequestError(f"{name} takes nothing behind it")
     if command.argument and not argument and not command.optional:
@@ -62,7 +66,9 @@ def run_command(session: ChatSession, line: str) -> None:
 
 
 def _help(_session: ChatSession, _argument: str) -> str:
-    usages = {f"{name} {command.argument}".strip(): command.help for name, command in COMMANDS.items()}
+    usages = {
+        f"{name} {command.argument}".strip(): command.help for name, command in COMMANDS.items()
+    }
     width = max(map(len, usages))
     return "\n".join([*(f"{usage:{width}}  {text}" for usage, text in usages.items()), TEXTS])
 
@@ -102,13 +108,21 @@ def _load(session: ChatSession, argument: str) -> str:
     found = read_conversation(Path(argument).expanduser())
     session.conversation.system, session.conversation.turns = found.system, found.turns
     last = f"; the last: {_short(found.turns[-1].said)}" if found.turns else ""
-    waits = ", which waits for an answer: /regenerate" if found.turns and not found.turns[-1].answers else ""
+    waits = (
+        ", which waits for an answer: /regenerate"
+        if found.turns and not found.turns[-1].answers
+        else ""
+    )
     return f"{len(found.turns)} messages of yours{last}{waits}"
 
 
 def _system(session: ChatSession, argument: str) -> str:
     session.conversation.system = argument or None
-    return f"the system message is: {_short(argument)}" if argument else "there is no system message now"
+    return (
+        f"the system message is: {_short(argument)}"
+        if argument
+        else "there is no system message now"
+    )
 
 
 def _set(session: ChatSession, argument: str) -> str:
@@ -130,7 +144,10 @@ def _stats(session: ChatSession, _argument: str) -> str:
     lines = [f"asked {session.messages} times: {counts(stats)}"]
     prompts = stats.prefill_tokens + stats.restored_tokens
     lines.append(f"prompts: {prompts} tokens, {stats.restored_tokens} of them kept from before")
-    lines += [f"{name}: {each.drafted} tokens drafted, {each.accepted} accepted" for name, each in stats.by_drafter.items()]
+    lines += [
+        f"{name}: {each.drafted} tokens drafted, {each.accepted} accepted"
+        for name, each in stats.by_drafter.items()
+    ]
     return "\n".join(lines)
 
 
@@ -159,7 +176,9 @@ COMMANDS = {
     "/choose": Command("K", "go on with answer K of the last message", _choose),
     "/save": Command("FILE", "write the conversation to a file in JSON", _save),
     "/load": Command("FILE", "go on with the conversation of such a file", _load),
-    "/system": Command("TEXT", "set the system message; without TEXT, remove it", _system, optional=True),
+    "/system": Command(
+        "TEXT", "set the system message; without TEXT, remove it", _system, optional=True
+    ),
     "/set": Command(
         "NAME VALUE",
         f"set temperature, top_p, {', '.join(SHORT)}, seed, ...; without both, show all",

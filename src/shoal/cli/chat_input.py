@@ -17,7 +17,8 @@ PROMPT, INSIDE = "> ", "… "
 HISTORY_LINES = 1000
 
 ReadLine = Callable[[str], str]
-"""The next line without its end, after a prompt that a terminal shows. Raises EOFError: there are no more."""
+"""The next line without its end, after a prompt that a terminal shows. Raises EOFError: there are
+no more."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ def next_entry(read: ReadLine) -> Entry:
         try:
             line = read(INSIDE)
         except EOFError:
-            raise RequestError(f"the message that {QUOTE} opened has no {QUOTE} behind it") from None
+            raise RequestError(
+                f"the message that {QUOTE} opened has no {QUOTE} behind it"
+            ) from None
         found.append(line)
     found[-1] = line.rstrip().removesuffix(QUOTE)
     return Entry("\n".join(found).rstrip("\n"))
@@ -63,10 +66,12 @@ def read_piped(_prompt: str) -> str:
 
 
 class TerminalLines:
-    """Lines of a terminal, edited by readline where Python has it, with those of earlier chats behind the arrow keys.
+    """Lines of a terminal, edited by readline where Python has it, with those of earlier chats
+    behind the arrow keys.
 
     Args:
-        history: the file of these lines; None = none are read or kept. commands: what Tab completes.
+        history: the file of these lines; None = none are read or kept.
+        commands: what Tab completes.
 
     Attributes:
         fault: why lines are not kept; "" where they are, or need not be.
@@ -80,7 +85,9 @@ class TerminalLines:
         self._readline.set_auto_history(False)
         self._readline.set_completer_delims(" \t\n")
         self._readline.set_completer(lambda text, state: _completion(text, state, commands))
-        self._readline.parse_and_bind("bind ^I rl_complete" if _is_libedit(self._readline) else "tab: complete")
+        self._readline.parse_and_bind(
+            "bind ^I rl_complete" if _is_libedit(self._readline) else "tab: complete"
+        )
         if history is not None:
             self._open(history)
 
@@ -90,7 +97,11 @@ class TerminalLines:
             sys.stderr.write(prompt)
             sys.stderr.flush()
             prompt = ""
-        line = input(_bold(prompt) if prompt and self._readline and not _is_libedit(self._readline) else prompt)
+        line = input(
+            _bold(prompt)
+            if prompt and self._readline and not _is_libedit(self._readline)
+            else prompt
+        )
         if self._readline is not None and line.strip():
             self._readline.add_history(line)
             if self._history is not None:
@@ -107,7 +118,10 @@ class TerminalLines:
             self._readline.read_history_file(history)
             self._readline.set_history_length(HISTORY_LINES)
         except OSError as error:
-            self.fault, self._history = f"lines are not kept in {str(history)!r}: {error.strerror}", None
+            self.fault, self._history = (
+                f"lines are not kept in {str(history)!r}: {error.strerror}",
+                None,
+            )
 
 
 def history_file() -> Path:

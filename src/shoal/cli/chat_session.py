@@ -30,11 +30,17 @@ class ChatSession:
 
     Attributes:
         stats: the sum over all answers, those that were taken back included; None before the first.
-        messages: times that the model was asked. interrupted: Ctrl-C ended the last answer.
+        messages: times that the model was asked.
+        interrupted: Ctrl-C ended the last answer.
     """
 
     def __init__(
-        self, model: Shoal, writer: ChatWriter, conversation: Conversation, settings: ChatSettings, view: ChatView
+        self,
+        model: Shoal,
+        writer: ChatWriter,
+        conversation: Conversation,
+        settings: ChatSettings,
+        view: ChatView,
     ) -> None:
         self.conversation, self.settings = conversation, settings
         self.stats: Stats | None = None
@@ -56,11 +62,13 @@ class ChatSession:
                 self.conversation.undo()
 
     def answer(self) -> None:
-        """Asks for answers to the last message, beside those that it has; the first of them is taken.
+        """Asks for answers to the last message, beside those that it has; the first of them is
+        taken.
 
         Raises:
-            RequestError: there is no message, the template refuses the conversation, or it is longer than the model's context; or
-                all answers failed. KeyboardInterrupt: Ctrl-C was pressed before anything came, or twice; nothing is kept.
+            RequestError: there is no message, the template refuses the conversation, or it is
+                longer than the model's context; or all answers failed. KeyboardInterrupt: Ctrl-C
+                was pressed before anything came, or twice; nothing is kept.
         """
         turn = self.conversation.last
         written = self._writer.text(self.conversation.asked())
@@ -68,7 +76,11 @@ class ChatSession:
         self._require_context(ids)
         result = self._run(ids, rules, turn.attempts)
         turn.attempts += 1
-        found = [(sample, _answer(sample, rules)) for sample in result[0].samples if self._is_answer(sample)]
+        found = [
+            (sample, _answer(sample, rules))
+            for sample in result[0].samples
+            if self._is_answer(sample)
+        ]
         if not found and self.interrupted:
             raise KeyboardInterrupt
         if not found:
@@ -97,7 +109,8 @@ class ChatSession:
         most = self._model.target.context
         if len(ids) >= most:
             raise RequestError(
-                f"the conversation has {len(ids)} tokens, and this model holds {most}, those of an answer included: "
+                f"the conversation has {len(ids)} tokens, and this model holds {most}, those of "
+                f"an answer included: "
                 "/undo takes a message back, /reset begins anew"
             )
 
@@ -124,8 +137,13 @@ def _split(rules: ReasoningRules | None) -> Split:
 
 
 def _ends_of_reasoning(model: Shoal) -> list[int]:
-    """The special tokens among what reasoning stands between: texts show these, so that they can be told from an answer."""
+    """The special tokens among what reasoning stands between: texts show these, so that they can be
+    told from an answer."""
     from shoal.engine.detokenizer import special_tokens
     from shoal.serve.reasoning import CLOSING, OPENING
 
-    return [token for token, name in special_tokens(model.tokenizer).items() if name in (OPENING, CLOSING)]
+    return [
+        token
+        for token, name in special_tokens(model.tokenizer).items()
+        if name in (OPENING, CLOSING)
+    ]

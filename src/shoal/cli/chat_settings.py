@@ -21,7 +21,8 @@ class ChatSettings:
     """Candidates per message, and options of `Shoal.stream`.
 
     Args:
-        options: those of the command line. ends: stop strings beside these, see `with_ends`.
+        options: those of the command line.
+        ends: stop strings beside these, see `with_ends`.
 
     Raises:
         RequestError: for an option out of range.
@@ -38,14 +39,18 @@ class ChatSettings:
         return int(self.values["n"])
 
     def asked(self, attempt: int) -> dict[str, Any]:
-        """The options of `Shoal.stream`; with a seed each later attempt at a message has the next one, so that it differs."""
-        options = with_ends({name: value for name, value in self.values.items() if name != "n"}, self._ends)
+        """The options of `Shoal.stream`; with a seed each later attempt at a message has the next
+        one, so that it differs."""
+        options = with_ends(
+            {name: value for name, value in self.values.items() if name != "n"}, self._ends
+        )
         if options.get("seed") is not None:
             options["seed"] += attempt
         return options
 
     def set(self, name: str, text: str) -> str:
-        """Changes an option, by a value as JSON writes it or a text, or back to the command line's by "default"; returns its name.
+        """Changes an option, by a value as JSON writes it or a text, or back to the command line's
+        by "default"; returns its name.
 
         Raises:
             RequestError: for an unknown name, or a value out of range.
@@ -61,7 +66,9 @@ class ChatSettings:
             values[name] = parse_lookahead(text) if name == "lookahead" else _value(text)
         if not isinstance(values["n"], int) or isinstance(values["n"], bool) or values["n"] < 1:
             raise RequestError(f"n must be an integer >= 1, got {values['n']!r}")
-        split_options({name: value for name, value in values.items() if name not in ("n", "bad_words")})
+        split_options(
+            {name: value for name, value in values.items() if name not in ("n", "bad_words")}
+        )
         self.values = values
         return name
 

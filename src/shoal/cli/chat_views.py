@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shoal.types.stats import Stats
 
     Split = Callable[[str, bool], tuple[str, str]]
-    """Takes the text of one sample piece by piece, and whether it is the last, as reasoning and other text."""
+    """Takes the text of one sample piece by piece, and whether it is the last, as reasoning and
+    other text."""
 
 LIMITS = {"length": "cut by max_new_tokens or the context", "time": "cut by the time budget"}
 """What is said of answers that did not end by themselves."""
@@ -33,8 +34,10 @@ class Answered:
     """What came of one message.
 
     Attributes:
-        said: the message. first: the number of the first answer among all of its message, from 1.
-        samples: with the answers that they are. interrupted: Ctrl-C ended it.
+        said: the message.
+        first: the number of the first answer among all of its message, from 1.
+        samples: with the answers that they are.
+        interrupted: Ctrl-C ended it.
     """
 
     said: str
@@ -103,7 +106,8 @@ class RunningAnswer(Unseen):
 
 
 class TextView:
-    """Answers as text: one as it comes, several under numbers once they have ended. quiet: without counts and times."""
+    """Answers as text: one as it comes, several under numbers once they have ended. quiet: without
+    counts and times."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -173,13 +177,18 @@ class JsonView:
 
 
 def _document(sample: Sample, answer: Answer) -> dict[str, Any]:
-    return sample_document(sample) | {"text": answer.text} | ({"reasoning": answer.reasoning} if answer.reasoning else {})
+    return (
+        sample_document(sample)
+        | {"text": answer.text}
+        | ({"reasoning": answer.reasoning} if answer.reasoning else {})
+    )
 
 
 def show_answer(console: Console, number: int, sample: Sample, answer: Answer) -> None:
     """One of several answers, under its number; in a terminal with its reasoning."""
     header = (
-        f"# answer {number}: {sample.finish_reason}, {len(sample.token_ids)} tokens, mean logprob {sample.mean_logprob:.3f}"
+        f"# answer {number}: {sample.finish_reason}, {len(sample.token_ids)} tokens, mean "
+        f"logprob {sample.mean_logprob:.3f}"
     )
     console.print(Text(header, style="bold"), soft_wrap=True)
     if not console.is_terminal:
@@ -191,7 +200,8 @@ def show_answer(console: Console, number: int, sample: Sample, answer: Answer) -
 
 
 def counts(stats: Stats, prompt_tokens: int = 0) -> str:
-    """Counts and times in a line; of a prompt with how many of its tokens did not have to be computed."""
+    """Counts and times in a line; of a prompt with how many of its tokens did not have to be
+    computed."""
     line = (
         f"{stats.committed} tokens, {stats.seconds:.2f} s, {stats.tokens_per_second:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"

@@ -21,11 +21,14 @@ class ChatOptions:
         bool,
         typer.Option(
             "--chat",
-            help="Each prompt is a message, which the model answers by its chat template. --system, --messages and "
+            help="Each prompt is a message, which the model answers by its chat template. "
+            "--system, --messages and "
             "--chat-template mean it too.",
         ),
     ] = False
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="The system message.")
+    ] = None
     messages: Annotated[
         Path | None,
         typer.Option(
@@ -34,13 +37,16 @@ class ChatOptions:
             help='What was said before, as /save of `shoal chat` writes it: JSON with "messages".',
         ),
     ] = None
-    chat_template: Annotated[Path | None, typer.Option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)] = None
+    chat_template: Annotated[
+        Path | None, typer.Option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)
+    ] = None
 
     def read(self, tokenizer: Any, prompts: Sequence[str]) -> Sequence[str] | list[list[int]]:
         """What the model is asked: the prompts themselves, or the ids of conversations.
 
         Raises:
-            RequestError: there is no tokenizer or no template, or the template refuses the messages.
+            RequestError: there is no tokenizer or no template, or the template refuses the
+                messages.
         """
         if not self.chat and (self.system, self.messages, self.chat_template) == (None, None, None):
             return prompts
@@ -48,11 +54,13 @@ class ChatOptions:
         return [writer.ids(writer.text([*before, message("user", prompt)])) for prompt in prompts]
 
     def writer(self, tokenizer: Any) -> ChatWriter:
-        """Writes conversations for the model of a tokenizer. Raises RequestError: there is no template."""
+        """Writes conversations for the model of a tokenizer. Raises RequestError: there is no
+        template."""
         return ChatWriter(tokenizer, read_template(self.chat_template))
 
     def before(self) -> list[Message]:
-        """The messages before a prompt; the system's message of the options replaces that of the file. Raises RequestError."""
+        """The messages before a prompt; the system's message of the options replaces that of the
+        file. Raises RequestError."""
         found = [] if self.messages is None else read_document(self.messages)["messages"]
         plain = [message(one["role"], one["content"]) for one in found]
         if self.system is None:

@@ -40,12 +40,16 @@ class PromptOptions:
             "--prompt",
             "-p",
             metavar="TEXT",
-            help="Prompt to measure on; repeatable. Without any and without --prompts, built-in code, prose and chat.",
+            help="Prompt to measure on; repeatable. Without any and without --prompts, built-in "
+            "code, prose and chat.",
         ),
     ] = None
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help=f"Prompts to measure on, {check_prompts.MOST} at most, evenly spaced: {PROMPTS_HELP} Repeatable."),
+        typer.Option(
+            help=f"Prompts to measure on, {check_prompts.MOST} at most, evenly spaced: "
+            f"{PROMPTS_HELP} Repeatable."
+        ),
     ] = None
 
     def read(self) -> GivenPrompts:
@@ -62,7 +66,9 @@ class MeasureOptions(SampleOptions):
     """What is measured."""
 
     max_new_tokens: NewTokensOption = 64
-    k: Annotated[int, speed_option("--k", "-k", min=1, help="Draft length at which acceptance is measured.")] = 4
+    k: Annotated[
+        int, speed_option("--k", "-k", min=1, help="Draft length at which acceptance is measured.")
+    ] = 4
 
 
 @option_groups(without={"compile", "max_batch", "tensor_parallel"})
@@ -73,18 +79,24 @@ def check(
     repeats: Annotated[int, speed_option(min=1, help="Timed runs of each draft length.")] = 3,
     trim: Annotated[
         int | None,
-        speed_option("--trim", min=16, help="Write beside the drafter which K tokens its head is to keep: those used most."),
+        speed_option(
+            "--trim",
+            min=16,
+            help="Write beside the drafter which K tokens its head is to keep: those used most.",
+        ),
     ] = None,
     trim_text: Annotated[
-        list[Path] | None, speed_option(help="Texts to count them in, instead of what the target writes. Repeatable.")
+        list[Path] | None,
+        speed_option(help="Texts to count them in, instead of what the target writes. Repeatable."),
     ] = None,
     json_output: JsonOption = False,
 ) -> int:
     """Examine a model or a pair: does it load, fit, agree, and pay?
 
-    Acceptance and speed-up depend on the text: give your own prompts. Predicted speed-ups stand beside measured ones, against plain
-    decoding and against Transformers' batched generate.
-    Every check says ok, warn or fail with a figure and, where needed, what to do; exit code 2 if one failed.
+    Acceptance and speed-up depend on the text: give your own prompts. Predicted speed-ups stand
+    beside measured ones, against plain decoding and against Transformers' batched generate. Every
+    check says ok, warn or fail with a figure and, where needed, what to do; exit code 2 if one
+    failed.
     """
     source = replace(source, max_batch=max(16, measuring.n))
     given = prompts.read()
@@ -98,17 +110,26 @@ def check(
                 show(console, result, any(result.on in earlier.whole for earlier in results))
             results.append(result)
     if json_output:
-        print(json.dumps({"verdict": overall(results), "checks": [result.to_dict() for result in results]}))
+        print(
+            json.dumps(
+                {"verdict": overall(results), "checks": [result.to_dict() for result in results]}
+            )
+        )
     else:
         console.print(Text(f"verdict: {overall(results)}", style=STYLES[overall(results)]))
     return EXIT_FAILED_CHECK if overall(results) == "fail" else 0
 
 
 def checks_of(
-    source: ModelSource, given: GivenPrompts, measuring: MeasureOptions, repeats: int, say: Callable[[str], None],
+    source: ModelSource,
+    given: GivenPrompts,
+    measuring: MeasureOptions,
+    repeats: int,
+    say: Callable[[str], None],
     trimming: tuple[int, list[str]] | None = None,
-) -> Iterator[CheckResult]:  # fmt: skip
-    """All results in order; those about drafting only for a pair that fits. trimming: tokens to keep, and texts to count in."""
+) -> Iterator[CheckResult]:
+    """All results in order; those about drafting only for a pair that fits. trimming: tokens to
+    keep, and texts to count in."""
     say("loading ...")
     model, results = check_model.load(source)
     yield from results
@@ -134,15 +155,27 @@ def checks_of(
 def _drafting_checks(case: Case) -> Iterator[CheckResult]:
     if not case.sets:
         advice = "measure on shorter prompts, or take a drafter with a longer context"
-        yield CheckResult("acceptance", "skip", "the drafter holds none of the prompts, so nothing is drafted", advice)
+        yield CheckResult(
+            "acceptance",
+            "skip",
+            "the drafter holds none of the prompts, so nothing is drafted",
+            advice,
+        )
         return
-    checks = (check_pair.acceptance, check_vocabulary.vocabulary, check_pair.costs, check_pair.speed_up, check_pair.identity)
+    checks = (
+        check_pair.acceptance,
+        check_vocabulary.vocabulary,
+        check_pair.costs,
+        check_pair.speed_up,
+        check_pair.identity,
+    )
     for check_of in checks:
         yield from check_of(case)
 
 
 def prompt_sets(given: GivenPrompts, tokenizer: Any, bundled: bool) -> Sequence[PromptSet]:
-    """The user's prompts; without any, built-in ones: Python code for the bundled pair, of several kinds for another."""
+    """The user's prompts; without any, built-in ones: Python code for the bundled pair, of several
+    kinds for another."""
     source, texts = given
     if texts:
         return [PromptSet.of("", source, texts, tokenizer)]
@@ -150,11 +183,14 @@ def prompt_sets(given: GivenPrompts, tokenizer: Any, bundled: bool) -> Sequence[
 
 
 def show(console: Console, result: CheckResult, said: bool) -> None:
-    """Status, name and figure; the advice under the figure. said: on which prompts it was measured stands above already."""
+    """Status, name and figure; the advice under the figure. said: on which prompts it was measured
+    stands above already."""
     style = STYLES[result.status]
     width = max(20, console.width - INDENT)
     first, *more = textwrap.wrap(result.figure if said else result.whole, width)
-    console.print(Text.assemble((f"{result.status:5}", style), (f"{result.name:{INDENT - 5}}", "bold"), first))
+    console.print(
+        Text.assemble((f"{result.status:5}", style), (f"{result.name:{INDENT - 5}}", "bold"), first)
+    )
     for line in more:
         console.print(" " * INDENT + line, markup=False)
     for line in textwrap.wrap(f"-> {result.advice}", width) if result.advice else []:

@@ -28,8 +28,10 @@ class Measured:
     """Decoding methods, run in turns on the same rows to the same number of tokens.
 
     Attributes:
-        k: draft length of the speculative method. runs, rows, tokens: runs of each method, rows of a run, new tokens of a row.
-        seconds: of all runs of a method together, by name; a method that could not run is in `unavailable`, with the reason.
+        k: draft length of the speculative method.
+        runs, rows, tokens: runs of each method, rows of a run, new tokens of a row.
+        seconds: of all runs of a method together, by name; a method that could not run is in
+            `unavailable`, with the reason.
         committed: tokens that all rows of a method came to.
     """
 
@@ -43,7 +45,11 @@ class Measured:
 
     def over(self, method: str) -> float | None:
         """Seconds of that method over those of the speculative one; None where it could not run."""
-        return self.seconds[method] / self.seconds[f"fixed:{self.k}"] if method in self.seconds else None
+        return (
+            self.seconds[method] / self.seconds[f"fixed:{self.k}"]
+            if method in self.seconds
+            else None
+        )
 
 
 @dataclass
@@ -60,12 +66,16 @@ class Case:
 
     @property
     def draft_context(self) -> int:
-        """Most tokens of a row that the drafter reads: those of its model, or as many as there are."""
+        """Most tokens of a row that the drafter reads: those of its model, or as many as there
+        are."""
         return sys.maxsize if self.model.draft_model is None else self.model.draft_model.context
 
     def drafted(self) -> Case:
-        """The same with those prompts only that the drafter holds: for others nothing is drafted."""
-        return replace(self, sets=[held for one in self.sets if (held := one.within(self.draft_context))])
+        """The same with those prompts only that the drafter holds: for others nothing is
+        drafted."""
+        return replace(
+            self, sets=[held for one in self.sets if (held := one.within(self.draft_context))]
+        )
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -77,7 +87,9 @@ class Case:
         """Tokens of the longest prompt."""
         return max(one.longest for one in self.sets)
 
-    def run(self, lookahead: str | int, prompts: Sequence[tuple[int, ...]], **options: Any) -> Result:
+    def run(
+        self, lookahead: str | int, prompts: Sequence[tuple[int, ...]], **options: Any
+    ) -> Result:
         """Samples with a fixed seed."""
         defaults: dict[str, Any] = {"temperature": TEMPERATURE, "seed": 0, "rule": "rejection"}
         defaults["max_new_tokens"] = self.max_new_tokens
@@ -87,16 +99,24 @@ class Case:
     def acceptance(self) -> list[dict[float, Result]]:
         """Speculative runs by temperature, set by set."""
         self.say("measuring acceptance ...")
-        return [{t: self.run(self.k, one.ids, temperature=t) for t in (TEMPERATURE, 0.0)} for one in self.sets]
+        return [
+            {t: self.run(self.k, one.ids, temperature=t) for t in (TEMPERATURE, 0.0)}
+            for one in self.sets
+        ]
 
     @cached_property
     def timed(self) -> dict[int, list[Result]]:
-        """Interleaved runs of the first prompt by draft length, with all rows running to the end."""
+        """Interleaved runs of the first prompt by draft length, with all rows running to the
+        end."""
         lengths = sorted({0, 1, self.k, LONGEST})
         self.say("warming up ...")
         for k in lengths:
-            self.run(k, self.prompts[:1], eos=(), max_new_tokens=min(WARM_UP_TOKENS, self.max_new_tokens))
-        methods = {f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], eos=()) for k in lengths}
+            self.run(
+                k, self.prompts[:1], eos=(), max_new_tokens=min(WARM_UP_TOKENS, self.max_new_tokens)
+            )
+        methods = {
+            f"draft length {k}": lambda k=k: self.run(k, self.prompts[:1], eos=()) for k in lengths
+        }
         return dict(zip(lengths, interleave(methods, self.repeats, self.say).values(), strict=True))
 
     @cached_property
@@ -104,28 +124,54 @@ class Case:
         """Milliseconds per round and per pass, medians over the runs."""
         stats = {k: [result.stats for result in results] for k, results in self.timed.items()}
         return Costs(
-            rounds={k: median(_per(s.seconds_rounds, s.rounds) for s in runs) for k, runs in stats.items()},
-            target={k: median(_per(s.seconds_target, s.target_passes) for s in runs) for k, runs in stats.items()},
-            draft=median(_per(s.seconds_draft, s.draft_passes) for k, runs in stats.items() if k for s in runs),
+            rounds={
+                k: median(_per(s.seconds_rounds, s.rounds) for s in runs)
+                for k, runs in stats.items()
+            },
+            target={
+                k: median(_per(s.seconds_target, s.target_passes) for s in runs)
+                for k, runs in stats.items()
+            },
+            draft=median(
+                _per(s.seconds_draft, s.draft_passes)
+                for k, runs in stats.items()
+                if k
+                for s in runs
+            ),
         )
 
     def measured(self, one: PromptSet, k: int) -> Measured:
-        """Draft length k, plain decoding and Transformers' batched `generate`: n rows of a prompt, prompt after prompt."""
+        """Draft length k, plain decoding and Transformers' batched `generate`: n rows of a prompt,
+        prompt after prompt."""
         from shoal.bench.methods import baseline_method, shoal_method
         from shoal.bench.work import Work
 
-        plain, speculative = (shoal_method(self.model, lookahead) for lookahead in (PLAIN, f"fixed:{k}"))
+        plain, speculative = (
+            shoal_method(self.model, lookahead) for lookahead in (PLAIN, f"fixed:{k}")
+        )
         methods = [plain, baseline_method(self.model, TRANSFORMERS), speculative]
         tokens = min(self.max_new_tokens, self.model.target.context - one.longest)
         turns = -(-self.repeats // len(self.prompts))  # at least `repeats` runs in all
-        works = [Work((ids,), self.n, TEMPERATURE, tokens, seed) for seed, ids in enumerate(one.ids * turns)]
+        works = [
+            Work((ids,), self.n, TEMPERATURE, tokens, seed)
+            for seed, ids in enumerate(one.ids * turns)
+        ]
         self.say("warming up ...")
         short = Work(one.ids[:1], self.n, TEMPERATURE, min(WARM_UP_TOKENS, tokens), 0)
-        unavailable = {method.name: reason for method in methods if (reason := _refusal(method, short)) is not None}
-        seconds: dict[str, float] = {method.name: 0.0 for method in methods if method.name not in unavailable}
+        unavailable = {
+            method.name: reason
+            for method in methods
+            if (reason := _refusal(method, short)) is not None
+        }
+        seconds: dict[str, float] = {
+            method.name: 0.0 for method in methods if method.name not in unavailable
+        }
         committed = dict.fromkeys(seconds, 0)
         for number, work in enumerate(works, 1):
-            self.say(f"measuring plain, speculative and Transformers' decoding, {number} of {len(works)} ...")
+            self.say(
+                f"measuring plain, speculative and Transformers' decoding, {number} of "
+                f"{len(works)} ..."
+            )
             for method in methods[:: -1 if number % 2 else 1]:
                 if method.name in seconds:
                     run = method.run(work)
@@ -135,7 +181,8 @@ class Case:
 
 
 def _refusal(method: Method, work: Any) -> str | None:
-    """Warms up; the reason if a method of Transformers cannot run here. Raises what our own methods raise."""
+    """Warms up; the reason if a method of Transformers cannot run here. Raises what our own methods
+    raise."""
     try:
         method.run(work)
     except Exception as error:

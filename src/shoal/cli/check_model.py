@@ -1,4 +1,5 @@
-"""The checks of `shoal check` that need no drafter, each a function from a `Case` or a model to a `CheckResult`."""
+"""The checks of `shoal check` that need no drafter, each a function from a `Case` or a model to a
+`CheckResult`."""
 
 from __future__ import annotations
 
@@ -29,13 +30,18 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
         return _load_target_alone(source, error)
     results = [CheckResult("target", "ok", _size(model.target), data=described(model.target))]
     if model.drafter_name is None:
-        advice = "give --draft to speculate: a smaller model, best with the same tokenizer, or suffix, which needs none"
+        advice = (
+            "give --draft to speculate: a smaller model, best with the same tokenizer, or "
+            "suffix, which needs none"
+        )
         advice += f"; to make a model: {training_command(model.target)}"
         return model, [*results, CheckResult("drafter", "skip", "none: plain decoding", advice)]
     if model.draft_model is None:
         return model, [
             *results,
-            CheckResult("drafter", "ok", f"{model.drafter_name}: no model", data=model.loaded["draft"] or {}),
+            CheckResult(
+                "drafter", "ok", f"{model.drafter_name}: no model", data=model.loaded["draft"] or {}
+            ),
         ]
     share = model.draft_model.parameter_bytes / model.target.parameter_bytes
     size = f"{_size(model.draft_model)} ({share:.0%} of the target)"
@@ -50,16 +56,29 @@ def training_command(target: Runner) -> str:
 
 
 def _tokenizers(model: Shoal, draft: Runner) -> CheckResult:
-    trimmed = "" if draft.known_ids == draft.vocab_size else f", whose head keeps {draft.vocab_size}"
+    trimmed = (
+        "" if draft.known_ids == draft.vocab_size else f", whose head keeps {draft.vocab_size}"
+    )
     figure = f"{model.target.vocab_size} tokens v {draft.known_ids} of the drafter{trimmed}"
-    data: dict[str, Any] = {"target": model.target.vocab_size, "draft": draft.known_ids, "head": draft.vocab_size}
+    data: dict[str, Any] = {
+        "target": model.target.vocab_size,
+        "draft": draft.known_ids,
+        "head": draft.vocab_size,
+    }
     if model.vocabularies is None:
         return CheckResult("tokenizer", "ok", f"the same; {figure}", data=data)
     shared = 0 if model.shared is None else len(model.shared.target)
-    return CheckResult("tokenizer", "ok", f"another one; {figure}; they share {shared}", data=data | {"shared": shared})
+    return CheckResult(
+        "tokenizer",
+        "ok",
+        f"another one; {figure}; they share {shared}",
+        data=data | {"shared": shared},
+    )
 
 
-def _load_target_alone(source: ModelSource, error: Exception) -> tuple[Shoal | None, list[CheckResult]]:
+def _load_target_alone(
+    source: ModelSource, error: Exception
+) -> tuple[Shoal | None, list[CheckResult]]:
     """Tells a bad target from a bad drafter and from two that do not fit."""
     if source.draft_model is None:
         return None, [CheckResult("target", "fail", str(error), _advice(error))]
@@ -68,12 +87,18 @@ def _load_target_alone(source: ModelSource, error: Exception) -> tuple[Shoal | N
     except (RequestError, ModelError) as own:
         return None, [CheckResult("target", "fail", str(own), _advice(own))]
     name = "tokenizer" if isinstance(error, PairMismatch) else "drafter"
-    return model, [CheckResult("target", "ok", _size(model.target)), CheckResult(name, "fail", str(error), _advice(error))]
+    return model, [
+        CheckResult("target", "ok", _size(model.target)),
+        CheckResult(name, "fail", str(error), _advice(error)),
+    ]
 
 
 def _advice(error: Exception) -> str:
     if isinstance(error, PairMismatch):
-        return "take a drafter of the target's own family, or one whose tokenizer keeps texts as they are"
+        return (
+            "take a drafter of the target's own family, or one whose tokenizer keeps texts "
+            "as they are"
+        )
     if isinstance(error, RequestError):
         return "check the name or the directory; a gated model needs a login with `hf auth login`"
     return "this model cannot be used; the message names the reason"
@@ -81,8 +106,15 @@ def _advice(error: Exception) -> str:
 
 def _size(runner: Runner) -> str:
     count = runner.parameter_count
-    size = f"{display_name(runner)}: {_count(count)} parameters, {dtype_name(runner)} on {runner.device}"
-    chosen = [f"{subject}: {found}" for subject, found in runner.notes.items() if subject != "dtype" and found != "off"]
+    size = (
+        f"{display_name(runner)}: {_count(count)} parameters, {dtype_name(runner)} on "
+        f"{runner.device}"
+    )
+    chosen = [
+        f"{subject}: {found}"
+        for subject, found in runner.notes.items()
+        if subject != "dtype" and found != "off"
+    ]
     return "; ".join([size, *chosen])
 
 
@@ -132,7 +164,8 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
 
 
 def context(case: Case) -> CheckResult:
-    """Whether the longest prompt and its continuation fit in the target, and how far the drafter can follow."""
+    """Whether the longest prompt and its continuation fit in the target, and how far the drafter
+    can follow."""
     longest = case.longest
     need, target = longest + case.max_new_tokens, case.model.target.context
     data = {"needed": need, "target": target}
@@ -141,19 +174,30 @@ def context(case: Case) -> CheckResult:
         data["draft"] = case.draft_context
         figure += f", drafter {case.draft_context}"
     if longest >= target:
-        return CheckResult("context", "fail", figure, "shorten the prompt or take a target with a longer context", data)
+        return CheckResult(
+            "context",
+            "fail",
+            figure,
+            "shorten the prompt or take a target with a longer context",
+            data,
+        )
     if need > target:
-        return CheckResult("context", "warn", figure, "samples will end early: lower --max-new-tokens", data)
+        return CheckResult(
+            "context", "warn", figure, "samples will end early: lower --max-new-tokens", data
+        )
     if longest > data.get("draft", longest):
         advice = "the drafter holds no prompt of that length: such rows are decoded plainly"
         return CheckResult("context", "warn", figure, advice, data)
     if need > data.get("draft", need):
-        return CheckResult("context", "warn", figure, "beyond the drafter's context rows are decoded plainly", data)
+        return CheckResult(
+            "context", "warn", figure, "beyond the drafter's context rows are decoded plainly", data
+        )
     return CheckResult("context", "ok", figure, data=data)
 
 
 def number_format(runner: Runner) -> CheckResult:
-    """Which number format was chosen and why, whether a CPU has instructions for it, and whether seeds hold in it."""
+    """Which number format was chosen and why, whether a CPU has instructions for it, and whether
+    seeds hold in it."""
     import torch
 
     from shoal.models import formats
@@ -168,15 +212,27 @@ def number_format(runner: Runner) -> CheckResult:
         figure += ". Strict passes: a seed gives the same tokens in every call"
     else:
         figure += (
-            f". In {name} the same call with the same seed may give other tokens each time: rounding depends on the shapes of "
+            f". In {name} the same call with the same seed may give other tokens each time: "
+            f"rounding depends on the shapes of "
             "the passes, and these on batch and draft lengths"
         )
-    advice = "" if strict else "to make a seed's tokens hold: --dtype float32" + (", or --strict (slower)" if on_cpu else "")
+    advice = (
+        ""
+        if strict
+        else "to make a seed's tokens hold: --dtype float32"
+        + (", or --strict (slower)" if on_cpu else "")
+    )
     if on_cpu:
         data["instructions"] = formats.cpu().products.get(runner.dtype)
         if data["instructions"] is None:
             slow = f"this CPU has no {name} products: use --dtype float32"
-            return CheckResult("dtype", "warn", figure, slow + ("" if strict else ", which makes seeds hold too"), data)
+            return CheckResult(
+                "dtype",
+                "warn",
+                figure,
+                slow + ("" if strict else ", which makes seeds hold too"),
+                data,
+            )
     return CheckResult("dtype", "ok", figure, advice, data)
 
 
@@ -198,7 +254,9 @@ def memory(case: Case) -> CheckResult:
     shared = token_slots(store.prefixes.values())
     beyond = case.k + 1 + (0 if drafter is None else drafter.max_nodes)
     caches = sum(
-        memory.cache_bytes(slots, min(longest + case.max_new_tokens, memory.context) - shared + beyond, shared)
+        memory.cache_bytes(
+            slots, min(longest + case.max_new_tokens, memory.context) - shared + beyond, shared
+        )
         for memory in memories
         if longest <= memory.context  # a drafter keeps nothing of a longer prompt
     )
@@ -207,14 +265,22 @@ def memory(case: Case) -> CheckResult:
     if not keeps.on_device and case.model.target.device.type != "cpu":
         kept = 0
     free = _free_bytes(case.model.target)
-    data = {"weights_bytes": weights, "cache_bytes": caches, "kept_bytes": kept, "rows": slots, "free_bytes": free}
+    data = {
+        "weights_bytes": weights,
+        "cache_bytes": caches,
+        "kept_bytes": kept,
+        "rows": slots,
+        "free_bytes": free,
+    }
     figure = f"weights {_mib(weights)} + caches {_mib(caches)} for {slots} rows"
     figure += f" + at most {_mib(kept)} that the drafter keeps" if kept else ""
     if free is None:
         return CheckResult("memory", "ok", figure, data=data)
     figure += f"; {_mib(free)} free"
     if caches + kept > free:
-        return CheckResult("memory", "fail", figure, "lower -n, --max-new-tokens or max_batch", data)
+        return CheckResult(
+            "memory", "fail", figure, "lower -n, --max-new-tokens or max_batch", data
+        )
     return CheckResult("memory", "ok", figure, data=data)
 
 

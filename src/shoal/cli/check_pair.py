@@ -1,11 +1,19 @@
-"""The checks of `shoal check` about drafting, each a generator of `CheckResult`s that name the prompts they were measured on."""
+"""The checks of `shoal check` about drafting, each a generator of `CheckResult`s that name the
+prompts they were measured on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.measure import Identity, compared, greedy_identity, per_position, predicted_speedup, token_ids
+from shoal.bench.measure import (
+    Identity,
+    compared,
+    greedy_identity,
+    per_position,
+    predicted_speedup,
+    token_ids,
+)
 from shoal.cli.check_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, Case, Measured
 from shoal.cli.check_model import training_command
 from shoal.cli.check_prompts import measured_on, named
@@ -32,7 +40,9 @@ def _accepted(name: str, case: Case, results: dict[float, Result]) -> CheckResul
     for temperature, result in results.items():
         stats = result.stats
         each = per_position(stats.acceptance_rate, k)
-        parts.append(f"{stats.acceptance_length:.2f} at T={temperature:g} ({each:.0%} per position)")
+        parts.append(
+            f"{stats.acceptance_length:.2f} at T={temperature:g} ({each:.0%} per position)"
+        )
         data[f"T={temperature:g}"] = {
             "acceptance_length": stats.acceptance_length,
             "per_position": each,
@@ -41,7 +51,9 @@ def _accepted(name: str, case: Case, results: dict[float, Result]) -> CheckResul
         }
     figure = f"k={k}: length " + ", ".join(parts)
     if any(result.stats.drafted == 0 for result in results.values()):
-        return CheckResult(name, "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data)
+        return CheckResult(
+            name, "fail", figure, "nothing was drafted: raise --max-new-tokens or --k", data
+        )
     if max(data[f"T={t:g}"]["per_position"] for t in results) < 0.3:
         command = f"{training_command(case.model.target)} --prompts FILE"
         advice = f"the drafter guesses badly on these prompts; to train one on them: {command}"
@@ -70,21 +82,26 @@ def costs(case: Case) -> Iterator[CheckResult]:
 
 
 def _tenths(milliseconds: float) -> str:
-    """To tenths. What is less, also below zero, is not told from zero: it is the difference of two medians of measured times."""
+    """To tenths. What is less, also below zero, is not told from zero: it is the difference of two
+    medians of measured times."""
     return "< 0.1" if milliseconds < 0.1 else f"{milliseconds:.1f}"
 
 
 def speed_up(case: Case) -> Iterator[CheckResult]:
-    """The speed-up to expect at each draft length, and beside it a measured run of the best one, by kind of prompts."""
+    """The speed-up to expect at each draft length, and beside it a measured run of the best one, by
+    kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
         chance = per_position(results[TEMPERATURE].stats.acceptance_rate, case.k)
         predicted = {k: predicted_speedup(chance, k, case.costs) for k in range(1, LONGEST + 1)}
         best = max(predicted, key=lambda k: predicted[k])
-        yield measured_on(_speed_up(named("speed-up", one), predicted, case.measured(one, best)), one)
+        yield measured_on(
+            _speed_up(named("speed-up", one), predicted, case.measured(one, best)), one
+        )
 
 
 def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> CheckResult:
-    """What was measured decides whether speculation pays; what was predicted chose the draft length."""
+    """What was measured decides whether speculation pays; what was predicted chose the draft
+    length."""
     plain, transformers = measured.over(PLAIN), measured.over(TRANSFORMERS)
     assert plain is not None  # our own methods always run
     data = {
@@ -92,7 +109,9 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
         "best_k": measured.k,
         "measured": vars(measured) | {"over_plain": plain, "over_transformers": transformers},
     }
-    figure = f"predicted for k=1..{LONGEST}: " + " ".join(f"{value:.2f}" for value in predicted.values())
+    figure = f"predicted for k=1..{LONGEST}: " + " ".join(
+        f"{value:.2f}" for value in predicted.values()
+    )
     figure += f"; best k={measured.k}, measured there: {plain:.2f}x plain decoding, "
     if transformers is None:
         figure += f"Transformers' generate could not run ({measured.unavailable[TRANSFORMERS]})"
@@ -100,7 +119,10 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
         figure += f"{transformers:.2f}x Transformers' batched generate"
     figure += f" ({measured.runs} x {measured.rows} rows of {measured.tokens} tokens each)"
     if plain < WORTHWHILE:
-        advice = "speculation does not pay at this batch: use --lookahead off, or a smaller or better drafter"
+        advice = (
+            "speculation does not pay at this batch: use --lookahead off, or a smaller or "
+            "better drafter"
+        )
         return CheckResult(name, "warn", figure, advice, data | {"best_k": 0})
     return CheckResult(name, "ok", figure, f"use --lookahead {measured.k}", data)
 
@@ -108,18 +130,30 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
 def identity(case: Case) -> Iterator[CheckResult]:
     """Speculation against plain decoding, token by token: greedy, and of a seed."""
     case.say("comparing greedy decoding ...")
-    greedy = greedy_identity(case.model, case.prompts, case.n, case.k, max_new_tokens=case.max_new_tokens)
+    greedy = greedy_identity(
+        case.model, case.prompts, case.n, case.k, max_new_tokens=case.max_new_tokens
+    )
     yield measured_on(_compared(case, GREEDY, greedy), *case.sets)
     case.say("comparing seeded sampling ...")
-    plain, drafted = (case.run(lookahead, case.prompts, rule="coupled") for lookahead in (PLAIN, case.k))
+    plain, drafted = (
+        case.run(lookahead, case.prompts, rule="coupled") for lookahead in (PLAIN, case.k)
+    )
     seeded = compared(token_ids(plain), token_ids(drafted), drafted.stats.drafted)
     yield measured_on(_compared(case, "seeded identity", seeded), *case.sets)
 
 
 def _compared(case: Case, name: str, found: Identity) -> CheckResult:
-    data = {"rows": found.rows, "same": found.same, "drafted": found.drafted, "difference": found.difference}
+    data = {
+        "rows": found.rows,
+        "same": found.same,
+        "drafted": found.drafted,
+        "difference": found.difference,
+    }
     dtype = dtype_name(case.model.target)
-    figure = f"{dtype}: {found.same} of {found.rows} rows have the tokens of plain decoding, {found.drafted} tokens drafted"
+    figure = (
+        f"{dtype}: {found.same} of {found.rows} rows have the tokens of plain decoding, "
+        f"{found.drafted} tokens drafted"
+    )
     if found.holds:
         return CheckResult(name, "ok", figure, data=data)
     if dtype not in ("float32", "float64"):
@@ -128,5 +162,8 @@ def _compared(case: Case, name: str, found: Identity) -> CheckResult:
     if name == GREEDY:
         advice = f"{found.summary}; in float32 this must hold: please report it"
         return CheckResult(name, "fail", figure, advice, data)
-    advice = f"{found.summary}; in float32 rounding decides about one position in 100,000: please report more than that"
+    advice = (
+        f"{found.summary}; in float32 rounding decides about one position in 100,000: "
+        f"please report more than that"
+    )
     return CheckResult(name, "warn", figure, advice, data)

@@ -26,7 +26,10 @@ BUILT_IN = {
         "I have two days in Lisbon. What should I see?",
     ),
 }
-ADVICE = 'measure on your own prompts: --prompts FILE, JSON Lines of texts or of objects with "prompt", or --prompt TEXT'
+ADVICE = (
+    "measure on your own prompts: --prompts FILE, JSON Lines of texts or of objects with "
+    '"prompt", or --prompt TEXT'
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,10 @@ class PromptSet:
     """Prompts of one kind.
 
     Attributes:
-        kind: what they are; "" for the user's own. source: where they come from. given: how many there are, of which
-            at most `MOST`, evenly spaced, are measured. texts, ids: those measured, as texts and as token ids.
+        kind: what they are; "" for the user's own.
+        source: where they come from.
+        given: how many there are, of which at most `MOST`, evenly spaced, are measured.
+        texts, ids: those measured, as texts and as token ids.
     """
 
     kind: str
@@ -46,11 +51,14 @@ class PromptSet:
 
     @staticmethod
     def of(kind: str, source: str, texts: Sequence[str], tokenizer: Any) -> PromptSet:
-        """Encodes a part of the texts, as `Shoal.generate` does; chat by the tokenizer's template where it has one."""
+        """Encodes a part of the texts, as `Shoal.generate` does; chat by the tokenizer's template
+        where it has one."""
         count = min(MOST, len(texts))
         chosen = tuple(texts[i * len(texts) // count] for i in range(count))
         encode = _encode_chat if kind == CHAT else _encode
-        return PromptSet(kind, source, len(texts), chosen, tuple(encode(tokenizer, text) for text in chosen))
+        return PromptSet(
+            kind, source, len(texts), chosen, tuple(encode(tokenizer, text) for text in chosen)
+        )
 
     @property
     def longest(self) -> int:
@@ -66,12 +74,24 @@ class PromptSet:
     @property
     def count(self) -> str:
         """How many are measured, and of how many, where that differs."""
-        return str(len(self.ids)) if self.given == len(self.ids) else f"{len(self.ids)} of {self.given}"
+        return (
+            str(len(self.ids))
+            if self.given == len(self.ids)
+            else f"{len(self.ids)} of {self.given}"
+        )
 
     def within(self, tokens: int) -> PromptSet | None:
         """The prompts of at most that many tokens; None if there are none."""
-        kept = [(text, ids) for text, ids in zip(self.texts, self.ids, strict=True) if len(ids) <= tokens]
-        return replace(self, texts=tuple(text for text, _ in kept), ids=tuple(ids for _, ids in kept)) if kept else None
+        kept = [
+            (text, ids)
+            for text, ids in zip(self.texts, self.ids, strict=True)
+            if len(ids) <= tokens
+        ]
+        return (
+            replace(self, texts=tuple(text for text, _ in kept), ids=tuple(ids for _, ids in kept))
+            if kept
+            else None
+        )
 
     def first(self) -> PromptSet:
         """The same with the first prompt only."""
@@ -79,14 +99,20 @@ class PromptSet:
 
     def __str__(self) -> str:
         of = f" of {self.kind}" if self.kind else ""
-        return f'{self.count} prompt{"s" if self.given > 1 else ""}{of}, {self.source} ("{self.first_words}")'
+        return (
+            f"{self.count} prompt{'s' if self.given > 1 else ''}{of}, {self.source} "
+            f'("{self.first_words}")'
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
-            "kind": self.kind or "own", "source": self.source, "given": self.given, "measured": len(self.ids),
+            "kind": self.kind or "own",
+            "source": self.source,
+            "given": self.given,
+            "measured": len(self.ids),
             "first_words": self.first_words,
-        }  # fmt: skip
+        }
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -98,7 +124,9 @@ def _encode_chat(tokenizer: Any, text: str) -> tuple[int, ...]:
     if template is None:
         return _encode(tokenizer, f"User: {text}\nAssistant:")
     messages = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+    rendered = tokenizer.apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
     return tuple(tokenizer.encode(rendered, add_special_tokens=False))
 
 
@@ -114,18 +142,28 @@ def named(name: str, one: PromptSet) -> str:
 
 def measured_on(found: CheckResult, *sets: PromptSet) -> CheckResult:
     """The same result, saying on which prompts it was measured."""
-    said = str(sets[0]) if len(sets) == 1 else f"prompts of {', '.join(f'{one.kind} ({one.count})' for one in sets)}"
+    said = (
+        str(sets[0])
+        if len(sets) == 1
+        else f"prompts of {', '.join(f'{one.kind} ({one.count})' for one in sets)}"
+    )
     data = found.data | {"prompts": [one.to_dict() for one in sets]}
     return replace(found, on=said, data=data)
 
 
 def check_prompts(sets: Sequence[PromptSet], bundled: bool) -> CheckResult:
-    """What is measured on; built-in prompts predict little for other texts, so they give a warning, but for the bundled pair."""
+    """What is measured on; built-in prompts predict little for other texts, so they give a warning,
+    but for the bundled pair."""
     figure, data = "; ".join(map(str, sets)), {"sets": [one.to_dict() for one in sets]}
     if not any(one.kind for one in sets):
         return CheckResult("prompts", "ok", figure, data=data)
     if bundled:
-        figure += "; the bundled pair was trained on Python code, and no figure below holds for other texts"
+        figure += (
+            "; the bundled pair was trained on Python code, and no figure below holds for "
+            "other texts"
+        )
         return CheckResult("prompts", "ok", figure, ADVICE, data)
-    figure += "; acceptance and speed-up depend on the text, so the figures below may not hold for yours"
+    figure += (
+        "; acceptance and speed-up depend on the text, so the figures below may not hold for yours"
+    )
     return CheckResult("prompts", "warn", figure, ADVICE, data)

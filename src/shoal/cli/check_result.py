@@ -13,8 +13,11 @@ class CheckResult:
     """One check.
 
     Attributes:
-        name: what was looked at. figure: what was seen. advice: what to do about it; "" if nothing.
-        data: the figures, for JSON. on: the prompts that they were measured on; "" where prompts do not matter.
+        name: what was looked at.
+        figure: what was seen.
+        advice: what to do about it; "" if nothing.
+        data: the figures, for JSON.
+        on: the prompts that they were measured on; "" where prompts do not matter.
     """
 
     name: str
@@ -31,7 +34,13 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {"name": self.name, "verdict": self.status, "figure": self.whole, "advice": self.advice, "data": self.data}
+        return {
+            "name": self.name,
+            "verdict": self.status,
+            "figure": self.whole,
+            "advice": self.advice,
+            "data": self.data,
+        }
 
 
 def overall(results: list[CheckResult]) -> CheckStatus:

@@ -1,4 +1,5 @@
-"""What `shoal check` says of a drafter that cannot propose all tokens: one with another tokenizer, or a trimmed head."""
+"""What `shoal check` says of a drafter that cannot propose all tokens: one with another tokenizer,
+or a trimmed head."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ def written(case: Case) -> list[Sequence[int]]:
 
 
 def trim(case: Case, k: int, texts: Sequence[str]) -> CheckResult:
-    """Writes which k tokens the drafter's head is to keep (`shoal.models.trimming`): those that the target writes most, or, with
-    texts, those that they hold most. The share that is said is that of one half of these in what was counted of the other.
+    """Writes which k tokens the drafter's head is to keep (`shoal.models.trimming`): those that the
+    target writes most, or, with texts, those that they hold most. The share that is said is that of
+    one half of these in what was counted of the other.
 
     Raises:
         RequestError: there is no draft model, or none in a directory; or it is trimmed already.
@@ -40,24 +42,37 @@ def trim(case: Case, k: int, texts: Sequence[str]) -> CheckResult:
     draft = model.draft_model
     place = None if draft is None else directory_of(draft.name)
     if draft is None or place is None:
-        raise RequestError("--trim writes a file beside the drafter: give --draft a model's directory")
+        raise RequestError(
+            "--trim writes a file beside the drafter: give --draft a model's directory"
+        )
     if draft.known_ids != draft.vocab_size:
         raise RequestError(f"the drafter is trimmed already: delete {place / trimming.FILE} first")
     tokenizer = load_tokenizer(place)
     if not texts and model.vocabularies is not None:
         texts = [model.tokenizer.decode(row, skip_special_tokens=True) for row in written(case)]
-    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts] if texts else written(case)
+    rows = (
+        [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        if texts
+        else written(case)
+    )
     pieces = [row[at : at + PIECE] for row in rows for at in range(0, len(row), PIECE)]
     halves = [Counter(token for piece in pieces[half::2] for token in piece) for half in (0, 1)]
-    size = draft.vocab_size if model.vocabularies is not None else min(draft.vocab_size, model.target.vocab_size)
+    size = (
+        draft.vocab_size
+        if model.vocabularies is not None
+        else min(draft.vocab_size, model.target.vocab_size)
+    )
     always = [i for i in (tokenizer.eos_token_id,) if i is not None and i < size]
     half = set(trimming.most_used(halves[0], k, size, always))
-    share = sum(count for token, count in halves[1].items() if token in half) / max(halves[1].total(), 1)
+    share = sum(count for token, count in halves[1].items() if token in half) / max(
+        halves[1].total(), 1
+    )
     counts = halves[0] + halves[1]
     kept = trimming.most_used(counts, k, size, always)
     path = trimming.save(place, kept, tokenizer)
     figure = (
-        f"{path} keeps {len(kept)} of the {draft.vocab_size} tokens of the drafter's head, and the next load reads it; chosen by "
+        f"{path} keeps {len(kept)} of the {draft.vocab_size} tokens of the drafter's head, and "
+        f"the next load reads it; chosen by "
         f"one half of {counts.total()} tokens, as many hold {share:.1%} of the other"
     )
     data = {"kept": len(kept), "of": draft.vocab_size, "share": share, "counted": counts.total()}
@@ -74,7 +89,9 @@ def vocabulary(case: Case) -> Iterator[CheckResult]:
     shared = set() if shared_tokens is None else set(shared_tokens.target)
     if found is not None and found.trie is not None:
         shared = set(found.trie.sequences)  # a drafter of bytes or characters writes the others
-    share = sum(count for token, count in counts.items() if token in shared) / max(counts.total(), 1)
+    share = sum(count for token, count in counts.items() if token in shared) / max(
+        counts.total(), 1
+    )
     size = f"{len(shared)} of {case.model.target.vocab_size} ids"
     figure = f"the drafter can propose {share:.1%} of the tokens that the target wrote ({size})"
     data: dict[str, Any] = {"share": share, "shared": len(shared)}

@@ -1,5 +1,6 @@
-"""Commands whose help pages are made for readers: the kind of an option's value is named as users know it, a flag has none, and
-paragraphs are broken where the terminal ends, not where the docstring does."""
+"""Commands whose help pages are made for readers: the kind of an option's value is named as users
+know it, a flag has none, and paragraphs are broken where the terminal ends, not where the docstring
+does."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def unbroken(text: str) -> str:
 
 
 def with_kinds(parameters: list[Any]) -> list[Any]:
-    """The parameters; options without a `metavar` get that of their type, a repeatable option that of one of its values."""
+    """The parameters; options without a `metavar` get that of their type, a repeatable option that
+    of one of its values."""
     for option in parameters:
         if isinstance(option, TyperOption) and option.metavar is None:
             annotation: Any = option.type_descriptor.annotation

@@ -14,7 +14,13 @@ from shoal.cli.cursor import split_at
 from shoal.cli.documents import sample_document
 from shoal.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.option_groups import option_groups, sampling_option
-from shoal.cli.options import JsonOption, ModelSource, SamplesOption, SpeculationOptions, parse_lookahead
+from shoal.cli.options import (
+    JsonOption,
+    ModelSource,
+    SamplesOption,
+    SpeculationOptions,
+    parse_lookahead,
+)
 from shoal.cli.samples import report_failures
 from shoal.cli.sampling_options import SamplingOptions
 from shoal.cli.streaming import follow
@@ -30,16 +36,27 @@ if TYPE_CHECKING:
 
 
 RESERVED = 8
-"""Tokens of the context that are kept for those between the texts, and for those that alignment adds."""
+"""Tokens of the context that are kept for those between the texts, and for those that alignment
+adds."""
 
 
 @dataclass(frozen=True)
 class CursorOptions:
     """The file and the place in it."""
 
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that is edited; it is only read. - is stdin.")]
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="The file that is edited; it is only read. - is stdin."
+        ),
+    ]
     at: Annotated[
-        str, typer.Option("--at", metavar="LINE:COL", help="The cursor, before that character; both are counted from 1.")
+        str,
+        typer.Option(
+            "--at",
+            metavar="LINE:COL",
+            help="The cursor, before that character; both are counted from 1.",
+        ),
     ]
 
 
@@ -50,35 +67,47 @@ class SuggestionOptions(SamplingOptions):
     n: SamplesOption = 8
     align: Annotated[
         bool,
-        sampling_option("--align/--no-align", help="The cursor may stand inside a token, whose bytes are written again."),
+        sampling_option(
+            "--align/--no-align",
+            help="The cursor may stand inside a token, whose bytes are written again.",
+        ),
     ] = True
     syntax: Annotated[
         str | None,
         sampling_option(
             "--syntax",
             metavar="LANGUAGE",
-            help="python, json or a .lark grammar: suggestions after which the file parses; unfinished ones are cut where it does.",
+            help="python, json or a .lark grammar: suggestions after which the file parses; "
+            "unfinished ones are cut where it does.",
         ),
     ] = None
     members: Annotated[
         bool,
-        sampling_option("--members", help="Python: behind a dot, only names that jedi knows. It needs jedi."),
+        sampling_option(
+            "--members", help="Python: behind a dot, only names that jedi knows. It needs jedi."
+        ),
     ] = False
 
 
 @option_groups()
 def complete(
-    cursor: CursorOptions, sampling: SuggestionOptions, speculation: SpeculationOptions, source: ModelSource,
+    cursor: CursorOptions,
+    sampling: SuggestionOptions,
+    speculation: SpeculationOptions,
+    source: ModelSource,
     as_json: JsonOption = False,
-) -> int:  # fmt: skip
+) -> int:
     """Suggest what to write at a cursor: n texts, best first, each as a diff of the file.
 
-    The model sees the text before and behind the cursor, as much of it as fits, if it was trained to fill in the middle.
-    Suggestions that the model ended itself come first, then the best by mean log-probability. Ctrl-C stops and prints what has
-    finished.
+    The model sees the text before and behind the cursor, as much of it as fits, if it was trained
+    to fill in the middle. Suggestions that the model ended itself come first, then the best by mean
+    log-probability. Ctrl-C stops and prints what has finished.
     """
     before, behind = split_at(cursor.file, cursor.at)
-    options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
+    options = sampling.given() | {
+        "lookahead": parse_lookahead(speculation.lookahead),
+        "rule": speculation.rule,
+    }
     split_options(options)  # a wrong value is reported before a model is loaded
     if sampling.members:
         jedi_analyser()
@@ -101,7 +130,8 @@ def complete(
 
 
 def _read_syntax(sampling: SuggestionOptions) -> Syntax | None:
-    """What suggestions have to fit in; of the whole file, which `_prompt` adds. Raises RequestError: see `read_syntax`."""
+    """What suggestions have to fit in; of the whole file, which `_prompt` adds. Raises
+    RequestError: see `read_syntax`."""
     from shoal.constraints.syntax.requests import Syntax, read_syntax
 
     checked = sampling.syntax is not None, sampling.members
@@ -111,10 +141,14 @@ def _read_syntax(sampling: SuggestionOptions) -> Syntax | None:
     return read_syntax(Syntax(language, parses=checked[0], members=checked[1]))
 
 
-def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions) -> tuple[str, dict[str, Any]]:
-    """The text that is continued, and what `Shoal.stream` has to be told of it; as much text as fits.
+def _prompt(
+    model: Shoal, before: str, behind: str, sampling: SuggestionOptions
+) -> tuple[str, dict[str, Any]]:
+    """The text that is continued, and what `Shoal.stream` has to be told of it; as much text as
+    fits.
 
-    A model that cannot fill in continues the text where nothing but blanks stands behind the cursor.
+    A model that cannot fill in continues the text where nothing but blanks stands behind the
+    cursor.
 
     Raises:
         RequestError: such a model and more text behind the cursor, or no text at all.
@@ -132,7 +166,8 @@ def _prompt(model: Shoal, before: str, behind: str, sampling: SuggestionOptions)
     space = model.target.context - sampling.max_new_tokens - RESERVED
     if space < 1:
         raise RequestError(
-            f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the context is {model.target.context} tokens"
+            f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the "
+            f"context is {model.target.context} tokens"
         )
     syntax = _read_syntax(sampling)
     asked = {

@@ -62,7 +62,12 @@ class StatusLine:
             self.shown.append(self.live)
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _tb: TracebackType | None,
+    ) -> None:
         self.live.stop()
         if self.live in self.shown:
             self.shown.remove(self.live)
@@ -70,7 +75,8 @@ class StatusLine:
     @classmethod
     @contextmanager
     def suspendable(cls, live: Live) -> Iterator[None]:
-        """What is shown here, such as a bar, makes room for the stages of loading within the block."""
+        """What is shown here, such as a bar, makes room for the stages of loading within the
+        block."""
         cls.shown.append(live)
         try:
             yield
@@ -126,9 +132,11 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def loading_shown() -> Iterator[None]:
-    """Shows the stages of `shoal.load` on stderr: a spinner and a line that is overwritten, in the place of an open line or bar.
+    """Shows the stages of `shoal.load` on stderr: a spinner and a line that is overwritten, in the
+    place of an open line or bar.
 
-    Silent where stderr is no terminal, and where the library's records are written already, as by a server.
+    Silent where stderr is no terminal, and where the library's records are written already, as by a
+    server.
     """
     console, handlers = stderr(), logging.getLogger("shoal").handlers
     if not _is_shown(console) or any(not isinstance(handler, _Notes) for handler in handlers):
@@ -166,17 +174,21 @@ class Progress(StatusLine):
         self.finished += increment.finish_reason is not None
         seconds = time.perf_counter() - self.started_at
         self.say(
-            f"{self.finished}/{self.rows} samples, {self.tokens} tokens, {self.tokens / seconds:.0f} tokens/s", now=False
+            f"{self.finished}/{self.rows} samples, {self.tokens} tokens, "
+            f"{self.tokens / seconds:.0f} tokens/s",
+            now=False,
         )
 
 
 def printable(text: str) -> str:
-    """Text without control characters, but for line break and tab: a terminal executes none of it."""
+    """Text without control characters, but for line break and tab: a terminal executes none of
+    it."""
     return text.translate(CONTROLS)
 
 
 def plain_table(*columns: str) -> Table:
-    """A table that reads well in a terminal and in a text file: first column words, the others figures."""
+    """A table that reads well in a terminal and in a text file: first column words, the others
+    figures."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)

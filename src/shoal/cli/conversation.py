@@ -33,7 +33,8 @@ class Turn:
 
     Attributes:
         answers: all that came, those of earlier attempts included; none while it waits for one.
-        chosen: index of the answer that counts. attempts: times that it was asked.
+        chosen: index of the answer that counts.
+        attempts: times that it was asked.
     """
 
     said: str
@@ -62,7 +63,8 @@ class Conversation:
         return self.turns[-1]
 
     def asked(self) -> list[Message]:
-        """What a template takes for the last turn to be answered: all before it, and its message."""
+        """What a template takes for the last turn to be answered: all before it, and its
+        message."""
         return [*self._messages(self.turns[:-1]), message("user", self.last.said)]
 
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
@@ -84,7 +86,8 @@ class Conversation:
         return turn
 
     def choose(self, number: int) -> Answer:
-        """Makes a candidate of the last turn, counted from 1, its answer. Raises RequestError: there is no such one."""
+        """Makes a candidate of the last turn, counted from 1, its answer. Raises RequestError:
+        there is no such one."""
         count = len(self.last.answers)
         if not 1 <= number <= count:
             said = (
@@ -97,7 +100,8 @@ class Conversation:
         return self.last.answers[number - 1]
 
     def document(self) -> dict[str, Any]:
-        """As a JSON object: "messages" in the form of OpenAI's API, and the places of those that were interrupted, from 0."""
+        """As a JSON object: "messages" in the form of OpenAI's API, and the places of those that
+        were interrupted, from 0."""
         messages: list[dict[str, str]] = list(self._messages(self.turns))
         answers = [turn.answer for turn in self.turns if turn.answer is not None]
         places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
@@ -109,7 +113,8 @@ class Conversation:
 
 
 def read_conversation(file: Path) -> Conversation:
-    """The conversation of a file: perhaps a message of the system's, then messages of the user, each with an answer or without.
+    """The conversation of a file: perhaps a message of the system's, then messages of the user,
+    each with an answer or without.
 
     Raises:
         RequestError: it cannot be read, see `read_document`, or has messages of another order.
@@ -117,7 +122,12 @@ def read_conversation(file: Path) -> Conversation:
     document, found = read_document(file), Conversation()
     cut = document.get("interrupted")
     for place, one in enumerate(document["messages"]):
-        _add(found, one, where=f"{str(file)!r}, message {place + 1}", interrupted=isinstance(cut, list) and place in cut)
+        _add(
+            found,
+            one,
+            where=f"{str(file)!r}, message {place + 1}",
+            interrupted=isinstance(cut, list) and place in cut,
+        )
     return found
 
 
@@ -135,4 +145,6 @@ def _add(conversation: Conversation, one: Mapping[str, Any], where: str, interru
         raise RequestError(f"{where}: an answer without a message of the user before it")
     else:
         reasoning = one.get("reasoning_content")
-        turns[-1].answers.append(Answer(text, reasoning if isinstance(reasoning, str) else "", interrupted))
+        turns[-1].answers.append(
+            Answer(text, reasoning if isinstance(reasoning, str) else "", interrupted)
+        )

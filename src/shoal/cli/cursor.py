@@ -13,9 +13,11 @@ STDIN = "-"
 
 
 def split_at(file: Path, at: str) -> tuple[str, str]:
-    """The texts of a file before and behind a cursor, which stands before the character that it names.
+    """The texts of a file before and behind a cursor, which stands before the character that it
+    names.
 
-    A column is a count of characters; one after the last of a line is its end. Line breaks are read as line feeds.
+    A column is a count of characters; one after the last of a line is its end. Line breaks are read
+    as line feeds.
 
     Raises:
         RequestError: the file cannot be read, or has no such place.
@@ -29,7 +31,8 @@ def split_at(file: Path, at: str) -> tuple[str, str]:
         raise RequestError(f"--at {at}: {str(file)!r} has {len(lines)} lines")
     if column > len(lines[line - 1]) + 1:
         raise RequestError(
-            f"--at {at}: line {line} has {len(lines[line - 1])} characters, so its last column is {len(lines[line - 1]) + 1}"
+            f"--at {at}: line {line} has {len(lines[line - 1])} characters, so its last column "
+            f"is {len(lines[line - 1]) + 1}"
         )
     cut = sum(len(one) + 1 for one in lines[: line - 1]) + column - 1
     return text[:cut], text[cut:]

@@ -25,7 +25,7 @@ from shoal.cli.options import (
     display_name,
     dtype_name,
     parse_lookahead,
-)  # fmt: skip
+)
 from shoal.cli.samples import show_output
 from shoal.cli.streaming import follow
 from shoal.config import require_text
@@ -48,7 +48,8 @@ PROMPT = '''def multiply_above_4(values):
 WARM_UP_TOKENS = 16
 CHECKED_LENGTH = 4  # draft length of the greedy comparison where `auto` drafts nothing
 NOT_DRAFTED = (
-    "no speed-up: by the times measured here drafts did not pay, so nothing was drafted and both columns are plain decoding; "
+    "no speed-up: by the times measured here drafts did not pay, so nothing was drafted and "
+    "both columns are plain decoding; "
     f"--lookahead {CHECKED_LENGTH} drafts anyway"
 )
 
@@ -66,7 +67,9 @@ class Job:
 
     def run(self, lookahead: str | int, **changes: Any) -> Result:
         """All rows at a draft length."""
-        return self.model.generate(self.prompt, self.n, lookahead=lookahead, **{**self.options, **changes})
+        return self.model.generate(
+            self.prompt, self.n, lookahead=lookahead, **{**self.options, **changes}
+        )
 
     @property
     def exact(self) -> bool:
@@ -92,27 +95,41 @@ class Measurements:
 class DemoOptions(SampleOptions):
     """What is generated, and how it is shown."""
 
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What the samples continue.", show_default="a function")] = (
-        PROMPT
-    )
+    prompt: Annotated[
+        str,
+        typer.Option(
+            "--prompt", "-p", help="What the samples continue.", show_default="a function"
+        ),
+    ] = PROMPT
     temperature: Annotated[float, sampling_option(help="0 = greedy.")] = 0.8
     seed: Annotated[int, sampling_option(help="Same seed, same samples.")] = 0
     lookahead: LookaheadOption = "auto"
-    repeats: Annotated[int, speed_option(min=1, help="Timed runs of each method; medians are shown.")] = 3
-    no_live: Annotated[bool, output_option("--no-live", help="Do not show the rows while they fill in.")] = False
+    repeats: Annotated[
+        int, speed_option(min=1, help="Timed runs of each method; medians are shown.")
+    ] = 3
+    no_live: Annotated[
+        bool, output_option("--no-live", help="Do not show the rows while they fill in.")
+    ] = False
     json: JsonOption = False
 
     def job(self, names: PlacedPair) -> Job:
         """Checks the options, then loads the pair."""
         require_text(self.prompt, "the prompt")
-        options = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "seed": self.seed}
+        options = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+        }
         lookahead = parse_lookahead(self.lookahead)
         split_options({**options, "lookahead": lookahead})
         with StatusLine() as status:
             status.say("loading ...")
             pair = ModelSource(**vars(names), max_batch=max(16, self.n)).load()
         if pair.drafter_name is None:
-            raise RequestError("the demo compares drafting with plain decoding and needs a drafter: give --draft as well")
+            raise RequestError(
+                "the demo compares drafting with plain decoding and needs a drafter: give "
+                "--draft as well"
+            )
         return Job(pair, self.prompt, self.n, lookahead, self.repeats, options)
 
 
@@ -132,7 +149,10 @@ def demo(names: PlacedPair, options: DemoOptions) -> int:
     if shown is None:
         return EXIT_INTERRUPTED
     if shown.stats.drafted == 0 and job.lookahead != "auto":
-        raise RequestError(f"nothing was drafted with --lookahead {options.lookahead}: raise it, or --max-new-tokens")
+        raise RequestError(
+            f"nothing was drafted with --lookahead {options.lookahead}: raise it, or "
+            f"--max-new-tokens"
+        )
     measured = measure(job)
     if options.json:
         print(json.dumps(document(job, shown, measured)))
@@ -167,9 +187,13 @@ def measure(job: Job) -> Measurements:
             run(max_new_tokens=min(WARM_UP_TOKENS, tokens))
         results = interleave(methods, job.repeats, status.say)
         status.say("comparing greedy decoding ...")
-        identity = greedy_identity(job.model, [job.prompt], job.n, job.lookahead, max_new_tokens=tokens)
+        identity = greedy_identity(
+            job.model, [job.prompt], job.n, job.lookahead, max_new_tokens=tokens
+        )
         if identity.drafted == 0:  # `auto` did not draft here: compare at a fixed draft length
-            identity = greedy_identity(job.model, [job.prompt], job.n, CHECKED_LENGTH, max_new_tokens=tokens)
+            identity = greedy_identity(
+                job.model, [job.prompt], job.n, CHECKED_LENGTH, max_new_tokens=tokens
+            )
     return Measurements(Speed.of(results["plain"]), Speed.of(results["speculative"]), identity)
 
 
@@ -179,7 +203,8 @@ def report(console: Console, job: Job, measured: Measurements) -> None:
     runs = "one run each" if job.repeats == 1 else f"medians of {job.repeats} runs each"
     console.print()
     console.print(
-        f"{job.n} samples of at most {job.options['max_new_tokens']} tokens, T={job.options['temperature']:g}, "
+        f"{job.n} samples of at most {job.options['max_new_tokens']} tokens, "
+        f"T={job.options['temperature']:g}, "
         f"lookahead {job.lookahead}, {dtype} on {job.model.target.device}; {runs}"
     )
     console.print()
@@ -189,9 +214,13 @@ def report(console: Console, job: Job, measured: Measurements) -> None:
         console.print(f"speed-up: {measured.speedup:.2f}x", style="bold")
     else:
         console.print(NOT_DRAFTED, style="bold", soft_wrap=not console.is_terminal)
-    console.print(f"greedy identical: {measured.identity.summary} ({dtype}, {measured.identity.rows} rows)")
+    console.print(
+        f"greedy identical: {measured.identity.summary} ({dtype}, {measured.identity.rows} rows)"
+    )
     if not measured.identity.holds and not job.exact:
-        console.print("In 16 bit, two tokens can tie for the highest score; float32 decides: --dtype float32.")
+        console.print(
+            "In 16 bit, two tokens can tie for the highest score; float32 decides: --dtype float32."
+        )
 
 
 def comparison(plain: Speed, speculative: Speed) -> Any:
@@ -208,7 +237,9 @@ def comparison(plain: Speed, speculative: Speed) -> Any:
         ("drafted tokens", "drafted", "d"),
         ("accepted tokens", "accepted", "d"),
     ):
-        table.add_row(label, *(format(getattr(speed, name), form) for speed in (plain, speculative)))
+        table.add_row(
+            label, *(format(getattr(speed, name), form) for speed in (plain, speculative))
+        )
     return table
 
 
@@ -217,7 +248,9 @@ def document(job: Job, shown: Result, measured: Measurements) -> dict[str, Any]:
     model, identity = job.model, measured.identity
     return {
         "target": display_name(model.target),
-        "draft": model.drafter_name if model.draft_model is None else display_name(model.draft_model),
+        "draft": model.drafter_name
+        if model.draft_model is None
+        else display_name(model.draft_model),
         "dtype": dtype_name(model.target),
         "device": str(model.target.device),
         "loaded": model.loaded,
@@ -231,5 +264,8 @@ def document(job: Job, shown: Result, measured: Measurements) -> dict[str, Any]:
         "speedup": measured.speedup,
         "greedy_identical": identity.holds,
         "greedy": vars(identity),
-        "samples": [{"text": sample.text, "finish_reason": sample.finish_reason} for sample in shown[0].samples],
+        "samples": [
+            {"text": sample.text, "finish_reason": sample.finish_reason}
+            for sample in shown[0].samples
+        ],
     }

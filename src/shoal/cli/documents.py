@@ -12,18 +12,25 @@ from shoal.types.samples import Output, Result, Sample
 
 
 def document(
-    result: Result, asked: Sequence[PromptLine], sample: Callable[[Sample], dict[str, Any]], *, ranked: bool = False
+    result: Result,
+    asked: Sequence[PromptLine],
+    sample: Callable[[Sample], dict[str, Any]],
+    *,
+    ranked: bool = False,
 ) -> dict[str, Any]:
     """The JSON object of a result.
 
     Args:
-        sample: makes that of a sample. ranked: samples with the best mean log-probability first.
+        sample: makes that of a sample.
+        ranked: samples with the best mean log-probability first.
     """
     prompts = []
     for output, one in zip(result, asked, strict=True):
         samples = [sample(each) for each in (output.ranked if ranked else output.samples)]
         prompts.append(
-            {"prompt": one.text, "samples": samples} | ({} if one.id is None else {"id": one.id}) | _worth(output)
+            {"prompt": one.text, "samples": samples}
+            | ({} if one.id is None else {"id": one.id})
+            | _worth(output)
         )
     return {"prompts": prompts, "stats": result.stats.to_dict()}
 
@@ -31,14 +38,21 @@ def document(
 def _worth(output: Output) -> dict[str, Any]:
     """What weighted samples are worth together."""
     number, mass = output.effective_samples, output.log_mass
-    return {} if number is None or mass is None else {"effective_samples": number, "log_mass": _finite(mass)}
+    return (
+        {}
+        if number is None or mass is None
+        else {"effective_samples": number, "log_mass": _finite(mass)}
+    )
 
 
-def sample_document(sample: Sample, *, logprobs: bool = False, top_logprobs: bool = False) -> dict[str, Any]:
+def sample_document(
+    sample: Sample, *, logprobs: bool = False, top_logprobs: bool = False
+) -> dict[str, Any]:
     """The JSON object of a sample.
 
     Args:
-        logprobs: with the log-probabilities of its tokens. top_logprobs: with those of the most probable tokens.
+        logprobs: with the log-probabilities of its tokens.
+        top_logprobs: with those of the most probable tokens.
     """
     entry: dict[str, Any] = {
         "text": sample.text,
@@ -62,7 +76,10 @@ def sample_document(sample: Sample, *, logprobs: bool = False, top_logprobs: boo
         entry["logprobs"] = [_finite(value) for value in sample.logprobs]
         entry["processed_logprobs"] = [_finite(value) for value in sample.processed_logprobs]
     if top_logprobs:
-        entry["top_logprobs"] = [{"raw": _pairs(top.raw), "processed": _pairs(top.processed)} for top in sample.top_logprobs]
+        entry["top_logprobs"] = [
+            {"raw": _pairs(top.raw), "processed": _pairs(top.processed)}
+            for top in sample.top_logprobs
+        ]
     return entry
 
 

@@ -1,4 +1,5 @@
-"""`shoal eval SET --cut KIND`: programs that are cut inside a token, continued as they are, aligned, and uncut."""
+"""`shoal eval SET --cut KIND`: programs that are cut inside a token, continued as they are,
+aligned, and uncut."""
 
 from __future__ import annotations
 
@@ -16,9 +17,15 @@ from shoal.errors import RequestError
 
 
 def evaluate_cuts(
-    eval_set: EvalSet, kind: str, n: int, options: Mapping[str, Any], source: ModelSource, programs: SandboxOptions, *,
+    eval_set: EvalSet,
+    kind: str,
+    n: int,
+    options: Mapping[str, Any],
+    source: ModelSource,
+    programs: SandboxOptions,
+    *,
     as_json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Samples, grades and reports. After Ctrl-C nothing is told.
 
     Raises:
@@ -39,9 +46,13 @@ def evaluate_cuts(
     try:
         with programs.open() as sandbox:
             grader = code_grader([cut.problem for cut in asked], sandbox, programs.workers)
-            rows = list(with_progress("sampling", cut_samples.written(pair, asked, n, options), len(asked)))
+            rows = list(
+                with_progress("sampling", cut_samples.written(pair, asked, n, options), len(asked))
+            )
             written = [each for row in rows for each in row]
-            found = list(with_progress("executing", cut_samples.graded(written, grader), len(written)))
+            found = list(
+                with_progress("executing", cut_samples.graded(written, grader), len(written))
+            )
     except KeyboardInterrupt:
         stderr().print("interrupted: nothing was kept")
         return EXIT_INTERRUPTED
@@ -56,17 +67,25 @@ def evaluate_cuts(
 def require_solutions(eval_set: EvalSet) -> None:
     """Raises RequestError: what is cut are published solutions, continued as code."""
     if not any(problem.canonical for problem in eval_set.problems):
-        raise RequestError(f"the problems of {eval_set.name} have no solutions that could be cut: leave out --cut")
+        raise RequestError(
+            f"the problems of {eval_set.name} have no solutions that could be cut: leave out --cut"
+        )
     if eval_set.chat:
         raise RequestError("a cut program is continued, not asked for in a chat: leave out --chat")
 
 
 def show(summary: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> None:
     """A table of all kinds and variants."""
-    table = plain_table("cut", "cuts", "samples", "variant", "passed, %", "syntax errors, %", "time over uncut")
+    table = plain_table(
+        "cut", "cuts", "samples", "variant", "passed, %", "syntax errors, %", "time over uncut"
+    )
     for row in summary:
         for variant in variants:
             own = row["variants"][variant]
-            shares = (f"{100 * own['passed']:.1f}", f"{100 * own['syntax_errors']:.1f}", f"{own['latency']:.2f}")
+            shares = (
+                f"{100 * own['passed']:.1f}",
+                f"{100 * own['syntax_errors']:.1f}",
+                f"{own['latency']:.2f}",
+            )
             table.add_row(row["kind"], str(row["cuts"]), str(row["samples"]), variant, *shares)
     stdout().print(table)

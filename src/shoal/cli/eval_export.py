@@ -1,4 +1,5 @@
-"""`shoal eval --export FORMAT:FILE`: the samples of an evaluation as files that other evaluators read."""
+"""`shoal eval --export FORMAT:FILE`: the samples of an evaluation as files that other evaluators
+read."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from shoal.evaluation.run import Evaluation
 
 EXPORT_HELP = (
-    "Write the samples for another evaluator: evalplus:FILE.jsonl, or bigcode:FILE.json for the BigCode evaluation harness. "
+    "Write the samples for another evaluator: evalplus:FILE.jsonl, or bigcode:FILE.json for the "
+    "BigCode evaluation harness. "
     "Repeatable; of batched speculation, unless --methods leaves it out."
 )
 
@@ -30,7 +32,8 @@ class Export:
     file: Path
 
     def write(self, evaluation: Evaluation, eval_set: EvalSet) -> None:
-        """Writes the samples of an evaluation that has all of them; names the command of the evaluator. Raises RequestError."""
+        """Writes the samples of an evaluation that has all of them; names the command of the
+        evaluator. Raises RequestError."""
         from shoal.evaluation.exports import programs_of
         from shoal.evaluation.sampling import METHODS
 
@@ -38,7 +41,10 @@ class Export:
         method = max(config.methods, key=METHODS.index)  # batched, or what comes closest to it
         programs = programs_of(eval_set.problems, evaluation.samples.entries, method, config.n)
         write_whole(self.file, self.format.render(eval_set.name, programs))
-        said = f"{method} samples for {self.format.tool}: {self.format.hint(eval_set.name, str(self.file), programs)}"
+        said = (
+            f"{method} samples for {self.format.tool}: "
+            f"{self.format.hint(eval_set.name, str(self.file), programs)}"
+        )
         stderr().print(said, markup=False, soft_wrap=True)
 
 
@@ -46,8 +52,8 @@ def read_exports(texts: Sequence[str], eval_set: EvalSet) -> list[Export]:
     """The files of a command line.
 
     Raises:
-        RequestError: for an unknown format, a file that cannot be written or that the evaluator would not read, a set that it
-            does not have.
+        RequestError: for an unknown format, a file that cannot be written or that the evaluator
+            would not read, a set that it does not have.
     """
     from shoal.evaluation.exports import FORMATS
 
@@ -55,10 +61,15 @@ def read_exports(texts: Sequence[str], eval_set: EvalSet) -> list[Export]:
     for text in texts:
         name, _, file = text.partition(":")
         if name not in FORMATS or not file:
-            raise RequestError(f"--export must be FORMAT:FILE with a format of {', '.join(FORMATS)}; got {text!r}")
+            raise RequestError(
+                f"--export must be FORMAT:FILE with a format of {', '.join(FORMATS)}; got {text!r}"
+            )
         found, path = FORMATS[name], Path(file)
         if path.suffix != found.suffix:
-            raise RequestError(f"{found.tool} reads {found.suffix} files: --export {name}:FILE{found.suffix}; got {text!r}")
+            raise RequestError(
+                f"{found.tool} reads {found.suffix} files: --export {name}:FILE{found.suffix}; "
+                f"got {text!r}"
+            )
         if path in (other.file for other in exports):
             raise RequestError(f"two exports would be written to {file!r}")
         found.check(eval_set.name, eval_set.problems)

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from shoal.cli.console import plain_table, printable, stderr, stdout
 
@@ -16,13 +23,21 @@ Value = TypeVar("Value")
 
 
 def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
-    """Yields the results, with a bar and the time left on stderr; silent where stderr is no terminal."""
+    """Yields the results, with a bar and the time left on stderr; silent where stderr is no
+    terminal."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("passed,"),
-        TimeRemainingColumn(), TextColumn("left"),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("passed,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
     console = stderr()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         yield from progress.track(results, total=total, description=what)
 
 
@@ -41,7 +56,8 @@ def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
 
 
 def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A line per budget and method, its first cells; on a terminal too narrow for it a table per budget, a column per method."""
+    """A line per budget and method, its first cells; on a terminal too narrow for it a table per
+    budget, a column per method."""
     table = plain_table(*heads)
     table.columns[1].justify = "left"
     for line in lines:
@@ -67,7 +83,9 @@ def show_solutions(summary: dict[str, Any]) -> None:
     console = stdout()
     for failure in summary["failures"]:
         console.print(
-            printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"), markup=False, soft_wrap=True
+            printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"),
+            markup=False,
+            soft_wrap=True,
         )
     table = plain_table("language", "problems", "without a solution", "passed", "of", "per cent")
     for name, counts in summary["languages"].items():

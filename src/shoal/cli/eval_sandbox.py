@@ -23,12 +23,16 @@ class SandboxOptions:
     """How many programs are executed at a time, and in which sandbox."""
 
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Programs executed at a time.", show_default="the number of cores")
+        int | None,
+        typer.Option(
+            min=1, help="Programs executed at a time.", show_default="the number of cores"
+        ),
     ] = None
     sandbox: Annotated[
         Isolation,
         typer.Option(
-            help="What isolates programs; auto: the strongest that keeps them from files and network here, or none. "
+            help="What isolates programs; auto: the strongest that keeps them from files and "
+            "network here, or none. "
             "limits leaves the network open."
         ),
     ] = "auto"

@@ -14,8 +14,14 @@ from shoal.cli.options import ModelSource
 
 
 def evaluate_schemas(
-    folder: Path, limit: int | None, n: int, options: Mapping[str, Any], source: ModelSource, *, as_json: bool
-) -> int:  # fmt: skip
+    folder: Path,
+    limit: int | None,
+    n: int,
+    options: Mapping[str, Any],
+    source: ModelSource,
+    *,
+    as_json: bool,
+) -> int:
     """Samples and reports; after Ctrl-C of the schemas that were tried by then.
 
     Raises:
@@ -45,9 +51,18 @@ def show(summary: Mapping[str, Any]) -> None:
     """The schemas that were refused, and a table."""
     for one in summary["schemas"]:
         if one["refused"]:
-            stdout().print(printable(f"{one['name']}: {one['refused']}"), markup=False, soft_wrap=True)
+            stdout().print(
+                printable(f"{one['name']}: {one['refused']}"), markup=False, soft_wrap=True
+            )
     table = plain_table(
-        "schemas", "tried", "declared", "empirical", "compliance", "valid/invalid/cut", "compile, ms", "mask, ms"
+        "schemas",
+        "tried",
+        "declared",
+        "empirical",
+        "compliance",
+        "valid/invalid/cut",
+        "compile, ms",
+        "mask, ms",
     )
     groups = dict(summary["groups"])
     for name, own in (*groups.items(), *([("all", summary["all"])] if len(groups) > 1 else [])):

@@ -27,7 +27,9 @@ class EvalSet:
     """An evaluation set.
 
     Attributes:
-        tasks: what models are asked. problems: to be judged; empty for summaries. documents: of summaries.
+        tasks: what models are asked.
+        problems: to be judged; empty for summaries.
+        documents: of summaries.
         fingerprint: of the file; "" for the generated set.
     """
 
@@ -57,23 +59,31 @@ class SetOptions:
     """Which set, and how models are asked."""
 
     set_: Annotated[
-        Name, typer.Argument(metavar="SET", help="humaneval, mbxp, functions, infilling, summarize or jsonschema.")
+        Name,
+        typer.Argument(
+            metavar="SET", help="humaneval, mbxp, functions, infilling, summarize or jsonschema."
+        ),
     ]
     data: Annotated[
         Path | None,
         typer.Option(
-            help="The set, .jsonl or .jsonl.gz; of jsonschema a directory; functions needs none. Nothing is downloaded."
+            help="The set, .jsonl or .jsonl.gz; of jsonschema a directory; functions needs "
+            "none. Nothing is downloaded."
         ),
     ] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many problems; functions: 200 without it.")] = (
-        None
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Only the first so many problems; functions: 200 without it."),
+    ] = None
+    chat: Annotated[bool, sampling_option("--chat", help="Ask by the model's chat template.")] = (
+        False
     )
-    chat: Annotated[bool, sampling_option("--chat", help="Ask by the model's chat template.")] = False
     cut: Annotated[
         Kind | None,
         sampling_option(
             "--cut",
-            help="Cut each solution inside a token of this class, and go on: as it is, with --align, and from where the token "
+            help="Cut each solution inside a token of this class, and go on: as it is, with "
+            "--align, and from where the token "
             "begins.",
         ),
     ] = None
@@ -86,13 +96,18 @@ class SetOptions:
             if self.data is not None:
                 raise RequestError("the set functions is generated: leave out --data")
             problems = tasks.function_problems(self.limit or tasks.FUNCTIONS)
-            return EvalSet(self.set_, tasks.code_tasks(problems, chat=self.chat), problems, chat=self.chat)
+            return EvalSet(
+                self.set_, tasks.code_tasks(problems, chat=self.chat), problems, chat=self.chat
+            )
         if self.data is None:
             raise RequestError(
-                f"give the file of the set: shoal eval {self.set_} --data FILE; nothing is bundled or downloaded"
+                f"give the file of the set: shoal eval {self.set_} --data FILE; nothing is "
+                f"bundled or downloaded"
             )
         if self.set_ == "infilling" and self.chat:
-            raise RequestError("a middle is filled in by special tokens, not in a chat: leave out --chat")
+            raise RequestError(
+                "a middle is filled in by special tokens, not in a chat: leave out --chat"
+            )
         return self._read_file(self.data)
 
     def _read_file(self, data: Path) -> EvalSet:
@@ -106,5 +121,9 @@ class SetOptions:
             return EvalSet(self.set_, asked, documents=documents, fingerprint=digest(data), **file)
         read = problems.read_mbxp if self.set_ == "mbxp" else problems.read_humaneval
         found = read(data)[: self.limit]
-        asked = tasks.infilling_tasks(found) if self.set_ == "infilling" else tasks.code_tasks(found, chat=chat)
+        asked = (
+            tasks.infilling_tasks(found)
+            if self.set_ == "infilling"
+            else tasks.code_tasks(found, chat=chat)
+        )
         return EvalSet(self.set_, asked, found, fingerprint=digest(data), **file)

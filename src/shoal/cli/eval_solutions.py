@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from shoal.evaluation.sandbox import Sandbox
 
 
-def execute_solutions(eval_set: EvalSet, solutions: str, programs: SandboxOptions, directory: Path, *, as_json: bool) -> int:
-    """Judges given completions; says how many passed, and which did not. After Ctrl-C of those that were judged by then."""
+def execute_solutions(
+    eval_set: EvalSet, solutions: str, programs: SandboxOptions, directory: Path, *, as_json: bool
+) -> int:
+    """Judges given completions; says how many passed, and which did not. After Ctrl-C of those that
+    were judged by then."""
     from shoal.evaluation.execution import read_solutions
     from shoal.evaluation.solutions import Solutions
 
@@ -32,7 +35,8 @@ def execute_solutions(eval_set: EvalSet, solutions: str, programs: SandboxOption
             held.execute(sandbox, programs.workers, with_progress)
         except KeyboardInterrupt:
             stderr().print(
-                f"interrupted: {len(held.results)} of {len(pairs)} judged; with --output, the same command goes on"
+                f"interrupted: {len(held.results)} of {len(pairs)} judged; with --output, the "
+                f"same command goes on"
             )
             code = EXIT_INTERRUPTED
     summary = held.report(eval_set.problems, {"isolation": sandbox.isolation})
@@ -47,6 +51,11 @@ def _settings(eval_set: EvalSet, solutions: str, sandbox: Sandbox) -> dict[str, 
     """All that the verdicts depend on."""
     fingerprint = "" if solutions == "canonical" else digest(Path(solutions))
     return {
-        "set": eval_set.name, "file": eval_set.file, "fingerprint": eval_set.fingerprint, "problems": len(eval_set.problems),
-        "solutions": solutions, "solutions_fingerprint": fingerprint, "sandbox": sandbox.backend,
-    }  # fmt: skip
+        "set": eval_set.name,
+        "file": eval_set.file,
+        "fingerprint": eval_set.fingerprint,
+        "problems": len(eval_set.problems),
+        "solutions": solutions,
+        "solutions_fingerprint": fingerprint,
+        "sandbox": sandbox.backend,
+    }

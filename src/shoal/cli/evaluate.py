@@ -29,7 +29,7 @@ from shoal.cli.options import (
     SpeculationOptions,
     TopPOption,
     parse_lookahead,
-)  # fmt: skip
+)
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -46,12 +46,16 @@ class EvalSampling(SampleOptions):
     temperature: Annotated[float, sampling_option(help="0 = greedy.")] = 0.2
     top_p: TopPOption = 0.95
     seed: Annotated[
-        int | None, sampling_option(help="The same seed gives the same samples by every method; fresh entropy without.")
+        int | None,
+        sampling_option(
+            help="The same seed gives the same samples by every method; fresh entropy without."
+        ),
     ] = None
     time_budget: Annotated[
         str,
         sampling_option(
-            metavar="SECONDS,...", help="Budgets at which one run is looked at; inf: none. Rows are cut at the longest."
+            metavar="SECONDS,...",
+            help="Budgets at which one run is looked at; inf: none. Rows are cut at the longest.",
         ),
     ] = "inf"
     methods: Annotated[
@@ -59,7 +63,8 @@ class EvalSampling(SampleOptions):
         speed_option(
             metavar="METHOD,...",
             show_default="all that there is a drafter for",
-            help="plain; single: speculation sample after sample; batched: speculation on all samples at once.",
+            help="plain; single: speculation sample after sample; batched: speculation on all "
+            "samples at once.",
         ),
     ] = None
 
@@ -68,17 +73,25 @@ class EvalSampling(SampleOptions):
         from shoal.evaluation.sampling import METHODS, PLAIN, SamplingConfig
 
         lookahead = parse_lookahead(speculation.lookahead or "auto")
-        speculative = (source.model is None or source.draft is not None) and lookahead not in ("off", 0)
+        speculative = (source.model is None or source.draft is not None) and lookahead not in (
+            "off",
+            0,
+        )
         possible = METHODS if speculative else (PLAIN,)
         named = tuple(part.strip() for part in (self.methods or "").split(",") if part.strip())
         chosen = possible if self.methods is None else named
         if not speculative and set(chosen) - {PLAIN}:
-            raise RequestError("only --methods plain is left without a drafter or with --lookahead off")
+            raise RequestError(
+                "only --methods plain is left without a drafter or with --lookahead off"
+            )
         longest = max(parse_budgets(self.time_budget))
         options = {
-            "rule": speculation.rule, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature,
-            "top_p": self.top_p, "time_budget": None if math.isinf(longest) else longest,
-        }  # fmt: skip
+            "rule": speculation.rule,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "time_budget": None if math.isinf(longest) else longest,
+        }
         return SamplingConfig(self.n, options, lookahead, self.seed, chosen)
 
 
@@ -91,11 +104,16 @@ class OutputOptions:
         output_option(
             "--output",
             "-o",
-            help="Directory for results, summary, figure and report. The same command goes on where it stopped.",
+            help="Directory for results, summary, figure and report. The same command goes on "
+            "where it stopped.",
         ),
     ] = None
-    plot: Annotated[bool, output_option("--plot/--no-plot", help="Draw the figure (with --output).")] = True
-    export: Annotated[list[str] | None, output_option("--export", metavar="FORMAT:FILE", help=EXPORT_HELP)] = None
+    plot: Annotated[
+        bool, output_option("--plot/--no-plot", help="Draw the figure (with --output).")
+    ] = True
+    export: Annotated[
+        list[str] | None, output_option("--export", metavar="FORMAT:FILE", help=EXPORT_HELP)
+    ] = None
     json: JsonOption = False
 
     @contextmanager
@@ -116,7 +134,8 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="canonical|FILE",
-            help="Execute these completions (JSON Lines of task_id, completion); no model is loaded.",
+            help="Execute these completions (JSON Lines of task_id, completion); no model is "
+            "loaded.",
         ),
     ] = None,
     sampling: EvalSampling,
@@ -127,22 +146,28 @@ def evaluate(
 ) -> int:
     """Measure how good the samples are that are ready in time.
 
-    Samples each problem once by plain decoding, by speculation one sample after the other and by batched speculation, executes the
-    programs, and tells for every budget what the samples finished by then come to: Pass@First (the one ranked first by mean
-    log-probability), Pass@All, pass@k, each with a 95 % bootstrap interval over problems. Programs run in a sandbox. With --cut:
-    how many programs pass that were cut inside a token and continued.
+    Samples each problem once by plain decoding, by speculation one sample after the other and by
+    batched speculation, executes the programs, and tells for every budget what the samples finished
+    by then come to: Pass@First (the one ranked first by mean log-probability), Pass@All, pass@k,
+    each with a 95 % bootstrap interval over problems. Programs run in a sandbox. With --cut: how
+    many programs pass that were cut inside a token and continued.
     """
     if output.out is not None:
         from shoal.bench.provenance import require_place
 
         require_place(output.out)
-    if output.export and (solutions is not None or chosen.set_ == "jsonschema" or chosen.cut is not None):
+    if output.export and (
+        solutions is not None or chosen.set_ == "jsonschema" or chosen.cut is not None
+    ):
         raise RequestError(
-            "--export writes samples of whole programs: leave out --solutions and --cut, and take another set"
+            "--export writes samples of whole programs: leave out --solutions and --cut, and "
+            "take another set"
         )
     if solutions is not None:
         with output.directory() as directory:
-            return execute_solutions(chosen.read(), solutions, programs, directory, as_json=output.json)
+            return execute_solutions(
+                chosen.read(), solutions, programs, directory, as_json=output.json
+            )
     if chosen.set_ == "jsonschema":
         return _evaluate_schemas(chosen, sampling, speculation, source, output)
     if chosen.cut is not None:
@@ -160,35 +185,62 @@ def evaluate(
     with output.directory() as directory:
         from shoal.evaluation.run import Evaluation
 
-        evaluation = Evaluation(directory, eval_set.tasks, config, _settings(eval_set, source, config))
-        return _evaluate(evaluation, eval_set, source, budgets, programs, exports, plot=drawn, as_json=output.json)
+        evaluation = Evaluation(
+            directory, eval_set.tasks, config, _settings(eval_set, source, config)
+        )
+        return _evaluate(
+            evaluation,
+            eval_set,
+            source,
+            budgets,
+            programs,
+            exports,
+            plot=drawn,
+            as_json=output.json,
+        )
 
 
 def _evaluate_cuts(
-    chosen: SetOptions, kind: str, sampling: EvalSampling, speculation: SpeculationOptions, source: ModelSource,
-    programs: SandboxOptions, output: OutputOptions,
-) -> int:  # fmt: skip
+    chosen: SetOptions,
+    kind: str,
+    sampling: EvalSampling,
+    speculation: SpeculationOptions,
+    source: ModelSource,
+    programs: SandboxOptions,
+    output: OutputOptions,
+) -> int:
     """Raises RequestError for what does not go with cuts."""
     _require_one_run(sampling, output, "--cut compares ways to begin, once each")
     from shoal.cli.eval_cut import evaluate_cuts
 
     options, source = _options(sampling, speculation), replace(source, max_batch=sampling.n)
-    return evaluate_cuts(chosen.read(), kind, sampling.n, options, source, programs, as_json=output.json)
+    return evaluate_cuts(
+        chosen.read(), kind, sampling.n, options, source, programs, as_json=output.json
+    )
 
 
 def _evaluate_schemas(
-    chosen: SetOptions, sampling: EvalSampling, speculation: SpeculationOptions, source: ModelSource, output: OutputOptions
-) -> int:  # fmt: skip
+    chosen: SetOptions,
+    sampling: EvalSampling,
+    speculation: SpeculationOptions,
+    source: ModelSource,
+    output: OutputOptions,
+) -> int:
     """Raises RequestError for what does not go with schemas."""
     _require_one_run(sampling, output, "each schema is tried once")
     if chosen.data is None:
-        raise RequestError("give the directory of the schemas: shoal eval jsonschema --data DIR; nothing is downloaded")
+        raise RequestError(
+            "give the directory of the schemas: shoal eval jsonschema --data DIR; nothing is "
+            "downloaded"
+        )
     if chosen.cut is not None or chosen.chat:
         raise RequestError("documents are written after the schema: leave out --cut and --chat")
     from shoal.cli.eval_schemas import evaluate_schemas
 
     options, source = _options(sampling, speculation), replace(source, max_batch=sampling.n)
-    return evaluate_schemas(chosen.data, chosen.limit, sampling.n, options, source, as_json=output.json)
+    return evaluate_schemas(
+        chosen.data, chosen.limit, sampling.n, options, source, as_json=output.json
+    )
 
 
 def _require_one_run(sampling: EvalSampling, output: OutputOptions, why: str) -> None:
@@ -200,9 +252,13 @@ def _require_one_run(sampling: EvalSampling, output: OutputOptions, why: str) ->
 def _options(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[str, Any]:
     """Of `Shoal.generate`."""
     return {
-        "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "seed": sampling.seed, "lookahead": parse_lookahead(speculation.lookahead or "auto"), "rule": speculation.rule,
-    }  # fmt: skip
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "lookahead": parse_lookahead(speculation.lookahead or "auto"),
+        "rule": speculation.rule,
+    }
 
 
 def parse_budgets(text: str) -> list[float]:
@@ -212,7 +268,9 @@ def parse_budgets(text: str) -> list[float]:
     except ValueError:
         budgets = []
     if not budgets or not all(budget > 0 for budget in budgets):
-        raise RequestError(f"--time-budget must be seconds > 0 separated by commas, or inf, got {text!r}")
+        raise RequestError(
+            f"--time-budget must be seconds > 0 separated by commas, or inf, got {text!r}"
+        )
     return budgets
 
 
@@ -222,18 +280,37 @@ def _settings(eval_set: EvalSet, source: ModelSource, config: SamplingConfig) ->
 
     from shoal import __version__
 
-    models = {name: str(value) for name, value in vars(source).items() if value not in (None, False)}
+    models = {
+        name: str(value) for name, value in vars(source).items() if value not in (None, False)
+    }
     return {
-        "set": eval_set.name, "file": eval_set.file, "fingerprint": eval_set.fingerprint, "chat": eval_set.chat,
-        "model": "bundled pair", **models, "n": config.n, **config.options, "lookahead": config.lookahead, "seed": config.seed,
-        "methods": list(config.methods), "threads": torch.get_num_threads(), "shoal": __version__,
-    }  # fmt: skip
+        "set": eval_set.name,
+        "file": eval_set.file,
+        "fingerprint": eval_set.fingerprint,
+        "chat": eval_set.chat,
+        "model": "bundled pair",
+        **models,
+        "n": config.n,
+        **config.options,
+        "lookahead": config.lookahead,
+        "seed": config.seed,
+        "methods": list(config.methods),
+        "threads": torch.get_num_threads(),
+        "shoal": __version__,
+    }
 
 
 def _evaluate(
-    evaluation: Evaluation, eval_set: EvalSet, source: ModelSource, budgets: list[float], programs: SandboxOptions,
-    exports: Sequence[Export], *, plot: bool, as_json: bool,
-) -> int:  # fmt: skip
+    evaluation: Evaluation,
+    eval_set: EvalSet,
+    source: ModelSource,
+    budgets: list[float],
+    programs: SandboxOptions,
+    exports: Sequence[Export],
+    *,
+    plot: bool,
+    as_json: bool,
+) -> int:
     """Samples, exports, grades and reports; after Ctrl-C says how to go on."""
     from shoal.bench.machine import machine
     from shoal.evaluation.sampling import Sampler
@@ -247,7 +324,10 @@ def _evaluate(
             evaluation.grade(grader, with_progress)
     except KeyboardInterrupt:
         done, many = len(evaluation.tasks) - len(evaluation.missing), len(evaluation.tasks)
-        stderr().print(f"interrupted: {done} of {many} problems sampled; with --output, the same command goes on")
+        stderr().print(
+            f"interrupted: {done} of {many} problems sampled; with --output, the same command "
+            f"goes on"
+        )
         return EXIT_INTERRUPTED
     import torch
 
@@ -269,4 +349,7 @@ def _grader(eval_set: EvalSet, programs: SandboxOptions) -> Iterator[tuple[Grade
         yield rouge_grader(eval_set.documents), {}
         return
     with programs.open() as sandbox:
-        yield code_grader(eval_set.problems, sandbox, programs.workers), {"isolation": sandbox.isolation}
+        yield (
+            code_grader(eval_set.problems, sandbox, programs.workers),
+            {"isolation": sandbox.isolation},
+        )

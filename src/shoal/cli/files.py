@@ -17,24 +17,36 @@ from shoal.errors import RequestError
 TEMPLATES = Path(__file__).with_name("chat_templates")
 """Chat templates of well-known formats, for models whose tokenizer has none."""
 TURN_ENDS = {
-    "chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>",
-    "phi3": "<|end|>", "alpaca": "### Instruction:", "vicuna": "USER:",
-}  # fmt: skip
-"""What ends an answer in these formats beside the model's end-of-text token, which may be another one in a base model."""
-TEMPLATE_HELP = "A chat template, for a tokenizer without one: a file, or a name such as chatml, llama3, qwen."
+    "chatml": "<|im_end|>",
+    "hermes": "<|im_end|>",
+    "qwen": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "phi3": "<|end|>",
+    "alpaca": "### Instruction:",
+    "vicuna": "USER:",
+}
+"""What ends an answer in these formats beside the model's end-of-text token, which may be another
+one in a base model."""
+TEMPLATE_HELP = (
+    "A chat template, for a tokenizer without one: a file, or a name such as chatml, llama3, qwen."
+)
 
 
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     """The prompts of a command line: texts, then whole files; stdin where there is neither.
 
     Raises:
-        RequestError: for a file that cannot be read, a prompt that is empty or no text, or none at all.
+        RequestError: for a file that cannot be read, a prompt that is empty or no text, or none at
+            all.
     """
     found = [("--prompt", text) for text in prompts]
     found += [(str(file), read_text(file)) for file in files]
     if not found:
         if sys.stdin.isatty():
-            raise RequestError("no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin")
+            raise RequestError(
+                "no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin"
+            )
         try:
             found = [("stdin", sys.stdin.read())]
         except UnicodeDecodeError as error:
@@ -56,7 +68,8 @@ def turn_ends(template: Path | None) -> tuple[str, ...]:
 
 
 def read_template(template: Path | None) -> str | None:
-    """A chat template's text, given its name or a file; None if neither is given. A name goes before a file of that name.
+    """A chat template's text, given its name or a file; None if neither is given. A name goes
+    before a file of that name.
 
     Raises:
         RequestError: it cannot be read.
@@ -68,7 +81,10 @@ def read_template(template: Path | None) -> str | None:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        said = f"cannot read the chat template {str(template)!r}: {error}; without a file there are {', '.join(names)}"
+        said = (
+            f"cannot read the chat template {str(template)!r}: {error}; without a file there "
+            f"are {', '.join(names)}"
+        )
         raise RequestError(said) from error
 
 
@@ -83,12 +99,15 @@ def read_text(file: Path, kind: str = "prompt file") -> str:
 
 
 def listed_prompts(files: Sequence[Path]) -> list[str]:
-    """Prompts from files that hold several: a .jsonl file one per line, a .txt file one per paragraph, any other is one prompt.
+    """Prompts from files that hold several: a .jsonl file one per line, a .txt file one per
+    paragraph, any other is one prompt.
 
-    A line is JSON, a text or an object with a text "prompt". Paragraphs are separated by blank lines.
+    A line is JSON, a text or an object with a text "prompt". Paragraphs are separated by blank
+    lines.
 
     Raises:
-        RequestError: for a file that cannot be read, holds no prompt or something else; with file and line.
+        RequestError: for a file that cannot be read, holds no prompt or something else; with file
+            and line.
     """
     return [prompt for file in files for prompt in _prompts_of(file)]
 
@@ -109,10 +128,12 @@ def _prompts_of(file: Path) -> list[str]:
 
 
 def listed_documents(files: Sequence[Path]) -> list[str]:
-    """Texts of a corpus: a .jsonl file has one per line, a text or an object with a text "text"; any other file is one.
+    """Texts of a corpus: a .jsonl file has one per line, a text or an object with a text "text";
+    any other file is one.
 
     Raises:
-        RequestError: for a file that cannot be read, is empty or holds something else; with file and line.
+        RequestError: for a file that cannot be read, is empty or holds something else; with file
+            and line.
     """
     found = []
     for file in files:
@@ -152,7 +173,8 @@ def require_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that nobody ever sees a part of it, not after a crash either; into a pipe or a device, as into any.
+    """Writes a file so that nobody ever sees a part of it, not after a crash either; into a pipe or
+    a device, as into any.
 
     Raises:
         RequestError: it cannot be written; what was there before is there still.

@@ -43,24 +43,37 @@ class PromptOptions:
 
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; repeatable. Without any, stdin is the prompt."),
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="A prompt; repeatable. Without any, stdin is the prompt.",
+        ),
     ] = None
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option("--prompt-file", "-f", metavar="FILE", help="A file that is one prompt, whole; repeatable."),
+        typer.Option(
+            "--prompt-file",
+            "-f",
+            metavar="FILE",
+            help="A file that is one prompt, whole; repeatable.",
+        ),
     ] = None
 
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            "--prompts", metavar="FILE",
-            help='Several prompts; repeatable. JSON Lines (.jsonl): texts, or objects with "prompt" and parameters of their own '
+            "--prompts",
+            metavar="FILE",
+            help="Several prompts; repeatable. JSON Lines (.jsonl): texts, or objects with "
+            '"prompt" and parameters of their own '
             '("n", "seed", "temperature", "max_new_tokens", ...). .txt: a prompt per paragraph.',
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def read(self) -> list[PromptLine]:
-        """The prompts, those of --prompts last. Raises RequestError, see `read_prompts` and `lines_of`."""
+        """The prompts, those of --prompts last. Raises RequestError, see `read_prompts` and
+        `lines_of`."""
         texts, files = self.prompt or [], self.prompt_file or []
         found = lines_of(self.prompts or [])
         if texts or files or not found:
@@ -72,34 +85,46 @@ class PromptOptions:
 class OutputOptions:
     """How results are shown, and where. Raises RequestError where they could not be written."""
 
-    ranked: Annotated[bool, output_option("--ranked", help="Best mean log-probability first.")] = False
-    logprobs: Annotated[bool, output_option("--logprobs", help="Log-probabilities of the tokens (with --json).")] = False
+    ranked: Annotated[bool, output_option("--ranked", help="Best mean log-probability first.")] = (
+        False
+    )
+    logprobs: Annotated[
+        bool, output_option("--logprobs", help="Log-probabilities of the tokens (with --json).")
+    ] = False
     top_logprobs: Annotated[
-        int, output_option(min=0, help="The most probable tokens per position, so many (with --json).")
+        int,
+        output_option(min=0, help="The most probable tokens per position, so many (with --json)."),
     ] = 0
     stream: Annotated[
         bool | None,
         output_option(
             "--stream/--no-stream",
             show_default="in a terminal",
-            help="Show text as it is committed; with --json as events, one per line, into a pipe of one sample as bare text.",
+            help="Show text as it is committed; with --json as events, one per line, into a "
+            "pipe of one sample as bare text.",
         ),
     ] = None
     output: Annotated[
-        Path | None, output_option("--output", "-o", help="Write the results to a file, whole or not at all.")
+        Path | None,
+        output_option("--output", "-o", help="Write the results to a file, whole or not at all."),
     ] = None
     json: JsonOption = False
 
     def __post_init__(self) -> None:
         if (self.logprobs or self.top_logprobs) and not self.json:
-            raise RequestError("--logprobs and --top-logprobs are part of the JSON output: add --json")
+            raise RequestError(
+                "--logprobs and --top-logprobs are part of the JSON output: add --json"
+            )
         if self.stream and (self.output is not None or self.ranked):
-            raise RequestError("--stream shows samples while they grow: leave out --output and --ranked")
+            raise RequestError(
+                "--stream shows samples while they grow: leave out --output and --ranked"
+            )
         if self.output is not None:
             require_writable(self.output)
 
     def view(self, counts: Sequence[int]) -> Callable[[Console, Decode], View] | None:
-        """What makes the picture of rows that grow, of so many per prompt; None = there is a line of progress instead.
+        """What makes the picture of rows that grow, of so many per prompt; None = there is a line
+        of progress instead.
 
         Raises:
             RequestError: several rows as bare text.
@@ -107,12 +132,17 @@ class OutputOptions:
         console, rows = stdout(), sum(counts)
         if self.json:
             return (lambda _console, _decode: Events(self.sample)) if self.stream else None
-        if self.output is not None or not (console.is_terminal if self.stream is None else self.stream):
+        if self.output is not None or not (
+            console.is_terminal if self.stream is None else self.stream
+        ):
             return None
         if rows == 1:
             return RunningText
         if not console.is_terminal:
-            raise RequestError(f"--stream writes the text of one sample, and {rows} are asked for: add --json for events")
+            raise RequestError(
+                f"--stream writes the text of one sample, and {rows} are asked for: add --json "
+                f"for events"
+            )
         if rows > console.height - BESIDE_ROWS:
             return None
         return lambda console, decode: Board(console, counts, decode, transient=True)
@@ -124,16 +154,25 @@ class OutputOptions:
 
 @option_groups()
 def generate(
-    prompts: PromptOptions, chats: ChatOptions, sampling: GenerateSampling, grammars: GrammarOptions,
-    speculation: SpeculationOptions, source: ModelSource, output: OutputOptions,
-) -> int:  # fmt: skip
+    prompts: PromptOptions,
+    chats: ChatOptions,
+    sampling: GenerateSampling,
+    grammars: GrammarOptions,
+    speculation: SpeculationOptions,
+    source: ModelSource,
+    output: OutputOptions,
+) -> int:
     """Generate n samples of every prompt.
 
-    Results go to stdout, progress to stderr. In a terminal samples are shown while they grow, accepted drafts in green.
-    Ctrl-C stops and prints what has finished, in a terminal all that has come.
+    Results go to stdout, progress to stderr. In a terminal samples are shown while they grow,
+    accepted drafts in green. Ctrl-C stops and prints what has finished, in a terminal all that has
+    come.
     """
     asked = prompts.read()
-    options = sampling.given() | {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
+    options = sampling.given() | {
+        "lookahead": parse_lookahead(speculation.lookahead),
+        "rule": speculation.rule,
+    }
     grammar = grammars.given()
     options |= {} if grammar is None else {"grammar": grammar}
     merged(asked, sampling.n, options)  # a wrong value is reported before a model is loaded
@@ -163,8 +202,8 @@ class Run:
         return [self.sampling.n if one.n is None else one.n for one in self.asked]
 
     def follow(self, source: ModelSource) -> tuple[Result, bool]:
-        """Loads the models and generates, with a view of the samples on stdout or a progress line on stderr; and whether Ctrl-C
-        ended it."""
+        """Loads the models and generates, with a view of the samples on stdout or a progress line
+        on stderr; and whether Ctrl-C ended it."""
         make_view = self.shown.view(self.counts)
         with Progress() as progress:
             model = source.load()
@@ -182,14 +221,17 @@ class Run:
 
     def _stream(self, model: Shoal) -> Stream:
         found = self.chats.read(model.tokenizer, [one.text for one in self.asked])
-        asked: dict[str, Any] = {"align": self.sampling.align, "exact": self.sampling.exact or False}
+        asked: dict[str, Any] = {
+            "align": self.sampling.align,
+            "exact": self.sampling.exact or False,
+        }
         ends = turn_ends(self.chats.chat_template)
         options = merged(self.asked, self.sampling.n, self.options, ends, model.tokenizer)
         return model.stream(found, top_logprobs=self.shown.top_logprobs, **asked, **options)
 
     def deliver(self, result: Result, interrupted: bool) -> None:
-        """Prints the results or writes them to a file; after Ctrl-C always prints, as a file holds whole results only. What was
-        printed as it came is not printed again."""
+        """Prints the results or writes them to a file; after Ctrl-C always prints, as a file holds
+        whole results only. What was printed as it came is not printed again."""
         if interrupted:
             samples = [sample for output in result for sample in output.samples]
             finished = sum(sample.finish_reason != "cancelled" for sample in samples)
@@ -211,5 +253,9 @@ class Run:
             return
         for index, (output, one) in enumerate(zip(result, self.asked, strict=True), 1):
             first_line = next((line for line in one.text.splitlines() if line.strip()), "")
-            title = f"prompt {index} of {len(self.asked)}: {first_line}" if len(self.asked) > 1 else None
+            title = (
+                f"prompt {index} of {len(self.asked)}: {first_line}"
+                if len(self.asked) > 1
+                else None
+            )
             show_output(console, output, title, self.shown.ranked, cut=cut)

@@ -1,4 +1,5 @@
-"""The grammar that samples are kept to, from options of a command line or from fields of a line of prompts."""
+"""The grammar that samples are kept to, from options of a command line or from fields of a line of
+prompts."""
 
 from __future__ import annotations
 
@@ -25,18 +26,30 @@ class GrammarOptions:
 
     json_schema: Annotated[
         str | None,
-        sampling_option("--json-schema", metavar="FILE-OR-JSON", help="Samples are JSON that this schema allows."),
+        sampling_option(
+            "--json-schema",
+            metavar="FILE-OR-JSON",
+            help="Samples are JSON that this schema allows.",
+        ),
     ] = None
     regex: Annotated[
-        str | None, sampling_option("--regex", metavar="PATTERN", help="Samples match this as a whole (Rust's syntax).")
+        str | None,
+        sampling_option(
+            "--regex", metavar="PATTERN", help="Samples match this as a whole (Rust's syntax)."
+        ),
     ] = None
     grammar: Annotated[
         Path | None,
-        sampling_option("--grammar", metavar="FILE", help="Samples are of this grammar, in Lark's syntax or GBNF."),
+        sampling_option(
+            "--grammar",
+            metavar="FILE",
+            help="Samples are of this grammar, in Lark's syntax or GBNF.",
+        ),
     ] = None
 
     def given(self) -> Grammar | None:
-        """Raises RequestError: two are given, a file cannot be read, or what it says is none; see `grammar_of`."""
+        """Raises RequestError: two are given, a file cannot be read, or what it says is none; see
+        `grammar_of`."""
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
             schema = read_text(Path(schema), "the schema")
@@ -45,21 +58,26 @@ class GrammarOptions:
 
 
 def grammar_of(given: Mapping[str, Any], prefix: str = "") -> Grammar | None:
-    """The grammar that one of `FIELDS` gives, which is compiled when the model's tokenizer is known; None if none does.
+    """The grammar that one of `FIELDS` gives, which is compiled when the model's tokenizer is
+    known; None if none does.
 
     Args:
-        given: a schema as an object or a text, an expression, or a grammar in Lark's syntax or GBNF. prefix: of the fields' names
-            in messages.
+        given: a schema as an object or a text, an expression, or a grammar in Lark's syntax or
+            GBNF.
+        prefix: of the fields' names in messages.
 
     Raises:
-        RequestError: several are given, one is not of its form, llguidance cannot read it, or is not installed.
+        RequestError: several are given, one is not of its form, llguidance cannot read it, or is
+            not installed.
     """
     found = [name for name in FIELDS if given.get(name) is not None]
     if not found:
         return None
     said = [prefix + (name.replace("_", "-") if prefix else name) for name in found]
     if len(found) > 1:
-        raise RequestError(f"{said[1]} does not go with {said[0]}: a sample has one grammar at most")
+        raise RequestError(
+            f"{said[1]} does not go with {said[0]}: a sample has one grammar at most"
+        )
     llguidance_or_refuse()
     [name], value = found, given[found[0]]
     try:
@@ -68,7 +86,9 @@ def grammar_of(given: Mapping[str, Any], prefix: str = "") -> Grammar | None:
         elif not isinstance(value, str):
             raise RequestError(f"expected a text, got {value!r:.80}")
         else:
-            grammar = Grammar("regex", value) if name == "regex" else Grammar("lark", as_lark(value))
+            grammar = (
+                Grammar("regex", value) if name == "regex" else Grammar("lark", as_lark(value))
+            )
         require_readable(grammar)
         return grammar
     except RequestError as error:

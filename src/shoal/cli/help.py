@@ -21,7 +21,9 @@ def render() -> str:
     group = typer.main.get_command(app)
     pages = [_page(["--help"])]
     for name, command in getattr(group, "commands", {}).items():
-        pages += [_page([name, "--help"])] + [_page([name, part, "--help"]) for part in getattr(command, "commands", {})]
+        pages += [_page([name, "--help"])] + [
+            _page([name, part, "--help"]) for part in getattr(command, "commands", {})
+        ]
     return "\n".join(pages)
 
 

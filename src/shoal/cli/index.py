@@ -24,16 +24,25 @@ SENT = 64
 
 
 def index(
-    files: Annotated[list[Path], typer.Argument(help="Text, code, .jsonl with a text or prompt per line; or directories.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Text, code, .jsonl with a text or prompt per line; or directories."),
+    ],
     out: Annotated[Path, typer.Option("--output", "-o", help="The index.")],
     tokenizer: Annotated[
-        str, typer.Option("--tokenizer", "-t", help="Of the target: Hub id or directory; bundled: the bundled target.")
+        str,
+        typer.Option(
+            "--tokenizer",
+            "-t",
+            help="Of the target: Hub id or directory; bundled: the bundled target.",
+        ),
     ] = BUNDLED,
     as_json: JsonOption = False,
 ) -> None:
     """Index a corpus, for `--draft suffix:index=FILE`.
 
-    Rows of every target with this tokenizer then look up their last tokens in these texts. Ctrl-C leaves nothing behind.
+    Rows of every target with this tokenizer then look up their last tokens in these texts. Ctrl-C
+    leaves nothing behind.
     """
     require_writable(out)
     if out.exists() and not out.is_file():
@@ -49,7 +58,10 @@ def index(
     if as_json:
         print(json.dumps(about))
         return
-    line = f"{about['tokens']:,} tokens of {about['texts']:,} texts in {about['bytes'] / 2**20:.1f} MiB, {about['seconds']:.1f} s"
+    line = (
+        f"{about['tokens']:,} tokens of {about['texts']:,} texts in "
+        f"{about['bytes'] / 2**20:.1f} MiB, {about['seconds']:.1f} s"
+    )
     stdout().print(line)
     stderr().print(f"wrote {out}: --draft suffix:index={out}", soft_wrap=True)
 
@@ -85,12 +97,23 @@ def _built(files: list[Path], tokenizer: Any, file: Any) -> dict[str, Any]:
     console, writer, waiting = stderr(), IndexWriter(file), list[str]()
 
     def add() -> None:
-        for ids in tokenizer(waiting, add_special_tokens=False, verbose=False)["input_ids"] if waiting else []:
+        for ids in (
+            tokenizer(waiting, add_special_tokens=False, verbose=False)["input_ids"]
+            if waiting
+            else []
+        ):
             writer.add(ids)
         waiting.clear()
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("reading", total=sum(one.stat().st_size for one in files))
         held = 0
         for one in files:
@@ -107,5 +130,9 @@ def _built(files: list[Path], tokenizer: Any, file: Any) -> dict[str, Any]:
             raise RequestError("there is no text in these files")
         parts = writer.finish(fingerprint(tokenizer))
     return {
-        "files": len(files), "texts": writer.texts, "tokens": writer.tokens, "parts": parts, "tokenizer": fingerprint(tokenizer),
-    }  # fmt: skip
+        "files": len(files),
+        "texts": writer.texts,
+        "tokens": writer.tokens,
+        "parts": parts,
+        "tokenizer": fingerprint(tokenizer),
+    }

@@ -16,13 +16,16 @@ PIECE = 1 << 20
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
-    """The files that are meant; of a directory those in it, at any depth. Raises RequestError: there are none."""
+    """The files that are meant; of a directory those in it, at any depth. Raises RequestError:
+    there are none."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
             raise RequestError(f"there is no file {str(path)!r}")
         inside = (
-            sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file()) if path.is_dir() else [path]
+            sorted(one for one in path.rglob("*") if one.suffix in SUFFIXES and one.is_file())
+            if path.is_dir()
+            else [path]
         )
         if not inside:
             raise RequestError(f"no {', '.join(SUFFIXES)} file in {str(path)!r}")
@@ -31,10 +34,12 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def texts_of(file: Path) -> Iterator[tuple[str, int]]:
-    """The texts of a file, and the bytes that each took: of a .jsonl file one per line, else the whole in pieces.
+    """The texts of a file, and the bytes that each took: of a .jsonl file one per line, else the
+    whole in pieces.
 
     Raises:
-        RequestError: it cannot be read, is no UTF-8 text, or a line is neither a text nor an object with one; with file and line.
+        RequestError: it cannot be read, is no UTF-8 text, or a line is neither a text nor an object
+            with one; with file and line.
     """
     try:
         with file.open(encoding="utf-8", newline="") as lines:
@@ -73,5 +78,7 @@ def _lines(lines: Iterator[str], file: Path) -> Iterator[str]:
         if isinstance(value, dict):
             found = [value[field] for field in FIELDS if isinstance(value.get(field), str)]
         if not found:
-            raise RequestError(f'{file}:{number} must be a text or an object with a text "text" or "prompt"')
+            raise RequestError(
+                f'{file}:{number} must be a text or an object with a text "text" or "prompt"'
+            )
         yield found[0]

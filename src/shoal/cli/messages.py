@@ -22,7 +22,8 @@ def message(role: str, content: str) -> Message:
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """A file in JSON with "messages": an object, such as a request of OpenAI's API, or a list that is these messages.
+    """A file in JSON with "messages": an object, such as a request of OpenAI's API, or a list that
+    is these messages.
 
     Each has the texts "role" and "content"; other fields are left as they are.
 
@@ -36,10 +37,17 @@ def read_document(file: Path) -> dict[str, Any]:
         raise RequestError(f"{str(file)!r} is not JSON: {error}") from error
     document = value if isinstance(value, dict) else {"messages": value}
     if not isinstance(document.get("messages"), list):
-        raise RequestError(f'{str(file)!r} must hold a list of messages, or an object with "messages"')
+        raise RequestError(
+            f'{str(file)!r} must hold a list of messages, or an object with "messages"'
+        )
     for number, one in enumerate(document["messages"], 1):
-        if not isinstance(one, dict) or not all(isinstance(one.get(name), str) for name in ("role", "content")):
-            raise RequestError(f'{str(file)!r}, message {number}: it must be an object with the texts "role" and "content"')
+        if not isinstance(one, dict) or not all(
+            isinstance(one.get(name), str) for name in ("role", "content")
+        ):
+            raise RequestError(
+                f'{str(file)!r}, message {number}: it must be an object with the texts "role" '
+                f'and "content"'
+            )
         if one["content"]:
             require_text(one["content"], f"message {number} of {str(file)!r}")
     return document
@@ -49,7 +57,8 @@ class ChatWriter:
     """Writes conversations as a model reads them.
 
     Args:
-        tokenizer: Transformers'. template: the chat template; None = the tokenizer's own.
+        tokenizer: Transformers'.
+        template: the chat template; None = the tokenizer's own.
 
     Raises:
         RequestError: there is no tokenizer, or no template.
@@ -59,15 +68,22 @@ class ChatWriter:
         self.template = template or chat_template_of(tokenizer)
         if tokenizer is None or not self.template:
             names = ", ".join(template_names())
-            raise RequestError(f"this model has no chat template: give --chat-template FILE, or one of the names {names}")
+            raise RequestError(
+                f"this model has no chat template: give --chat-template FILE, or one of the "
+                f"names {names}"
+            )
         self._tokenizer = tokenizer
 
     def text(self, messages: Sequence[Message]) -> str:
-        """A conversation that the model's turn follows. Raises RequestError: the template refuses it."""
+        """A conversation that the model's turn follows. Raises RequestError: the template refuses
+        it."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), chat_template=self.template, add_generation_prompt=True, tokenize=False
+                    list(messages),
+                    chat_template=self.template,
+                    add_generation_prompt=True,
+                    tokenize=False,
                 )
             )
         except Exception as error:  # a template is a program that may raise anything

@@ -1,4 +1,5 @@
-"""Option groups: a command takes a few dataclasses, and each of their fields is an option on the command line."""
+"""Option groups: a command takes a few dataclasses, and each of their fields is an option on the
+command line."""
 
 from __future__ import annotations
 
@@ -20,8 +21,15 @@ PANELS = (None, MODELS, ADDRESS, TLS, LIMITS, SAMPLING, SPEED, MACHINES, OUTPUT)
 """The panels of the help pages, in order; None is the one without a name."""
 
 (
-    models_option, address_option, tls_option, limits_option, sampling_option, speed_option, machines_option, output_option,
-) = (partial(typer.Option, rich_help_panel=panel) for panel in PANELS[1:])  # fmt: skip
+    models_option,
+    address_option,
+    tls_option,
+    limits_option,
+    sampling_option,
+    speed_option,
+    machines_option,
+    output_option,
+) = (partial(typer.Option, rich_help_panel=panel) for panel in PANELS[1:])
 """`typer.Option` on a panel."""
 
 
@@ -35,7 +43,8 @@ Command = Callable[..., Value]
 
 
 def option_groups(*, without: Collection[str] = ()) -> Callable[[Command[Value]], Command[Value]]:
-    """Makes every field of a command's dataclass parameters a parameter for typer, which reads signatures.
+    """Makes every field of a command's dataclass parameters a parameter for typer, which reads
+    signatures.
 
     Options are ordered by panel and, within a panel, by parameter and field.
 
@@ -45,7 +54,9 @@ def option_groups(*, without: Collection[str] = ()) -> Callable[[Command[Value]]
 
     def decorate(command: Command[Value]) -> Command[Value]:
         groups: dict[str, Callable[..., Any]] = {
-            name: kind for name, kind in get_type_hints(command).items() if isinstance(kind, type) and is_dataclass(kind)
+            name: kind
+            for name, kind in get_type_hints(command).items()
+            if isinstance(kind, type) and is_dataclass(kind)
         }
         fields: dict[str, list[str]] = {}
         options = []
@@ -56,7 +67,10 @@ def option_groups(*, without: Collection[str] = ()) -> Callable[[Command[Value]]
             options += found
 
         def flat(**values: Any) -> Value:
-            built = {name: kind(**{field: values.pop(field) for field in fields[name]}) for name, kind in groups.items()}
+            built = {
+                name: kind(**{field: values.pop(field) for field in fields[name]})
+                for name, kind in groups.items()
+            }
             return command(**values, **built)
 
         options.sort(key=_panel)
@@ -73,13 +87,16 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     hints = get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
     return [
-        parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=_as_written(hints[parameter.name]))
+        parameter.replace(
+            kind=parameter.KEYWORD_ONLY, annotation=_as_written(hints[parameter.name])
+        )
         for parameter in parameters
     ]
 
 
 def _as_written(hint: Any) -> Any:
-    """Takes off the Optional that Python 3.10 puts around the annotation of a parameter whose default is None."""
+    """Takes off the Optional that Python 3.10 puts around the annotation of a parameter whose
+    default is None."""
     if get_origin(hint) is Union:
         return next((part for part in get_args(hint) if get_origin(part) is Annotated), hint)
     return hint

@@ -28,7 +28,8 @@ Compile = Literal["auto", "on", "off", "modules"]
 Rule = Literal["auto", "rejection", "coupled", "typical"]
 
 PROMPTS_HELP = (
-    'JSON Lines (.jsonl) of texts or objects with "prompt"; .txt: a prompt per paragraph; any other file is one prompt.'
+    'JSON Lines (.jsonl) of texts or objects with "prompt"; .txt: a prompt per '
+    "paragraph; any other file is one prompt."
 )
 
 LookaheadOption = Annotated[
@@ -38,11 +39,16 @@ LookaheadOption = Annotated[
         "--k",
         "-k",
         metavar="LENGTH",
-        help="Tokens proposed per row and round: auto (by measured costs), a number, off (plain decoding), bass or heuristic.",
+        help="Tokens proposed per row and round: auto (by measured costs), a number, off (plain "
+        "decoding), bass or heuristic.",
     ),
 ]
-SamplesOption = Annotated[int, sampling_option("-n", "--samples", min=1, help="Samples per prompt.")]
-NewTokensOption = Annotated[int, sampling_option("--max-new-tokens", help="Tokens per sample at most.")]
+SamplesOption = Annotated[
+    int, sampling_option("-n", "--samples", min=1, help="Samples per prompt.")
+]
+NewTokensOption = Annotated[
+    int, sampling_option("--max-new-tokens", help="Tokens per sample at most.")
+]
 TopPOption = Annotated[float, parameter_option("top_p")]
 JsonOption = Annotated[bool, output_option("--json", help="One JSON object on stdout.")]
 
@@ -60,7 +66,8 @@ MaxBatchOption = Annotated[
         "--max-batch",
         metavar="ROWS",
         parser=parse_max_batch,
-        help="Rows decoded at the same time; more wait. auto: as many as memory holds and as raise tokens/s.",
+        help="Rows decoded at the same time; more wait. auto: as many as memory holds and as "
+        "raise tokens/s.",
     ),
 ]
 
@@ -82,7 +89,8 @@ class SpeculationOptions:
         Rule,
         speed_option(
             "--rule",
-            help="How drafts are accepted. coupled: a seed's tokens do not depend on draft lengths. rejection: accepts more. auto: "
+            help="How drafts are accepted. coupled: a seed's tokens do not depend on draft "
+            "lengths. rejection: accepts more. auto: "
             "coupled with a seed, else rejection. typical: lossy.",
         ),
     ] = "auto"
@@ -90,17 +98,19 @@ class SpeculationOptions:
 
 @dataclass(frozen=True)
 class PairNames:
-    """Target and drafter, each a Hub id or a directory. Raises RequestError for a drafter without its target."""
+    """Target and drafter, each a Hub id or a directory. Raises RequestError for a drafter without
+    its target."""
 
     model: Annotated[
-        str | None, models_option("--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair.")
+        str | None,
+        models_option(
+            "--model", "-m", help="Target: Hub id or directory. Without it, the bundled pair."
+        ),
     ] = None
     draft: Annotated[
         str | None,
         models_option(
-            "--draft",
-            "-d",
-            help=f"{draft_help()} With --model and without it, plain decoding.",
+            "--draft", "-d", help=f"{draft_help()} With --model and without it, plain decoding."
         ),
     ] = None
 
@@ -108,7 +118,8 @@ class PairNames:
         # All before torch is imported, which takes seconds.
         if self.draft_model not in (None, BUNDLED) and self.model is None:
             raise RequestError(
-                "--draft DIR needs --model: a draft model fits one target; without both, the bundled pair is used"
+                "--draft DIR needs --model: a draft model fits one target; without both, the "
+                "bundled pair is used"
             )
         for name in self.models:
             directory_of(name)
@@ -131,7 +142,11 @@ class PlacedPair(PairNames):
 
     dtype: Annotated[
         Dtype,
-        models_option("--dtype", metavar="FORMAT", help="Number format of the weights: auto, float32, bfloat16 or float16."),
+        models_option(
+            "--dtype",
+            metavar="FORMAT",
+            help="Number format of the weights: auto, float32, bfloat16 or float16.",
+        ),
     ] = "auto"
     device: Annotated[str, models_option("--device", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
 
@@ -140,13 +155,18 @@ class PlacedPair(PairNames):
 class ModelSource(PlacedPair):
     """Which models to load, and how: the arguments of `shoal.load`."""
 
-    revision: Annotated[str | None, models_option("--revision", help="Branch, tag or commit of the target.")] = None
+    revision: Annotated[
+        str | None, models_option("--revision", help="Branch, tag or commit of the target.")
+    ] = None
     draft_revision: Annotated[
         str | None, models_option("--draft-revision", help="Branch, tag or commit of the drafter.")
     ] = None
-    local_files_only: Annotated[bool, models_option("--local-files-only", help="Never go to the network.")] = False
+    local_files_only: Annotated[
+        bool, models_option("--local-files-only", help="Never go to the network.")
+    ] = False
     trust_remote_code: Annotated[
-        bool, models_option("--trust-remote-code", help="Run Python code that comes with the model.")
+        bool,
+        models_option("--trust-remote-code", help="Run Python code that comes with the model."),
     ] = False
     quantize: Annotated[
         str,
@@ -159,7 +179,8 @@ class ModelSource(PlacedPair):
     tensor_parallel: Annotated[
         bool,
         models_option(
-            "--tensor-parallel", help="Share the target among processes: torchrun --nproc-per-node N -m shoal ..."
+            "--tensor-parallel",
+            help="Share the target among processes: torchrun --nproc-per-node N -m shoal ...",
         ),
     ] = False
     attention: Annotated[
@@ -167,7 +188,8 @@ class ModelSource(PlacedPair):
         speed_option(
             "--attention",
             metavar="METHOD",
-            help="How ragged rows are attended to: auto, pad, split, bifurcated, fused (CUDA), native (CPU), strict or "
+            help="How ragged rows are attended to: auto, pad, split, bifurcated, fused (CUDA), "
+            "native (CPU), strict or "
             "reference.",
         ),
     ] = "auto"
@@ -176,36 +198,49 @@ class ModelSource(PlacedPair):
         Compile,
         speed_option(
             "--compile",
-            help="CUDA graphs; on a CPU kernels in C, compiled once. auto = where that is possible; modules = auto, with the "
+            help="CUDA graphs; on a CPU kernels in C, compiled once. auto = where that is "
+            "possible; modules = auto, with the "
             "model's own modules for all but attention.",
         ),
     ] = "auto"
     strict: Annotated[
-        bool, speed_option("--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower.")
+        bool,
+        speed_option(
+            "--strict", help="Tokens that do not depend on the batch, in 16 bit too; CPU, slower."
+        ),
     ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        quieten_transformers(self.models)  # no command imports Transformers before its options are read
+        quieten_transformers(
+            self.models
+        )  # no command imports Transformers before its options are read
 
     def target_alone(self) -> ModelSource:
         """The same without the drafter."""
         return replace(self, draft=None, draft_revision=None)
 
     def load(self, prefix_memory: int = 0) -> Shoal:
-        """Loads the pair, or the target alone where there is no drafter. prefix_memory: see `shoal.load`."""
-        for name, revision in ((self.model, self.revision), (self.draft_model, self.draft_revision)):
+        """Loads the pair, or the target alone where there is no drafter. prefix_memory: see
+        `shoal.load`."""
+        for name, revision in (
+            (self.model, self.revision),
+            (self.draft_model, self.draft_revision),
+        ):
             if name not in (None, BUNDLED):
                 require_source(name, revision, self.local_files_only)
         from shoal.api import load
 
         options = {field.name: getattr(self, field.name) for field in fields(ModelSource)}
         with loading_shown():
-            return load(options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options)
+            return load(
+                options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options
+            )
 
 
 def parse_lookahead(text: str) -> str | int:
-    """A draft length as the engine takes it, checked: "4" is an int, everything else the name of a rule."""
+    """A draft length as the engine takes it, checked: "4" is an int, everything else the name of a
+    rule."""
     from shoal.lookahead.controller import by_name
 
     lookahead = int(text) if text.isdecimal() else text

@@ -1,4 +1,5 @@
-"""Prompts of a command line, each with the sampling parameters of its own that a line of a file gives it."""
+"""Prompts of a command line, each with the sampling parameters of its own that a line of a file
+gives it."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ from shoal.errors import RequestError
 from shoal.types.options import split_options
 
 OWN = ("prompt", "n", "id")
-OPTIONS = tuple(f.name for cls in (Sampling, Limits) for f in fields(cls) if f.name not in ("processors", "grammar"))
-"""What a line may set: the fields of the two settings that JSON can write; beside them `grammars.FIELDS`."""
+OPTIONS = tuple(
+    f.name
+    for cls in (Sampling, Limits)
+    for f in fields(cls)
+    if f.name not in ("processors", "grammar")
+)
+"""What a line may set: the fields of the two settings that JSON can write; beside them
+`grammars.FIELDS`."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,10 @@ class PromptLine:
     """One prompt.
 
     Attributes:
-        n: samples; None = as many as of the others. options: of `Shoal.generate`, for this prompt alone.
-        where: file and line, for messages. id: what the line calls it; it comes back in the JSON output.
+        n: samples; None = as many as of the others.
+        options: of `Shoal.generate`, for this prompt alone.
+        where: file and line, for messages.
+        id: what the line calls it; it comes back in the JSON output.
     """
 
     text: str
@@ -37,7 +46,8 @@ class PromptLine:
 
 
 def lines_of(files: Sequence[Path]) -> list[PromptLine]:
-    """The prompts of files: of a .jsonl file with their own parameters, others as `shoal.cli.files.listed_prompts` reads them.
+    """The prompts of files: of a .jsonl file with their own parameters, others as
+    `shoal.cli.files.listed_prompts` reads them.
 
     Raises:
         RequestError: with file and line.
@@ -47,7 +57,11 @@ def lines_of(files: Sequence[Path]) -> list[PromptLine]:
         if file.suffix != ".jsonl":
             found += [PromptLine(text) for text in listed_prompts([file])]
             continue
-        rows = [(number, row) for number, row in enumerate(read_text(file).split("\n"), 1) if row.strip()]
+        rows = [
+            (number, row)
+            for number, row in enumerate(read_text(file).split("\n"), 1)
+            if row.strip()
+        ]
         if not rows:
             raise RequestError(f"{str(file)!r} holds no prompt")
         found += [_of_line(row, f"{file}:{number}") for number, row in rows]
@@ -92,13 +106,19 @@ def _by_ids(biases: Mapping[str, Any], where: str) -> dict[int, Any]:
 
 
 def merged(
-    asked: Sequence[PromptLine], n: int, options: Mapping[str, Any], ends: Sequence[str] = (), tokenizer: Any = None
+    asked: Sequence[PromptLine],
+    n: int,
+    options: Mapping[str, Any],
+    ends: Sequence[str] = (),
+    tokenizer: Any = None,
 ) -> dict[str, Any]:
-    """`n` and the other options of `Shoal.generate`: those of the command line, and of each prompt what its line says instead.
+    """`n` and the other options of `Shoal.generate`: those of the command line, and of each prompt
+    what its line says instead.
 
     Args:
         ends: stop strings beside those of the options and of lines, see `with_ends`.
-        tokenizer: for `bad_words` that are texts; without it they are left out, for a check before a model is loaded.
+        tokenizer: for `bad_words` that are texts; without it they are left out, for a check before
+            a model is loaded.
 
     Raises:
         RequestError: with file and line, for options out of range.
@@ -117,16 +137,21 @@ def merged(
 
 
 def with_ends(options: Mapping[str, Any], ends: Sequence[str]) -> dict[str, Any]:
-    """Options of `Shoal.generate` whose samples stop at these texts too, unless nothing ends them by itself (`eos=()`)."""
+    """Options of `Shoal.generate` whose samples stop at these texts too, unless nothing ends them
+    by itself (`eos=()`)."""
     given = options.get("stop") or ()
     own = (given,) if isinstance(given, str) else given
     ignored = options.get("eos") is not None and not options["eos"]
-    if not ends or ignored or not isinstance(own, Sequence):  # what is no text is refused where the options are checked
+    if (
+        not ends or ignored or not isinstance(own, Sequence)
+    ):  # what is no text is refused where the options are checked
         return dict(options)
     return {**options, "stop": [*own, *ends]}
 
 
-def _settings(one: PromptLine, options: Mapping[str, Any], ends: Sequence[str], tokenizer: Any) -> tuple[Sampling, Limits]:
+def _settings(
+    one: PromptLine, options: Mapping[str, Any], ends: Sequence[str], tokenizer: Any
+) -> tuple[Sampling, Limits]:
     values = {**options, **one.options}
     try:
         if tokenizer is None:

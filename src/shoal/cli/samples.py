@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from shoal.types.samples import Output, Result, Sample
 
 
-def show_output(console: Console, output: Output, title: str | None, by_rank: bool, *, cut: bool = False) -> None:
+def show_output(
+    console: Console, output: Output, title: str | None, by_rank: bool, *, cut: bool = False
+) -> None:
     """The samples of one prompt, each under a header line.
 
     Args:
@@ -25,9 +27,13 @@ def show_output(console: Console, output: Output, title: str | None, by_rank: bo
         console.print(Rule(Text(title, overflow="ellipsis", no_wrap=True), align="left"))
     rank = {id(sample): number for number, sample in enumerate(output.ranked, 1)}
     samples = [
-        (number, sample) for number, sample in enumerate(output.samples, 1) if cut or sample.finish_reason != "cancelled"
+        (number, sample)
+        for number, sample in enumerate(output.samples, 1)
+        if cut or sample.finish_reason != "cancelled"
     ]
-    for number, sample in sorted(samples, key=lambda item: rank[id(item[1])]) if by_rank else samples:
+    for number, sample in (
+        sorted(samples, key=lambda item: rank[id(item[1])]) if by_rank else samples
+    ):
         place = f", rank {rank[id(sample)]} of {len(rank)}" if len(rank) > 1 else ""
         header = f"# sample {number}{place}: {describe(sample)}"
         console.print(Text(header, style="bold"), soft_wrap=True)
@@ -43,13 +49,19 @@ def python_text(text: str) -> Text:
 
 
 def describe(sample: Sample) -> str:
-    """One line on a sample: rank figure, end, size, and tokens per round. With a rank it fits 80 columns."""
+    """One line on a sample: rank figure, end, size, and tokens per round. With a rank it fits 80
+    columns."""
     committed = sample.accepted + sample.rounds if sample.syntax == "cut" else len(sample.token_ids)
     per_round = committed / sample.rounds if sample.rounds else 0.0
-    late = " after the time budget" if not sample.in_time and sample.finish_reason in ("eos", "stop", "length") else ""
+    late = (
+        " after the time budget"
+        if not sample.in_time and sample.finish_reason in ("eos", "stop", "length")
+        else ""
+    )
     weight = "" if sample.log_weight is None else f", log weight {sample.log_weight:.3f}"
     return (
-        f"mean logprob {sample.mean_logprob:.3f}{weight}, {sample.finish_reason}{late}, {len(sample.token_ids)} tokens, "
+        f"mean logprob {sample.mean_logprob:.3f}{weight}, {sample.finish_reason}{late}, "
+        f"{len(sample.token_ids)} tokens, "
         f"{per_round:.2f}/round"
     )
 
@@ -59,6 +71,8 @@ def report_failures(result: Result) -> bool:
     samples = [sample for output in result for sample in output.samples]
     failed = [sample.error for sample in samples if sample.error]
     if failed:
-        line = " ".join(f"error: {len(failed)} of {len(samples)} samples failed; the first: {failed[0]}".split())
+        line = " ".join(
+            f"error: {len(failed)} of {len(samples)} samples failed; the first: {failed[0]}".split()
+        )
         stderr().print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
     return bool(failed)

@@ -34,11 +34,21 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.", "localhost", "[::1]")
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 LogFormat = Literal["text", "json"]
-CpusOption = Annotated[float, machines_option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.")]
-GpusOption = Annotated[float, machines_option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.")]
-ChatTemplateOption = Annotated[Path | None, models_option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)]
-MaxNOption = Annotated[int, limits_option("--max-n", min=1, help="Samples of a prompt, best_of included.")]
-MaxTokensOption = Annotated[int, limits_option("--max-tokens", min=1, help="New tokens of a sample.")]
+CpusOption = Annotated[
+    float, machines_option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.")
+]
+GpusOption = Annotated[
+    float, machines_option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.")
+]
+ChatTemplateOption = Annotated[
+    Path | None, models_option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)
+]
+MaxNOption = Annotated[
+    int, limits_option("--max-n", min=1, help="Samples of a prompt, best_of included.")
+]
+MaxTokensOption = Annotated[
+    int, limits_option("--max-tokens", min=1, help="New tokens of a sample.")
+]
 KvMemoryOption = Annotated[
     float | None,
     limits_option(
@@ -68,10 +78,12 @@ class NameOptions:
     name: Annotated[
         list[str] | None,
         models_option(
-            "--name", "--served-model-name",
-            help="What clients call the model; repeatable. Without it, as --model (of a path its last part), or 'bundled'.",
+            "--name",
+            "--served-model-name",
+            help="What clients call the model; repeatable. Without it, as --model (of a path "
+            "its last part), or 'bundled'.",
         ),
-    ] = None  # fmt: skip
+    ] = None
     chat_template: ChatTemplateOption = None
 
 
@@ -84,17 +96,20 @@ class AddressOptions:
     api_key_file: Annotated[
         Path | None,
         address_option(
-            help="A file of API keys, one a line, a weight behind it or not. Without it, the key in SHOAL_API_KEY; without both, "
+            help="A file of API keys, one a line, a weight behind it or not. Without it, the "
+            "key in SHOAL_API_KEY; without both, "
             "open to all."
         ),
     ] = None
     cors_origin: Annotated[
-        list[str] | None, address_option(help="A web page's origin that may call from a browser; repeatable.")
+        list[str] | None,
+        address_option(help="A web page's origin that may call from a browser; repeatable."),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
         address_option(
-            help="A host name that requests may use, beside addresses and localhost; repeatable, * = any.",
+            help="A host name that requests may use, beside addresses and localhost; "
+            "repeatable, * = any.",
             show_default="on a loopback address none, elsewhere any",
         ),
     ] = None
@@ -106,19 +121,30 @@ class LimitOptions:
 
     max_n: MaxNOption = 256
     max_tokens: MaxTokensOption = 1024
-    max_grammar: Annotated[int, limits_option(min=1, help="Characters of a grammar or JSON schema.")] = 16384
-    queue: Annotated[int, limits_option(min=0, help="Samples that may wait; requests beyond get 429.")] = 256
+    max_grammar: Annotated[
+        int, limits_option(min=1, help="Characters of a grammar or JSON schema.")
+    ] = 16384
+    queue: Annotated[
+        int, limits_option(min=0, help="Samples that may wait; requests beyond get 429.")
+    ] = 256
     kv_memory: KvMemoryOption = None
     prefix_memory: PrefixMemoryOption = None
     members: Annotated[
         bool,
-        limits_option("--members", help="Requests may ask for members that jedi knows behind a dot. It needs jedi."),
+        limits_option(
+            "--members",
+            help="Requests may ask for members that jedi knows behind a dot. It needs jedi.",
+        ),
     ] = False
     max_body: Annotated[int, limits_option(min=1, help="Bytes of a request.")] = 2 * 2**20
     timeout: Annotated[
-        float, limits_option(min=0.001, help="Seconds; samples unfinished then are returned as they are.")
+        float,
+        limits_option(min=0.001, help="Seconds; samples unfinished then are returned as they are."),
     ] = 600.0
-    drain: Annotated[float, limits_option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C.")] = 20.0
+    drain: Annotated[
+        float,
+        limits_option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C."),
+    ] = 20.0
 
 
 @dataclass(frozen=True)
@@ -132,13 +158,15 @@ class ServedSpeculation:
             "--k",
             "-k",
             metavar="LENGTH",
-            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A request may ask for less.",
+            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A "
+            "request may ask for less.",
         ),
     ] = "auto"
     rule: Annotated[
         Rule,
         speed_option(
-            help="How drafts are accepted. coupled: a seed's tokens come again, whoever else is served. rejection: accepts more, "
+            help="How drafts are accepted. coupled: a seed's tokens come again, whoever else is "
+            "served. rejection: accepts more, "
             "and seeds are refused. auto = coupled."
         ),
     ] = "auto"
@@ -149,21 +177,38 @@ class ReplicaOptions:
     """Replicas on Ray Serve."""
 
     ray: Annotated[
-        bool, machines_option("--ray", help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.")
+        bool,
+        machines_option(
+            "--ray",
+            help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.",
+        ),
     ] = False
     replicas: Annotated[int, machines_option(min=1, help="With --ray: pairs at least.")] = 1
     max_replicas: Annotated[
-        int | None, machines_option(min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas")
+        int | None,
+        machines_option(
+            min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas"
+        ),
     ] = None
     target_requests: Annotated[
         float,
-        machines_option(min=0.1, help="With --ray: requests, running and waiting, of a replica; beyond, there is one more."),
+        machines_option(
+            min=0.1,
+            help="With --ray: requests, running and waiting, of a replica; beyond, there is one "
+            "more.",
+        ),
     ] = 4.0
     upscale_delay: Annotated[
-        float, machines_option(min=0, help="With --ray: seconds of more demand before a replica is added.")
+        float,
+        machines_option(
+            min=0, help="With --ray: seconds of more demand before a replica is added."
+        ),
     ] = 30.0
     downscale_delay: Annotated[
-        float, machines_option(min=0, help="With --ray: seconds of less demand before a replica is removed.")
+        float,
+        machines_option(
+            min=0, help="With --ray: seconds of less demand before a replica is removed."
+        ),
     ] = 600.0
     cpus: CpusOption = 1.0
     gpus: GpusOption = 0.0
@@ -174,20 +219,32 @@ class LogOptions:
     """What the server prints."""
 
     log_level: Annotated[LogLevel, output_option(help="What is logged on stderr.")] = "info"
-    log_format: Annotated[LogFormat, output_option(help="Lines of text, or of JSON objects.")] = "text"
-    json: Annotated[bool, output_option("--json", help="One JSON object on stdout once requests are answered.")] = False
+    log_format: Annotated[LogFormat, output_option(help="Lines of text, or of JSON objects.")] = (
+        "text"
+    )
+    json: Annotated[
+        bool, output_option("--json", help="One JSON object on stdout once requests are answered.")
+    ] = False
 
 
 @option_groups()
 def serve(
-    speculation: ServedSpeculation, source: ModelSource, naming: NameOptions, address: AddressOptions, tls: TlsOptions,
-    limits: LimitOptions, machines: ReplicaOptions, output: LogOptions,
-) -> None:  # fmt: skip
-    """Serve a pair over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses.
+    speculation: ServedSpeculation,
+    source: ModelSource,
+    naming: NameOptions,
+    address: AddressOptions,
+    tls: TlsOptions,
+    limits: LimitOptions,
+    machines: ReplicaOptions,
+    output: LogOptions,
+) -> None:
+    """Serve a pair over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
+    /v1/responses.
 
-    Many samples per request is what it is for. /health, /ready and /metrics (Prometheus) are for those who run it.
-    SIGTERM or Ctrl-C lets open requests finish. Fields, figures and faults: docs/reference/http-api.md.
-    In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install '.\\[ray]'[/].
+    Many samples per request is what it is for. /health, /ready and /metrics (Prometheus) are for
+    those who run it. SIGTERM or Ctrl-C lets open requests finish. Fields, figures and faults:
+    docs/reference/http-api.md. In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/],
+    and --ray [bold]pip install '.\\[ray]'[/].
     """
     controller = parse_lookahead(speculation.lookahead)
     if source.tensor_parallel:
@@ -195,12 +252,23 @@ def serve(
     try:
         from shoal.serve import loading, logs, run, serve_config
     except ImportError as error:
-        raise RequestError(f"shoal serve needs more packages ({error}): pip install '.[serve]'") from error
+        raise RequestError(
+            f"shoal serve needs more packages ({error}): pip install '.[serve]'"
+        ) from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
-    allowed = _settings(naming.name or [name_of(source.model or "bundled")], naming.chat_template, rule, address, limits)
+    allowed = _settings(
+        naming.name or [name_of(source.model or "bundled")],
+        naming.chat_template,
+        rule,
+        address,
+        limits,
+    )
     if rule in LOSSY_RULES:
         _say(LOSSY_RULES[rule], "yellow")
-    memory = in_bytes(limits.kv_memory), in_bytes(0 if source.tensor_parallel else limits.prefix_memory)
+    memory = (
+        in_bytes(limits.kv_memory),
+        in_bytes(0 if source.tensor_parallel else limits.prefix_memory),
+    )
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, *memory)
     encryption = tls.read()
     ready = partial(_print_address, address.host, allowed, output.json, encryption)
@@ -211,24 +279,42 @@ def serve(
 
         cluster = ray_cluster()
         replicas = cluster.Replicas(
-            machines.replicas, machines.max_replicas or machines.replicas, machines.target_requests,
-            limits.queue + most_rows(source.max_batch), limits.drain, machines.upscale_delay, machines.downscale_delay,
-        )  # fmt: skip
+            machines.replicas,
+            machines.max_replicas or machines.replicas,
+            machines.target_requests,
+            limits.queue + most_rows(source.max_batch),
+            limits.drain,
+            machines.upscale_delay,
+            machines.downscale_delay,
+        )
         cluster.run(
-            served, address.host, address.port, replicas, cluster.Share(machines.cpus, machines.gpus), ready,
+            served,
+            address.host,
+            address.port,
+            replicas,
+            cluster.Share(machines.cpus, machines.gpus),
+            ready,
             cluster.LogConfig(output.log_level, output.log_format),
-        )  # fmt: skip
+        )
         return
     if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
         source.load()  # computes what rank 0 says, and ends this process with rank 0's
     # bind raises for a port in use before a model is loaded
-    with run.bind(address.host, address.port) as listening, logs.written(output.log_level, output.log_format):
+    with (
+        run.bind(address.host, address.port) as listening,
+        logs.written(output.log_level, output.log_format),
+    ):
         with loading.answered(listening, encryption):
             app = served.app()
         run.run(
-            app, listening, limits.drain, output.log_level, partial(ready, listening.getsockname()[1]), encryption,
+            app,
+            listening,
+            limits.drain,
+            output.log_level,
+            partial(ready, listening.getsockname()[1]),
+            encryption,
             output.log_format,
-        )  # fmt: skip
+        )
 
 
 def _check_with_tensor_parallel(machines: ReplicaOptions, limits: LimitOptions) -> None:
@@ -236,32 +322,54 @@ def _check_with_tensor_parallel(machines: ReplicaOptions, limits: LimitOptions) 
     if machines.ray:
         raise RequestError("--tensor-parallel does not go with --ray: a replica is one process")
     if limits.prefix_memory:
-        raise RequestError("--tensor-parallel keeps no prompts for later requests: leave --prefix-memory out, or give 0")
+        raise RequestError(
+            "--tensor-parallel keeps no prompts for later requests: leave --prefix-memory out, "
+            "or give 0"
+        )
 
 
 def _settings(
-    names: Sequence[str], chat_template: Path | None, rule: str, address: AddressOptions, limits: LimitOptions
+    names: Sequence[str],
+    chat_template: Path | None,
+    rule: str,
+    address: AddressOptions,
+    limits: LimitOptions,
 ) -> Settings:
     """What the server allows. Raises RequestError for files that cannot be read and wrong hosts."""
     from shoal.serve import hosts, keys, settings
 
     given = keys.read_keys(address.api_key_file)
     return settings.Settings(
-        model=names[0], aliases=tuple(names[1:]), queue=limits.queue,
-        max_n=limits.max_n, max_tokens=limits.max_tokens, max_body=limits.max_body,
-        max_grammar=limits.max_grammar, timeout=limits.timeout, seeds=rule == "coupled",
-        keys=tuple(given), weights=keys.weights_of(given), origins=tuple(address.cors_origin or ()),
-        hosts=hosts.hosts_of(address.host, address.allowed_host or ()), chat_template=read_template(chat_template),
-        turn_ends=turn_ends(chat_template), members=limits.members,
-    )  # fmt: skip
+        model=names[0],
+        aliases=tuple(names[1:]),
+        queue=limits.queue,
+        max_n=limits.max_n,
+        max_tokens=limits.max_tokens,
+        max_body=limits.max_body,
+        max_grammar=limits.max_grammar,
+        timeout=limits.timeout,
+        seeds=rule == "coupled",
+        keys=tuple(given),
+        weights=keys.weights_of(given),
+        origins=tuple(address.cors_origin or ()),
+        hosts=hosts.hosts_of(address.host, address.allowed_host or ()),
+        chat_template=read_template(chat_template),
+        turn_ends=turn_ends(chat_template),
+        members=limits.members,
+    )
 
 
-def _print_address(host: str, settings: Settings, json_output: bool, tls: Tls | None, port: int) -> None:
+def _print_address(
+    host: str, settings: Settings, json_output: bool, tls: Tls | None, port: int
+) -> None:
     """Prints the address, and a warning if everybody may use it."""
     url = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     if json_output:
         print(json.dumps({"url": url, "model": settings.model}), flush=True)
-    _say(f"shoal serves {settings.model} at {url} (Ctrl-C stops)\na page to try it: {url.removesuffix('v1')}")
+    _say(
+        f"shoal serves {settings.model} at {url} (Ctrl-C stops)\na page to try it: "
+        f"{url.removesuffix('v1')}"
+    )
     closed = settings.keys or (tls is not None and tls.client_certificates == "required")
     if not closed and not any(f"//{place}" in url for place in LOOPBACK):
         _say("no API key is set: whoever reaches this address may use it", "yellow")

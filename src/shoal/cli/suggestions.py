@@ -16,16 +16,22 @@ if TYPE_CHECKING:
     from shoal.types.samples import Output, Sample
 
 ENDED = ("eos", "stop")
-PARSES = {"complete": "the file parses", "cut": "cut where the file parses", "incomplete": "the file does not parse yet"}
+PARSES = {
+    "complete": "the file parses",
+    "cut": "cut where the file parses",
+    "incomplete": "the file does not parse yet",
+}
 SYNTAX = list(PARSES)
 NO_NEWLINE = "\\ No newline at end of file"
 STYLES = {"-": "red", "+": "green", " ": "dim", "@": "cyan"}
 
 
 def best_first(output: Output) -> list[Sample]:
-    """Those that the model ended before the others, which do not lead to the text behind the cursor; each kind as it is ranked.
+    """Those that the model ended before the others, which do not lead to the text behind the
+    cursor; each kind as it is ranked.
 
-    Under a syntax those that were cut where the whole parses come between, and those with which it does not parse last.
+    Under a syntax those that were cut where the whole parses come between, and those with which it
+    does not parse last.
     """
 
     def kind(sample: Sample) -> int:
@@ -36,7 +42,9 @@ def best_first(output: Output) -> list[Sample]:
     return sorted(output.ranked, key=kind)
 
 
-def show_suggestions(console: Console, name: str, before: str, behind: str, ranked: Sequence[Sample]) -> None:
+def show_suggestions(
+    console: Console, name: str, before: str, behind: str, ranked: Sequence[Sample]
+) -> None:
     """The suggestions, best first; equal texts once, and rows that Ctrl-C cut not at all."""
     samples = [sample for sample in ranked if sample.finish_reason not in ("cancelled", "error")]
     texts = list(dict.fromkeys(sample.text for sample in samples))
@@ -58,7 +66,11 @@ def diff(name: str, before: str, text: str, behind: str) -> list[str]:
     old, new = (whole.split("\n") for whole in (before + behind, before + text + behind))
     path = name.lstrip("/")
     found = unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
-    return [part for line in found for part in (line.removesuffix("\n"), *(() if line.endswith("\n") else (NO_NEWLINE,)))]
+    return [
+        part
+        for line in found
+        for part in (line.removesuffix("\n"), *(() if line.endswith("\n") else (NO_NEWLINE,)))
+    ]
 
 
 def _lines(parts: Sequence[str]) -> list[str]:

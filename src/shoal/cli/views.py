@@ -1,4 +1,5 @@
-"""Samples while they grow: one as running text, several side by side, or all as events for a program."""
+"""Samples while they grow: one as running text, several side by side, or all as events for a
+program."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ class View(Protocol):
     def __enter__(self) -> Any: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> Any: ...
 
     def add(self, increment: Increment) -> None:
@@ -41,7 +45,10 @@ class Unseen:
         return self
 
     def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
     ) -> None:
         return None
 
@@ -81,7 +88,8 @@ def show_end(sample: Sample) -> None:
 
 
 class Events(Unseen):
-    """A JSON object per line: "increment" for what a round added to a row, "sample" for a row that has ended, "end" at last.
+    """A JSON object per line: "increment" for what a round added to a row, "sample" for a row that
+    has ended, "end" at last.
 
     Args:
         document: the JSON object of a sample.
@@ -93,7 +101,11 @@ class Events(Unseen):
     def add(self, increment: Increment) -> None:
         """One or two events."""
         place = {"prompt": increment.prompt, "sample": increment.sample}
-        added = {"text": increment.text, "token_ids": list(increment.token_ids), "accepted": increment.accepted}
+        added = {
+            "text": increment.text,
+            "token_ids": list(increment.token_ids),
+            "accepted": increment.accepted,
+        }
         self._write({"event": "increment", **place, **added})
         if increment.result is not None:
             self._write({"event": "sample", **place, **self._document(increment.result)})

@@ -1,11 +1,13 @@
-"""Token alignment: prompts that end inside a token (Athiwaratkun et al., Token Alignment via Character Matching, 2024).
+"""Token alignment: prompts that end inside a token (Athiwaratkun et al., Token Alignment via
+Character Matching, 2024).
 
-A prompt is shortened by its last tokens, and the first new tokens must write the bytes of these again; how they divide them is the
-model's choice. Each sample does so by itself, under the noise of its own row, so samples of a prompt stay independent.
+A prompt is shortened by its last tokens, and the first new tokens must write the bytes of these
+again; how they divide them is the model's choice. Each sample does so by itself, under the noise of
+its own row, so samples of a prompt stay independent.
 
-The law is local: each constrained token has p renormalised over what is allowed. The law of p given the bytes, among all
-continuations of the shortened prompt, weighs a sample by w = prod Z_t, where Z_t is what p gives the allowed tokens at step t
-(`shoal.constraints.weights`).
+The law is local: each constrained token has p renormalised over what is allowed. The law of p given
+the bytes, among all continuations of the shortened prompt, weighs a sample by w = prod Z_t, where
+Z_t is what p gives the allowed tokens at step t (`shoal.constraints.weights`).
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ class Alignment(Constraint[bytes]):
     """The new text begins with these bytes. A state is what remains of them.
 
     Args:
-        remainder: the bytes. vocabulary: of the row's tokenizer.
+        remainder: the bytes.
+        vocabulary: of the row's tokenizer.
     """
 
     def __init__(self, remainder: bytes, vocabulary: AlignmentVocabulary) -> None:
         self.remainder, self._vocabulary = remainder, vocabulary
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alignment) and (other.remainder, other.batch_key) == (self.remainder, self.batch_key)
+        return isinstance(other, Alignment) and (other.remainder, other.batch_key) == (
+            self.remainder,
+            self.batch_key,
+        )
 
     def __hash__(self) -> int:
         return hash((self.remainder, self.batch_key))
@@ -59,7 +65,9 @@ class Alignment(Constraint[bytes]):
                 own = self._vocabulary.allowed(state)[:vocab_size]
                 tokens[i, : len(own)] = own
                 tokens[i, len(own) :] = False
-        return Allowed(tokens.to(device), torch.tensor([not state for state in states], device=device))
+        return Allowed(
+            tokens.to(device), torch.tensor([not state for state in states], device=device)
+        )
 
     def is_free(self, state: bytes) -> bool:
         return not state
@@ -70,11 +78,12 @@ class Alignment(Constraint[bytes]):
 
 
 def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Request:
-    """The request with its prompt shortened, and the constraint that its samples write what was taken away.
+    """The request with its prompt shortened, and the constraint that its samples write what was
+    taken away.
 
     Args:
-        at: place in the prompt where the text to be continued ends; None = the end of the prompt. It is another one where a suffix
-            follows.
+        at: place in the prompt where the text to be continued ends; None = the end of the prompt.
+            It is another one where a suffix follows.
 
     Raises:
         RequestError: there is no tokenizer, or a control that alignment does not go with.
@@ -101,16 +110,19 @@ def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Reque
 def back_off(ids: Sequence[int], tokenizer: Any, vocabulary: AlignmentVocabulary) -> int:
     """How many of the last tokens to take back.
 
-    At most `BACK_OFF`; none from a special token on, nor the first token of a prompt; the walk ends after a token that starts a
-    word by SentencePiece's mark, or a run of blanks that was added to the vocabulary. If a character would be cut in two, more are
-    taken back, until what is left ends with a whole one or the walk has to end.
+    At most `BACK_OFF`; none from a special token on, nor the first token of a prompt; the walk ends
+    after a token that starts a word by SentencePiece's mark, or a run of blanks that was added to
+    the vocabulary. If a character would be cut in two, more are taken back, until what is left ends
+    with a whole one or the walk has to end.
     """
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     spelled, count = vocabulary.spelled, 0
     while count < len(ids) - 1 and ids[-1 - count] < len(spelled) and spelled[ids[-1 - count]]:
         token = ids[-1 - count]
         count += 1
-        starts = token in added or str(tokenizer.convert_ids_to_tokens(token)).startswith(WORD_START)
+        starts = token in added or str(tokenizer.convert_ids_to_tokens(token)).startswith(
+            WORD_START
+        )
         begins_whole = not 0x80 <= spelled[token][0] < 0xC0  # no continuation byte of UTF-8
         if begins_whole and (starts or count >= BACK_OFF):
             break
@@ -118,8 +130,11 @@ def back_off(ids: Sequence[int], tokenizer: Any, vocabulary: AlignmentVocabulary
 
 
 def bound_from_start(sampling: Sampling, constraints: Sequence[Any]) -> bool:
-    """Whether something is said of the text as a whole from where the prompt ends, which is another place once it is shortened."""
-    return sampling.grammar is not None or any(isinstance(each, Filter | Grammar) for each in constraints)
+    """Whether something is said of the text as a whole from where the prompt ends, which is another
+    place once it is shortened."""
+    return sampling.grammar is not None or any(
+        isinstance(each, Filter | Grammar) for each in constraints
+    )
 
 
 def _require(request: Request, tokenizer: Any) -> None:
@@ -128,5 +143,6 @@ def _require(request: Request, tokenizer: Any) -> None:
         raise RequestError("align needs a tokenizer, and this engine has none")
     if bound_from_start(sampling, request.constraints):
         raise RequestError(
-            "align does not go with a grammar or filter, whose language begins where the prompt ends: leave one out"
+            "align does not go with a grammar or filter, whose language begins where the prompt "
+            "ends: leave one out"
         )

@@ -1,6 +1,8 @@
-"""Which tokens agree with bytes that must come next: a trie of the vocabulary, kept as its tokens in the order of their bytes.
+"""Which tokens agree with bytes that must come next: a trie of the vocabulary, kept as its tokens
+in the order of their bytes.
 
-In that order the tokens below a node of the trie stand side by side, so a node is a range and needs no object of its own.
+In that order the tokens below a node of the trie stand side by side, so a node is a range and needs
+no object of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from shoal.constraints.token_bytes import token_bytes
 
 CACHED = 128
 """Masks kept, those used last: 128 of 152,000 tokens take 19 MB."""
-FREQUENT = (b" ", b"  ", b"    ", b"        ", b"\n", b"\n\n", b"\n    ", b"\n        ", b"\t", b"\n\t")
+FREQUENT = (
+    b" ",
+    b"  ",
+    b"    ",
+    b"        ",
+    b"\n",
+    b"\n\n",
+    b"\n    ",
+    b"\n        ",
+    b"\t",
+    b"\n\t",
+)
 """Remainders whose masks are made with the vocabulary: prompts of code often end in indentation."""
 
 
@@ -26,7 +39,8 @@ class AlignmentVocabulary:
     """The vocabulary by its bytes.
 
     Args:
-        spelled: the bytes of each token by its id; None or no bytes for tokens that write nothing, which agree with nothing.
+        spelled: the bytes of each token by its id; None or no bytes for tokens that write nothing,
+            which agree with nothing.
     """
 
     def __init__(self, spelled: Sequence[bytes | None]) -> None:
@@ -40,7 +54,8 @@ class AlignmentVocabulary:
             self.allowed(remainder)
 
     def allowed(self, remainder: bytes) -> Tensor:
-        """The tokens that begin with `remainder` or that it begins with: [tokens] bool, shared, not to be changed."""
+        """The tokens that begin with `remainder` or that it begins with: [tokens] bool, shared, not
+        to be changed."""
         if remainder in self._masks:
             self._masks.move_to_end(remainder)
             return self._masks[remainder]
@@ -53,7 +68,10 @@ class AlignmentVocabulary:
         """`allowed`, computed anew."""
         mask = torch.zeros(len(self.spelled), dtype=torch.bool)
         places = [self._range(remainder)]
-        places += [self._same(remainder[:length]) for length in range(1, min(len(remainder) - 1, self._longest) + 1)]
+        places += [
+            self._same(remainder[:length])
+            for length in range(1, min(len(remainder) - 1, self._longest) + 1)
+        ]
         mask[torch.cat([self._ids[start:end] for start, end in places])] = True
         return mask
 
@@ -65,7 +83,8 @@ class AlignmentVocabulary:
         return bisect_left(self._texts, beginning), end
 
     def _same(self, text: bytes) -> tuple[int, int]:
-        """The places of the tokens of exactly these bytes: vocabularies of pieces may spell a byte twice."""
+        """The places of the tokens of exactly these bytes: vocabularies of pieces may spell a byte
+        twice."""
         return bisect_left(self._texts, text), bisect_left(self._texts, text + b"\0")
 
 
@@ -73,7 +92,8 @@ _known: weakref.WeakKeyDictionary[Any, AlignmentVocabulary] = weakref.WeakKeyDic
 
 
 def vocabulary_of(tokenizer: Any) -> AlignmentVocabulary:
-    """That of a tokenizer, made once. Tokens that decoding leaves out write nothing; added ones are spelled as they stand."""
+    """That of a tokenizer, made once. Tokens that decoding leaves out write nothing; added ones are
+    spelled as they stand."""
     if tokenizer not in _known:
         _known[tokenizer] = AlignmentVocabulary(token_bytes(tokenizer))
     return _known[tokenizer]

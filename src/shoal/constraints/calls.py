@@ -1,7 +1,9 @@
-"""Calls of constraints: what one of them raises, or answers in a wrong form, is a fault of the rows that it was asked for.
+"""Calls of constraints: what one of them raises, or answers in a wrong form, is a fault of the rows
+that it was asked for.
 
-A state in whose place stands a `Failed` has nothing that may follow. So drafts that lead there are rejected, and a row that comes
-there itself ends with the reason, while the other rows of the batch go on.
+A state in whose place stands a `Failed` has nothing that may follow. So drafts that lead there are
+rejected, and a row that comes there itself ends with the reason, while the other rows of the batch
+go on.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Failed(NamedTuple):
 
 
 def begun(row: Any, start: Callable[[Any], Result]) -> Result:
-    """The state that a constraint or check starts a row with. Raises RequestError: it raised something."""
+    """The state that a constraint or check starts a row with. Raises RequestError: it raised
+    something."""
     try:
         return start(row)
     except RequestError:
@@ -53,7 +56,9 @@ def is_free(constraint: Constraint[Any], state: Any) -> bool:
         return False
 
 
-def mask(constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device) -> Allowed:
+def mask(
+    constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
+) -> Allowed:
     """The constraint's mask; nothing is possible after states for which it fails.
 
     Constraints are asked once for all states. Where that fails they are asked state by state.
@@ -76,7 +81,8 @@ def mask(constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, de
 
 
 def why(constraint: Constraint[Any], state: Any, vocab_size: int) -> str:
-    """Why nothing may follow a state that `mask` was last asked about, if the constraint failed there; else an empty text."""
+    """Why nothing may follow a state that `mask` was last asked about, if the constraint failed
+    there; else an empty text."""
     if isinstance(state, Failed):
         return state.reason
     try:
@@ -88,13 +94,19 @@ def why(constraint: Constraint[Any], state: Any, vocab_size: int) -> str:
         return _reason(constraint, error)
 
 
-def _checked(constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device) -> Allowed:
+def _checked(
+    constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
+) -> Allowed:
     """The constraint's mask. Raises RequestError: it has another shape or dtype."""
     mask = constraint.mask(states, vocab_size, device)
-    for name, values, shape in (("tokens", mask.tokens, (len(states), vocab_size)), ("ends", mask.ends, (len(states),))):
+    for name, values, shape in (
+        ("tokens", mask.tokens, (len(states), vocab_size)),
+        ("ends", mask.ends, (len(states),)),
+    ):
         if values.dtype != torch.bool or values.shape != shape:
             raise RequestError(
-                f"constraint {type(constraint).__name__} must return {name} of shape {shape} and dtype torch.bool, got "
+                f"constraint {type(constraint).__name__} must return {name} of shape {shape} "
+                f"and dtype torch.bool, got "
                 f"{tuple(values.shape)} and {values.dtype}"
             )
     return mask

@@ -1,8 +1,10 @@
-"""Compiles grammars for a tokenizer by llguidance (the extra `grammar`), each once, on a thread with a large stack.
+"""Compiles grammars for a tokenizer by llguidance (the extra `grammar`), each once, on a thread
+with a large stack.
 
-The end of a text is one more symbol of llguidance's alphabet, beyond the tokenizer's and the model's own. The alphabet is given to
-llguidance in bytes (`shoal.constraints.token_bytes`): reading a tokenizer by itself, it takes every added token that looks like
-`<think>` for one that writes nothing, whether it is special or not, and no text could then hold it.
+The end of a text is one more symbol of llguidance's alphabet, beyond the tokenizer's and the
+model's own. The alphabet is given to llguidance in bytes (`shoal.constraints.token_bytes`): reading
+a tokenizer by itself, it takes every added token that looks like `<think>` for one that writes
+nothing, whether it is special or not, and no text could then hold it.
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ from shoal.types.inputs import encoded_inside
 _END = b"<|end of a text|>"
 PROBE = "def f(x):\n    return 'a b'"
 """A text whose tokens must write it."""
-LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^<>\s"\[\]]+>)')
-"""Strings, expressions and comments of a grammar in Lark's syntax, and the names of tokens outside of them."""
+LARK = re.compile(
+    r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^<>\s"\[\]]+>)'
+)
+"""Strings, expressions and comments of a grammar in Lark's syntax, and the names of tokens outside
+of them."""
 KEPT = 32
-"""Compiled grammars that are kept, the most recently used ones: a large one takes a second to compile."""
+"""Compiled grammars that are kept, the most recently used ones: a large one takes a second to
+compile."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Alphabet:
     """A vocabulary as llguidance takes it.
 
     Attributes:
-        tokens: the bytes of each symbol, the names of those that write nothing included. special_token_ids: of the latter.
+        tokens: the bytes of each symbol, the names of those that write nothing included.
+        special_token_ids: of the latter.
         eos_token_id: the symbol for the end of a text.
     """
 
@@ -53,7 +60,8 @@ class Alphabet:
 
     @staticmethod
     def of(tokenizer: Any, vocab_size: int) -> Alphabet:
-        """That of a fast Transformers tokenizer. Raises ValueError: its tokens do not write its texts."""
+        """That of a fast Transformers tokenizer. Raises ValueError: its tokens do not write its
+        texts."""
         spelled = token_bytes(tokenizer)
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
@@ -63,7 +71,10 @@ class Alphabet:
         if backend.decode(ids).encode() not in (written, written.removeprefix(b" ")):
             raise ValueError("its tokens do not write its texts")
         names = tokenizer.added_tokens_decoder
-        tokens = [str(names.get(i, "")).encode() if text is None else text for i, text in enumerate(spelled)]
+        tokens = [
+            str(names.get(i, "")).encode() if text is None else text
+            for i, text in enumerate(spelled)
+        ]
         special = [i for i, text in enumerate(spelled) if text is None and i in names]
         end = max(len(tokens), vocab_size)
         tokens += [b""] * (end - len(tokens)) + [_END]
@@ -89,7 +100,8 @@ class Grammars:
     """Compiles grammars for one tokenizer.
 
     Args:
-        tokenizer: a fast Transformers tokenizer. vocab_size: of the target; may be wider than the tokenizer, or narrower.
+        tokenizer: a fast Transformers tokenizer.
+        vocab_size: of the target; may be wider than the tokenizer, or narrower.
 
     Raises:
         RequestError: if llguidance is missing, or cannot read the tokenizer.
@@ -103,26 +115,33 @@ class Grammars:
                 self._library.TokenizerWrapper(alphabet), eos_token=alphabet.eos_token_id
             )
         except (AttributeError, ValueError) as error:
-            raise RequestError(f"a grammar needs a fast tokenizer that llguidance can read: {error}") from error
+            raise RequestError(
+                f"a grammar needs a fast tokenizer that llguidance can read: {error}"
+            ) from error
         self._end, self.description = alphabet.eos_token_id, alphabet.description
         self._numbers_of = {
-            str(token): i for i, token in tokenizer.added_tokens_decoder.items() if alphabet.tokens[i] and not token.special
+            str(token): i
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if alphabet.tokens[i] and not token.special
         }
         self._lock = threading.Lock()
         self._bounds: dict[str, Any] = {}
         self._reading: OrderedDict[Grammar, Future[GrammarConstraint]] = OrderedDict()
-        self._alive: weakref.WeakValueDictionary[Grammar, GrammarConstraint] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[Grammar, GrammarConstraint] = (
+            weakref.WeakValueDictionary()
+        )
 
     def constraint(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
-        """The grammar compiled; any thread may ask. It is compiled once, however many threads ask at a time, and not again for as
-        long as anybody keeps it.
+        """The grammar compiled; any thread may ask. It is compiled once, however many threads ask
+        at a time, and not again for as long as anybody keeps it.
 
         Args:
-            limits: of llguidance's work, now and in rounds, by the names of its `LLParserLimits`; it has its own for the others.
+            limits: of llguidance's work, now and in rounds, by the names of its `LLParserLimits`;
+                it has its own for the others.
 
         Raises:
-            RequestError: for a schema, expression or grammar that is wrong, has something llguidance does not know, or is too
-                much for it from the start.
+            RequestError: for a schema, expression or grammar that is wrong, has something
+                llguidance does not know, or is too much for it from the start.
         """
         with self._lock:
             known = self.known(grammar)
@@ -142,8 +161,9 @@ class Grammars:
         return self._alive.get(grammar)
 
     def source(self, grammar: Grammar) -> str:
-        """The grammar as llguidance reads it. An added token that is not special goes by its number: llguidance knows the names of
-        special ones alone. Raises RequestError: llguidance is not installed."""
+        """The grammar as llguidance reads it. An added token that is not special goes by its
+        number: llguidance knows the names of special ones alone. Raises RequestError: llguidance is
+        not installed."""
         if grammar.kind == "lark" and self._numbers_of:
             grammar = replace(grammar, text=LARK.sub(self._numbered, grammar.text))
         return source_of(grammar)
@@ -162,12 +182,15 @@ class Grammars:
         return constraint
 
     def _numbers(self, before: str) -> Any:
-        """The matcher of the numbers, behind what stands before; used on the one thread that compiles."""
+        """The matcher of the numbers, behind what stands before; used on the one thread that
+        compiles."""
         if before not in self._bounds:
             if len(self._bounds) == KEPT:
                 self._bounds.clear()
             text = f"(?:{before}){numbers()}" if before else numbers()
-            self._bounds[before] = self._started(Grammar("regex", text), self._library.LLMatcher.grammar_from_regex(text))
+            self._bounds[before] = self._started(
+                Grammar("regex", text), self._library.LLMatcher.grammar_from_regex(text)
+            )
         return self._bounds[before]
 
     def _started(self, grammar: Grammar, source: str, **limits: int) -> Any:
@@ -185,7 +208,8 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDic
 
 
 def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
-    """The `Grammars` of a tokenizer, made once, as that takes a second for a large vocabulary. Raises RequestError."""
+    """The `Grammars` of a tokenizer, made once, as that takes a second for a large vocabulary.
+    Raises RequestError."""
     made = _known.setdefault(tokenizer, {})
     if vocab_size not in made:
         made[vocab_size] = Grammars(tokenizer, vocab_size)

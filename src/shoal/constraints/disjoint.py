@@ -1,7 +1,8 @@
-"""Whether no JSON value fits several JSON schemas at once: proved from some of their keywords, or not claimed.
+"""Whether no JSON value fits several JSON schemas at once: proved from some of their keywords, or
+not claimed.
 
-A value that fits a schema fits every keyword of it. So a keyword that is not read here only makes the answer more careful: what is
-proved of the keywords that are read holds for the whole schemas.
+A value that fits a schema fits every keyword of it. So a keyword that is not read here only makes
+the answer more careful: what is proved of the keywords that are read holds for the whole schemas.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ Schema = Any
 Part = dict[str, Any]
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 WORK = 20_000
-"""Schemas and listed values that the proofs of one document may look at; past that nothing more is proved."""
+"""Schemas and listed values that the proofs of one document may look at; past that nothing more is
+proved."""
 
 
 class Proofs:
     """Proofs about the schemas of one document.
 
     Args:
-        root: the document, to resolve `$ref`. siblings: whether keywords beside a `$ref` count (they do since draft 2019-09).
+        root: the document, to resolve `$ref`.
+        siblings: whether keywords beside a `$ref` count (they do since draft 2019-09).
     """
 
     def __init__(self, root: Schema, siblings: bool = True) -> None:
         self._root, self._siblings, self._left = root, siblings, WORK
 
     def exclusive(self, context: Schema, alternatives: Sequence[Schema]) -> bool:
-        """Whether it is proved that a value that fits `context` fits one of the alternatives at most."""
+        """Whether it is proved that a value that fits `context` fits one of the alternatives at
+        most."""
         return all(self.impossible([context, a, b]) for a, b in combinations(alternatives, 2))
 
     def impossible(self, schemas: Sequence[Schema]) -> bool:
@@ -47,7 +51,8 @@ class Proofs:
         )
 
     def _parts(self, schemas: Sequence[Schema], seen: set[str]) -> Iterator[Part]:
-        """The keywords that a value has to fit all of: those of the schemas, of what they refer to and of their `allOf`."""
+        """The keywords that a value has to fit all of: those of the schemas, of what they refer to
+        and of their `allOf`."""
         for schema in schemas:
             if not isinstance(schema, dict):
                 yield from [{"enum": []}] if schema is False else []
@@ -61,11 +66,17 @@ class Proofs:
                 yield from self._parts(_list(schema.get("allOf")), seen)
 
     def _impossible_object(self, parts: Sequence[Part]) -> bool:
-        required = {name for part in parts for name in _list(part.get("required")) if isinstance(name, str)}
+        required = {
+            name for part in parts for name in _list(part.get("required")) if isinstance(name, str)
+        }
         return any(
             any(_forbids(part, name) for part in parts)
             or self.impossible(
-                [_dict(part.get("properties"))[name] for part in parts if name in _dict(part.get("properties"))]
+                [
+                    _dict(part.get("properties"))[name]
+                    for part in parts
+                    if name in _dict(part.get("properties"))
+                ]
             )
             for name in sorted(required)
         )
@@ -75,7 +86,9 @@ class Proofs:
         for i, part in enumerate(parts):
             for keyword in ("anyOf", "oneOf"):
                 if alternatives := _list(part.get(keyword)):
-                    flat = [{k: v for k, v in p.items() if k not in ("$ref", "allOf")} for p in parts]
+                    flat = [
+                        {k: v for k, v in p.items() if k not in ("$ref", "allOf")} for p in parts
+                    ]
                     del flat[i][keyword]
                     if all(self.impossible([*flat, one]) for one in alternatives):
                         return True
@@ -83,7 +96,8 @@ class Proofs:
 
 
 def resolved(root: Schema, reference: str) -> Schema:
-    """What a pointer into a document points at; True, which every value fits, for any other reference."""
+    """What a pointer into a document points at; True, which every value fits, for any other
+    reference."""
     found = root
     steps = unquote(reference).split("/")
     for step in steps[1:]:
@@ -109,7 +123,8 @@ def _types(parts: Sequence[Part]) -> set[str]:
 
 
 def comparable(value: Any) -> tuple[str, Any]:
-    """A value's type, and what is equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    """A value's type, and what is equal for equal JSON values: 1 and 1.0 are, 1 and true are
+    not."""
     if value is None or isinstance(value, bool | str):
         return {type(None): "null", bool: "boolean", str: "string"}[type(value)], value
     if isinstance(value, int | float):
@@ -131,7 +146,9 @@ def _out_of_range(parts: Sequence[Part]) -> bool:
     lower = [*_bounds(parts, "minimum", False), *_bounds(parts, "exclusiveMinimum", True)]
     upper = [*_bounds(parts, "maximum", False), *_bounds(parts, "exclusiveMaximum", True)]
     return any(
-        low > high or (low == high and (open_low or open_high)) for low, open_low in lower for high, open_high in upper
+        low > high or (low == high and (open_low or open_high))
+        for low, open_low in lower
+        for high, open_high in upper
     )
 
 

@@ -1,7 +1,9 @@
-"""Requests with all that a call asks for beside sampling and constraints: alignment, syntax, weights.
+"""Requests with all that a call asks for beside sampling and constraints: alignment, syntax,
+weights.
 
-The library, the server and the route of editors dress their requests here, in this order: the bytes that
-an aligned request writes again belong to the text before the cursor, and weights count every limit.
+The library, the server and the route of editors dress their requests here, in this order: the bytes
+that an aligned request writes again belong to the text before the cursor, and weights count every
+limit.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ class Dressing:
     """The values of `align`, `exact` and `syntax` of a call.
 
     Attributes:
-        align: the prompt may end inside a token; None = True if a suffix follows the new text, unless a
-            grammar or filter speaks of the text from the end of the prompt on.
+        align: the prompt may end inside a token; None = True if a suffix follows the new text,
+            unless a grammar or filter speaks of the text from the end of the prompt on.
         exact: see `shoal.constraints.weights`.
-        syntax: a language, a grammar or its path, see `shoal.constraints.syntax.requests`; None = any text.
+        syntax: a language, a grammar or its path, see `shoal.constraints.syntax.requests`; None =
+            any text.
     """
 
     align: bool | None = None
@@ -41,7 +44,12 @@ class Dressing:
     syntax: str | Syntax | None = None
 
     def applied(
-        self, request: Request, tokenizer: Any, suffix: str | None = None, end: int | None = None, naming: Naming = unnamed
+        self,
+        request: Request,
+        tokenizer: Any,
+        suffix: str | None = None,
+        end: int | None = None,
+        naming: Naming = unnamed,
     ) -> Request:
         """Returns the request, dressed.
 
@@ -53,11 +61,14 @@ class Dressing:
             naming: names the field in errors.
 
         Raises:
-            RequestError: there is no tokenizer, an unknown value, or settings that do not go together.
+            RequestError: there is no tokenizer, an unknown value, or settings that do not go
+                together.
         """
         align = self.align
         if align is None:
-            align = suffix is not None and not bound_from_start(request.sampling, request.constraints)
+            align = suffix is not None and not bound_from_start(
+                request.sampling, request.constraints
+            )
         if align:
             with naming("align"):
                 request = aligned(request, tokenizer, at=end)

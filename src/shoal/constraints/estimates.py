@@ -1,4 +1,5 @@
-"""`exact="asap"`: over-estimates of what p gives to the allowed texts that begin alike (Park et al. 2024, arXiv 2405.21047, ASAp).
+"""`exact="asap"`: over-estimates of what p gives to the allowed texts that begin alike (Park et al.
+2024, arXiv 2405.21047, ASAp).
 
 For each beginning w that a row has written, c(w) is p's probability that a text that begins so stays allowed, as far as is known:
 1 where nothing has been written yet, else the sum of p(x | w) c(wx) over the allowed tokens x. It only falls, towards the truth.
@@ -24,11 +25,13 @@ from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
 
 MOST_NODES = 1 << 18
-"""Beginnings that an engine keeps, of all prompts: about 400 bytes each. Tries that were used least recently are given up."""
+"""Beginnings that an engine keeps, of all prompts: about 400 bytes each. Tries that were used least
+recently are given up."""
 MOST_TRIES = 4096
 """Prompts of which an engine keeps estimates."""
 _UNSEEN = 1e-12
-"""Of the mass of a beginning, what unseen tokens have at least, as long as there are any: sums of rounded numbers may say 0."""
+"""Of the mass of a beginning, what unseen tokens have at least, as long as there are any: sums of
+rounded numbers may say 0."""
 _CHANGE = 1e-14
 """Relative change of an estimate that those before it are told of."""
 
@@ -37,7 +40,9 @@ class Seen(NamedTuple):
     """What a row has seen of p where it drew a token; p is without constraints.
 
     Attributes:
-        mass: p of all allowed tokens. tokens: how many of them there are. p: of the token that was drawn.
+        mass: p of all allowed tokens.
+        tokens: how many of them there are.
+        p: of the token that was drawn.
     """
 
     mass: float
@@ -49,8 +54,11 @@ class Node:
     """A beginning that a row has written.
 
     Attributes:
-        estimate: c of it. mass, count: p of the tokens allowed after it, and their number; None until a row goes on from here.
-        children: by token. p: what p gives to its last token.
+        estimate: c of it.
+        mass, count: p of the tokens allowed after it, and their number; None until a row goes on
+            from here.
+        children: by token.
+        p: what p gives to its last token.
     """
 
     __slots__ = ("children", "count", "estimate", "mass", "p", "parent", "trie")
@@ -67,7 +75,8 @@ class Node:
         return self
 
     def learn(self, block: Sequence[int], seen: Sequence[Seen]) -> Node | None:
-        """What a row has seen at the tokens of its block, as far as they are constrained; returns where the row is then.
+        """What a row has seen at the tokens of its block, as far as they are constrained; returns
+        where the row is then.
 
         None: it is bound no longer, or there is no room for more.
         """
@@ -93,7 +102,9 @@ class Node:
         assert self.mass is not None
         known = sum(child.p * child.estimate for child in self.children.values())
         if len(self.children) < self.count:
-            known += max(self.mass - sum(child.p for child in self.children.values()), _UNSEEN * self.mass)
+            known += max(
+                self.mass - sum(child.p for child in self.children.values()), _UNSEEN * self.mass
+            )
         before, self.estimate = self.estimate, known
         return abs(known - before) > _CHANGE * before
 
@@ -111,7 +122,8 @@ class Trie:
     """The estimates of one prompt.
 
     Attributes:
-        kept_by: where there must be room for its nodes; None = it has been given up, and grows no more.
+        kept_by: where there must be room for its nodes; None = it has been given up, and grows no
+            more.
     """
 
     def __init__(self, kept_by: Estimates) -> None:
@@ -129,14 +141,16 @@ class Trie:
 
 
 class Estimates:
-    """The tries of an engine. nodes: how many they have, beside their roots; most: no more than that."""
+    """The tries of an engine. nodes: how many they have, beside their roots; most: no more than
+    that."""
 
     def __init__(self, most: int = MOST_NODES) -> None:
         self.nodes, self.most = 0, most
         self.tries: dict[Any, Trie] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Gives rows that have no new tokens the estimates of their prompt, if their request asks for it."""
+        """Gives rows that have no new tokens the estimates of their prompt, if their request asks
+        for it."""
         for row in rows:
             if row.request.estimated:
                 row.beginning = self._of(row.request).root
@@ -155,15 +169,25 @@ class Estimates:
 
 
 def _key(request: Request) -> Any:
-    """Equal for requests whose texts have the same p and the same limits, whatever their seeds, of one owner."""
+    """Equal for requests whose texts have the same p and the same limits, whatever their seeds, of
+    one owner."""
     sampling, limits = request.sampling, request.limits
-    settings = [_fixed(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"]
-    ends = (limits.max_new_tokens, _fixed(limits.stop), _fixed(limits.eos), _fixed(request.criteria), request.shown_tokens)
+    settings = [
+        _fixed(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"
+    ]
+    ends = (
+        limits.max_new_tokens,
+        _fixed(limits.stop),
+        _fixed(limits.eos),
+        _fixed(request.criteria),
+        request.shown_tokens,
+    )
     return request.owner, request.prompt_ids, *settings, *ends, _fixed(request.constraints)
 
 
 def _fixed(value: Any) -> Any:
-    """Something that can be a key: lists and mappings by their items, other things without a hash by what they are."""
+    """Something that can be a key: lists and mappings by their items, other things without a hash
+    by what they are."""
     if isinstance(value, dict):
         return tuple((key, _fixed(item)) for key, item in sorted(value.items()))
     if isinstance(value, list | tuple):
@@ -189,13 +213,16 @@ class _Identity:
 
 
 def weigh(scores: Tensor, temperature: float, positions: Positions) -> None:
-    """Multiplies what the distributions of these scores give to each token by the estimate of the text that it makes.
+    """Multiplies what the distributions of these scores give to each token by the estimate of the
+    text that it makes.
 
     Args:
         scores: [rows, q, vocab], after all controls but temperature; changed in place.
     """
     for b, row in enumerate(positions.rows):
-        for column, path in positions.paths(b, scores.shape[1]) if row.beginning is not None else ():
+        for column, path in (
+            positions.paths(b, scores.shape[1]) if row.beginning is not None else ()
+        ):
             _multiply(scores[b, column], row.beginning.after(path), temperature)
 
 
@@ -203,7 +230,8 @@ def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]
     """Natural logs of the weights of tokens that were drawn after a beginning.
 
     Args:
-        inside: natural log of p at each token, [tokens, vocab]; -inf for those that are not allowed.
+        inside: natural log of p at each token, [tokens, vocab]; -inf for those that are not
+            allowed.
     """
     found = []
     here: Node | None = node
@@ -216,7 +244,11 @@ def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]
 
 def _multiply(scores: Tensor, node: Node | None, temperature: float) -> None:
     """By the estimates after one beginning, scores [vocab] in place."""
-    known = {} if node is None else {token: child.estimate for token, child in node.children.items() if child.estimate < 1}
+    known = (
+        {}
+        if node is None
+        else {token: child.estimate for token, child in node.children.items() if child.estimate < 1}
+    )
     if known:
         logs = torch.tensor(list(known.values()), dtype=torch.float64).log() * temperature
         scores[torch.tensor(list(known), device=scores.device)] += logs.to(scores)

@@ -1,7 +1,8 @@
-"""Numbers and depths of a JSON schema that the grammar library would read as others, or not survive.
+"""Numbers and depths of a JSON schema that the grammar library would read as others, or not
+survive.
 
-It computes with doubles and 64-bit integers: 725653563933458431 becomes ...432, and the constant -2^63 ends the process. It reads
-documents of some 120 levels.
+It computes with doubles and 64-bit integers: 725653563933458431 becomes ...432, and the constant
+-2^63 ends the process. It reads documents of some 120 levels.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def require_levels(root: Any) -> None:
 def too_deep() -> RequestError:
     """Returns the error for a document of too many levels."""
     return RequestError(
-        f"the json_schema grammar cannot be used: it is nested more than {MOST_LEVELS} levels deep; "
+        f"the json_schema grammar cannot be used: it is nested more than {MOST_LEVELS} levels "
+        f"deep; "
         "define parts of it in $defs and refer to them by $ref"
     )
 
@@ -48,13 +50,15 @@ def require_exact(value: Any) -> None:
         parts += _parts(one)
         if isinstance(one, int) and _written(one) != one:
             raise RequestError(
-                f"the json_schema grammar cannot be used: {one} in const or enum has more than 53 bits and "
+                f"the json_schema grammar cannot be used: {one} in const or enum has more than "
+                f"53 bits and "
                 "would come out as another number; give it as a string, or leave it out"
             )
 
 
 def _written(number: int) -> int | None:
-    """Returns the integer that the grammar library writes for this one; None for one beyond all doubles."""
+    """Returns the integer that the grammar library writes for this one; None for one beyond all
+    doubles."""
     if abs(number) <= EXACT:
         return number
     try:
@@ -75,7 +79,9 @@ def inward(keyword: str, bound: Any) -> Any:
     way = BOUNDS[keyword]
     if abs(bound) > LARGEST:
         clamped = LARGEST if bound > 0 else -LARGEST
-        return clamped if clamped * way < 0 else bound  # -1e30 as a minimum excludes nothing that is written
+        return (
+            clamped if clamped * way < 0 else bound
+        )  # -1e30 as a minimum excludes nothing that is written
     if isinstance(bound, float):
         return bound
     rounded = float(bound)

@@ -1,8 +1,9 @@
 """Filters: sets of texts that are combined by & (and), | (or) and ~ (not), as a constraint on all of the new text.
 
-A filter is about text, never about single tokens: words and letters may be divided among tokens in any way. llguidance (the extra
-`grammar`) walks the bytes of the vocabulary along the states of the filter's automaton, which it keeps; a token may follow if some
-text of the set begins so, and the text may end where it is in the set itself. The boolean filters of Constrained Text Generation
+A filter is about text, never about single tokens: words and letters may be divided among tokens in
+any way. llguidance (the extra `grammar`) walks the bytes of the vocabulary along the states of the
+filter's automaton, which it keeps; a token may follow if some text of the set begins so, and the
+text may end where it is in the set itself. The boolean filters of Constrained Text Generation
 Studio (Roush et al. 2022, arXiv 2306.15926) look at tokens one by one instead.
 """
 
@@ -23,7 +24,9 @@ class Filter:
     """A set of texts.
 
     Attributes:
-        expression: the set as an expression over terminals in Lark's syntax, as llguidance reads it. name: for messages.
+        expression: the set as an expression over terminals in Lark's syntax, as llguidance reads
+            it.
+        name: for messages.
     """
 
     expression: str
@@ -44,22 +47,26 @@ class Filter:
 
     @property
     def grammar(self) -> Grammar:
-        """The same as a grammar, whose `text` is what `grammar` takes over HTTP with the type "lark"."""
+        """The same as a grammar, whose `text` is what `grammar` takes over HTTP with the type
+        "lark"."""
         return Grammar("lark", f"start: TEXT\nTEXT: {self.expression}")
 
 
 def without(*texts: str, ignore_case: bool = False) -> Filter:
-    """Texts that contain none of these: letters, words or phrases. Raises RequestError: there are none, or an empty one."""
+    """Texts that contain none of these: letters, words or phrases. Raises RequestError: there are
+    none, or an empty one."""
     return Filter((~_containing(texts, ignore_case)).expression, _named("without", texts))
 
 
 def containing(*texts: str, ignore_case: bool = False) -> Filter:
-    """Texts that contain one of these at least. Raises RequestError: there are none, or an empty one."""
+    """Texts that contain one of these at least. Raises RequestError: there are none, or an empty
+    one."""
     return _containing(texts, ignore_case)
 
 
 def only_words(words: Iterable[str], separators: str = " \n\t.,;:!?") -> Filter:
-    """Texts made of these words, with one separator or more between two; separators may stand at both ends.
+    """Texts made of these words, with one separator or more between two; separators may stand at
+    both ends.
 
     Raises:
         RequestError: there are no words, or an empty one, or no separators.
@@ -73,11 +80,15 @@ def only_words(words: Iterable[str], separators: str = " \n\t.,;:!?") -> Filter:
 
 def only_characters(characters: str) -> Filter:
     """Texts of these characters. Raises RequestError: there are none."""
-    return Filter(f"/[{_escaped(_texts([characters], 'characters')[0])}]*/", _named("only_characters", [characters]))
+    return Filter(
+        f"/[{_escaped(_texts([characters], 'characters')[0])}]*/",
+        _named("only_characters", [characters]),
+    )
 
 
 def matching(regex: str) -> Filter:
-    """Texts that a regular expression in Rust's syntax matches as a whole. Raises RequestError: it is empty."""
+    """Texts that a regular expression in Rust's syntax matches as a whole. Raises RequestError: it
+    is empty."""
     (own,) = _texts([regex], "an expression")
     return Filter(f"/{_without_slashes(own)}/", _named("matching", [own]))
 
@@ -89,7 +100,9 @@ def conjunction(filters: Sequence[Filter]) -> Filter:
 
 def _containing(texts: Sequence[str], ignore_case: bool) -> Filter:
     found = "|".join(map(_escaped, _texts(list(texts), "texts")))
-    return Filter(f"/(?s:.*)(?{'i' if ignore_case else ''}:{found})(?s:.*)/", _named("containing", texts))
+    return Filter(
+        f"/(?s:.*)(?{'i' if ignore_case else ''}:{found})(?s:.*)/", _named("containing", texts)
+    )
 
 
 def _trie(words: Sequence[str]) -> str:

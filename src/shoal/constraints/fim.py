@@ -19,12 +19,19 @@ TOKENS = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
 )
 """What stands before the prefix, before the suffix, and before the middle that the model writes."""
-FILE_TOKENS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"), ("<reponame>", "<filename>"))
-"""What stands before a repository's name and before each of its files, where a model has read several files at once."""
+FILE_TOKENS = (
+    ("<|repo_name|>", "<|file_sep|>"),
+    ("<repo_name>", "<file_sep>"),
+    ("<reponame>", "<filename>"),
+)
+"""What stands before a repository's name and before each of its files, where a model has read
+several files at once."""
 SUFFIX_SHARE = 4
-"""A suffix gets at least one of so many tokens of a prompt that does not hold all (as in llama.cpp's server)."""
+"""A suffix gets at least one of so many tokens of a prompt that does not hold all (as in
+llama.cpp's server)."""
 CHARACTERS = 16
-"""Characters per token that are looked at where a text has to be cut: more than any text of words has."""
+"""Characters per token that are looked at where a text has to be cut: more than any text of words
+has."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class MiddlePrompt:
     """A prompt whose continuation belongs between two texts.
 
     Attributes:
-        ids: of the prompt. end: where the text before the cursor ends in them: the place at which it is aligned.
+        ids: of the prompt.
+        end: where the text before the cursor ends in them: the place at which it is aligned.
     """
 
     ids: tuple[int, ...]
@@ -51,7 +59,8 @@ def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -
 
 
 def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> MiddlePrompt:
-    """The prompt whose continuation belongs between prefix and suffix (Bavarian et al. 2022, PSM order).
+    """The prompt whose continuation belongs between prefix and suffix (Bavarian et al. 2022, PSM
+    order).
 
     Args:
         before: text that stands before all, such as excerpts of other files.
@@ -62,7 +71,8 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
     found = middle_tokens(tokenizer)
     if found is None:
         raise RequestError(
-            "this tokenizer has no fill-in-the-middle tokens: the model cannot be asked for text before a suffix"
+            "this tokenizer has no fill-in-the-middle tokens: the model cannot be asked for "
+            "text before a suffix"
         )
     vocabulary = tokenizer.get_vocab()
     first, between, last = (vocabulary[token] for token in found)
@@ -73,14 +83,20 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
     return MiddlePrompt((*head, between, *right, last), len(head))
 
 
-def repository(tokenizer: Any, excerpts: Sequence[tuple[str, str]], name: str = "project", own: str = "file") -> str:
-    """The text before a prompt that has parts of other files, each with its name (Hui et al. 2024, Qwen2.5-Coder, section 3).
+def repository(
+    tokenizer: Any, excerpts: Sequence[tuple[str, str]], name: str = "project", own: str = "file"
+) -> str:
+    """The text before a prompt that has parts of other files, each with its name (Hui et al. 2024,
+    Qwen2.5-Coder, section 3).
 
     Args:
-        name: of the repository. own: of the file with the cursor.
+        name: of the repository.
+        own: of the file with the cursor.
     """
     vocabulary = tokenizer.get_vocab()
-    found = next((tokens for tokens in FILE_TOKENS if all(token in vocabulary for token in tokens)), None)
+    found = next(
+        (tokens for tokens in FILE_TOKENS if all(token in vocabulary for token in tokens)), None
+    )
     if found is None:
         return "".join(f"{text}\n\n" for _, text in excerpts)
     files = "".join(f"{found[1]}{file}\n{text}" for file, text in excerpts)
@@ -93,7 +109,8 @@ def read_middles(
     """The prompts between texts, each with its prefix, and the ends of the prefixes in their ids.
 
     Args:
-        prefixes: a text or texts. suffixes: one for all of them, or as many.
+        prefixes: a text or texts.
+        suffixes: one for all of them, or as many.
 
     Raises:
         RequestError: for anything else, without a tokenizer, and see `middle_prompt`.
@@ -101,21 +118,31 @@ def read_middles(
     texts = [prefixes] if isinstance(prefixes, str) else list(prefixes)
     behind = [suffixes] * len(texts) if isinstance(suffixes, str) else list(suffixes)
     if not texts or not all(isinstance(text, str) for text in (*texts, *behind)):
-        raise RequestError("suffix needs prompts that are texts, and is a text or one for each prompt")
+        raise RequestError(
+            "suffix needs prompts that are texts, and is a text or one for each prompt"
+        )
     if len(behind) != len(texts):
         raise RequestError(
-            f"suffix must be one text or as many as prompts: there are {len(texts)} prompts and {len(behind)} suffixes"
+            f"suffix must be one text or as many as prompts: there are {len(texts)} prompts and "
+            f"{len(behind)} suffixes"
         )
     if tokenizer is None:
         raise RequestError("suffix needs a tokenizer, and this model was given none")
-    made = [middle_prompt(tokenizer, prefix, suffix) for prefix, suffix in zip(texts, behind, strict=True)]
-    return [(text, one.ids) for text, one in zip(texts, made, strict=True)], [one.end for one in made]
+    made = [
+        middle_prompt(tokenizer, prefix, suffix)
+        for prefix, suffix in zip(texts, behind, strict=True)
+    ]
+    return [(text, one.ids) for text, one in zip(texts, made, strict=True)], [
+        one.end for one in made
+    ]
 
 
 def nearest(tokenizer: Any, prefix: str, suffix: str, space: int) -> tuple[str, str]:
-    """The end of the prefix and the beginning of the suffix that take at most so many tokens together.
+    """The end of the prefix and the beginning of the suffix that take at most so many tokens
+    together.
 
-    Where both do not fit, a quarter is the suffix's, or more if the prefix leaves it; whole lines are kept where there are any.
+    Where both do not fit, a quarter is the suffix's, or more if the prefix leaves it; whole lines
+    are kept where there are any.
     """
 
     def tokens(text: str) -> int:
@@ -127,12 +154,16 @@ def nearest(tokenizer: Any, prefix: str, suffix: str, space: int) -> tuple[str, 
         return prefix, suffix
     share = max(space // SUFFIX_SHARE, space - left)
     if right > share:
-        fits = bisect_left(range(len(suffix)), True, key=lambda size: tokens(suffix[: size + 1]) > share)
+        fits = bisect_left(
+            range(len(suffix)), True, key=lambda size: tokens(suffix[: size + 1]) > share
+        )
         line = suffix.rfind("\n", 0, fits) + 1
         suffix = suffix[: line or fits]
     rest = space - tokens(suffix)
     if left > rest:
-        cut = bisect_left(range(len(prefix)), True, key=lambda start: tokens(prefix[start:]) <= rest)
+        cut = bisect_left(
+            range(len(prefix)), True, key=lambda start: tokens(prefix[start:]) <= rest
+        )
         line = prefix.find("\n", cut - 1 if cut else 0) + 1
         prefix = prefix[line or cut :]
     return prefix, suffix

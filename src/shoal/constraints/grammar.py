@@ -1,7 +1,8 @@
 """Grammars as a constraint: a text is followed by llguidance's matchers (the extra `grammar`).
 
-JSON is followed twice: by its grammar, and by an expression that bounds the digits of its numbers, for which llguidance has no
-option. What both allow is possible, and where that is nothing (a bound of the schema needs more digits) what the grammar allows.
+JSON is followed twice: by its grammar, and by an expression that bounds the digits of its numbers,
+for which llguidance has no option. What both allow is possible, and where that is nothing (a bound
+of the schema needs more digits) what the grammar allows.
 
 The end of a text is one more symbol of llguidance's alphabet, with an id that no model produces.
 """
@@ -26,9 +27,13 @@ from shoal.constraints.sources import short
 from shoal.types.requests import Row
 
 MASK_SECONDS = 0.05
-"""Processor time that one mask of a row may take. Usual ones take some milliseconds at most, those of a very ambiguous grammar half
-a second within llguidance's own limits, and the other rows of the batch wait for them."""
-TOO_SLOW = f"a mask took more than {MASK_SECONDS} s of processor time; make the grammar smaller or less ambiguous"
+"""Processor time that one mask of a row may take. Usual ones take some milliseconds at most, those
+of a very ambiguous grammar half a second within llguidance's own limits, and the other rows of the
+batch wait for them."""
+TOO_SLOW = (
+    f"a mask took more than {MASK_SECONDS} s of processor time; make the grammar smaller "
+    f"or less ambiguous"
+)
 _clock, _processor_time = time.perf_counter, time.thread_time
 Bits = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -38,8 +43,10 @@ class TextState:
     """A text as a linked list: its last token, and the state before that token. Never changed.
 
     Attributes:
-        tracks: the row's matchers. parent: the state before the last token; None before the first token.
-        length: tokens of the text. serial: a number that no other state of the process has.
+        tracks: the row's matchers.
+        parent: the state before the last token; None before the first token.
+        length: tokens of the text.
+        serial: a number that no other state of the process has.
     """
 
     tracks: Sequence[Track] = field(repr=False)
@@ -62,8 +69,10 @@ class GrammarConstraint(Constraint[TextState]):
     """A compiled grammar; see `shoal.constraints.compiler`.
 
     Args:
-        starts: llguidance's matchers before the first token: the grammar's, and that of what bounds it, if anything does.
-        end: the symbol for the end of the text. width: how many symbols there are; at least the model's vocabulary.
+        starts: llguidance's matchers before the first token: the grammar's, and that of what bounds
+            it, if anything does.
+        end: the symbol for the end of the text.
+        width: how many symbols there are; at least the model's vocabulary.
     """
 
     def __init__(self, starts: Sequence[Any], end: int, width: int) -> None:
@@ -97,11 +106,12 @@ class GrammarConstraint(Constraint[TextState]):
 
 
 class Track:
-    """One matcher of a row. It moves from one text to another by rolling back to their longest common prefix.
+    """One matcher of a row. It moves from one text to another by rolling back to their longest
+    common prefix.
 
     Attributes:
-        errors: why there is no mask after these texts, of those that were last asked about, if llguidance gave up (it bounds the
-            work it puts into one token) or took too long.
+        errors: why there is no mask after these texts, of those that were last asked about, if
+            llguidance gave up (it bounds the work it puts into one token) or took too long.
     """
 
     def __init__(self, start: Any) -> None:
@@ -110,7 +120,8 @@ class Track:
         self._consumed: list[tuple[int, int]] = []  # serial and token of each state up to its text
 
     def at(self, state: TextState) -> Any:
-        """The matcher just after the state's text; None where its grammar does not allow the text."""
+        """The matcher just after the state's text; None where its grammar does not allow the
+        text."""
         if self._matcher.is_error():  # it stays so
             self._matcher, self._consumed = self._start.deep_copy(), []
         new, known = self._new(state)
@@ -125,7 +136,8 @@ class Track:
         return self._matcher if read == len(new) else None
 
     def _new(self, state: TextState) -> tuple[list[tuple[int, int]], int]:
-        """Serial and token of the states up to this one that follow those consumed already, and how many of these there are."""
+        """Serial and token of the states up to this one that follow those consumed already, and how
+        many of these there are."""
         new: list[tuple[int, int]] = []
         while state.parent is not None and not self._has(state):
             new.append((state.serial, state.token))
@@ -133,17 +145,24 @@ class Track:
         return new[::-1], state.length
 
     def _has(self, state: TextState) -> bool:
-        return state.length <= len(self._consumed) and self._consumed[state.length - 1][0] == state.serial
+        return (
+            state.length <= len(self._consumed)
+            and self._consumed[state.length - 1][0] == state.serial
+        )
 
     def why(self, state: TextState) -> str:
         """The error of the state's text, or of one that it begins with; empty if there is none."""
         tokens = state.tokens if self.errors else ()
-        return next((error for text, error in self.errors.items() if tokens[: len(text)] == text), "")
+        return next(
+            (error for text, error in self.errors.items() if tokens[: len(text)] == text), ""
+        )
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _symbols(bits: Tensor, width: int) -> Tensor:
@@ -155,12 +174,15 @@ def _symbols(bits: Tensor, width: int) -> Tensor:
 def _filled(states: Sequence[TextState], which: int, width: int) -> Bits:
     """Masks over the symbols by one track of each state, [states, words] packed.
 
-    Rows whose states are a chain are computed by as many threads as llguidance sees fit. If that takes too long, it is repeated
-    state by state, as only then it is known whose masks do. Rows whose states branch are computed state by state.
+    Rows whose states are a chain are computed by as many threads as llguidance sees fit. If that
+    takes too long, it is repeated state by state, as only then it is known whose masks do. Rows
+    whose states branch are computed state by state.
     """
     started = _clock()
     bits = np.zeros((len(states), -(-width // 32)), dtype=np.int32)
-    asked: list[tuple[Any, int, list[int]]] = []  # matcher, first mask to fill, tokens that lead to the next ones
+    asked: list[
+        tuple[Any, int, list[int]]
+    ] = []  # matcher, first mask to fill, tokens that lead to the next ones
     chains, trees = [], []
     for places in _by_row(states):
         track = states[places[0]].tracks[which]
@@ -173,7 +195,11 @@ def _filled(states: Sequence[TextState], which: int, width: int) -> Bits:
     _fill_at_once(asked, bits)
     late = _clock() - started > MASK_SECONDS
     # The masks of a matcher that failed claim that the text may end.
-    again = [chain for chain, (matcher, *_) in zip(chains, asked, strict=True) if late or matcher.is_error()]
+    again = [
+        chain
+        for chain, (matcher, *_) in zip(chains, asked, strict=True)
+        if late or matcher.is_error()
+    ]
     for track, places in again + trees:
         _fill_one_by_one(track, states, places, bits)
     return bits
@@ -201,9 +227,12 @@ def _fill_at_once(asked: Sequence[tuple[Any, int, list[int]]], bits: Bits) -> No
         filling.fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, bits)
 
 
-def _fill_one_by_one(track: Track, states: Sequence[TextState], places: Sequence[int], bits: Bits) -> None:
-    """The masks of one row, parents before children; none after a state where llguidance gives up or takes too long. What it keeps
-    from before makes some quicker than they were: these will be the next time, too."""
+def _fill_one_by_one(
+    track: Track, states: Sequence[TextState], places: Sequence[int], bits: Bits
+) -> None:
+    """The masks of one row, parents before children; none after a state where llguidance gives up
+    or takes too long. What it keeps from before makes some quicker than they were: these will be
+    the next time, too."""
     for i in places:
         bits[i] = 0
         started = _processor_time()

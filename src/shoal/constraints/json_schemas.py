@@ -1,6 +1,8 @@
-"""JSON schemas as llguidance is to read them: what could run on without end is bounded, a `oneOf` that it cannot prove is proved.
+"""JSON schemas as llguidance is to read them: what could run on without end is bounded, a `oneOf`
+that it cannot prove is proved.
 
-Small models, and large ones at times, fill JSON with blanks or digits up to the limit of tokens. llama.cpp bounds them too.
+Small models, and large ones at times, fill JSON with blanks or digits up to the limit of tokens.
+llama.cpp bounds them too.
 """
 
 from __future__ import annotations
@@ -22,14 +24,12 @@ WHITESPACE: dict[str, dict[str, Any]] = {
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 """No \\u: a key that the schema does not list could spell a listed one by it."""
 DIGITS, EXPONENT, FRACTION = 20, 3, 9
-"""Digits of a number before the point, and behind it (64-bit integers and all digits of a double fit); of its exponent; of a
-fraction of a second."""
+"""Digits of a number before the point, and behind it (64-bit integers and all digits of a double
+fit); of its exponent; of a fraction of a second."""
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
-_DATE = (
-    f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)|{_LEAP}-02-29)"
-)  # fmt: skip
+_DATE = f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)|{_LEAP}-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](?:[.][0-9]{{1,{FRACTION}}})?(?:Z|[+-]{_HOUR})"
 _SIXTY_FOUR = "[A-Za-z0-9+/]"
@@ -44,7 +44,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "email": {"format": "email", "pattern": "^[^@]{1,64}@", "maxLength": 254},
     "hostname": {"format": "hostname", "maxLength": 253},
     "uri": {"format": "uri", "maxLength": 2048},
-    "byte": {"pattern": f"^(?:{_SIXTY_FOUR}{{4}})*(?:{_SIXTY_FOUR}[AQgw]==|{_SIXTY_FOUR}{{2}}[AEIMQUYcgkosw048]=)?$"},
+    "byte": {
+        "pattern": f"^(?:{_SIXTY_FOUR}{{4}})*(?:{_SIXTY_FOUR}[AQgw]==|{_SIXTY_FOUR}{{2}}[AEIMQUYcgkosw048]=)?$"
+    },
     "semver": {
         "pattern": f"^{_INTEGER}(?:[.]{_INTEGER}){{2}}(?:-{_LABEL}(?:[.]{_LABEL})*)?(?:[+]{_BUILD}(?:[.]{_BUILD})*)?$",
         "maxLength": 256,
@@ -52,9 +54,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "json-pointer": {"pattern": f"^{_POINTER}$", "maxLength": 2048},
     "relative-json-pointer": {"pattern": f"^{_INTEGER}(?:#|{_POINTER})$", "maxLength": 2048},
 }
-"""Formats without an end of their own, or with texts that common parsers refuse: a year 0, a 30th of February, a 60th second, T and
-Z in lower case (RFC 3339 5.6 asks for upper case). Lengths: RFC 5321 4.5.3.1, RFC 1035 2.3.4, and what browsers take as a URI.
-llguidance does not know the last four: base64 (RFC 4648; the bits that pad are 0), versions (semver.org 2.0.0; as long as npm takes
+"""Formats without an end of their own, or with texts that common parsers refuse: a year 0, a 30th
+of February, a 60th second, T and Z in lower case (RFC 3339 5.6 asks for upper case). Lengths: RFC
+5321 4.5.3.1, RFC 1035 2.3.4, and what browsers take as a URI. llguidance does not know the last
+four: base64 (RFC 4648; the bits that pad are 0), versions (semver.org 2.0.0; as long as npm takes
 them), JSON pointers (RFC 6901) and relative ones without `+` and `-`."""
 ANY_TEXT = ("binary", "password")
 """Formats of OpenAPI that any text has."""
@@ -63,7 +66,8 @@ _NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def numbers() -> str:
-    """A regular expression of texts whose numbers, outside of strings, have no more digits than that; it knows no more of JSON."""
+    """A regular expression of texts whose numbers, outside of strings, have no more digits than
+    that; it knows no more of JSON."""
     text = r'"(?:[^"\\]|\\(?s:.))*"'
     rest, after_e = rf'(?:[^"0-9eE+]|{text})', rf'(?:[^"0-9eE+\-]|{text})'
     digits, exponent = f"[0-9]{{0,{DIGITS}}}", rf"[eE][+\-]?[0-9]{{1,{EXPONENT}}}"
@@ -74,7 +78,8 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
     """A schema for llguidance, and the options to read it with where it sets none itself.
 
     Args:
-        text: the schema; what is no JSON comes back as it is. whitespace: a name of `WHITESPACE`.
+        text: the schema; what is no JSON comes back as it is.
+        whitespace: a name of `WHITESPACE`.
 
     Raises:
         RequestError: see `shoal.constraints.exact_numbers`.
@@ -103,11 +108,18 @@ class _Reading:
     def __init__(self, root: Any) -> None:
         self._root = root
         dialect = root.get("$schema", "2020-12") if isinstance(root, dict) else ""
-        known = isinstance(dialect, str) and any(name in dialect for name in ("draft-06", "draft-07", "2019-09", "2020-12"))
-        self._proofs = Proofs(root, siblings="draft-0" not in str(dialect)) if known and not _embeds(root) else None
+        known = isinstance(dialect, str) and any(
+            name in dialect for name in ("draft-06", "draft-07", "2019-09", "2020-12")
+        )
+        self._proofs = (
+            Proofs(root, siblings="draft-0" not in str(dialect))
+            if known and not _embeds(root)
+            else None
+        )
 
     def bounded(self, schema: Any, names: bool = False) -> Any:
-        """A schema, or whatever holds some, with bounds. `names`: the keys are names of properties or definitions."""
+        """A schema, or whatever holds some, with bounds. `names`: the keys are names of properties
+        or definitions."""
         if isinstance(schema, list):
             return [self.bounded(one) for one in schema]
         if not isinstance(schema, dict):
@@ -125,10 +137,15 @@ class _Reading:
         return self._any_of(schema, made)
 
     def _items(self, schema: dict[str, Any]) -> Any:
-        """The schema of an array's items; True, which lists no values, where references lead nowhere or further."""
+        """The schema of an array's items; True, which lists no values, where references lead
+        nowhere or further."""
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str):
-            return resolved(self._root, items["$ref"]) if len(items) == 1 and not _embeds(self._root) else True
+            return (
+                resolved(self._root, items["$ref"])
+                if len(items) == 1 and not _embeds(self._root)
+                else True
+            )
         return items
 
     def _any_of(self, schema: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +156,9 @@ class _Reading:
         rest = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
         if not self._proofs.exclusive(rest, alternatives):
             return made
-        return {"anyOf" if keyword == "oneOf" else keyword: value for keyword, value in made.items()}
+        return {
+            "anyOf" if keyword == "oneOf" else keyword: value for keyword, value in made.items()
+        }
 
 
 def _require_countable(schema: dict[str, Any]) -> None:
@@ -149,15 +168,19 @@ def _require_countable(schema: dict[str, Any]) -> None:
     others = schema.get("additionalProperties") is not False or "patternProperties" in schema
     if isinstance(least, (int, float)) and least > max(named, 1) and others:
         raise RequestError(
-            f"the json_schema grammar cannot be used: minProperties {least} with keys that are not listed, "
+            f"the json_schema grammar cannot be used: minProperties {least} with keys that are "
+            f"not listed, "
             "as a key could come twice; list keys in required, or leave minProperties out"
         )
 
 
 def _embeds(schema: Any, top: bool = True) -> bool:
-    """Whether a document holds others with an address of their own, which references inside of them would be relative to."""
+    """Whether a document holds others with an address of their own, which references inside of them
+    would be relative to."""
     if isinstance(schema, dict):
-        named = not top and any(isinstance(schema.get(keyword), str) for keyword in ("$id", "$schema"))
+        named = not top and any(
+            isinstance(schema.get(keyword), str) for keyword in ("$id", "$schema")
+        )
         return named or any(_embeds(value, False) for value in schema.values())
     return isinstance(schema, list) and any(_embeds(value, False) for value in schema)
 
@@ -168,6 +191,11 @@ def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:
     if isinstance(name, str) and name in ANY_TEXT:
         return {keyword: value for keyword, value in schema.items() if keyword != "format"}
     bounds = FORMATS.get(name) if isinstance(name, str) else None
-    if bounds is None or any(keyword in schema for keyword in ("const", "enum", "pattern", "allOf")):
+    if bounds is None or any(
+        keyword in schema for keyword in ("const", "enum", "pattern", "allOf")
+    ):
         return schema
-    return {**bounds, **{keyword: value for keyword, value in schema.items() if keyword != "format"}}
+    return {
+        **bounds,
+        **{keyword: value for keyword, value in schema.items() if keyword != "format"},
+    }

@@ -1,4 +1,5 @@
-"""llguidance, if it is installed (the extra `grammar`), and what it reads before there is a tokenizer. Without torch."""
+"""llguidance, if it is installed (the extra `grammar`), and what it reads before there is a
+tokenizer. Without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def llguidance_or_refuse() -> Any:
 
 
 def as_lark(text: str) -> str:
-    """A grammar in Lark's syntax as it is; one of llama.cpp's (GBNF), which has `::=`, converted by llguidance.
+    """A grammar in Lark's syntax as it is; one of llama.cpp's (GBNF), which has `::=`, converted by
+    llguidance.
 
     Raises:
         RequestError: it has `::=` and is no GBNF, or llguidance is not installed.

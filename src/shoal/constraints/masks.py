@@ -1,4 +1,5 @@
-"""Rows and their constraints: the states at the positions of a pass, and the conjunction of their masks."""
+"""Rows and their constraints: the states at the positions of a pass, and the conjunction of their
+masks."""
 
 from __future__ import annotations
 
@@ -17,48 +18,72 @@ from shoal.types.trees import Positions
 
 
 def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
-    """Gives a row that has no new tokens its constraints. Raises RequestError: one of them fails."""
-    row.constraints = [(constraint, calls.begun(row, constraint.begin)) for constraint in constraints]
+    """Gives a row that has no new tokens its constraints. Raises RequestError: one of them
+    fails."""
+    row.constraints = [
+        (constraint, calls.begun(row, constraint.begin)) for constraint in constraints
+    ]
 
 
 def advance(row: Row, token: int) -> None:
-    """Moves the row's states past a committed token, which is no EOS id of the row. Constraints that are free then are dropped."""
-    moved = [(constraint, calls.advanced(constraint, state, token)) for constraint, state in row.constraints]
-    row.constraints = [(constraint, state) for constraint, state in moved if not calls.is_free(constraint, state)]
+    """Moves the row's states past a committed token, which is no EOS id of the row. Constraints
+    that are free then are dropped."""
+    moved = [
+        (constraint, calls.advanced(constraint, state, token))
+        for constraint, state in row.constraints
+    ]
+    row.constraints = [
+        (constraint, state) for constraint, state in moved if not calls.is_free(constraint, state)
+    ]
 
 
 def bound(row: Row, block: Sequence[int]) -> int:
     """How many of the tokens that follow the row's are under a constraint that is not free."""
     held = row.constraints
     for count, token in enumerate(block):
-        held = [(constraint, state) for constraint, state in held if not calls.is_free(constraint, state)]
+        held = [
+            (constraint, state)
+            for constraint, state in held
+            if not calls.is_free(constraint, state)
+        ]
         if not held:
             return count
         if token in row.eos:
             return count + 1
-        held = [(constraint, calls.advanced(constraint, state, token)) for constraint, state in held]
+        held = [
+            (constraint, calls.advanced(constraint, state, token)) for constraint, state in held
+        ]
     return len(block)
 
 
 def is_complete(row: Row, vocab_size: int) -> bool:
-    """Whether the constraints of a row that has some let its text end here, and let nothing follow."""
+    """Whether the constraints of a row that has some let its text end here, and let nothing
+    follow."""
     cpu = torch.device("cpu")
-    masks = [calls.mask(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints]
+    masks = [
+        calls.mask(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints
+    ]
     tokens = torch.stack([mask.tokens.cpu() for mask in masks]).all(0)
     return all(bool(mask.ends) for mask in masks) and not bool(tokens.any())
 
 
 def may_begin(row: Row, vocab_size: int) -> bool:
-    """Whether the constraints of a row that has some let a token follow together, or its text end; also where one of them fails,
-    which the row will tell."""
-    found = [calls.mask(constraint, [state], vocab_size, torch.device("cpu")) for constraint, state in row.constraints]
-    if all(bool(mask.ends) for mask in found) or bool(torch.stack([mask.tokens.cpu() for mask in found]).all(0).any()):
+    """Whether the constraints of a row that has some let a token follow together, or its text end;
+    also where one of them fails, which the row will tell."""
+    found = [
+        calls.mask(constraint, [state], vocab_size, torch.device("cpu"))
+        for constraint, state in row.constraints
+    ]
+    if all(bool(mask.ends) for mask in found) or bool(
+        torch.stack([mask.tokens.cpu() for mask in found]).all(0).any()
+    ):
         return True
     return any(calls.why(constraint, state, vocab_size) for constraint, state in row.constraints)
 
 
 def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
-    """Why a constraint of a row has no mask at a column that `allowed` was last asked about; empty if they all have one."""
+    """Why a constraint of a row has no mask at a column that `allowed` was last asked about; empty
+    if they all have one."""
     path = positions.path(row, column)
     reasons = (
         calls.why(constraint, reduce(partial(calls.advanced, constraint), path, state), vocab_size)
@@ -70,7 +95,8 @@ def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
 def allowed(positions: Positions, like: Tensor) -> Tensor | None:
     """The tokens that the rows' constraints leave possible; None if no row has one.
 
-    The mask of a column is that of its path from the root. Nothing is possible at padding and after a drafted EOS.
+    The mask of a column is that of its path from the root. Nothing is possible at padding and after
+    a drafted EOS.
 
     Args:
         like: [rows, q, vocab], for shape and device.
@@ -92,8 +118,13 @@ def allowed(positions: Positions, like: Tensor) -> Tensor | None:
 def _conjunction(positions: Positions, like: Tensor) -> Tensor:
     """`allowed` for rows that all have constraints."""
     rows, (q, vocab), device = len(positions.rows), like.shape[1:], like.device
-    columns = [[column for column in positions.columns(b) if 0 <= column - positions.first < q] for b in range(rows)]
-    places = [[b * q + column - positions.first for column in inside] for b, inside in enumerate(columns)]
+    columns = [
+        [column for column in positions.columns(b) if 0 <= column - positions.first < q]
+        for b in range(rows)
+    ]
+    places = [
+        [b * q + column - positions.first for column in inside] for b, inside in enumerate(columns)
+    ]
     own = torch.tensor(list(chain(*places)), dtype=torch.long, device=device)
     tokens = torch.zeros(rows * q, vocab, dtype=torch.bool, device=device)
     ends = torch.zeros(rows * q, dtype=torch.bool, device=device)
@@ -108,19 +139,24 @@ def _conjunction(positions: Positions, like: Tensor) -> Tensor:
 
 def _batches(
     positions: Positions, columns: Sequence[Sequence[int]]
-) -> list[tuple[Constraint[Any], list[Any], list[int]]]:  # fmt: skip
-    """What is asked for at once: a constraint, the states at the rows' columns, and the rows, each of them at most once."""
+) -> list[tuple[Constraint[Any], list[Any], list[int]]]:
+    """What is asked for at once: a constraint, the states at the rows' columns, and the rows, each
+    of them at most once."""
     batches: dict[tuple[int, Hashable], tuple[Constraint[Any], list[Any], list[int]]] = {}
     for b, row in enumerate(positions.rows):
         for turn, (constraint, state) in enumerate(row.constraints if columns[b] else ()):
             at = _states(positions, b, constraint, state)
-            _, states, members = batches.setdefault((turn, constraint.batch_key), (constraint, [], []))
+            _, states, members = batches.setdefault(
+                (turn, constraint.batch_key), (constraint, [], [])
+            )
             states += [at[column] for column in columns[b]]
             members.append(b)
     return list(batches.values())
 
 
-def _states(positions: Positions, b: int, constraint: Constraint[Any], state: Any) -> dict[int, Any]:
+def _states(
+    positions: Positions, b: int, constraint: Constraint[Any], state: Any
+) -> dict[int, Any]:
     """The state after the path to each column of a row that can matter."""
     states = {0: state}
     for column in positions.columns(b)[1:]:
@@ -133,5 +169,7 @@ def _with_eos(tokens: Tensor, ends: Tensor, rows: Sequence[Row]) -> Tensor:
     """`tokens` [rows, q, vocab], each row's EOS ids by `ends` [rows, q, 1]."""
     vocab = tokens.shape[-1]
     is_eos = torch.zeros(len(rows) * vocab, dtype=torch.bool)
-    is_eos[[b * vocab + token for b, row in enumerate(rows) for token in row.eos if token < vocab]] = True
+    is_eos[
+        [b * vocab + token for b, row in enumerate(rows) for token in row.eos if token < vocab]
+    ] = True
     return torch.where(is_eos.view(len(rows), 1, vocab).to(tokens.device), ends, tokens)

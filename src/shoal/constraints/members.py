@@ -1,8 +1,10 @@
-"""Members after a dot by static analysis: monitor-guided decoding (Agrawal et al., NeurIPS 2023, arXiv 2306.10763), for Python.
+"""Members after a dot by static analysis: monitor-guided decoding (Agrawal et al., NeurIPS 2023,
+arXiv 2306.10763), for Python.
 
-Where a dot is written that an attribute or module must follow, jedi (the extra `members`) is asked once which names there are, and
-the identifier that is written next must be one of them, up to the first character that no identifier has. Where jedi knows nothing,
-any name may follow. A dot and the names around it may be divided among tokens in any way.
+Where a dot is written that an attribute or module must follow, jedi (the extra `members`) is asked
+once which names there are, and the identifier that is written next must be one of them, up to the
+first character that no identifier has. Where jedi knows nothing, any name may follow. A dot and the
+names around it may be divided among tokens in any way.
 
 It is a check: a token's law is p given that the token passes (`shoal.constraints.check`).
 """
@@ -20,19 +22,24 @@ from shoal.errors import RequestError
 from shoal.types.requests import Row
 
 Analyser = Callable[[str, str], Collection[str]]
-"""Source up to a dot and what follows the new text -> the names that may follow the dot; none: not known, or no name follows."""
+"""Source up to a dot and what follows the new text -> the names that may follow the dot; none: not
+known, or no name follows."""
 _PART = re.compile(r"\.(\w*)\Z")
 _TAIL = re.compile(r"\w*")
 _FREE = ("self", "cls", "from", ".", "...")
-"""What may stand before a dot that anything follows: methods define members by writing to them, and relative imports."""
+"""What may stand before a dot that anything follows: methods define members by writing to them, and
+relative imports."""
 
 
 class State(NamedTuple):
     """New text.
 
     Attributes:
-        text: the bytes so far. names: what the identifier at its end may be, sorted; None where it is free. part: of it, so far.
-        healing: bytes of the text before the cursor that are still to be written again (`shoal.constraints.alignment`).
+        text: the bytes so far.
+        names: what the identifier at its end may be, sorted; None where it is free.
+        part: of it, so far.
+        healing: bytes of the text before the cursor that are still to be written again
+            (`shoal.constraints.alignment`).
     """
 
     text: bytes
@@ -45,18 +52,27 @@ class Members(Check[State]):
     """Lets only known members follow a dot.
 
     Args:
-        tokenizer: of the model. left, right: what stands before and behind the new text. analyser: asked at each dot; None = jedi.
+        tokenizer: of the model.
+        left, right: what stands before and behind the new text.
+        analyser: asked at each dot; None = jedi.
         healing: bytes of `left`'s end that the new tokens write again.
 
     Attributes:
-        queries: how often the analyser was asked: once for a text that ends with a dot, by however many rows and drafts.
+        queries: how often the analyser was asked: once for a text that ends with a dot, by however
+            many rows and drafts.
 
     Raises:
         RequestError: jedi is asked for and not installed.
     """
 
     def __init__(
-        self, tokenizer: Any, left: str = "", right: str = "", *, analyser: Analyser | None = None, healing: int = 0
+        self,
+        tokenizer: Any,
+        left: str = "",
+        right: str = "",
+        *,
+        analyser: Analyser | None = None,
+        healing: int = 0,
     ) -> None:
         self._spelled = token_bytes(tokenizer)
         self._left, self._right, self._healing = left, right, healing
@@ -78,7 +94,9 @@ class Members(Check[State]):
             return free
         names = self._asked(self._left[: part.start() + 1])
         written = part[1].encode()
-        return free._replace(names=names, part=written) if names and _begins(names, written) else free
+        return (
+            free._replace(names=names, part=written) if names and _begins(names, written) else free
+        )
 
     def after(self, state: State, token: int) -> State | None:
         own = (self._spelled[token] if token < len(self._spelled) else None) or b""
@@ -114,7 +132,8 @@ class Members(Check[State]):
 
 
 def _extends(byte: bytes) -> bool:
-    """Whether a byte may belong to an identifier: all bytes of characters beyond ASCII are taken for it."""
+    """Whether a byte may belong to an identifier: all bytes of characters beyond ASCII are taken
+    for it."""
     return byte.isalnum() or byte == b"_" or byte >= b"\x80"
 
 
@@ -127,8 +146,8 @@ def _begins(names: tuple[bytes, ...], part: bytes) -> bool:
 def jedi_analyser() -> Analyser:
     """jedi's answer. Raises RequestError: it is not installed.
 
-    Nothing is said of numbers, strings and comments, of relative imports, and of members of `self` and `cls`, which methods define
-    by writing to them. What jedi fails at counts as not known.
+    Nothing is said of numbers, strings and comments, of relative imports, and of members of `self`
+    and `cls`, which methods define by writing to them. What jedi fails at counts as not known.
     """
     try:
         import jedi
@@ -138,14 +157,20 @@ def jedi_analyser() -> Analyser:
 
     def names(before: str, behind: str) -> Collection[str]:
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n") - 1
-        leaf = parso.parse(before + behind).get_leaf_for_position((line, column), include_prefixes=True)
+        leaf = parso.parse(before + behind).get_leaf_for_position(
+            (line, column), include_prefixes=True
+        )
         if leaf is None or leaf.value != "." or leaf.start_pos != (line, column - 1):
             return ()
         receiver = leaf.get_previous_leaf()
         if receiver is None or receiver.value in _FREE:
             return ()
         try:
-            return {found.name for found in jedi.Script(before + behind).complete(line, column) if found.type != "keyword"}
+            return {
+                found.name
+                for found in jedi.Script(before + behind).complete(line, column)
+                if found.type != "keyword"
+            }
         except Exception:  # of source that is being written jedi fails in many ways
             return ()
 

@@ -1,4 +1,5 @@
-"""Grammars as llguidance reads them, and whether it can read them, which is known without a tokenizer. Without torch."""
+"""Grammars as llguidance reads them, and whether it can read them, which is known without a
+tokenizer. Without torch."""
 
 from __future__ import annotations
 
@@ -15,25 +16,35 @@ from shoal.constraints.library import llguidance_or_refuse
 from shoal.errors import RequestError
 
 STACK = 2**28
-"""Bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each and without a limit: on a stack of
-8 MB a grammar of 20 KB ends the process."""
+"""Bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each and
+without a limit: on a stack of 8 MB a grammar of 20 KB ends the process."""
 
 
 def source_of(grammar: Grammar) -> str:
     """The grammar as llguidance reads it. Raises RequestError: llguidance is not installed."""
     source = _without_surroundings(grammar)
-    return source if not (grammar.before or grammar.between or grammar.behind) else _surrounded(grammar, source)
+    return (
+        source
+        if not (grammar.before or grammar.between or grammar.behind)
+        else _surrounded(grammar, source)
+    )
 
 
 def require_readable(grammar: Grammar) -> None:
-    """Refuses what llguidance cannot read, for commands that check what they are given before a model is loaded.
+    """Refuses what llguidance cannot read, for commands that check what they are given before a
+    model is loaded.
 
-    Whether the special tokens that a grammar names exist, and whether any text fits, is known only once it is compiled.
+    Whether the special tokens that a grammar names exist, and whether any text fits, is known only
+    once it is compiled.
 
     Raises:
         RequestError: with the message of `Grammars.constraint`; or llguidance is not installed.
     """
-    error = reader().submit(llguidance_or_refuse().LLMatcher.validate_grammar, source_of(grammar)).result()
+    error = (
+        reader()
+        .submit(llguidance_or_refuse().LLMatcher.validate_grammar, source_of(grammar))
+        .result()
+    )
     if error:
         raise unusable(grammar, error)
 
@@ -79,11 +90,22 @@ def _without_surroundings(grammar: Grammar) -> str:
 
 def _surrounded(grammar: Grammar, source: str) -> str:
     """With what stands before, between and behind its texts."""
-    between, behind = (json.dumps(text, ensure_ascii=False) for text in (grammar.between, grammar.behind))
-    texts = "@text" + (f" ({between} @text)*" if grammar.between else "") + (f" {behind}" if grammar.behind else "")
-    parts = [{"lark_grammar": f"start: {'@before ' if grammar.before else ''}{texts}"}, _part("text", source)]
+    between, behind = (
+        json.dumps(text, ensure_ascii=False) for text in (grammar.between, grammar.behind)
+    )
+    texts = (
+        "@text"
+        + (f" ({between} @text)*" if grammar.between else "")
+        + (f" {behind}" if grammar.behind else "")
+    )
+    parts = [
+        {"lark_grammar": f"start: {'@before ' if grammar.before else ''}{texts}"},
+        _part("text", source),
+    ]
     if grammar.before:
-        parts.append(_part("before", llguidance_or_refuse().LLMatcher.grammar_from_regex(grammar.before)))
+        parts.append(
+            _part("before", llguidance_or_refuse().LLMatcher.grammar_from_regex(grammar.before))
+        )
     return json.dumps({"grammars": parts})
 
 

@@ -1,5 +1,5 @@
-"""What the tokens of a tokenizer write: "Ġthe" of byte-level BPE and "▁the" of SentencePiece are both b" the", "<0x0A>" is a line
-feed. Special tokens write nothing."""
+"""What the tokens of a tokenizer write: "Ġthe" of byte-level BPE and "▁the" of SentencePiece are
+both b" the", "<0x0A>" is a line feed. Special tokens write nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _known: weakref.WeakKeyDictionary[Any, tuple[bytes | None, ...]] = weakref.WeakK
 
 
 def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
-    """The bytes of every token by its id, made once; None for those that write nothing, and for ids without a token.
+    """The bytes of every token by its id, made once; None for those that write nothing, and for ids
+    without a token.
 
-    Tokens that were added to a vocabulary go through the decoder as others do: Gemma's run of "▁▁" is two spaces. Letters that
-    byte-level BPE does not have stand for themselves.
+    Tokens that were added to a vocabulary go through the decoder as others do: Gemma's run of "▁▁"
+    is two spaces. Letters that byte-level BPE does not have stand for themselves.
     """
     if tokenizer not in _known:
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -37,7 +38,8 @@ def has_byte_level(tokenizer: Any) -> bool:
 
 
 def fallback(piece: str) -> bytes | None:
-    """The byte that a token stands for, as SentencePiece's byte fallback writes it; None for other tokens."""
+    """The byte that a token stands for, as SentencePiece's byte fallback writes it; None for other
+    tokens."""
     found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
     return bytes.fromhex(found[1]) if found else None
 
@@ -51,12 +53,23 @@ def sentence_piece(piece: str) -> bytes:
 def byte_level(piece: str) -> bytes:
     """The bytes of a token of byte-level BPE; none if it has other letters."""
     letters = byte_letters()
-    return bytes(letters[letter] for letter in piece) if all(letter in letters for letter in piece) else b""
+    return (
+        bytes(letters[letter] for letter in piece)
+        if all(letter in letters for letter in piece)
+        else b""
+    )
 
 
 @cache
 def byte_letters() -> dict[str, int]:
-    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100 on (GPT-2's encoder)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100
+    on (GPT-2's encoder)."""
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

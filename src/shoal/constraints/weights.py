@@ -1,11 +1,13 @@
-"""`exact=True`: weights that make samples under constraints samples of p given that the whole text is allowed.
+"""`exact=True`: weights that make samples under constraints samples of p given that the whole text
+is allowed.
 
-Each token is drawn from p given that the token is allowed, so that a text's probability is p's over the product of what p gives to
-the allowed tokens at each place. Multiplied by that product it is p's (`Sample.log_weight`): computed where constraints mask the
-vocabulary, estimated without bias where checks are asked about single tokens (`shoal.sampling.awrs`). `exact="smc"` resamples the
-rows of a request by these weights while they run (`shoal.engine.resampling`); `exact="asap"` learns from each row what its
-beginnings are worth, so that later tokens are drawn more nearly by p given that the text is allowed, and weights become equal
-(`shoal.constraints.estimates`).
+Each token is drawn from p given that the token is allowed, so that a text's probability is p's over
+the product of what p gives to the allowed tokens at each place. Multiplied by that product it is
+p's (`Sample.log_weight`): computed where constraints mask the vocabulary, estimated without bias
+where checks are asked about single tokens (`shoal.sampling.awrs`). `exact="smc"` resamples the rows
+of a request by these weights while they run (`shoal.engine.resampling`); `exact="asap"` learns from
+each row what its beginnings are worth, so that later tokens are drawn more nearly by p given that
+the text is allowed, and weights become equal (`shoal.constraints.estimates`).
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from shoal.errors import RequestError
 from shoal.types.requests import Request
 
 EXACT = ("weights", "smc", "asap", "asap+smc")
-"""Values of `exact`: weighted samples; of rows that are resampled while they run; that draw by estimates; both."""
+"""Values of `exact`: weighted samples; of rows that are resampled while they run; that draw by
+estimates; both."""
 
 
 def read_exact(exact: bool | str) -> str:
-    """ "" for nothing, or one of `EXACT`; True is "weights". Raises RequestError: for anything else."""
+    """ "" for nothing, or one of `EXACT`; True is "weights". Raises RequestError: for anything
+    else."""
     if isinstance(exact, bool):
         return EXACT[0] if exact else ""
     if exact not in EXACT:
@@ -34,26 +38,37 @@ def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -
 
     Args:
         exact: one of `EXACT`.
-        aligned: whether it was aligned, which limits nothing where its prompt ends with a token that cannot go on.
+        aligned: whether it was aligned, which limits nothing where its prompt ends with a token
+            that cannot go on.
 
     Raises:
-        RequestError: nothing limits its tokens; it is greedy; its tokens are truncated after they were masked; its text may be cut.
+        RequestError: nothing limits its tokens; it is greedy; its tokens are truncated after they
+            were masked; its text may be cut.
     """
     sampling = request.sampling
     if any(isinstance(each, Cutting) for each in request.constraints):
-        raise RequestError("exact=True does not go with syntax: the weight of a text that is cut is not known")
-    masked = sampling.grammar is not None or any(not isinstance(each, Check) for each in request.constraints)
+        raise RequestError(
+            "exact=True does not go with syntax: the weight of a text that is cut is not known"
+        )
+    masked = sampling.grammar is not None or any(
+        not isinstance(each, Check) for each in request.constraints
+    )
     if not masked and not request.constraints and not aligned:
         raise RequestError(
-            "exact=True weighs samples by what limits them: it needs align=True, a grammar or other constraints"
+            "exact=True weighs samples by what limits them: it needs align=True, a grammar or "
+            "other constraints"
         )
     if sampling.greedy or ((masked or aligned) and sampling.truncates):
         raise RequestError(
-            "exact=True weighs samples of the whole distribution: leave out top_k, top_p, min_p, typical_p, temperature=0"
+            "exact=True weighs samples of the whole distribution: leave out top_k, top_p, "
+            "min_p, typical_p, temperature=0"
         )
     resampled, estimated = "smc" in exact, "asap" in exact
     if resampled and request.n < 2:
         raise RequestError(f"exact={exact!r} draws among the rows of a request: it needs n >= 2")
     if estimated and any(isinstance(each, Check) for each in request.constraints):
-        raise RequestError(f"exact={exact!r} learns what masks leave, and checks of single tokens have none: use 'smc'")
+        raise RequestError(
+            f"exact={exact!r} learns what masks leave, and checks of single tokens have none: "
+            f"use 'smc'"
+        )
     return replace(request, weighted=True, resampled=resampled, estimated=estimated)

@@ -1,8 +1,9 @@
 """Earlier answers on disk, for the engines and runs to come: `suffix:answers=FILE`.
 
-A file of JSON objects, one a line: first what it is, then a text each, with the length of its prompt. Texts are appended as rows
-come to their end, under a lock, so that several processes may share a file; one that has become too long keeps its last texts. Its
-owner alone may read it, as it holds what users wrote.
+A file of JSON objects, one a line: first what it is, then a text each, with the length of its
+prompt. Texts are appended as rows come to their end, under a lock, so that several processes may
+share a file; one that has become too long keeps its last texts. Its owner alone may read it, as it
+holds what users wrote.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class AnswerFile:
     """Texts of rows that came to their end.
 
     Args:
-        path: of the file. limit: tokens of an engine's table: the file holds about as many. vocab_size: of the target.
+        path: of the file.
+        limit: tokens of an engine's table: the file holds about as many.
+        vocab_size: of the target.
     """
 
     def __init__(self, path: str, limit: int, vocab_size: int) -> None:
@@ -35,8 +38,8 @@ class AnswerFile:
         self._broken = False
 
     def read(self) -> list[tuple[list[int], int]]:
-        """The last texts, of half of `limit` tokens, with the lengths of their prompts; lines that a crash has damaged, and tokens
-        that the target has not, are passed over."""
+        """The last texts, of half of `limit` tokens, with the lengths of their prompts; lines that
+        a crash has damaged, and tokens that the target has not, are passed over."""
         try:
             with open(self._path, "rb") as file:
                 _locked(file, shared=True)
@@ -46,14 +49,20 @@ class AnswerFile:
             return []
 
     def append(self, tokens: Sequence[int], prompt: int) -> None:
-        """A text. What cannot be written is given up, and said once: drafts are not worth an answer."""
+        """A text. What cannot be written is given up, and said once: drafts are not worth an
+        answer."""
         if self._broken:
             return
         try:
             with open(self._path, "r+b") as file:
                 _locked(file)
                 size = file.seek(0, os.SEEK_END)
-                line = json.dumps({"prompt": prompt, "tokens": list(tokens)}, separators=(",", ":")).encode() + b"\n"
+                line = (
+                    json.dumps(
+                        {"prompt": prompt, "tokens": list(tokens)}, separators=(",", ":")
+                    ).encode()
+                    + b"\n"
+                )
                 if size + len(line) > TOKEN_BYTES * (self._limit + TEXT_TOKENS):
                     self._shorten(file)
                 file.write(line)
@@ -89,7 +98,9 @@ def require_answers(path: str, tokenizer: str | None) -> None:
             _locked(file)
             first = file.readline(1 << 12)
             if not first:
-                file.write(json.dumps({"shoal": "answers", "tokenizer": tokenizer}).encode() + b"\n")
+                file.write(
+                    json.dumps({"shoal": "answers", "tokenizer": tokenizer}).encode() + b"\n"
+                )
                 return
     except OSError as error:
         raise RequestError(f"cannot write answers to {path!r}: {error.strerror}") from error
@@ -99,9 +110,14 @@ def require_answers(path: str, tokenizer: str | None) -> None:
     except (ValueError, KeyError, TypeError):
         known = ""
     if known == "":
-        raise RequestError(f"{path!r} is no file of answers, or its first line is damaged: name another file, or remove it")
+        raise RequestError(
+            f"{path!r} is no file of answers, or its first line is damaged: name another file, "
+            f"or remove it"
+        )
     if None not in (known, tokenizer) and known != tokenizer:
-        raise RequestError(f"{path!r} holds answers of another tokenizer: name another file for this target's")
+        raise RequestError(
+            f"{path!r} holds answers of another tokenizer: name another file for this target's"
+        )
 
 
 def _last(file: BinaryIO, tokens: int, vocab_size: int | None) -> list[bytes]:
@@ -125,7 +141,9 @@ def _text_of(line: bytes) -> tuple[list[int], int]:
     try:
         value = json.loads(line)
         tokens, prompt = value["tokens"], value["prompt"]
-        sound = all(type(token) is int and token >= 0 for token in [*tokens, prompt]) and prompt <= len(tokens)
+        sound = all(
+            type(token) is int and token >= 0 for token in [*tokens, prompt]
+        ) and prompt <= len(tokens)
     except (ValueError, KeyError, TypeError):
         sound = False
     return (tokens, prompt) if sound else ([], 0)

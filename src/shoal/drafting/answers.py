@@ -25,7 +25,8 @@ class Answers:
     They are read when the next draft is asked for, and never where none is.
 
     Args:
-        limit: tokens that the automaton holds. A full one is made anew of the last texts, up to half of that.
+        limit: tokens that the automaton holds. A full one is made anew of the last texts, up to
+            half of that.
         file: where texts are kept for later engines, and those of earlier ones are.
     """
 
@@ -33,10 +34,14 @@ class Answers:
         self._file, self._unopened = file, file is not None
         self._limit = limit
         self._automaton = SuffixAutomaton()
-        self._texts: deque[tuple[list[int], int]] = deque()  # the last ones, with the lengths of their prompts
+        self._texts: deque[tuple[list[int], int]] = (
+            deque()
+        )  # the last ones, with the lengths of their prompts
         self._held = self._unread = 0  # tokens of these; how many of these texts were not read yet
         self._changes = 0
-        self._rows: dict[Row, tuple[int, int, int, int]] = {}  # state, matched tokens, tokens read, the `_changes` then
+        self._rows: dict[
+            Row, tuple[int, int, int, int]
+        ] = {}  # state, matched tokens, tokens read, the `_changes` then
 
     @property
     def bytes(self) -> int:
@@ -69,7 +74,8 @@ class Answers:
             self._unread = min(self._unread, len(self._texts))
 
     def read(self, rows: Iterable[Row]) -> int:
-        """Reads what is new, and where these rows stand; returns how many tokens the automaton has gained."""
+        """Reads what is new, and where these rows stand; returns how many tokens the automaton has
+        gained."""
         before = self._automaton.tokens
         if self._unopened and self._file is not None:
             self._unopened = False
@@ -99,7 +105,8 @@ class Answers:
         automaton.read(state, tokens[known:])
 
     def _follow(self, row: Row) -> None:
-        """The longest suffix of the row that is in the automaton; anew where texts were added, which may have longer ones."""
+        """The longest suffix of the row that is in the automaton; anew where texts were added,
+        which may have longer ones."""
         automaton = self._automaton
         state, matched, known, changes = self._rows.get(row, (ROOT, 0, 0, -1))
         if changes != self._changes:

@@ -1,8 +1,10 @@
-"""A suffix automaton of several texts that grow at their ends: every substring has a state, which knows how often it occurs.
+"""A suffix automaton of several texts that grow at their ends: every substring has a state, which
+knows how often it occurs.
 
-After Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); of several texts, Blumer et al., "Complete
-inverted files for efficient text retrieval and analysis" (1987). Appending a token takes amortised constant time, and at most two
-states, but for counting: that takes a step for every suffix that occurs elsewhere as well, up to `COUNTED`.
+After Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); of several
+texts, Blumer et al., "Complete inverted files for efficient text retrieval and analysis" (1987).
+Appending a token takes amortised constant time, and at most two states, but for counting: that
+takes a step for every suffix that occurs elsewhere as well, up to `COUNTED`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from sys import getsizeof
 from typing import NamedTuple
 
 COUNTED = 64
-"""Most suffixes of a text that are counted when a token is appended: only a text that repeats itself over and over has more. Those
-left out are the shortest, which nobody looks up where longer ones are known."""
+"""Most suffixes of a text that are counted when a token is appended: only a text that repeats
+itself over and over has more. Those left out are the shortest, which nobody looks up where longer
+ones are known."""
 INTEGER_BYTES = 28
 """Of a number of more than a byte; a state has two that no other has: its own, and its length."""
 TOKEN_BYTES = 2 * (getsizeof({0: 0}) + 2 * INTEGER_BYTES + 4 * 9)
@@ -25,8 +28,10 @@ class SuffixAutomaton:
     """States are numbers; `ROOT` is the empty text's, where every text begins.
 
     Attributes:
-        following: of each state, the states that tokens lead to. link: of each state, that of its longest suffix that occurs
-            elsewhere as well. length: of each state, the tokens of its longest text. count: how often its texts occur.
+        following: of each state, the states that tokens lead to.
+        link: of each state, that of its longest suffix that occurs elsewhere as well.
+        length: of each state, the tokens of its longest text.
+        count: how often its texts occur.
         tokens: appended so far.
     """
 
@@ -68,11 +73,14 @@ class SuffixAutomaton:
             state = link[state]
 
     def _of_length(self, above: int, token: int, state: int) -> int:
-        """The state of the longest text of `above` and the token: `state`, or a part of it split off if that knows longer ones."""
+        """The state of the longest text of `above` and the token: `state`, or a part of it split
+        off if that knows longer ones."""
         following, link, length = self.following, self.link, self.length
         if length[state] == length[above] + 1:
             return state
-        shorter = self._new(length[above] + 1, dict(following[state]), link[state], self.count[state])
+        shorter = self._new(
+            length[above] + 1, dict(following[state]), link[state], self.count[state]
+        )
         link[state] = shorter
         while above >= 0 and following[above].get(token) == state:
             following[above][token] = shorter
@@ -94,7 +102,8 @@ class SuffixAutomaton:
 
 
 class Place(NamedTuple):
-    """Where the end of a text stands in an automaton: the state of its longest suffix that has been continued, and its length."""
+    """Where the end of a text stands in an automaton: the state of its longest suffix that has been
+    continued, and its length."""
 
     automaton: SuffixAutomaton
     state: int
@@ -110,7 +119,10 @@ class Place(NamedTuple):
     def counts(self) -> list[tuple[int, int]]:
         """How often each token follows, the one seen last first."""
         count = self.automaton.count
-        return [(count[state], token) for token, state in reversed(self.automaton.following[self.state].items())]
+        return [
+            (count[state], token)
+            for token, state in reversed(self.automaton.following[self.state].items())
+        ]
 
     def after(self, token: int) -> Place:
         """Once a token follows that some text has there."""

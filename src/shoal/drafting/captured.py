@@ -1,8 +1,10 @@
-"""Whole rounds as captured functions: where those of target and drafter are captured and nothing of the rows asks for more.
+"""Whole rounds as captured functions: where those of target and drafter are captured and nothing of
+the rows asks for more.
 
-What a round decides is what its stages decide one after the other: the same uniforms, distributions and rule, and the same
-questions to a controller that ends drafts by the drafter's confidence. Everything else (controls that read what was generated,
-grammars, trees, logits that are not finite) is left to the stages.
+What a round decides is what its stages decide one after the other: the same uniforms, distributions
+and rule, and the same questions to a controller that ends drafts by the drafter's confidence.
+Everything else (controls that read what was generated, grammars, trees, logits that are not finite)
+is left to the stages.
 """
 
 from __future__ import annotations
@@ -34,15 +36,18 @@ from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, chains
 
 RECENT = 4
-"""Rounds whose drafts say how many steps the next one computes before it looks at confidences: as many as the shortest of them."""
+"""Rounds whose drafts say how many steps the next one computes before it looks at confidences: as
+many as the shortest of them."""
 
 
 class Decided(NamedTuple):
     """A round up to its verdict, which is on the host.
 
     Attributes:
-        tree: the drafts. logits: of the target, [rows, k + 1, vocab], good until the next round.
-        share: of the round's time, the drafter's. between: of the drafter's time, that of all steps but one; None = unknown.
+        tree: the drafts.
+        logits: of the target, [rows, k + 1, vocab], good until the next round.
+        share: of the round's time, the drafter's.
+        between: of the drafter's time, that of all steps but one; None = unknown.
     """
 
     tree: DraftTree
@@ -56,23 +61,34 @@ class CapturedRounds:
     """The captured rounds of one engine.
 
     Args:
-        target: with the engine's cache. drafter: of the engine; None = plain decoding. rule: decides.
+        target: with the engine's cache.
+        drafter: of the engine; None = plain decoding.
+        rule: decides.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
         self._target, self._kinds = target, RoundKinds(target, drafter, rule)
         self._drafter = self._kinds.drafter
         self._runner = None if self._drafter is None else self._drafter.runner
-        self._looked: deque[int] = deque(maxlen=RECENT)  # positions that the controller was asked about
+        self._looked: deque[int] = deque(
+            maxlen=RECENT
+        )  # positions that the controller was asked about
 
     def decide(
-        self, rows: Sequence[Row], lengths: Sequence[int], uniforms: Callable[[int], Tensor], stop: Stop | None = None
+        self,
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        uniforms: Callable[[int], Tensor],
+        stop: Stop | None = None,
     ) -> Decided | None:
-        """The round of these rows; None where it is left to its stages, which then find the caches as they were.
+        """The round of these rows; None where it is left to its stages, which then find the caches
+        as they were.
 
         Args:
-            lengths: drafts of each row. uniforms: of so many positions, on the host, [rows, positions, ...] float64.
-            stop: ends drafts by the drafter's confidence; where the round is left to its stages, they may ask from the start.
+            lengths: drafts of each row.
+            uniforms: of so many positions, on the host, [rows, positions, ...] float64.
+            stop: ends drafts by the drafter's confidence; where the round is left to its stages,
+                they may ask from the start.
 
         Raises:
             OutOfStep.
@@ -83,7 +99,11 @@ class CapturedRounds:
         work = None
         try:
             work = self._kinds.round_of(rows, lengths, looks=stop is not None)
-            return None if work is None else self._decided(work, uniforms(max(lengths) + 1 if stop else work.k + 1), stop)
+            return (
+                None
+                if work is None
+                else self._decided(work, uniforms(max(lengths) + 1 if stop else work.k + 1), stop)
+            )
         except OutOfStep:
             raise
         except Exception as error:
@@ -92,14 +112,16 @@ class CapturedRounds:
                 self._undo(work)
             return None
 
-    def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool) -> None:
+    def want(
+        self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool
+    ) -> None:
         """Names rounds for `build_next`, see `RoundKinds.want`."""
         if self._target.captures is not None and not self._target.ordinary_only:
             self._kinds.want(rows, drafts, samplings, looks=looks)
 
     def build_next(self) -> bool:
-        """Between two rounds: builds one function of rounds that no row has asked for yet; whether there was one to build. Raises
-        OutOfStep."""
+        """Between two rounds: builds one function of rounds that no row has asked for yet; whether
+        there was one to build. Raises OutOfStep."""
         captures = self._target.captures
         if captures is None or captures.failed.pause:
             return False
@@ -112,13 +134,15 @@ class CapturedRounds:
             return False
 
     def _fail(self, error: Exception) -> None:
-        """Leaves rounds of a kind that failed to their stages. Raises the error again if the device is lost."""
+        """Leaves rounds of a kind that failed to their stages. Raises the error again if the device
+        is lost."""
         require_device(self._target.device, error)
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _decided(self, work: Round, uniforms: Tensor, stop: Stop | None) -> Decided | None:
-        """The round; None where it is left to its stages: its kind has failed, or logits are not finite."""
+        """The round; None where it is left to its stages: its kind has failed, or logits are not
+        finite."""
         target, noise = self._target, uniforms.flatten(2)
         round_ = self._kinds.prepared(work, noise.shape[2], looks=stop is not None)
         if round_ is None:
@@ -148,7 +172,11 @@ class CapturedRounds:
         if not found.sound.all() or (found.drafts < 0).any():
             self._undo(work)
             return None
-        shares = (found.drafting / max(found.drafting + found.verifying, 1e-12), None) if stop is None else clock.shares()
+        shares = (
+            (found.drafting / max(found.drafting + found.verifying, 1e-12), None)
+            if stop is None
+            else clock.shares()
+        )
         if round_.unchecked("verify"):
             check_verdict(round_, work, found, target)
         target.cache.wrote(work.plan)
@@ -159,11 +187,14 @@ class CapturedRounds:
             self._drafter.leave_out(work.rows, work.lengths, work.held)
         return _outcome(found, work, *shares)
 
-    def _drafted(self, round_: CapturedRound, work: Round, stop: Stop, clock: _Clock) -> Round | None:
-        """The round with the lengths that `stop` leaves, asked as the stages ask it: position by position, while a draft goes on.
-        None where the drafter has no distribution.
+    def _drafted(
+        self, round_: CapturedRound, work: Round, stop: Stop, clock: _Clock
+    ) -> Round | None:
+        """The round with the lengths that `stop` leaves, asked as the stages ask it: position by
+        position, while a draft goes on. None where the drafter has no distribution.
 
-        Before the first look as many steps are computed as all recent rounds needed, later a piece at a time.
+        Before the first look as many steps are computed as all recent rounds needed, later a piece
+        at a time.
         """
         lengths, asked, computed = list(work.lengths), 0, 0
         while asked < max(lengths):
@@ -183,7 +214,8 @@ class CapturedRounds:
         return replace(work, lengths=lengths, k=computed, plan=plan)
 
     def _undo(self, work: Round) -> None:
-        """Nothing of a round counts. What is not finite must not stand in the cells that it wrote, where others read past it."""
+        """Nothing of a round counts. What is not finite must not stand in the cells that it wrote,
+        where others read past it."""
         for row, start in zip(work.rows, work.plan.starts, strict=True):
             self._target.cache.lengths[row.slot] = start
             self._target.cache.zero_tail(row.slot, start)
@@ -229,7 +261,9 @@ def _outcome(found: Found, work: Round, share: float, between: float | None) -> 
         tokens = torch.from_numpy(found.drafts[:, :k])
         tree = DraftTree(tokens, torch.tensor(work.lengths), None, drafts, chains(drafts), work.k)
     width = torch.promote_types(found.logits.dtype, torch.float32)
-    probs, logprobs = (torch.from_numpy(values[:, : k + 1]).to(width) for values in (found.probs, found.logprobs))
+    probs, logprobs = (
+        torch.from_numpy(values[:, : k + 1]).to(width) for values in (found.probs, found.logprobs)
+    )
     accepted, following = torch.from_numpy(found.accepted), torch.from_numpy(found.tokens)
     verdict = Verdict(accepted, following, probs, raw_logprobs=logprobs)
     return Decided(tree, found.logits[:, : k + 1], verdict, share, between)

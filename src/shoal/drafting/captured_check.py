@@ -1,4 +1,5 @@
-"""First runs of captured rounds, compared with ordinary passes and with the rule on the same logits.
+"""First runs of captured rounds, compared with ordinary passes and with the rule on the same
+logits.
 
 The caches are those before the round; ordinary passes write to them what the captured ones wrote.
 """

@@ -1,4 +1,5 @@
-"""What a captured round is given: the rows, where they are in both caches, and the numbers that are uploaded."""
+"""What a captured round is given: the rows, where they are in both caches, and the numbers that are
+uploaded."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ class Round:
     """What a round computes.
 
     Attributes:
-        lengths: drafts of each row that are verified; before they are drawn the most that there may be.
-        k: drafts that are computed of each row, at least the longest length. plan: of the target's pass.
+        lengths: drafts of each row that are verified; before they are drawn the most that there may
+            be.
+        k: drafts that are computed of each row, at least the longest length.
+        plan: of the target's pass.
         first: of the drafter's first pass, which feeds `pending`; None where nothing is drafted.
         held: tokens of each row in the drafter's cache.
     """
@@ -39,14 +42,17 @@ class Round:
         first = self.first
         assert first is not None
         starts = [length + step - 1 for length in first.lengths]
-        return Plan(first.slots, starts, [count] * first.rows, first.device, prefixes=first.prefixes)
+        return Plan(
+            first.slots, starts, [count] * first.rows, first.device, prefixes=first.prefixes
+        )
 
 
 def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size: int) -> None:
     """Puts what the drafter's steps and all draws read into the inputs, on the host.
 
     Args:
-        noise: the uniforms of the rows, [rows, positions, numbers] float64. vocab_size: of the drafter.
+        noise: the uniforms of the rows, [rows, positions, numbers] float64.
+        vocab_size: of the drafter.
     """
     functions, rows = round_.functions, len(work.rows)
     inputs, padded = functions.inputs, round_.kind.rows
@@ -60,19 +66,25 @@ def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size:
         functions.place("first", work.first)
         functions.place("later", work.later(1))
         columns = range(round_.kind.pending)
-        tokens = [[min(own[i], vocab_size - 1) if i < len(own) else 0 for i in columns] for own in work.pending]
+        tokens = [
+            [min(own[i], vocab_size - 1) if i < len(own) else 0 for i in columns]
+            for own in work.pending
+        ]
         inputs.put("pending", _padded(tokens, padded))
 
 
 def fill_target(round_: CapturedRound, work: Round, vocab_size: int) -> None:
-    """Puts what the target's pass and the decision read beside it into the inputs, on the host. vocab_size: of the target."""
+    """Puts what the target's pass and the decision read beside it into the inputs, on the host.
+    vocab_size: of the target."""
     inputs, rows = round_.functions.inputs, round_.kind.rows
     round_.functions.place_target(work.plan, round_.columns(max(work.lengths)))
     inputs.put("last", _padded([min(row.tokens[-1], vocab_size - 1) for row in work.rows], rows))
     inputs.put("lengths", _padded(work.lengths, rows))
 
 
-def _padded(values: Sequence[int] | Sequence[Sequence[int]], rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _padded(
+    values: Sequence[int] | Sequence[Sequence[int]], rows: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """The values of real rows, and zeros."""
     own = np.array(values, dtype=np.int64)
     return np.concatenate([own, np.zeros((rows - len(own), *own.shape[1:]), dtype=np.int64)])

@@ -1,4 +1,5 @@
-"""Which rounds can be captured, and the captured round that serves one: few are built, as each takes as long as many rounds."""
+"""Which rounds can be captured, and the captured round that serves one: few are built, as each
+takes as long as many rounds."""
 
 from __future__ import annotations
 
@@ -20,21 +21,26 @@ from shoal.sampling.acceptance import ChainRule, Rule, decides_chains
 from shoal.types.requests import Row
 
 MOST = 64
-"""Functions of rounds kept per generation of captures: a graph takes a few megabytes, and what it returns."""
+"""Functions of rounds kept per generation of captures: a graph takes a few megabytes, and what it
+returns."""
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
-"""Rows that rounds are captured for: a round of fewer rows takes about as long, and each capture takes as long as many rounds."""
+"""Rows that rounds are captured for: a round of fewer rows takes about as long, and each capture
+takes as long as many rounds."""
 STEADY = 8
-"""Rounds of one draft length, one after the other, before it is captured where a longer one has been."""
+"""Rounds of one draft length, one after the other, before it is captured where a longer one has
+been."""
 PENDING = 2
 """Columns of a drafter's first pass: most tokens of a row that its cache lacks."""
 PIECE = 2
-"""Steps that are one function where drafts end by the drafter's confidence. A wait for the host costs a tenth of a step, and half a
-piece is computed in vain: `benchmarks/pieces.py` counts both."""
+"""Steps that are one function where drafts end by the drafter's confidence. A wait for the host
+costs a tenth of a step, and half a piece is computed in vain: `benchmarks/pieces.py` counts
+both."""
 AT_ONCE = 8
-"""Drafts whose pieces and widths are all built before the first round of their kind, so that no later round waits for a capture;
-longer drafts are rare."""
+"""Drafts whose pieces and widths are all built before the first round of their kind, so that no
+later round waits for a capture; longer drafts are rare."""
 AHEAD, AHEAD_BYTES = MOST * 3 // 4, 1 << 30
-"""Functions, and bytes of their results, up to which rounds are built before a row asks for them."""
+"""Functions, and bytes of their results, up to which rounds are built before a row asks for
+them."""
 LONGEST = 16
 """Drafts that such a round has buffers for."""
 
@@ -47,7 +53,9 @@ class RoundKinds:
     """The captured rounds over the caches of two models.
 
     Args:
-        target: with the engine's cache. drafter: of the engine; None = plain decoding. rule: decides.
+        target: with the engine's cache.
+        drafter: of the engine; None = plain decoding.
+        rule: decides.
 
     Attributes:
         drafter: the same, if it is a model that drafts chains of the target's own ids.
@@ -58,19 +66,29 @@ class RoundKinds:
         self._target, self._rule = target, rule
         chains = isinstance(drafter, ModelDrafter) and not drafter.shared and not drafter.max_nodes
         self.drafter = drafter if isinstance(drafter, ModelDrafter) and chains else None
-        self._longest, self._repeats = 0, 0  # the length last asked for, and rounds that have asked for it since
+        self._longest, self._repeats = (
+            0,
+            0,
+        )  # the length last asked for, and rounds that have asked for it since
         self.last: Kind | None = None
-        self._wanted: dict[Kind, int] = {}  # to be built when nothing runs, the most wanted last, and drafts of it
+        self._wanted: dict[
+            Kind, int
+        ] = {}  # to be built when nothing runs, the most wanted last, and drafts of it
 
     def round_of(self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool) -> Round | None:
-        """What a round of these rows computes; None where it cannot be captured. looks: drafts end by the drafter's confidence."""
+        """What a round of these rows computes; None where it cannot be captured. looks: drafts end
+        by the drafter's confidence."""
         target, k = self._target, max(lengths)
         drafter = self.drafter if k else None
         if not decides_chains(self._rule) or k > LONGEST or any(row.reads_history for row in rows):
             return None
         style = style_of([row.request.sampling for row in rows], target.vocab_size, self._rule.draw)
         plan = target.plan([row.slot for row in rows], [1 + length for length in lengths])
-        if style is None or target.captures is None or not target.captures.covers(plan, target.cache):
+        if (
+            style is None
+            or target.captures is None
+            or not target.captures.covers(plan, target.cache)
+        ):
             return None
         if not k:
             return Round(rows, lengths, style, k, plan, None, (), ())
@@ -80,21 +98,34 @@ class RoundKinds:
             return None
         held, pending = drafter.lacking(rows, lengths)
         first = drafter.runner.plan(drafter.slots(rows), [len(tokens) for tokens in pending])
-        most = [-(-k // PIECE) * PIECE] if looks else dict.fromkeys((self._steps(k, target.captures, style), k))
+        most = (
+            [-(-k // PIECE) * PIECE]
+            if looks
+            else dict.fromkeys((self._steps(k, target.captures, style), k))
+        )
         for steps in most:
-            if first.q <= PENDING and drafter.runner.captures.covers(first, drafter.runner.cache, ahead=steps - 1):
+            if first.q <= PENDING and drafter.runner.captures.covers(
+                first, drafter.runner.cache, ahead=steps - 1
+            ):
                 return Round(rows, lengths, style, steps, plan, first, pending, held)
         return None
 
     def _steps(self, k: int, captures: Captures, style: Style) -> int:
-        """Drafts to compute where k are asked for: more where that has been captured and k has not, as rows that are about to end
-        ask for a few rounds of each length. What is not captured costs nothing to build."""
+        """Drafts to compute where k are asked for: more where that has been captured and k has not,
+        as rows that are about to end ask for a few rounds of each length. What is not captured
+        costs nothing to build."""
         if captures.executor == "eager":
             return k
         self._repeats = self._repeats + 1 if k == self._longest else 1
         self._longest = k
-        kinds = [kind for kind in captures.generation(self._target.cache).rounds if isinstance(kind, Kind)]
-        captured = [kind.k for kind in kinds if kind.style == style and kind.k >= k and not kind.looks]
+        kinds = [
+            kind
+            for kind in captures.generation(self._target.cache).rounds
+            if isinstance(kind, Kind)
+        ]
+        captured = [
+            kind.k for kind in kinds if kind.style == style and kind.k >= k and not kind.looks
+        ]
         return min(captured, default=k) if self._repeats < STEADY else k
 
     def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound | None:
@@ -104,7 +135,9 @@ class RoundKinds:
             numbers: uniforms per position.
         """
         keys = 0 if work.first is None else max(work.first.tails) + work.k - 1
-        kind = self._kind(work.plan.rows, work.k, max(work.plan.tails), keys, work.style, numbers, looks=looks)
+        kind = self._kind(
+            work.plan.rows, work.k, max(work.plan.tails), keys, work.style, numbers, looks=looks
+        )
         drafts = min(work.k, AT_ONCE) if looks else work.k
         self.last = kind
         if self._failed(kind):
@@ -118,16 +151,35 @@ class RoundKinds:
         return round_
 
     def _kind(
-        self, rows: int, k: int, target_keys: int, draft_keys: int, style: Style, numbers: int, *, looks: bool
-    ) -> Kind:  # fmt: skip
-        """Of rounds of so many rows and drafts whose passes span so many keys, over the caches as they are."""
+        self,
+        rows: int,
+        k: int,
+        target_keys: int,
+        draft_keys: int,
+        style: Style,
+        numbers: int,
+        *,
+        looks: bool,
+    ) -> Kind:
+        """Of rounds of so many rows and drafts whose passes span so many keys, over the caches as
+        they are."""
         assert isinstance(self._rule, ChainRule)
         target, drafting = self._models(k)
         slots = target.cache.slots - 1
         padded = min(next((size for size in ROWS if size >= rows), slots), slots)
         spanned = 0 if drafting is None else _keys(drafting, draft_keys)
         k, piece = (LONGEST, PIECE) if looks else (k, k)
-        return Kind(padded, k, PENDING, _keys(target, target_keys), spanned, style, self._rule, numbers, piece)
+        return Kind(
+            padded,
+            k,
+            PENDING,
+            _keys(target, target_keys),
+            spanned,
+            style,
+            self._rule,
+            numbers,
+            piece,
+        )
 
     def _models(self, k: int) -> tuple[Model, Model | None]:
         """The two sides of rounds of k drafts."""
@@ -139,10 +191,15 @@ class RoundKinds:
         return Model(target.captures, target.cache), drafting
 
     def _rounds(self, k: int) -> dict[Hashable, CapturedRound]:
-        """What is built over the caches as they are: with the drafter's, where k drafts are wanted."""
+        """What is built over the caches as they are: with the drafter's, where k drafts are
+        wanted."""
         target, drafting = self._models(k)
         built = target.passes.generation(target.cache)
-        return built.rounds if drafting is None else built.rounds_with(drafting.passes.generation(drafting.cache))
+        return (
+            built.rounds
+            if drafting is None
+            else built.rounds_with(drafting.passes.generation(drafting.cache))
+        )
 
     def _round(self, kind: Kind) -> CapturedRound:
         """The rounds of a kind, as yet without functions if they are new."""
@@ -156,14 +213,17 @@ class RoundKinds:
                     model.passes.built[kind] += 1
         return rounds[kind]
 
-    # ── what fails ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what fails ────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, error: Exception) -> str:
-        """Ends the kind that was asked for last, or everything that is captured where memory was short. Returns that in words."""
+        """Ends the kind that was asked for last, or everything that is captured where memory was
+        short. Returns that in words."""
         kind = self.last
         target, drafting = self._models(0 if kind is None else kind.k)
         consequence = target.passes.failed.note(kind and _as_failed(kind), error)
-        if target.passes.failed.pause:  # the graphs over a cache share their memory: it comes back when all are gone
+        if (
+            target.passes.failed.pause
+        ):  # the graphs over a cache share their memory: it comes back when all are gone
             for model in (target, drafting):
                 if model is not None:
                     model.passes.forget(model.cache)
@@ -176,11 +236,14 @@ class RoundKinds:
         assert captures is not None
         return captures.failed.refuses(_as_failed(kind))
 
-    # ── before a row asks ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── before a row asks ─────────────────────────────────────────────────────────────────────────
 
-    def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool) -> None:
-        """Has rounds of up to so many rows built by `build_next`: of each of these settings and numbers of drafts, the first of
-        them first. looks: drafts end by the drafter's confidence."""
+    def want(
+        self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool
+    ) -> None:
+        """Has rounds of up to so many rows built by `build_next`: of each of these settings and
+        numbers of drafts, the first of them first. looks: drafts end by the drafter's
+        confidence."""
         if not decides_chains(self._rule) or not len(self._target.cache):
             return
         numbers = self._rule.uniforms([0], [0], 1, None).flatten(2).shape[2]
@@ -203,18 +266,31 @@ class RoundKinds:
         )
 
     def build_next(self) -> bool:
-        """Builds one function of rounds that were used before the caches changed their size, or are wanted, if it is not there;
-        whether there was one. No more than `AHEAD` of them, and none in the place of another."""
+        """Builds one function of rounds that were used before the caches changed their size, or are
+        wanted, if it is not there; whether there was one. No more than `AHEAD` of them, and none in
+        the place of another."""
         for kind, drafts in reversed(self._wanted.items()):
             if self._failed(kind) or (kind.k and not self._drafts()):
                 continue
             now = self._kind(
-                kind.rows, kind.k, kind.target_keys, kind.draft_keys, kind.style, kind.numbers, looks=kind.looks
+                kind.rows,
+                kind.k,
+                kind.target_keys,
+                kind.draft_keys,
+                kind.style,
+                kind.numbers,
+                looks=kind.looks,
             )
             target, drafting = self._models(kind.k)
-            fits = min(model.cache.slots for model in (target, drafting) if model is not None) > now.rows
+            fits = (
+                min(model.cache.slots for model in (target, drafting) if model is not None)
+                > now.rows
+            )
             known: list[CapturedRound] = list(self._rounds(kind.k).values())
-            if sum(len(one.built) for one in known) >= AHEAD or sum(one.result_bytes for one in known) >= AHEAD_BYTES:
+            if (
+                sum(len(one.built) for one in known) >= AHEAD
+                or sum(one.result_bytes for one in known) >= AHEAD_BYTES
+            ):
                 return False
             self.last = now
             if fits and self._round(now).build_one(drafts):
@@ -223,11 +299,13 @@ class RoundKinds:
 
 
 def _as_failed(kind: Kind) -> Kind:
-    """Returns the kind without its numbers of keys: a capture that fails over one cache fails over all."""
+    """Returns the kind without its numbers of keys: a capture that fails over one cache fails over
+    all."""
     return kind._replace(target_keys=0, draft_keys=0)
 
 
 def _keys(model: Model, keys: int) -> int:
-    """Keys that a pass spans: a kernel that reads lengths on the device is given whole slots, and one round serves all lengths."""
+    """Keys that a pass spans: a kernel that reads lengths on the device is given whole slots, and
+    one round serves all lengths."""
     cache = model.cache
     return cache.capacity if model.passes.knows_prefixes else keys_for(keys, cache.capacity)

@@ -1,4 +1,5 @@
-"""Directories of trained heads: a config.json beside tensors, as they are published; what does not fit is one clear error."""
+"""Directories of trained heads: a config.json beside tensors, as they are published; what does not
+fit is one clear error."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) 
         UnsupportedModel: the target gives no hidden states.
     """
     if not target.has_modules:
-        raise UnsupportedModel(f"trained heads read hidden states, which {target.name} does not give")
+        raise UnsupportedModel(
+            f"trained heads read hidden states, which {target.name} does not give"
+        )
     known = _loaded.of(target.hf)
     key = f"{load.__qualname__} {Path(directory).resolve()}"
     if key not in known:
@@ -41,35 +44,53 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RequestError(f"no heads in {directory}: its config.json cannot be read ({error})") from error
+        raise RequestError(
+            f"no heads in {directory}: its config.json cannot be read ({error})"
+        ) from error
     if not isinstance(found, dict):
         raise RequestError(f"no heads in {directory}: its config.json holds no object")
     return found
 
 
-def whole_number(config: dict[str, Any], directory: Path, *names: str, default: int | None = None) -> int:
-    """The first of these numbers that a config has, at least 1. Raises RequestError: it has none, or something else."""
+def whole_number(
+    config: dict[str, Any], directory: Path, *names: str, default: int | None = None
+) -> int:
+    """The first of these numbers that a config has, at least 1. Raises RequestError: it has none,
+    or something else."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if value is None:
-        raise RequestError(f"no such heads in {directory}: its config.json has no {' and no '.join(names)}")
+        raise RequestError(
+            f"no such heads in {directory}: its config.json has no {' and no '.join(names)}"
+        )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RequestError(f"{directory}/config.json needs a whole number >= 1 for {names[0]}, got {value!r}")
+        raise RequestError(
+            f"{directory}/config.json needs a whole number >= 1 for {names[0]}, got {value!r}"
+        )
     return value
 
 
 def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
-    """The tensors in the first of these files that exists; .bin and .pt are read as tensors alone, never as code.
+    """The tensors in the first of these files that exists; .bin and .pt are read as tensors alone,
+    never as code.
 
     Raises:
         RequestError: none of them is there. ModelError: it is damaged.
     """
     file = next((directory / name for name in names if (directory / name).is_file()), None)
     if file is None:
-        raise RequestError(f"no heads in {directory}: expected {' or '.join(names)} beside config.json")
+        raise RequestError(
+            f"no heads in {directory}: expected {' or '.join(names)} beside config.json"
+        )
     try:
-        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+        return (
+            load_file(file)
+            if file.suffix == ".safetensors"
+            else torch.load(file, map_location="cpu", weights_only=True)
+        )
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
-        raise ModelError(f"{file} is damaged ({str(error).splitlines()[0]:.200}); download or train it again") from error
+        raise ModelError(
+            f"{file} is damaged ({str(error).splitlines()[0]:.200}); download or train it again"
+        ) from error
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
@@ -82,13 +103,15 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None
     missing = sorted(name for name in wanted if name not in tensors)
     if missing:
         raise ModelError(
-            f"{directory} lacks {len(missing)} of the {len(wanted)} tensors of its heads, for example {missing[0]}; "
+            f"{directory} lacks {len(missing)} of the {len(wanted)} tensors of its heads, for "
+            f"example {missing[0]}; "
             "download or train them again"
         )
     for name, parameter in wanted.items():
         if tensors[name].shape != parameter.shape:
             raise PairMismatch(
-                f"{directory}: {name} is {list(tensors[name].shape)} and should be {list(parameter.shape)}: "
+                f"{directory}: {name} is {list(tensors[name].shape)} and should be "
+                f"{list(parameter.shape)}: "
                 "heads of another target, or another config.json"
             )
         parameter.data.copy_(tensors[name])
@@ -98,7 +121,8 @@ def require_width(directory: Path, what: str, found: int, target: Runner, wanted
     """Raises PairMismatch: the heads are those of a target of another size."""
     if found != wanted:
         raise PairMismatch(
-            f"{directory} cannot draft for {target.name}: {what} of {found} v {wanted}: heads of another target"
+            f"{directory} cannot draft for {target.name}: {what} of {found} v {wanted}: heads "
+            f"of another target"
         )
 
 

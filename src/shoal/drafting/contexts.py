@@ -1,8 +1,9 @@
 """What a drafter of another vocabulary reads: the text of each row in its own tokens.
 
-A prompt is split by the drafter's tokenizer. What is committed afterwards is split anew together with the word before it, as the
-drafter would split the whole text: it guesses worse after tokens mapped one by one, or kept as it wrote them in pieces. Of the
-cache, what comes before the first token that has changed stays.
+A prompt is split by the drafter's tokenizer. What is committed afterwards is split anew together
+with the word before it, as the drafter would split the whole text: it guesses worse after tokens
+mapped one by one, or kept as it wrote them in pieces. Of the cache, what comes before the first
+token that has changed stays.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ class Context:
     """A row as the drafter reads it.
 
     Attributes:
-        row: with the drafter's ids in place of the target's; the key of its slot. read: tokens of the target's row that it covers.
+        row: with the drafter's ids in place of the target's; the key of its slot.
+        read: tokens of the target's row that it covers.
         floor: tokens that stay as they are: the prompt, and what comes before a special token.
-        drafted: the drafter's ids that it wrote after `row.tokens` in the last round; they may be in its cache.
+        drafted: the drafter's ids that it wrote after `row.tokens` in the last round; they may be
+            in its cache.
     """
 
     row: Row
@@ -42,7 +45,9 @@ class Contexts:
         shared = vocabularies.shared
         self.same = {} if shared is None else dict(zip(shared.target, shared.draft, strict=True))
         self._of: dict[Row, Context] = {}
-        self._prompts: dict[int, tuple[Request, Request]] = {}  # by identity: the request, and the same in the drafter's ids
+        self._prompts: dict[
+            int, tuple[Request, Request]
+        ] = {}  # by identity: the request, and the same in the drafter's ids
 
     def of(self, row: Row) -> Context:
         """The row's own, begun if it is new."""
@@ -70,7 +75,8 @@ class Contexts:
             del self._prompts[key]
 
     def follow(self, row: Row) -> int:
-        """Reads what was committed since; returns how many tokens from the first on are what they were, drafts included."""
+        """Reads what was committed since; returns how many tokens from the first on are what they
+        were, drafts included."""
         own = self.of(row)
         tokens, drafted, new = own.row.tokens, own.drafted, row.tokens[own.read :]
         if not new and not drafted:
@@ -90,7 +96,10 @@ class Contexts:
             own.floor = len(tokens)
         self._append(own, texts)
         pairs = zip(before, tokens[start:], strict=False)
-        same = next((i for i, (old, now) in enumerate(pairs) if old != now), min(len(before), len(tokens) - start))
+        same = next(
+            (i for i, (old, now) in enumerate(pairs) if old != now),
+            min(len(before), len(tokens) - start),
+        )
         return start + same
 
     def _append(self, own: Context, texts: Sequence[int]) -> None:
@@ -98,7 +107,9 @@ class Contexts:
         if texts:
             tokens = own.row.tokens
             window = self._draft.windows(tokens, own.floor)[0]
-            tokens[window:] = self._draft.ids(self._draft.spelled(tokens[window:]) + self._target.spelled(texts))
+            tokens[window:] = self._draft.ids(
+                self._draft.spelled(tokens[window:]) + self._target.spelled(texts)
+            )
 
     def _prompt(self, request: Request) -> Request:
         """The prompt in the drafter's ids: at least one."""
@@ -111,11 +122,16 @@ class Contexts:
                     texts.append(token)
                     continue
                 first = len(found) == len(self._draft.begin)
-                found += self._draft.ids(self._target.text(texts) if first else self._target.spelled(texts), first=first)
+                found += self._draft.ids(
+                    self._target.text(texts) if first else self._target.spelled(texts), first=first
+                )
                 texts = []
                 same = None if token is None else self.same.get(token)
                 found += [] if same is None or same in self._draft.begin else [same]
-            self._prompts[key] = request, Request(tuple(found or [self._draft.end or 0]), request.n, owner=request.owner)
+            self._prompts[key] = (
+                request,
+                Request(tuple(found or [self._draft.end or 0]), request.n, owner=request.owner),
+            )
         return self._prompts[key][1]
 
 

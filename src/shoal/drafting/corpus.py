@@ -1,7 +1,9 @@
-"""Lookups in the index of a corpus: the longest end of a row that stands in its texts, and what followed it there.
+"""Lookups in the index of a corpus: the longest end of a row that stands in its texts, and what
+followed it there.
 
-After He et al., "REST: Retrieval-based speculative decoding" (NAACL 2024, arXiv 2311.08252): in a suffix array all places where
-some tokens stand are neighbours. Work is bounded: a few binary searches for each part of the index and token.
+After He et al., "REST: Retrieval-based speculative decoding" (NAACL 2024, arXiv 2311.08252): in a
+suffix array all places where some tokens stand are neighbours. Work is bounded: a few binary
+searches for each part of the index and token.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from shoal.drafting.index_file import DEPTH, END, Index, Part
 LONGEST = DEPTH // 2
 """Most tokens of a row that are matched: what follows lies within the order of the index, too."""
 COUNTED = 128
-"""Places whose next token is looked at. Of more, every so many: places are in the order of what follows, so that shares hold."""
+"""Places whose next token is looked at. Of more, every so many: places are in the order of what
+follows, so that shares hold."""
 
 
 class Interval(NamedTuple):
@@ -44,7 +47,10 @@ class Interval(NamedTuple):
 
     def goes_on(self, depth: int) -> bool:
         """Whether some text has a token there. The end of a text comes before all tokens."""
-        return self.last > self.first and self.part.tokens[self.part.places[self.last - 1] + depth] != END
+        return (
+            self.last > self.first
+            and self.part.tokens[self.part.places[self.last - 1] + depth] != END
+        )
 
 
 class CorpusPlace(NamedTuple):
@@ -115,7 +121,8 @@ class Corpus:
 
 
 def _longest(stands: Callable[[int], bool], most: int) -> int:
-    """The longest length that stands somewhere: all shorter ones do. Most matches are short, so that lengths are doubled first."""
+    """The longest length that stands somewhere: all shorter ones do. Most matches are short, so
+    that lengths are doubled first."""
     low, high = 0, 1
     while high <= most and stands(high):
         low, high = high, 2 * high

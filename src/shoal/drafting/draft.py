@@ -125,7 +125,10 @@ class Draft:
         texts = [one for one in others if isinstance(one, TextDrafter)]
         assert len(texts) == len(others)
         if any(text.max_nodes for text in texts) and isinstance(last, OtherVocabularyDrafter):
-            raise UnsupportedModel(f"{self.source} has another tokenizer than {target.name}: leave out nodes in {self.name}")
+            raise UnsupportedModel(
+                f"{self.source} has another tokenizer than {target.name}: leave out nodes in "
+                f"{self.name}"
+            )
         return SumDrafter(texts, last)
 
     def require_fit(self, target: Runner) -> None:
@@ -216,7 +219,8 @@ def _one(text: str) -> DraftSpec:
         return DraftSpec(MODEL, place=text)
     if Path(text).exists():
         raise RequestError(
-            f"{text!r} is a drafter's name and a directory here: write ./{text} for the model in the directory"
+            f"{text!r} is a drafter's name and a directory here: write ./{text} for the model "
+            f"in the directory"
         )
     return DraftSpec(kind, kind.read(options if colon else None))
 
@@ -237,7 +241,9 @@ def _heads(kind: DrafterKind, text: str) -> DraftSpec:
 def _trees(text: str, source: str, options: str) -> DraftSpec:
     word = source.partition("+")[0].partition(":")[0]
     if not source or kind_of(word) is not None:
-        raise RequestError(f"trees with tree= are those of a draft model, as in DIR:tree=rsd-s, got {text!r}")
+        raise RequestError(
+            f"trees with tree= are those of a draft model, as in DIR:tree=rsd-s, got {text!r}"
+        )
     _require_one_bundled(source)
     if source != BUNDLED:
         _require_model_name(source, source)
@@ -257,7 +263,9 @@ def _sum(text: str) -> tuple[DraftSpec, ...]:
     if len({part.kind.name for part in parts}) < len(parts):
         raise RequestError(f"a sum has each drafter once, got {text!r}")
     chains = [
-        part if "nodes=" in head or "nodes" not in part.options else DraftSpec(part.kind, part.options | {"nodes": 0})
+        part
+        if "nodes=" in head or "nodes" not in part.options
+        else DraftSpec(part.kind, part.options | {"nodes": 0})
         for head, part in zip(heads, parts, strict=True)
     ]
     if last is not None and is_heads:
@@ -273,9 +281,15 @@ def _model_of_sum(text: str, source: str) -> DraftSpec:
     last = _parts(source)[0]
     tree = last.options["tree"]
     if tree == "auto":
-        raise RequestError(f"a sum is chosen from by its drafters: give their trees one shape, as rsd-s, in {text!r}")
+        raise RequestError(
+            f"a sum is chosen from by its drafters: give their trees one shape, as rsd-s, in "
+            f"{text!r}"
+        )
     if tree == "k-seq":
-        raise RequestError(f"k-seq trees are drawn independently, and nothing can be joined to them: take rsd-s in {text!r}")
+        raise RequestError(
+            f"k-seq trees are drawn independently, and nothing can be joined to them: take "
+            f"rsd-s in {text!r}"
+        )
     return last
 
 
@@ -283,7 +297,8 @@ def _require_one_bundled(source: str) -> None:
     """Raises RequestError: the bundled model is meant, or a directory of that name."""
     if source == BUNDLED and Path(source).exists():
         raise RequestError(
-            f"{source!r} means the bundled draft model, and is a directory here: write ./{source} for the directory"
+            f"{source!r} means the bundled draft model, and is a directory here: write "
+            f"./{source} for the directory"
         )
 
 
@@ -299,7 +314,8 @@ def _require_model_name(text: str, name: str) -> None:
         plain = [one for one in known if one not in heads]
         meant = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(plain)}."
         raise RequestError(
-            f"{name!r} is no drafter, and no directory here: {meant} A model is named by its Hub id or directory"
+            f"{name!r} is no drafter, and no directory here: {meant} A model is named by its "
+            f"Hub id or directory"
         )
 
 
@@ -307,4 +323,6 @@ def _require_no_heads(source: str) -> None:
     """Raises RequestError: a directory of heads is given as that of a model."""
     for kind in kinds():
         if kind.recognise is not None and kind.recognise(Path(source)):
-            raise RequestError(f"{source} holds trained heads, no model: write {kind.name}:{source}")
+            raise RequestError(
+                f"{source} holds trained heads, no model: write {kind.name}:{source}"
+            )

@@ -1,9 +1,10 @@
 """EAGLE-3 heads draft token by token, with a ragged cache of their own (`shoal.models.eagle3`).
 
-They are a draft model (`shoal.drafting.model`) whose tokens have a state each, so that drawing, verification by their q, and where
-rows and prompts are kept are a draft model's. Only tokens whose state is the target's stay in the cache: what was drafted was
-computed from the layer's own states, and is computed again once it is accepted. A round's first pass feeds all that was committed
-since the last draft.
+They are a draft model (`shoal.drafting.model`) whose tokens have a state each, so that drawing,
+verification by their q, and where rows and prompts are kept are a draft model's. Only tokens whose
+state is the target's stay in the cache: what was drafted was computed from the layer's own states,
+and is computed again once it is accepted. A round's first pass feeds all that was committed since
+the last draft.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.drafting.checkpoints import fill, layers_and_width, once, read_config, read_tensors, require_width, whole_number
+from shoal.drafting.checkpoints import (
+    fill,
+    layers_and_width,
+    once,
+    read_config,
+    read_tensors,
+    require_width,
+    whole_number,
+)
 from shoal.drafting.hidden import PromptStates, kept
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs, Keeps
@@ -38,50 +47,82 @@ MAPS = ("d2t", "t2d")
 
 
 def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int, ...]]:
-    """The heads in a directory, in the target's number format, and the hidden states that they read.
+    """The heads in a directory, in the target's number format, and the hidden states that they
+    read.
 
     Raises:
-        RequestError: there are none. ModelError: files are damaged or tensors are missing. PairMismatch: heads of another target.
-        UnsupportedModel: heads with more than one layer, or with tensors that EAGLE-3 for Llama does not have.
+        RequestError: there are none. ModelError: files are damaged or tensors are missing.
+            PairMismatch: heads of another target.
+        UnsupportedModel: heads with more than one layer, or with tensors that EAGLE-3 for Llama
+            does not have.
     """
     config, tensors = read_config(directory), read_tensors(directory, *FILES)
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     if whole_number(config, directory, "num_hidden_layers", default=1) != 1:
-        raise UnsupportedModel(f"{directory} has {config['num_hidden_layers']} layers: EAGLE-3 heads with one are supported")
+        raise UnsupportedModel(
+            f"{directory} has {config['num_hidden_layers']} layers: EAGLE-3 heads with one are "
+            f"supported"
+        )
     layers, width = layers_and_width(target)
     reads = published_layers(config, layers)
     if not all(isinstance(layer, int) and 0 <= layer <= layers for layer in reads):
-        raise PairMismatch(f"{directory} reads layers {list(reads)} and cannot draft for {target.name}, which has {layers}")
-    require_width(directory, "a vocabulary", whole_number(config, directory, "vocab_size"), target, target.vocab_size)
+        raise PairMismatch(
+            f"{directory} reads layers {list(reads)} and cannot draft for {target.name}, which "
+            f"has {layers}"
+        )
+    require_width(
+        directory,
+        "a vocabulary",
+        whole_number(config, directory, "vocab_size"),
+        target,
+        target.vocab_size,
+    )
     if (fc := tensors.get("fc.weight")) is not None:
-        require_width(directory, f"{len(reads)} hidden states", fc.shape[-1], target, len(reads) * width)
+        require_width(
+            directory, f"{len(reads)} hidden states", fc.shape[-1], target, len(reads) * width
+        )
     embedding = None if "embed_tokens.weight" in tensors else target.hf.get_input_embeddings()
     drafts = whole_number(config, directory, "draft_vocab_size", default=target.vocab_size)
     try:
-        heads = Eagle3Heads(layer_config(config), len(reads) * width, drafts, target.vocab_size, embedding)
+        heads = Eagle3Heads(
+            layer_config(config), len(reads) * width, drafts, target.vocab_size, embedding
+        )
     except Exception as error:  # Transformers has errors of its own
-        raise RequestError(f"{directory}/config.json is no config of EAGLE-3 heads: {error}") from error
+        raise RequestError(
+            f"{directory}/config.json is no config of EAGLE-3 heads: {error}"
+        ) from error
     if embedding is not None:
-        require_width(directory, "a width", heads.config.hidden_size, target, embedding.weight.shape[-1])
+        require_width(
+            directory, "a width", heads.config.hidden_size, target, embedding.weight.shape[-1]
+        )
     unknown = sorted(tensors.keys() - {name for name, _ in heads.named_parameters()} - set(MAPS))
     if unknown:
-        raise UnsupportedModel(f"{directory} has tensors that EAGLE-3 for Llama has not, for example {unknown[0]}")
+        raise UnsupportedModel(
+            f"{directory} has tensors that EAGLE-3 for Llama has not, for example {unknown[0]}"
+        )
     fill(heads, tensors, directory)
     heads.target_ids.copy_(_target_ids(directory, tensors, drafts, target.vocab_size))
     return heads.to(target.device, target.dtype).eval().requires_grad_(False), reads
 
 
-def _target_ids(directory: Path, tensors: dict[str, Tensor], drafts: int, vocab_size: int) -> Tensor:
-    """Of each id of the draft vocabulary, the target's, [draft vocabulary]. Raises PairMismatch: they are no ids of the target."""
+def _target_ids(
+    directory: Path, tensors: dict[str, Tensor], drafts: int, vocab_size: int
+) -> Tensor:
+    """Of each id of the draft vocabulary, the target's, [draft vocabulary]. Raises PairMismatch:
+    they are no ids of the target."""
     ids = torch.arange(drafts)
     if drafts == vocab_size and "d2t" not in tensors:
         return ids
     offsets = tensors.get("d2t")
     if offsets is None or offsets.shape != ids.shape:
-        raise PairMismatch(f"{directory} needs d2t with an entry for each of the {drafts} tokens that it drafts")
+        raise PairMismatch(
+            f"{directory} needs d2t with an entry for each of the {drafts} tokens that it drafts"
+        )
     ids = ids + offsets.long()
     if len(ids.unique()) != drafts or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise PairMismatch(f"{directory}: d2t does not map its tokens to as many of the target's {vocab_size}")
+        raise PairMismatch(
+            f"{directory}: d2t does not map its tokens to as many of the target's {vocab_size}"
+        )
     return ids
 
 
@@ -89,13 +130,17 @@ class Eagle3Drafter(ModelDrafter):
     """Samples k tokens per row from the heads under the row's own sampling controls.
 
     Args:
-        heads: shared by all engines. reads: hidden states of the target. target: for which they draft.
+        heads: shared by all engines.
+        reads: hidden states of the target.
+        target: for which they draft.
         drawn: of a drafter of another kind.
     """
 
     name = "eagle3"
 
-    def __init__(self, heads: Eagle3Heads, reads: Sequence[int], target: Runner, **drawn: Any) -> None:
+    def __init__(
+        self, heads: Eagle3Heads, reads: Sequence[int], target: Runner, **drawn: Any
+    ) -> None:
         self.model = Eagle3Model(heads, self._states)
         runner: Any = Runner(self.model, "EAGLE-3 heads", "interface", target.context)
         runner.vocab_size = runner.known_ids = target.vocab_size
@@ -105,12 +150,16 @@ class Eagle3Drafter(ModelDrafter):
         self._prompts = PromptStates()
         self.keeps = Keeps(heads.fc.in_features * target.dtype.itemsize, on_device=True)
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
-        """Hidden states of rows from a position on, [positions, features] in pieces; what lies before is in the cache."""
+        """Hidden states of rows from a position on, [positions, features] in pieces; what lies
+        before is in the cache."""
         self._columns: list[slice] = []
-        """Of each row of the last pass the columns that drafts may follow: its last token, or that and the nodes of a tree."""
+        """Of each row of the last pass the columns that drafts may follow: its last token, or that
+        and the nodes of a tree."""
 
     @classmethod
-    def for_target(cls, target: Runner, *, directory: str, tree: str = "", width: int = 2, nodes: int = 16) -> Eagle3Drafter:
+    def for_target(
+        cls, target: Runner, *, directory: str, tree: str = "", width: int = 2, nodes: int = 16
+    ) -> Eagle3Drafter:
         heads, reads = once(target, directory, load_eagle3)
         if not tree or not target.takes_trees:
             return Eagle3Drafter(heads, reads, target)
@@ -127,7 +176,9 @@ class Eagle3Drafter(ModelDrafter):
         tree = super().propose(inputs)
         for row, length in zip(inputs.rows, inputs.lengths, strict=True):
             if length:
-                self.runner.cache.rollback(self._slots.of(row), min(self._held(row), len(row.tokens)))
+                self.runner.cache.rollback(
+                    self._slots.of(row), min(self._held(row), len(row.tokens))
+                )
         return tree
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
@@ -156,20 +207,35 @@ class Eagle3Drafter(ModelDrafter):
         return self._prompts.bytes + sum(piece.numel() * piece.element_size() for piece in own)
 
     def _states(self, plan: Plan) -> Tensor:
-        """Of the tokens of a pass, [rows, q, width]: by the target's hidden states before them, or of a drafted token what the
-        layer computed for its parent in the pass before. Zero where there are none: of a first token, and of padding."""
+        """Of the tokens of a pass, [rows, q, width]: by the target's hidden states before them, or
+        of a drafted token what the layer computed for its parent in the pass before. Zero where
+        there are none: of a first token, and of padding."""
         heads = self._heads
-        states = torch.zeros(plan.rows, plan.q, heads.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        states = torch.zeros(
+            plan.rows,
+            plan.q,
+            heads.config.hidden_size,
+            dtype=self.model.dtype,
+            device=self.model.device,
+        )
         places, found = [], []
         before, self._columns = self._columns, []
-        for b, (row, start, count) in enumerate(zip(self._rows(plan), plan.starts, plan.counts, strict=True)):
+        for b, (row, start, count) in enumerate(
+            zip(self._rows(plan), plan.starts, plan.counts, strict=True)
+        ):
             own = count if row is None else max(0, min(count, len(row.tokens) - start))
             if row is not None and own:
                 features = self._features(row, start, own)
                 places += [(b, own - len(features) + j) for j in range(len(features))]
                 found.append(features)
             for column in range(own, count):
-                parent = 0 if not own else column - 1 if plan.parents is None else plan.parents[b][column - 1] + 1
+                parent = (
+                    0
+                    if not own
+                    else column - 1
+                    if plan.parents is None
+                    else plan.parents[b][column - 1] + 1
+                )
                 states[b, column] = self.model.computed[b, before[b]][parent]
             self._columns.append(slice(0, count) if 0 < own < count else slice(count - 1, count))
         if places:
@@ -185,7 +251,8 @@ class Eagle3Drafter(ModelDrafter):
         return [known.get(slot) for slot in plan.slots]
 
     def _features(self, row: Row, start: int, count: int) -> Tensor:
-        """Hidden states before the tokens start..start + count - 1 of a row, [count, features]; the first token has none."""
+        """Hidden states before the tokens start..start + count - 1 of a row, [count, features]; the
+        first token has none."""
         reach = row.prompt_length - 1
         first, pieces = self._own.get(row, (reach, []))
         prompt = self._prompts.of(row) if start - 1 < reach else None
@@ -193,7 +260,11 @@ class Eagle3Drafter(ModelDrafter):
         if pieces and start + count - 1 > first:
             own = torch.cat(pieces)
             parts.append(own[max(start - 1 - first, 0) : start + count - 1 - first])
-        return torch.cat(parts) if parts else torch.empty(0, self._heads.fc.in_features, dtype=self.model.dtype)
+        return (
+            torch.cat(parts)
+            if parts
+            else torch.empty(0, self._heads.fc.in_features, dtype=self.model.dtype)
+        )
 
 
 class Eagle3TreeDrafter(Eagle3Drafter, TreeDrafter):

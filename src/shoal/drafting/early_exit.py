@@ -1,12 +1,15 @@
-"""A target drafts for itself: its first layers, its last norm and its head (`shoal.models.early_exit`).
+"""A target drafts for itself: its first layers, its last norm and its head
+(`shoal.models.early_exit`).
 
-The drafter feeds the target's own cache. What is committed is there already, so that it computes no prompts, never lags and has no
-memory of its own; what it writes of drafts is rolled back, and written again by the verification. Which exit drafts may change from
-round to round: the keys and values of a layer are the same whichever exit reads them.
+The drafter feeds the target's own cache. What is committed is there already, so that it computes no
+prompts, never lags and has no memory of its own; what it writes of drafts is rolled back, and
+written again by the verification. Which exit drafts may change from round to round: the keys and
+values of a layer are the same whichever exit reads them.
 
-Without an exit, `ExitChoice` chooses one, and how many tokens are drafted, by the drafts that all exits would have made. They are
-compared on committed tokens alone, in a few rounds that keep hidden states: what was drafted and thrown away has no part in the
-choice, so that its uniforms may be used again as in any other round.
+Without an exit, `ExitChoice` chooses one, and how many tokens are drafted, by the drafts that all
+exits would have made. They are compared on committed tokens alone, in a few rounds that keep hidden
+states: what was drafted and thrown away has no part in the choice, so that its uniforms may be used
+again as in any other round.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ class EarlyExitDrafter(Drafter):
         self._attached, self._exits = target, {}
         if self._exit is None:
             layers = layer_count(target)
-            self.choice, self._head = ExitChoice(candidates(layers), layers, _head_share(target)), head_of(target)
+            self.choice, self._head = (
+                ExitChoice(candidates(layers), layers, _head_share(target)),
+                head_of(target),
+            )
 
     @property
     def _target(self) -> Runner:
@@ -69,9 +75,13 @@ class EarlyExitDrafter(Drafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         exit, most = self._chosen(max(inputs.lengths))
-        if not most or not len(self._target.cache):  # whose layers the target makes, all of them, in its own first pass
+        if not most or not len(
+            self._target.cache
+        ):  # whose layers the target makes, all of them, in its own first pass
             return tree_of([NOTHING] * len(inputs.rows), inputs)
-        tree = self._drafter(exit).propose(replace(inputs, lengths=[min(length, most) for length in inputs.lengths]))
+        tree = self._drafter(exit).propose(
+            replace(inputs, lengths=[min(length, most) for length in inputs.lengths])
+        )
         for row in inputs.rows:
             self._target.cache.rollback(row.slot, len(row.tokens) - 1)
         return tree
@@ -96,18 +106,29 @@ class EarlyExitDrafter(Drafter):
         self._measuring, self._target.hidden_layers = False, ()
         self.choice.learn(*self._agreement(rows, scores, verdict))
 
-    def _agreement(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> tuple[list[float], int]:
-        """Of each exit, the sum over the columns that were kept of the probability that a token of its distribution would be
-        accepted, sum(min(p, q)), both at the row's temperature; and how many columns there are."""
+    def _agreement(
+        self, rows: Sequence[Row], scores: Scores, verdict: Verdict
+    ) -> tuple[list[float], int]:
+        """Of each exit, the sum over the columns that were kept of the probability that a token of
+        its distribution would be accepted, sum(min(p, q)), both at the row's temperature; and how
+        many columns there are."""
         assert self.choice is not None
         assert self._head is not None
         paths, _ = verdict.lists
         columns = [[0, *(node + 1 for node in path)] for path in paths]
-        logits = torch.cat([own[places] for own, places in zip(scores.logits, columns, strict=True)])
+        logits = torch.cat(
+            [own[places] for own, places in zip(scores.logits, columns, strict=True)]
+        )
         states = torch.cat(kept(scores, verdict)).chunk(len(self.choice.exits), dim=-1)
-        temperatures = [row.request.sampling.temperature for row, own in zip(rows, columns, strict=True) for _ in own]
+        temperatures = [
+            row.request.sampling.temperature
+            for row, own in zip(rows, columns, strict=True)
+            for _ in own
+        ]
         p = _at(logits, temperatures)
-        found = [float(torch.minimum(p, _at(self._head(layer), temperatures)).sum()) for layer in states]
+        found = [
+            float(torch.minimum(p, _at(self._head(layer), temperatures)).sum()) for layer in states
+        ]
         return found, len(temperatures)
 
     def take_counters(self) -> DraftCounters:
@@ -148,9 +169,14 @@ def candidates(layers: int) -> list[int]:
 
 def _head_share(target: Runner) -> float:
     """How many layers have as many weights as the head."""
-    head, embedding = target.hf.get_output_embeddings().weight, target.hf.get_input_embeddings().weight
+    head, embedding = (
+        target.hf.get_output_embeddings().weight,
+        target.hf.get_input_embeddings().weight,
+    )
     layers = sum(
-        parameter.numel() for parameter in target.hf.parameters() if parameter is not head and parameter is not embedding
+        parameter.numel()
+        for parameter in target.hf.parameters()
+        if parameter is not head and parameter is not embedding
     )
     return float(head.numel() / max(layers / layer_count(target), 1.0))
 
@@ -169,34 +195,46 @@ KEPT = 0.9
 """Of what was known before, in each round that compares."""
 
 
-def tokens_per_layer(acceptance: float, exit: int, length: int, layers: int, head: float = 0.0) -> float:
+def tokens_per_layer(
+    acceptance: float, exit: int, length: int, layers: int, head: float = 0.0
+) -> float:
     """Tokens that a round of so many drafts brings, over the layers that it computes.
 
     Args:
-        acceptance: of a draft, if those before it were accepted. head: its cost in layers.
+        acceptance: of a draft, if those before it were accepted.
+        head: its cost in layers.
     """
     return sum(acceptance**i for i in range(length + 1)) / (length * (exit + head) + layers + head)
 
 
-def best(acceptances: Mapping[int, float], layers: int, most: int, head: float = 0.0) -> tuple[int, int]:
-    """The exit and the number of drafts, at most `most`, that bring most tokens per layer; (0, 0) where no drafts do."""
+def best(
+    acceptances: Mapping[int, float], layers: int, most: int, head: float = 0.0
+) -> tuple[int, int]:
+    """The exit and the number of drafts, at most `most`, that bring most tokens per layer; (0, 0)
+    where no drafts do."""
 
     def worth(option: tuple[int, int]) -> float:
         exit, length = option
         return tokens_per_layer(acceptances.get(exit, 0.0), exit, length, layers, head)
 
-    return max([(0, 0), *((exit, length) for exit in acceptances for length in range(1, most + 1))], key=worth)
+    return max(
+        [(0, 0), *((exit, length) for exit in acceptances for length in range(1, most + 1))],
+        key=worth,
+    )
 
 
 class ExitChoice:
     """The choice of one engine: which exit drafts, and how many tokens, for all rows at once.
 
-    After DEL (Zarch et al., COLM 2025, arXiv 2504.05598). Costs are counted in layers: a draft at exit l takes l and the head, a
-    verification all layers and the head. If each draft is accepted with probability a, a round of g drafts brings
-    1 + a + ... + a^g tokens. The pair (l, g) that brings most per layer is taken, or none where plain decoding does.
+    After DEL (Zarch et al., COLM 2025, arXiv 2504.05598). Costs are counted in layers: a draft at
+    exit l takes l and the head, a verification all layers and the head. If each draft is accepted
+    with probability a, a round of g drafts brings 1 + a + ... + a^g tokens. The pair (l, g) that
+    brings most per layer is taken, or none where plain decoding does.
 
     Args:
-        exits: that are compared. layers: of the target. head: its cost in layers.
+        exits: that are compared.
+        layers: of the target.
+        head: its cost in layers.
     """
 
     def __init__(self, exits: Sequence[int], layers: int, head: float) -> None:
@@ -219,8 +257,13 @@ class ExitChoice:
     @property
     def acceptances(self) -> dict[int, float]:
         """By exit; nothing before any round has compared them."""
-        return {exit: found / self._columns for exit, found in self._agreed.items()} if self._columns else {}
+        return (
+            {exit: found / self._columns for exit, found in self._agreed.items()}
+            if self._columns
+            else {}
+        )
 
     def best(self, most: int) -> tuple[int, int]:
-        """The exit that drafts, and at most how many tokens; (0, 0) where nothing is known, or pays."""
+        """The exit that drafts, and at most how many tokens; (0, 0) where nothing is known, or
+        pays."""
         return best(self.acceptances, self._layers, most, self._head)

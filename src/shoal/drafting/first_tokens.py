@@ -1,4 +1,5 @@
-"""Who drafts for a row where several drafters may: by how often the first token was accepted that each proposed for it."""
+"""Who drafts for a row where several drafters may: by how often the first token was accepted that
+each proposed for it."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 
 SURE = 0.6
-"""Acceptance expected of the last drafter's first token, of which nothing was heard: from this confidence on a row is left to one
-that reads text. In suffix decoding, what followed once, after a match of 9 tokens, or twice, and nothing else did, after one of
-3."""
+"""Acceptance expected of the last drafter's first token, of which nothing was heard: from this
+confidence on a row is left to one that reads text. In suffix decoding, what followed once, after a
+match of 9 tokens, or twice, and nothing else did, after one of 3."""
 PRIOR = 4.0
 """Rounds that this counts as; and of a row, rounds that what all rows said counts as."""
 FADE = 0.98
@@ -20,7 +21,8 @@ FADE = 0.98
 
 @dataclass
 class Tally:
-    """First tokens that a drafter proposed: how many were accepted, and how many should have been by its confidence."""
+    """First tokens that a drafter proposed: how many were accepted, and how many should have been
+    by its confidence."""
 
     accepted: float = 0.0
     expected: float = 0.0
@@ -30,7 +32,10 @@ class Tally:
         return (self.accepted + PRIOR * prior) / (self.expected + PRIOR)
 
     def add(self, accepted: bool, expected: float) -> None:
-        self.accepted, self.expected = FADE * self.accepted + accepted, FADE * self.expected + expected
+        self.accepted, self.expected = (
+            FADE * self.accepted + accepted,
+            FADE * self.expected + expected,
+        )
 
     def fade(self) -> None:
         self.accepted, self.expected = FADE * self.accepted, FADE * self.expected
@@ -40,14 +45,17 @@ class FirstTokens:
     """What came of first tokens, by drafter, over all rows and of each row.
 
     Args:
-        members: how many drafters there are. The confidence of all but the last is compared with what the last one's are worth.
+        members: how many drafters there are. The confidence of all but the last is compared with
+            what the last one's are worth.
     """
 
     def __init__(self, members: int) -> None:
         self._members = members
         self._all = [Tally() for _ in range(members)]
         self._rows: dict[Row, list[Tally]] = {}
-        self._round: dict[Row, tuple[int, float]] = {}  # who proposed, and how many accepted tokens it expected
+        self._round: dict[
+            Row, tuple[int, float]
+        ] = {}  # who proposed, and how many accepted tokens it expected
 
     def takes(self, row: Row, member: int, confidence: float) -> bool:
         """Whether a row is left to a drafter that is so sure of its first token."""
@@ -57,9 +65,14 @@ class FirstTokens:
         return believed >= own[last].rate(self._all[last].rate(SURE))
 
     def proposed(
-        self, rows: Sequence[Row], whose: Sequence[int], confidence: Sequence[float], drafted: Sequence[int]
+        self,
+        rows: Sequence[Row],
+        whose: Sequence[int],
+        confidence: Sequence[float],
+        drafted: Sequence[int],
     ) -> None:
-        """Who proposed for each row of a round, how sure it was (1 of the last), and how many tokens."""
+        """Who proposed for each row of a round, how sure it was (1 of the last), and how many
+        tokens."""
         each = zip(rows, whose, confidence, drafted, strict=True)
         self._round = {row: (member, sure) for row, member, sure, count in each if count}
 

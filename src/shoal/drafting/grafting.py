@@ -1,12 +1,15 @@
-"""Trees of two drafters as one: what a text is followed by elsewhere is joined to what a model drafts.
+"""Trees of two drafters as one: what a text is followed by elsewhere is joined to what a model
+drafts.
 
-After RASD (2025, arXiv 2503.03434): paths that both propose share their nodes, further nodes of the text are appended, and a node
-of the text that would follow one of the model's is left out where the model's q has many likelier tokens.
+After RASD (2025, arXiv 2503.03434): paths that both propose share their nodes, further nodes of the
+text are appended, and a node of the text that would follow one of the model's is left out where the
+model's q has many likelier tokens.
 
-Nodes of the text are point masses, tried after the model's draws at the same place. With these drawn from a q that is known, this
-is recursive rejection sampling whose last draws at a place come from point masses, and exact: a point mass x is accepted with
-probability p(x), and p without x is what is left, p being what the draws before have left. Whether such a node is there may depend
-on all that the model drew, as long as nothing that verifies it is drawn by the same numbers.
+Nodes of the text are point masses, tried after the model's draws at the same place. With these
+drawn from a q that is known, this is recursive rejection sampling whose last draws at a place come
+from point masses, and exact: a point mass x is accepted with probability p(x), and p without x is
+what is left, p being what the draws before have left. Whether such a node is there may depend on
+all that the model drew, as long as nothing that verifies it is drawn by the same numbers.
 """
 
 from __future__ import annotations
@@ -24,18 +27,27 @@ from shoal.types.trees import DraftTree
 
 
 def grafted(own: DraftTree, guesses: Sequence[Guess], steps: int) -> DraftTree:
-    """The trees of a model, and behind its nodes those that the guesses add. No row has more than `MOST_NODES`, but for a chain
-    of the model that is longer, which nothing is joined to.
+    """The trees of a model, and behind its nodes those that the guesses add. No row has more than
+    `MOST_NODES`, but for a chain of the model that is longer, which nothing is joined to.
 
     Args:
-        own: of the model, of all rows. guesses: of the rows. steps: of the whole.
+        own: of the model, of all rows.
+        guesses: of the rows.
+        steps: of the whole.
     """
     siblings = own.siblings if own.q is None else _of_chains(own)
-    rows = [_Row(list(draft), list(above)) for draft, above in zip(own.drafts, own.parents, strict=True)]
+    rows = [
+        _Row(list(draft), list(above)) for draft, above in zip(own.drafts, own.parents, strict=True)
+    ]
     left_out = _unlikely(rows, guesses, siblings)
     for row, guess, out in zip(rows, guesses, left_out, strict=True):
         row.join(guess, out)
-    tree = DraftTree.of([row.tokens for row in rows], [row.parents for row in rows], device=own.tokens.device, steps=steps)
+    tree = DraftTree.of(
+        [row.tokens for row in rows],
+        [row.parents for row in rows],
+        device=own.tokens.device,
+        steps=steps,
+    )
     return tree if siblings is None else replace(tree, siblings=_extended(siblings, rows))
 
 
@@ -48,10 +60,14 @@ class _Row:
 
     def __post_init__(self) -> None:
         self.own = len(self.tokens)
-        self.nodes = {pair: node for node, pair in reversed([*enumerate(zip(self.parents, self.tokens, strict=True))])}
+        self.nodes = {
+            pair: node
+            for node, pair in reversed([*enumerate(zip(self.parents, self.tokens, strict=True))])
+        }
 
     def joins(self, guess: Guess) -> Iterator[tuple[int, int]]:
-        """Nodes of a guess that the model has not and that follow one of its nodes or the root, and which."""
+        """Nodes of a guess that the model has not and that follow one of its nodes or the root, and
+        which."""
         known = {-1: -1}
         for node, (token, parent) in enumerate(zip(guess.tokens, _parents(guess), strict=True)):
             if parent in known:
@@ -85,12 +101,21 @@ def _of_chains(own: DraftTree) -> Siblings:
     """Chains with a q as trees in which every node but the last has one child."""
     assert own.q is not None
     rows = len(own.drafts)
-    contexts = [[j * rows + b for j in range(len(draft))] + [-1] for b, draft in enumerate(own.drafts)]
-    return Siblings(torch.cat(list(own.q)), contexts, [[[j] for j in range(len(draft))] + [[]] for draft in own.drafts])
+    contexts = [
+        [j * rows + b for j in range(len(draft))] + [-1] for b, draft in enumerate(own.drafts)
+    ]
+    return Siblings(
+        torch.cat(list(own.q)),
+        contexts,
+        [[[j] for j in range(len(draft))] + [[]] for draft in own.drafts],
+    )
 
 
-def _unlikely(rows: Sequence[_Row], guesses: Sequence[Guess], siblings: Siblings | None) -> list[set[int]]:
-    """The nodes of each guess that q has `CHOICES` likelier tokens for; none where there is no q."""
+def _unlikely(
+    rows: Sequence[_Row], guesses: Sequence[Guess], siblings: Siblings | None
+) -> list[set[int]]:
+    """The nodes of each guess that q has `CHOICES` likelier tokens for; none where there is no
+    q."""
     found: list[set[int]] = [set() for _ in rows]
     if siblings is None:
         return found

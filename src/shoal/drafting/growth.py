@@ -1,9 +1,12 @@
-"""Draft trees that grow by draws from a drafter's q: which places a tree has, and what is drawn there.
+"""Draft trees that grow by draws from a drafter's q: which places a tree has, and what is drawn
+there.
 
-A place is the next child of a node: what its token will be is not known yet, but what is known before says how good a place it is.
-A shape (`shoal.drafting.shapes`) chooses among places, never among tokens: to drop a token for what it is would bend the
-distribution. What is chosen may be dropped again for better places. As every place is worth no more than the one it hangs on, what
-is left in the end is what growth node by node would have given, with one pass of the drafter for each depth.
+A place is the next child of a node: what its token will be is not known yet, but what is known
+before says how good a place it is. A shape (`shoal.drafting.shapes`) chooses among places, never
+among tokens: to drop a token for what it is would bend the distribution. What is chosen may be
+dropped again for better places. As every place is worth no more than the one it hangs on, what is
+left in the end is what growth node by node would have given, with one pass of the drafter for each
+depth.
 """
 
 from __future__ import annotations
@@ -30,12 +33,19 @@ class Node:
     """A node of a row's tree, or a place for one.
 
     Attributes:
-        row: place in the batch. parent: None = this is the root. depth: 0 of the root. number: in the order of all places.
-        value: estimate of the probability that the target's verification tries this draw. After DySpec: a draft is accepted with
-            its q, and the next sibling is tried else. time: at which a Poisson process of q's rates gets here, of a row whose
-            drafts are verified by q: the first of a level are a sample without replacement of its paths.
-        token: -1 of a place. accepted: as `value`, that the draw is accepted. reach: product of q along the path.
-        context: of its children, in `Growth.q`; -1 = not computed yet. copies: sequences that come through here.
+        row: place in the batch.
+        parent: None = this is the root.
+        depth: 0 of the root.
+        number: in the order of all places.
+        value: estimate of the probability that the target's verification tries this draw. After
+            DySpec: a draft is accepted with its q, and the next sibling is tried else.
+        time: at which a Poisson process of q's rates gets here, of a row whose drafts are verified
+            by q: the first of a level are a sample without replacement of its paths.
+        token: -1 of a place.
+        accepted: as `value`, that the draw is accepted.
+        reach: product of q along the path.
+        context: of its children, in `Growth.q`; -1 = not computed yet.
+        copies: sequences that come through here.
         draws: its children in the order drawn.
     """
 
@@ -65,7 +75,8 @@ class Shape(Protocol):
     """Chooses the places of trees.
 
     Attributes:
-        nodes: of a row's tree. independent: children are drawn from q itself, see `shoal.types.siblings`.
+        nodes: of a row's tree.
+        independent: children are drawn from q itself, see `shoal.types.siblings`.
     """
 
     nodes: int
@@ -89,7 +100,8 @@ class Shape(Protocol):
         ...
 
     def chosen(self, nodes: Sequence[Node]) -> list[Node]:
-        """Those of all nodes and places of a round that are part of the trees: with each its parent and its elder siblings."""
+        """Those of all nodes and places of a round that are part of the trees: with each its parent
+        and its elder siblings."""
         ...
 
 
@@ -97,8 +109,10 @@ class Growth:
     """The trees of a round.
 
     Args:
-        inputs: of the round. shape: of the trees. by_q: drafts will be verified by their q. Else trees hold what is most probable
-            by the uniforms of each position, as the target will be asked by them.
+        inputs: of the round.
+        shape: of the trees.
+        by_q: drafts will be verified by their q. Else trees hold what is most probable by the
+            uniforms of each position, as the target will be asked by them.
     """
 
     def __init__(self, inputs: DraftInputs, shape: Shape, by_q: bool) -> None:
@@ -107,8 +121,13 @@ class Growth:
         self._greedy = [row.request.sampling.greedy for row in inputs.rows]
         self.lengths = [shape.length(length) for length in inputs.lengths]
         self._numbers = count()
-        self._drawn = [0] * len(inputs.rows)  # draws of each row, dropped ones included: each has uniforms of its own
-        self.roots = [Node(b, None, 0, next(self._numbers), token=row.tokens[-1]) for b, row in enumerate(inputs.rows)]
+        self._drawn = [0] * len(
+            inputs.rows
+        )  # draws of each row, dropped ones included: each has uniforms of its own
+        self.roots = [
+            Node(b, None, 0, next(self._numbers), token=row.tokens[-1])
+            for b, row in enumerate(inputs.rows)
+        ]
         self.nodes: list[Node] = []
         self.q: Tensor | None = None  # [contexts, vocab]
         self._left: Tensor | None = None  # the same without what was drawn
@@ -123,13 +142,22 @@ class Growth:
 
     def asked(self) -> list[Node]:
         """The nodes whose children are wanted and whose q is not known."""
-        found = {place.parent: None for place in self._shape.chosen(self.nodes) if place.is_place and place.parent}
+        found = {
+            place.parent: None
+            for place in self._shape.chosen(self.nodes)
+            if place.is_place and place.parent
+        }
         return [node for node in found if node.context < 0]
 
     def inner(self, asked: Sequence[Node]) -> list[Node]:
-        """The nodes of the trees whose q is known or asked for, parents first; what was dropped is not among them."""
+        """The nodes of the trees whose q is known or asked for, parents first; what was dropped is
+        not among them."""
         wanted = set(asked)
-        nodes = [n for n in self._shape.chosen(self.nodes) if not n.is_place and (n.context >= 0 or n in wanted)]
+        nodes = [
+            n
+            for n in self._shape.chosen(self.nodes)
+            if not n.is_place and (n.context >= 0 or n in wanted)
+        ]
         return sorted(nodes, key=lambda n: (n.depth, n.number))
 
     def know(self, nodes: Sequence[Node], q: Tensor) -> None:
@@ -143,36 +171,58 @@ class Growth:
     def shorten(self, lengths: Sequence[int]) -> None:
         """Paths become no longer than that: places beyond are none."""
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
-        self.nodes = [node for node in self.nodes if not node.is_place or node.depth <= self.lengths[node.row]]
+        self.nodes = [
+            node for node in self.nodes if not node.is_place or node.depth <= self.lengths[node.row]
+        ]
 
     def grow(self) -> None:
-        """Draws at all places that are chosen and whose q is known; each of the drawn nodes is then a place for children."""
+        """Draws at all places that are chosen and whose q is known; each of the drawn nodes is then
+        a place for children."""
         while True:
             chosen = self._shape.chosen(self.nodes)
-            places = [place for place in chosen if place.is_place and place.parent and place.parent.context >= 0]
+            places = [
+                place
+                for place in chosen
+                if place.is_place and place.parent and place.parent.context >= 0
+            ]
             if not places:
                 break
             self._draw(places)
 
     def _open(self, node: Node) -> None:
         """The place of a node's first child."""
-        if node.depth < self.lengths[node.row] and (not node.depth or node.token not in self._inputs.rows[node.row].eos):
-            self.nodes.append(Node(node.row, node, node.depth + 1, next(self._numbers), node.accepted, node.time))
+        if node.depth < self.lengths[node.row] and (
+            not node.depth or node.token not in self._inputs.rows[node.row].eos
+        ):
+            self.nodes.append(
+                Node(node.row, node, node.depth + 1, next(self._numbers), node.accepted, node.time)
+            )
 
     def _draw(self, places: Sequence[Node]) -> None:
         """Draws at places of different parents."""
         assert self._left is not None
         rows = [place.row for place in places]
-        contexts = torch.tensor([place.parent.context for place in places if place.parent], device=self._left.device)
+        contexts = torch.tensor(
+            [place.parent.context for place in places if place.parent], device=self._left.device
+        )
         weights = self._left[contexts]
         numbers = self._uniforms(rows)
         tokens = self._tokens(weights, places, torch.from_numpy(numbers[:, :1]))
         mass = weights.gather(1, tokens[:, None]).squeeze(1)
         before = weights.sum(dim=1, dtype=torch.float64)
-        once = torch.tensor([not (self.independent and self.samples(b)) for b in rows], device=tokens.device)
+        once = torch.tensor(
+            [not (self.independent and self.samples(b)) for b in rows], device=tokens.device
+        )
         self._left[contexts[once], tokens[once]] = 0.0
         after = self._left[contexts].sum(dim=1, dtype=torch.float64)
-        found = zip(tokens.tolist(), mass.tolist(), before.tolist(), after.tolist(), numbers[:, 1].tolist(), strict=True)
+        found = zip(
+            tokens.tolist(),
+            mass.tolist(),
+            before.tolist(),
+            after.tolist(),
+            numbers[:, 1].tolist(),
+            strict=True,
+        )
         for place, drawn in zip(places, found, strict=True):
             self._fill(place, *drawn)
 
@@ -193,13 +243,23 @@ class Growth:
         if self._by_q:
             uniforms = fresh.to(weights.device)
         else:
-            own = torch.tensor([[place.row, place.depth - 1] for place in places], device=self._inputs.uniforms.device)
+            own = torch.tensor(
+                [[place.row, place.depth - 1] for place in places],
+                device=self._inputs.uniforms.device,
+            )
             uniforms = self._inputs.uniforms[own[:, 0], own[:, 1]]
         tokens = self._inputs.sampler(weights, uniforms)
-        return torch.where(torch.tensor(greedy, device=tokens.device), weights.argmax(-1), tokens) if any(greedy) else tokens
+        return (
+            torch.where(torch.tensor(greedy, device=tokens.device), weights.argmax(-1), tokens)
+            if any(greedy)
+            else tokens
+        )
 
-    def _fill(self, place: Node, token: int, mass: float, before: float, after: float, uniform: float) -> None:
-        """A place gets its token, of weight `mass` of `before`; `after` is left for the next sibling."""
+    def _fill(
+        self, place: Node, token: int, mass: float, before: float, after: float, uniform: float
+    ) -> None:
+        """A place gets its token, of weight `mass` of `before`; `after` is left for the next
+        sibling."""
         parent = place.parent
         assert parent is not None
         share = mass / before
@@ -208,18 +268,28 @@ class Growth:
             same.copies += 1
             self.nodes.remove(place)
         else:
-            place.token, place.accepted, place.reach = token, place.value * share, parent.reach * mass
+            place.token, place.accepted, place.reach = (
+                token,
+                place.value * share,
+                parent.reach * mass,
+            )
             self._open(place)
         parent.draws.append(same or place)
         if len(parent.draws) < self._shape.children(parent) and after > 0:
             time, value = place.time, place.value * (1 - share)
             if self.samples(place.row):
                 time -= math.log1p(-uniform) / max(parent.reach * after, 1e-300)
-            self.nodes.append(Node(place.row, parent, place.depth, next(self._numbers), value, time))
+            self.nodes.append(
+                Node(place.row, parent, place.depth, next(self._numbers), value, time)
+            )
 
     def tree(self, steps: int) -> tuple[DraftTree, list[list[Node]]]:
-        """The trees, and the nodes of each row in their order; parents before children, siblings as they were drawn."""
-        kept = sorted((n for n in self._shape.chosen(self.nodes) if not n.is_place), key=lambda n: (n.depth, n.number))
+        """The trees, and the nodes of each row in their order; parents before children, siblings as
+        they were drawn."""
+        kept = sorted(
+            (n for n in self._shape.chosen(self.nodes) if not n.is_place),
+            key=lambda n: (n.depth, n.number),
+        )
         own: list[list[Node]] = [[] for _ in self.roots]
         for node in kept:
             own[node.row].append(node)
@@ -243,6 +313,9 @@ class Growth:
     def _siblings(self, own: Sequence[Sequence[Node]], index: dict[Node, int]) -> Siblings:
         assert self.q is not None
         columns = [[root, *nodes] for root, nodes in zip(self.roots, own, strict=True)]
-        draws = [[[index[child] for child in node.draws if child in index] for node in row] for row in columns]
+        draws = [
+            [[index[child] for child in node.draws if child in index] for node in row]
+            for row in columns
+        ]
         contexts = [[node.context for node in row] for row in columns]
         return Siblings(self.q, contexts, draws, self.independent)

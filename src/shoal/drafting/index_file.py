@@ -1,9 +1,12 @@
-"""Suffix arrays of a corpus of texts on disk: what `shoal index` writes and `suffix:index=FILE` looks up.
+"""Suffix arrays of a corpus of texts on disk: what `shoal index` writes and `suffix:index=FILE`
+looks up.
 
-A file holds parts of at most `PART_TOKENS` tokens, so that building takes bounded memory. A part is the tokens of its texts, int32,
-each text followed by `END`, and the places of all its tokens, int32, in the order of the texts that begin there, compared over
-`DEPTH` tokens. They are sorted by prefix doubling (Manber and Myers, "Suffix arrays", 1993), a sort of numpy for each doubling.
-What the parts are stands in an object of JSON behind them, then its length and checksum. Numbers are little-endian.
+A file holds parts of at most `PART_TOKENS` tokens, so that building takes bounded memory. A part is
+the tokens of its texts, int32, each text followed by `END`, and the places of all its tokens,
+int32, in the order of the texts that begin there, compared over `DEPTH` tokens. They are sorted by
+prefix doubling (Manber and Myers, "Suffix arrays", 1993), a sort of numpy for each doubling. What
+the parts are stands in an object of JSON behind them, then its length and checksum. Numbers are
+little-endian.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from shoal.errors import RequestError
 END = -1
 """Follows each text."""
 DEPTH = 64
-"""Tokens that the order of two places compares: most of a match and what is drafted after it. A power of 2."""
+"""Tokens that the order of two places compares: most of a match and what is drafted after it. A
+power of 2."""
 PART_TOKENS = 1 << 22
 """Of a part, at most: sorting takes about 50 bytes for each."""
 MAGIC = b"shoal-ix"
@@ -36,7 +40,8 @@ BLOCK = 1 << 20
 
 
 def sorted_places(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The places of all tokens but `END`, [places], in the order of the `DEPTH` tokens from each on."""
+    """The places of all tokens but `END`, [places], in the order of the `DEPTH` tokens from each
+    on."""
     ranks = tokens.astype(np.int64) + 1  # END has 0
     order = np.argsort(ranks, kind="stable")
     ahead = 1
@@ -59,7 +64,8 @@ class IndexWriter:
     """Writes a part whenever there are enough tokens.
 
     Args:
-        file: empty, open for writing. part: tokens of a part at most, but for one text that is longer.
+        file: empty, open for writing.
+        part: tokens of a part at most, but for one text that is longer.
 
     Attributes:
         tokens, texts: written so far.
@@ -100,9 +106,15 @@ class IndexWriter:
         self._parts.append({"tokens": len(tokens), "places": len(places), "checksum": checksum})
 
     def finish(self, tokenizer: str) -> int:
-        """Writes what is left, and what the file is; returns the number of parts. tokenizer: its fingerprint."""
+        """Writes what is left, and what the file is; returns the number of parts. tokenizer: its
+        fingerprint."""
         self._write_part()
-        about = {"parts": self._parts, "tokenizer": tokenizer, "largest": self._largest, "depth": DEPTH}
+        about = {
+            "parts": self._parts,
+            "tokenizer": tokenizer,
+            "largest": self._largest,
+            "depth": DEPTH,
+        }
         data = json.dumps(about).encode()
         self._file.write(data + TRAILER.pack(len(data), zlib.crc32(data), MAGIC))
         return len(self._parts)
@@ -126,7 +138,8 @@ class Index:
 
 
 def open_index(path: str) -> Index:
-    """The index in a file, read and checked as a whole, once for as long as the file stays what it is.
+    """The index in a file, read and checked as a whole, once for as long as the file stays what it
+    is.
 
     Raises:
         RequestError: it cannot be read, is no index, or is damaged.
@@ -143,17 +156,21 @@ def open_index(path: str) -> Index:
 
 
 def fitting_index(path: str, vocab_size: int) -> Index:
-    """The index in a file. Raises RequestError: see `open_index`, or it has tokens that a target with so many has not."""
+    """The index in a file. Raises RequestError: see `open_index`, or it has tokens that a target
+    with so many has not."""
     index = open_index(path)
     if index.largest >= vocab_size:
         raise RequestError(
-            f"index {path!r} is one of another tokenizer: it has token {index.largest}, and the target has {vocab_size} tokens"
+            f"index {path!r} is one of another tokenizer: it has token {index.largest}, and the "
+            f"target has {vocab_size} tokens"
         )
     return index
 
 
 def _damaged(path: str, why: str) -> RequestError:
-    return RequestError(f"index {path!r} is damaged or cut short ({why}): build it again with `shoal index`")
+    return RequestError(
+        f"index {path!r} is damaged or cut short ({why}): build it again with `shoal index`"
+    )
 
 
 @lru_cache(maxsize=8)
@@ -173,7 +190,10 @@ def _opened(path: str, size: int, changed: int, inode: int) -> Index:
     at = len(MAGIC)
     for one in about["parts"]:
         ends = at + 4 * one["tokens"], at + 4 * (one["tokens"] + one["places"])
-        if ends[1] > size - TRAILER.size - length or _checksum(mapped[at : ends[1]]) != one["checksum"]:
+        if (
+            ends[1] > size - TRAILER.size - length
+            or _checksum(mapped[at : ends[1]]) != one["checksum"]
+        ):
             raise _damaged(path, f"part {len(parts)} is not what was written")
         parts.append(Part(mapped[at : ends[0]].cast("i"), mapped[ends[0] : ends[1]].cast("i")))
         at = ends[1]

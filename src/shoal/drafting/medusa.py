@@ -1,12 +1,15 @@
-"""Medusa heads: each predicts the token of one position further ahead, all from one hidden state of the target.
+"""Medusa heads: each predicts the token of one position further ahead, all from one hidden state of
+the target.
 
-After Cai et al., "Medusa" (ICML 2024, arXiv 2401.10774), section 2.1, without its typical acceptance, which is lossy. Head i is
-residual blocks x + SiLU(W x + b), then a matrix to the vocabulary, and says what the token i + 2 positions after that of the hidden
-state will be. The hidden state of a round is that of the deepest node accepted, what the row's last token was drawn from: head 0
-then says what follows that token.
+After Cai et al., "Medusa" (ICML 2024, arXiv 2401.10774), section 2.1, without its typical
+acceptance, which is lossy. Head i is residual blocks x + SiLU(W x + b), then a matrix to the
+vocabulary, and says what the token i + 2 positions after that of the hidden state will be. The
+hidden state of a round is that of the deepest node accepted, what the row's last token was drawn
+from: head 0 then says what follows that token.
 
-Heads are independent of each other, so that a tree of their most probable tokens is as good as its paths are probable
-(`shoal.drafting.paths`). They propose point masses: which tokens are in a tree says nothing of a q.
+Heads are independent of each other, so that a tree of their most probable tokens is as good as its
+paths are probable (`shoal.drafting.paths`). They propose point masses: which tokens are in a tree
+says nothing of a q.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.drafting.checkpoints import fill, layers_and_width, once, read_config, read_tensors, require_width, whole_number
+from shoal.drafting.checkpoints import (
+    fill,
+    layers_and_width,
+    once,
+    read_config,
+    read_tensors,
+    require_width,
+    whole_number,
+)
 from shoal.drafting.hidden import PromptStates, last_kept
 from shoal.drafting.paths import CHOICES, independent, most_probable
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
@@ -49,18 +60,31 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """The heads, with parameters named as published: "0.0.linear.weight", ..., and "0.1.weight" for a matrix to the vocabulary.
+    """The heads, with parameters named as published: "0.0.linear.weight", ..., and "0.1.weight" for
+    a matrix to the vocabulary.
 
     Args:
-        heads, layers: how many heads, and residual blocks of each. width: of hidden states. vocab_size: of the logits.
+        heads, layers: how many heads, and residual blocks of each.
+        width: of hidden states.
+        vocab_size: of the logits.
         shared: the target's own head, if heads have no matrices of their own.
     """
 
-    def __init__(self, heads: int, layers: int, width: int, vocab_size: int, shared: ToVocabulary | None = None) -> None:
+    def __init__(
+        self,
+        heads: int,
+        layers: int,
+        width: int,
+        vocab_size: int,
+        shared: ToVocabulary | None = None,
+    ) -> None:
         own = [] if shared is not None else [vocab_size]
         super().__init__(
             nn.ModuleList(
-                [*(ResidualBlock(width) for _ in range(layers)), *(nn.Linear(width, size, bias=False) for size in own)]
+                [
+                    *(ResidualBlock(width) for _ in range(layers)),
+                    *(nn.Linear(width, size, bias=False) for size in own),
+                ]
             )
             for _ in range(heads)
         )
@@ -81,22 +105,36 @@ def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
     """The heads in a directory, in the target's number format.
 
     Raises:
-        RequestError: there are none. ModelError: files are damaged or tensors are missing. PairMismatch: heads of another target.
+        RequestError: there are none. ModelError: files are damaged or tensors are missing.
+            PairMismatch: heads of another target.
     """
     config, tensors = read_config(directory), read_tensors(directory, *FILES)
     heads = whole_number(config, directory, "medusa_num_heads")
     layers = whole_number(config, directory, "medusa_num_layers", default=1)
-    tensors = {name.removeprefix("medusa_head.").removeprefix("heads."): tensor for name, tensor in tensors.items()}
+    tensors = {
+        name.removeprefix("medusa_head.").removeprefix("heads."): tensor
+        for name, tensor in tensors.items()
+    }
     _, width = layers_and_width(target)
     own = tensors.get(f"0.{layers}.weight")
     if (first := tensors.get("0.0.linear.weight")) is not None:
         require_width(directory, "hidden states", first.shape[-1], target, width)
     if own is not None:
         require_width(directory, "a vocabulary", len(own), target, target.vocab_size)
-    require_width(directory, "a vocabulary", config.get("vocab_size", target.vocab_size), target, target.vocab_size)
+    require_width(
+        directory,
+        "a vocabulary",
+        config.get("vocab_size", target.vocab_size),
+        target,
+        target.vocab_size,
+    )
     made = MedusaHeads(
-        heads, layers, width, target.vocab_size, target.hf.get_output_embeddings() if own is None else None
-    )  # fmt: skip
+        heads,
+        layers,
+        width,
+        target.vocab_size,
+        target.hf.get_output_embeddings() if own is None else None,
+    )
     fill(made, tensors, directory)
     return made.to(target.device, target.dtype).eval().requires_grad_(False)
 
@@ -105,19 +143,28 @@ class MedusaDrafter(Drafter):
     """Proposes the most probable paths of the heads.
 
     Args:
-        heads: hidden states [rows, width] -> logits [heads, rows, vocab]. layers: of the target: its last hidden state is read.
-        nodes: of a tree; 0 = chains. keeps: hidden states, of a prompt and of each row.
+        heads: hidden states [rows, width] -> logits [heads, rows, vocab].
+        layers: of the target: its last hidden state is read.
+        nodes: of a tree; 0 = chains.
+        keeps: hidden states, of a prompt and of each row.
     """
 
     name = "medusa"
 
-    def __init__(self, heads: Callable[[Tensor], Tensor], layers: int, nodes: int = 0, keeps: Keeps | None = None) -> None:
+    def __init__(
+        self,
+        heads: Callable[[Tensor], Tensor],
+        layers: int,
+        nodes: int = 0,
+        keeps: Keeps | None = None,
+    ) -> None:
         self.max_nodes, self.hidden_layers = nodes, (layers,)
         self._heads = heads
         self._prompts = PromptStates(most=1)
         self.keeps = keeps or Keeps()
         self._last: dict[Row, Tensor] = {}
-        """Of rows that had a round: the hidden state that the last token was drawn from, [width]."""
+        """Of rows that had a round: the hidden state that the last token was drawn from,
+        [width]."""
         self._passes, self._seconds = 0, 0.0
 
     @classmethod
@@ -133,7 +180,10 @@ class MedusaDrafter(Drafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         started = time.perf_counter()
-        found = [self._state(row) if length else None for row, length in zip(inputs.rows, inputs.lengths, strict=True)]
+        found = [
+            self._state(row) if length else None
+            for row, length in zip(inputs.rows, inputs.lengths, strict=True)
+        ]
         states = [state for state in found if state is not None]
         following = iter(self._following(torch.stack(states)) if states else ())
         guesses = [
@@ -151,7 +201,8 @@ class MedusaDrafter(Drafter):
         return None if prompt is None else prompt[-1]
 
     def _following(self, states: Tensor) -> list[list[list[tuple[int, float]]]]:
-        """Of each row and head the most probable tokens and their probabilities, by hidden states [rows, width]."""
+        """Of each row and head the most probable tokens and their probabilities, by hidden states
+        [rows, width]."""
         return most_probable(self._heads(states).transpose(0, 1), CHOICES if self.max_nodes else 1)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
@@ -167,7 +218,9 @@ class MedusaDrafter(Drafter):
 
     @property
     def kept_bytes(self) -> int:
-        return self._prompts.bytes + sum(state.numel() * state.element_size() for state in self._last.values())
+        return self._prompts.bytes + sum(
+            state.numel() * state.element_size() for state in self._last.values()
+        )
 
     def take_counters(self) -> DraftCounters:
         taken = DraftCounters(self._passes, self._seconds)

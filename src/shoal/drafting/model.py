@@ -1,17 +1,19 @@
 """A smaller model of the same vocabulary drafts token by token, with a ragged cache of its own.
 
-Its cache holds a prefix of each row's committed tokens, never more than all but the last: nothing at all of a row that was never
-drafted for. It lags by one after a full acceptance (it never saw its own last draft) and by more after plain rounds. Before it
-drafts, rows that lag by more are brought up to date (`shoal.drafting.slots`); the first pass of a proposal feeds what is still
-pending.
+Its cache holds a prefix of each row's committed tokens, never more than all but the last: nothing
+at all of a row that was never drafted for. It lags by one after a full acceptance (it never saw its
+own last draft) and by more after plain rounds. Before it drafts, rows that lag by more are brought
+up to date (`shoal.drafting.slots`); the first pass of a proposal feeds what is still pending.
 
-A row with more tokens than the context, or memory, of the drafter holds gets no draft (`Row.max_draft_length`). Its cache keeps the
-prompt alone, or nothing where the prompt is too long as well; in passes for other rows it stands as padding, as all rows do
-that are not drafted for in the round.
+A row with more tokens than the context, or memory, of the drafter holds gets no draft
+(`Row.max_draft_length`). Its cache keeps the prompt alone, or nothing where the prompt is too long
+as well; in passes for other rows it stands as padding, as all rows do that are not drafted for in
+the round.
 
-Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends, and the row goes on as in plain
-decoding. What is NaN or infinite in its cells becomes zero: it would otherwise reach the row's later drafts, and the next row of
-the slot. The drafts that follow are then worse, which costs acceptance and never exactness.
+Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends,
+and the row goes on as in plain decoding. What is NaN or infinite in its cells becomes zero: it
+would otherwise reach the row's later drafts, and the next row of the slot. The drafts that follow
+are then worse, which costs acceptance and never exactness.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from shoal.types.trees import DraftTree, Positions, chains
 log = logging.getLogger("shoal")
 
 Step = Callable[[Tensor, Sequence[int]], Drawn | None]
-"""The uniforms of the next position [rows, ...] and the rows' draft lengths -> what is drawn there; None if it cannot go on."""
+"""The uniforms of the next position [rows, ...] and the rows' draft lengths -> what is drawn there;
+None if it cannot go on."""
 
 
 class ModelDrafter(Drafter):
@@ -51,19 +54,28 @@ class ModelDrafter(Drafter):
         runner: the draft model, with a cache that nobody else uses.
         vocab_size: the target's; the drafter's logits are cut or filled up to it.
         shared: the tokens that it may propose, where these are not those of the same ids.
-        pending: most committed tokens of a row that the first pass of a proposal feeds; what lags by more is fed before.
+        pending: most committed tokens of a row that the first pass of a proposal feeds; what lags
+            by more is fed before.
     """
 
     name = "model"
 
-    def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None, *, pending: int = 2) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        vocab_size: int,
+        shared: SharedTokens | None = None,
+        *,
+        pending: int = 2,
+    ) -> None:
         self.runner, self.vocab_size = runner, vocab_size
         self.shared = shared and SharedIds(shared, runner.device)
         self.memory = self._slots = DraftSlots(runner, pending)
         self._warned = False
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """At most max(lengths) passes; rows with shorter drafts take part in them and their surplus is ignored."""
+        """At most max(lengths) passes; rows with shorter drafts take part in them and their surplus
+        is ignored."""
         before, _ = self.lacking(inputs.rows, inputs.lengths)
         fast = self._lean_steps(inputs)
         tree = fast and self._drafted(inputs, fast, {})
@@ -76,16 +88,23 @@ class ModelDrafter(Drafter):
         self.leave_out(inputs.rows, inputs.lengths, before)
         return tree
 
-    def lacking(self, rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-        """Puts the rows of a round into their slots; how many tokens of each the cache holds, and those that it lacks, at least the
-        last. One padding token for a row that is not drafted for."""
+    def lacking(
+        self, rows: Sequence[Row], lengths: Sequence[int]
+    ) -> tuple[list[int], list[list[int]]]:
+        """Puts the rows of a round into their slots; how many tokens of each the cache holds, and
+        those that it lacks, at least the last. One padding token for a row that is not drafted
+        for."""
         read = [self.read_as(row) for row in rows]
         self._slots.place(read, [length > 0 for length in lengths])
         held = [self._held(row) for row in rows]
-        return held, [row.tokens[own:] if length else [0] for row, own, length in zip(read, held, lengths, strict=True)]
+        return held, [
+            row.tokens[own:] if length else [0]
+            for row, own, length in zip(read, held, lengths, strict=True)
+        ]
 
     def leave_out(self, rows: Sequence[Row], lengths: Sequence[int], held: Sequence[int]) -> None:
-        """Forgets what rows that were not drafted for, and stood as padding, have beyond what was held of them."""
+        """Forgets what rows that were not drafted for, and stood as padding, have beyond what was
+        held of them."""
         for row, length, own in zip(rows, lengths, held, strict=True):
             if not length:
                 self.runner.cache.rollback(self._slot(row), own)
@@ -97,8 +116,8 @@ class ModelDrafter(Drafter):
             self.runner.cache.zero_non_finite(self._slot(row))
 
     def _drafted(self, inputs: DraftInputs, step: Step, faults: Faults) -> DraftTree | None:
-        """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which rows cannot go on, or by a
-        token of -1, which is read when all steps are done."""
+        """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which
+        rows cannot go on, or by a token of -1, which is read when all steps are done."""
         rows, lengths = inputs.rows, list(inputs.lengths)
         looked: list[Drawn] = []
         steps = 0
@@ -109,9 +128,15 @@ class ModelDrafter(Drafter):
                 return None
             looked.append(drawn)
             if inputs.stop is not None:
-                lengths = [min(pair) for pair in zip(lengths, inputs.stop(j, drawn.confidence.tolist()), strict=True)]
+                lengths = [
+                    min(pair)
+                    for pair in zip(lengths, inputs.stop(j, drawn.confidence.tolist()), strict=True)
+                ]
             if faults:
-                lengths = [min(length, j) if row in faults else length for row, length in zip(rows, lengths, strict=True)]
+                lengths = [
+                    min(length, j) if row in faults else length
+                    for row, length in zip(rows, lengths, strict=True)
+                ]
             if max(lengths) <= j:
                 break
         drafted = torch.stack([drawn.tokens for drawn in looked], dim=1)
@@ -126,18 +151,23 @@ class ModelDrafter(Drafter):
         return DraftTree(drafted[:, :k].clamp(min=0), own, q, drafts, chains(drafts), steps)
 
     def clean(self, rows: Sequence[Row]) -> None:
-        """Removes what a faulty pass has left in the cells of these rows, whether or not it was part of their drafts."""
+        """Removes what a faulty pass has left in the cells of these rows, whether or not it was
+        part of their drafts."""
         for row in rows:
             self.runner.cache.zero_non_finite(self._slot(row))
         if rows and not self._warned:
             self._warned = True
-            log.warning("the drafter %s returned NaN or infinite logits; rows go on without those drafts", self.runner.name)
+            log.warning(
+                "the drafter %s returned NaN or infinite logits; rows go on without those drafts",
+                self.runner.name,
+            )
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
         self._slots.keep_pace(chunks)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its prompt."""
+        """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its
+        prompt."""
         for row in self._slots.known(rows):
             self.runner.cache.rollback(self._slot(row), min(self._held(row), self._kept(row)))
 
@@ -158,7 +188,9 @@ class ModelDrafter(Drafter):
 
     def take_counters(self) -> DraftCounters:
         passes, seconds = self.runner.take_counters()
-        return DraftCounters(passes, seconds, self._slots.take_seconds(), self.runner.take_executors())
+        return DraftCounters(
+            passes, seconds, self._slots.take_seconds(), self.runner.take_executors()
+        )
 
     @property
     def seconds_preparing(self) -> float:
@@ -176,12 +208,13 @@ class ModelDrafter(Drafter):
         return self.runner.cache.lengths[self._slot(row)]
 
     def _kept(self, row: Row) -> int:
-        """Most tokens of the row that the cache keeps between rounds. Other rows may copy its prompt from its slot."""
+        """Most tokens of the row that the cache keeps between rounds. Other rows may copy its
+        prompt from its slot."""
         return (len(row.tokens) if len(row.tokens) <= row.draft_context else row.prompt_length) - 1
 
     def pending(self, inputs: DraftInputs) -> tuple[Tensor, list[int]]:
-        """Each row's committed tokens that the cache lacks, at least the last: block [rows, q] int64, padded, and counts. One
-        padding token for a row that is not drafted for."""
+        """Each row's committed tokens that the cache lacks, at least the last: block [rows, q]
+        int64, padded, and counts. One padding token for a row that is not drafted for."""
         _, pending = self.lacking(inputs.rows, inputs.lengths)
         counts = [len(tokens) for tokens in pending]
         block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]
@@ -201,7 +234,8 @@ class ModelDrafter(Drafter):
         return logits[torch.arange(len(counts), device=logits.device), ends]
 
     def of_target(self, logits: Tensor) -> Tensor:
-        """Logits [n, vocab] of the target's vocabulary: ids that the drafter does not have get no probability."""
+        """Logits [n, vocab] of the target's vocabulary: ids that the drafter does not have get no
+        probability."""
         if self.shared:
             return self.shared.of_target(logits, self.vocab_size)
         missing = self.vocab_size - logits.shape[-1]
@@ -210,23 +244,39 @@ class ModelDrafter(Drafter):
         return logits[:, : self.vocab_size] if missing else logits
 
     def _lean_steps(self, inputs: DraftInputs) -> Step | None:
-        """Steps by the kernels in C, where the runner has them and no control changes the logits."""
+        """Steps by the kernels in C, where the runner has them and no control changes the
+        logits."""
         samplings = [row.request.sampling for row in inputs.rows]
         race = RACES.get(inputs.sampler)
-        if race is None or inputs.uniforms.device.type != "cpu" or not known(samplings) or change(inputs.rows):
+        if (
+            race is None
+            or inputs.uniforms.device.type != "cpu"
+            or not known(samplings)
+            or change(inputs.rows)
+        ):
             return None
         if self.shared:
             return None
         drawing = Drawing(
-            self.vocab_size, samplings, inputs.uniforms, race, want_q=needs_q(inputs), want_highest=inputs.stop is not None
-        )  # fmt: skip
-        step = self.runner.lean_steps(self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), drawing)
+            self.vocab_size,
+            samplings,
+            inputs.uniforms,
+            race,
+            want_q=needs_q(inputs),
+            want_highest=inputs.stop is not None,
+        )
+        step = self.runner.lean_steps(
+            self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), drawing
+        )
         return step and (lambda uniforms, lengths: step())
 
 
 def needs_q(inputs: DraftInputs) -> bool:
-    """Whether drafts may be verified by their q: not those of a race, nor those of greedy rows, which are point masses."""
-    return not RACES.get(inputs.sampler) and not all(row.request.sampling.greedy for row in inputs.rows)
+    """Whether drafts may be verified by their q: not those of a race, nor those of greedy rows,
+    which are point masses."""
+    return not RACES.get(inputs.sampler) and not all(
+        row.request.sampling.greedy for row in inputs.rows
+    )
 
 
 def _drawable(tokens: Sequence[int]) -> list[int]:
@@ -235,13 +285,16 @@ def _drawable(tokens: Sequence[int]) -> list[int]:
 
 
 class OrdinarySteps:
-    """Steps by ordinary passes, for any settings: also those that read what a row has drafted so far.
+    """Steps by ordinary passes, for any settings: also those that read what a row has drafted so
+    far.
 
-    A step reads one value from the device, whether each row has a distribution (`probabilities`); a second where drafts may be
-    shortened, and one more where a control reads what was drafted.
+    A step reads one value from the device, whether each row has a distribution (`probabilities`); a
+    second where drafts may be shortened, and one more where a control reads what was drafted.
 
     Attributes:
-        slots: of the rows. steps: made so far. last: tokens drawn in the step before, [rows]; None in the first.
+        slots: of the rows.
+        steps: made so far.
+        last: tokens drawn in the step before, [rows]; None in the first.
     """
 
     def __init__(self, drafter: ModelDrafter, inputs: DraftInputs, faults: Faults) -> None:
@@ -258,14 +311,24 @@ class OrdinarySteps:
         logits = self._drafter.of_target(self.logits(lengths))
         positions = Positions(self._rows, self._histories, first=self.steps)
         found = draws(
-            logits[:, None], positions, self._inputs.sampler, uniforms[:, None], self._faults, want_p=self._needs_q,
+            logits[:, None],
+            positions,
+            self._inputs.sampler,
+            uniforms[:, None],
+            self._faults,
+            want_p=self._needs_q,
             want_highest=self._inputs.stop is not None,
-        )  # fmt: skip
+        )
         q, tokens = None if found.p is None else found.p[:, 0], found.tokens[:, 0]
         confidence = found.probs[:, 0] if found.highest is None else found.highest[:, 0]
         if self._faults:
-            sound = torch.tensor([row not in self._faults for row in self._rows], device=tokens.device)
-            tokens, confidence = torch.where(sound | self._finite(logits), tokens, -1), torch.where(sound, confidence, 0.0)
+            sound = torch.tensor(
+                [row not in self._faults for row in self._rows], device=tokens.device
+            )
+            tokens, confidence = (
+                torch.where(sound | self._finite(logits), tokens, -1),
+                torch.where(sound, confidence, 0.0),
+            )
         self.last, self.steps = tokens, self.steps + 1
         return Drawn(q, tokens, confidence)
 
@@ -296,8 +359,9 @@ class OrdinarySteps:
 class SharedIds:
     """The tokens that a drafter and its target share, as tensors.
 
-    Proposals of these alone are exact, as q is renormalised over them: TLI (Timor et al. 2025, arXiv 2502.05202), and
-    the rule of VocabTrim (arXiv 2506.22694), where they are the tokens that are left of the drafter's head.
+    Proposals of these alone are exact, as q is renormalised over them: TLI (Timor et al. 2025,
+    arXiv 2502.05202), and the rule of VocabTrim (arXiv 2506.22694), where they are the tokens that
+    are left of the drafter's head.
     """
 
     def __init__(self, shared: SharedTokens, device: torch.device) -> None:
@@ -307,7 +371,8 @@ class SharedIds:
         self._draft[self._target] = torch.tensor(shared.draft, device=device)
 
     def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """The drafter's logits [rows, its columns] for the target's ids, [rows, vocab_size]: -inf for those that are not shared."""
+        """The drafter's logits [rows, its columns] for the target's ids, [rows, vocab_size]: -inf
+        for those that are not shared."""
         found = logits.new_full((len(logits), vocab_size), -torch.inf)
         found[:, self._target] = logits[:, self._columns]
         return found

@@ -1,13 +1,15 @@
-"""A draft model with several exits: each token is drafted by the first exit that is sure of it (S2D, Kavehzadeh et al. 2024,
-arXiv 2407.01955).
+"""A draft model with several exits: each token is drafted by the first exit that is sure of it
+(S2D, Kavehzadeh et al. 2024, arXiv 2407.01955).
 
-The first layers of the model, its last norm and its head are drafters themselves, if they were trained to be. Where the highest
-probability after the first exit reaches the model's threshold, the token is drawn there; else the row goes on to the next exit, and
-at last to the whole model. Whether a row goes on is known before its token is drawn, and q is the distribution of the exit that was
+The first layers of the model, its last norm and its head are drafters themselves, if they were
+trained to be. Where the highest probability after the first exit reaches the model's threshold, the
+token is drawn there; else the row goes on to the next exit, and at last to the whole model. Whether
+a row goes on is known before its token is drawn, and q is the distribution of the exit that was
 used: rejection sampling stays exact.
 
-Keys and values of the layers behind an exit are missing where a row left by it. A pass to a later exit feeds all tokens that are
-missing there, through all layers up to it; between rounds the cache keeps the tokens that went through all layers.
+Keys and values of the layers behind an exit are missing where a row left by it. A pass to a later
+exit feeds all tokens that are missing there, through all layers up to it; between rounds the cache
+keeps the tokens that went through all layers.
 """
 
 from __future__ import annotations
@@ -28,28 +30,39 @@ from shoal.types.rounds import Faults
 from shoal.types.trees import DraftTree
 
 EXITS, CONFIDENCE = "draft_exits", "draft_exit_confidence"
-"""Of the draft model's config.json: layers after which it may leave, and the highest probability that is enough."""
+"""Of the draft model's config.json: layers after which it may leave, and the highest probability
+that is enough."""
 ENOUGH = 0.7
 """The threshold of a config that has none."""
 PENDING = 16
-"""Tokens of a row that the layers behind the first exit may lack; a row that lacks more goes through all layers first."""
+"""Tokens of a row that the layers behind the first exit may lack; a row that lacks more goes
+through all layers first."""
 
 
 def exits_of(model: Runner) -> tuple[list[int], float]:
-    """Exits of a draft model, in rising order, and its threshold; none for a model whose config names none.
+    """Exits of a draft model, in rising order, and its threshold; none for a model whose config
+    names none.
 
     Raises:
-        RequestError: they are not rising numbers of its layers, or the threshold is no probability. UnsupportedModel: the model
-            cannot leave after its first layers.
+        RequestError: they are not rising numbers of its layers, or the threshold is no probability.
+            UnsupportedModel: the model cannot leave after its first layers.
     """
     config = getattr(model.hf, "config", None)
     found, enough = getattr(config, EXITS, None), getattr(config, CONFIDENCE, ENOUGH)
     if not found:
         return [], ENOUGH
-    whole = isinstance(found, list) and all(isinstance(layers, int) and not isinstance(layers, bool) for layers in found)
-    if not whole or sorted(set(found)) != found or not isinstance(enough, float | int) or not 0 <= enough <= 1:
+    whole = isinstance(found, list) and all(
+        isinstance(layers, int) and not isinstance(layers, bool) for layers in found
+    )
+    if (
+        not whole
+        or sorted(set(found)) != found
+        or not isinstance(enough, float | int)
+        or not 0 <= enough <= 1
+    ):
         raise RequestError(
-            f"{model.name}: config.json needs rising numbers of layers for {EXITS} and a probability for {CONFIDENCE}, got "
+            f"{model.name}: config.json needs rising numbers of layers for {EXITS} and a "
+            f"probability for {CONFIDENCE}, got "
             f"{found!r} and {enough!r}"
         )
     for layers in found:
@@ -61,14 +74,18 @@ class MultiExitDrafter(ModelDrafter):
     """Samples each token from the first exit that is sure of it.
 
     Args:
-        runner, vocab_size: as of `ModelDrafter`. exits: layers after which the model may leave, rising.
-        enough: the highest probability at an exit, at temperature 1, from which on the row leaves there.
+        runner, vocab_size: as of `ModelDrafter`.
+        exits: layers after which the model may leave, rising.
+        enough: the highest probability at an exit, at temperature 1, from which on the row leaves
+            there.
 
     Attributes:
         used: tokens drawn by layers that they went through.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, exits: Sequence[int], enough: float = ENOUGH) -> None:
+    def __init__(
+        self, runner: Runner, vocab_size: int, exits: Sequence[int], enough: float = ENOUGH
+    ) -> None:
         super().__init__(runner, vocab_size, pending=PENDING)
         self.layers = [*exits, layer_count(runner)]
         self.models = [*(first_layers(runner, layers) for layers in exits), runner]
@@ -76,7 +93,8 @@ class MultiExitDrafter(ModelDrafter):
         self.used: Counter[int] = Counter()
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """Passes of the first exit: one per position. Of each later one at most as many, over the rows that go on."""
+        """Passes of the first exit: one per position. Of each later one at most as many, over the
+        rows that go on."""
         before, pending = self.lacking(inputs.rows, inputs.lengths)
         faults: Faults = {}
         steps = _ExitSteps(self, inputs, faults, before, pending)
@@ -88,7 +106,10 @@ class MultiExitDrafter(ModelDrafter):
         return tree
 
     def take_counters(self) -> DraftCounters:
-        exits = (DraftCounters(*model.take_counters(), 0.0, model.take_executors()) for model in self.models[:-1])
+        exits = (
+            DraftCounters(*model.take_counters(), 0.0, model.take_executors())
+            for model in self.models[:-1]
+        )
         return reduce(DraftCounters.plus, exits, super().take_counters())
 
 
@@ -96,19 +117,27 @@ class _ExitSteps(OrdinarySteps):
     """Steps that leave by the first exit that is sure.
 
     Args:
-        held: tokens of each row in the cache before the round, which went through all layers. pending: committed ones that follow.
+        held: tokens of each row in the cache before the round, which went through all layers.
+        pending: committed ones that follow.
 
     Attributes:
         whole: tokens of each row that went through all layers.
     """
 
     def __init__(
-        self, drafter: MultiExitDrafter, inputs: DraftInputs, faults: Faults, held: Sequence[int], pending: Sequence[Sequence[int]]
-    ) -> None:  # fmt: skip
+        self,
+        drafter: MultiExitDrafter,
+        inputs: DraftInputs,
+        faults: Faults,
+        held: Sequence[int],
+        pending: Sequence[Sequence[int]],
+    ) -> None:
         super().__init__(drafter, inputs, faults)
         self._exits, self._held = drafter, held
         self._fed = [list(tokens) for tokens in pending]  # of each row since then
-        self._valid = [list(held) for _ in drafter.models]  # of each exit and row: tokens that went through its layers
+        self._valid = [
+            list(held) for _ in drafter.models
+        ]  # of each exit and row: tokens that went through its layers
 
     @property
     def whole(self) -> list[int]:
@@ -121,12 +150,16 @@ class _ExitSteps(OrdinarySteps):
             self.note_history(self.last, lengths)
         drafting = [row for row, length in enumerate(lengths) if length > self.steps]
         exits = self._exits
-        first = 0 if len(exits.runner.cache) == exits.layers[-1] else len(exits.models) - 1  # whose cache has all layers
+        first = (
+            0 if len(exits.runner.cache) == exits.layers[-1] else len(exits.models) - 1
+        )  # whose cache has all layers
         found = self._pass(first, range(len(lengths)))
         self._count(first, len(drafting))
         for exit in range(first + 1, len(exits.models)):
             sure = found[drafting].float().softmax(-1).amax(-1) >= exits.enough
-            drafting = [row for row, leaves in zip(drafting, sure.tolist(), strict=True) if not leaves]
+            drafting = [
+                row for row, leaves in zip(drafting, sure.tolist(), strict=True) if not leaves
+            ]
             if not drafting:
                 break
             found[drafting] = self._pass(exit, drafting)
@@ -138,7 +171,8 @@ class _ExitSteps(OrdinarySteps):
         self._exits.used[self._exits.layers[exit]] += rows
 
     def _pass(self, exit: int, rows: Sequence[int]) -> Tensor:
-        """The logits behind the last tokens of some rows, [rows, vocab of the drafter], after what its layers lack was fed."""
+        """The logits behind the last tokens of some rows, [rows, vocab of the drafter], after what
+        its layers lack was fed."""
         drafter = self._exits
         slots = [self.slots[row] for row in rows]
         missing = [self._fed[row][self._valid[exit][row] - self._held[row] :] for row in rows]
@@ -146,7 +180,9 @@ class _ExitSteps(OrdinarySteps):
             drafter.runner.cache.rollback(slot, self._valid[exit][row])
         counts = [len(tokens) for tokens in missing]
         block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in missing]
-        logits = drafter.models[exit].feed(slots, torch.tensor(block, device=drafter.runner.device), counts)
+        logits = drafter.models[exit].feed(
+            slots, torch.tensor(block, device=drafter.runner.device), counts
+        )
         for row in rows:
             for lower in range(exit + 1):
                 self._valid[lower][row] = self._held[row] + len(self._fed[row])

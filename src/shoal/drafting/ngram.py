@@ -1,6 +1,8 @@
-"""Prompt lookup: the last tokens of a row stood somewhere before, and what followed them there is proposed.
+"""Prompt lookup: the last tokens of a row stood somewhere before, and what followed them there is
+proposed.
 
-After Saxena, "Prompt Lookup Decoding" (2023). The longest match counts, and of those the last; a row is matched with itself alone.
+After Saxena, "Prompt Lookup Decoding" (2023). The longest match counts, and of those the last; a
+row is matched with itself alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class NGramDrafter(TextDrafter):
         self._least, self._most = min, max
         tuples = sum(getsizeof((0,) * n) for n in range(min, max + 1))
         self.keeps = Keeps(tuples + (max - min + 1) * PLACE_BYTES + INTEGER_BYTES)
-        # By the identity of the request, which is held so that no other takes it; the same for all its rows.
+        # By the identity of the request, which is held so that no other takes it; the same for all
+        # its rows.
         self._prompts: dict[int, tuple[Request, Positions]] = {}
         # N-grams that end behind the prompt, and how many tokens were read.
         self._rows: dict[Row, tuple[Positions, int]] = {}
@@ -61,7 +64,8 @@ class NGramDrafter(TextDrafter):
                 table[tuple(tokens[position - n : position])] = position
 
     def guess(self, row: Row, length: int) -> Guess:
-        """A match of more tokens is surer, though nothing says how much: `auto` learns what each is worth."""
+        """A match of more tokens is surer, though nothing says how much: `auto` learns what each is
+        worth."""
         tokens, own, (_, prompt) = row.tokens, self._rows[row][0], self._prompts[id(row.request)]
         for n in range(min(self._most, len(tokens)), self._least - 1, -1):
             last = tuple(tokens[-n:])
@@ -71,20 +75,28 @@ class NGramDrafter(TextDrafter):
         return NOTHING
 
     def end(self, rows: Sequence[Row]) -> None:
-        """What was read of a row goes with it, and its prompt with the last row of the request that was drafted for."""
+        """What was read of a row goes with it, and its prompt with the last row of the request that
+        was drafted for."""
         for row in rows:
-            if self._rows.pop(row, None) is not None and not any(other.request is row.request for other in self._rows):
+            if self._rows.pop(row, None) is not None and not any(
+                other.request is row.request for other in self._rows
+            ):
                 del self._prompts[id(row.request)]
 
     @property
     def table_bytes(self) -> int:
-        tables = [table for _, table in self._prompts.values()] + [table for table, _ in self._rows.values()]
+        tables = [table for _, table in self._prompts.values()] + [
+            table for table, _ in self._rows.values()
+        ]
         places = sum(len(set(table.values())) for table in tables)
-        return INTEGER_BYTES * places + sum(getsizeof(table) + sum(map(getsizeof, table)) for table in tables)
+        return INTEGER_BYTES * places + sum(
+            getsizeof(table) + sum(map(getsizeof, table)) for table in tables
+        )
 
 
 def copied(tokens: Sequence[int], place: int, length: int) -> list[int]:
-    """So many tokens from a place on; beyond the end what has been copied goes on, as a text that repeats itself does."""
+    """So many tokens from a place on; beyond the end what has been copied goes on, as a text that
+    repeats itself does."""
     found = list(tokens[place : place + length])
     period = len(found)
     while len(found) < length:

@@ -1,16 +1,20 @@
 """A draft model whose tokenizer is another one than the target's.
 
-Methods (Timor et al. 2025, arXiv 2502.05202), of which the one is taken that commits more tokens for its cost:
+Methods (Timor et al. 2025, arXiv 2502.05202), of which the one is taken that commits more tokens
+for its cost:
 
-- TLI, token-level intersection: the drafter samples among the tokens that both vocabularies have, from its distribution
-  renormalised over them, which is an exact q.
-- SLEM, string-level exact match: the drafter writes text, the most probable token after each; in the target's tokens these are
-  point masses. They are the drafter's argmax also where rows sample: drafts drawn by a round's uniforms would say, in a round of
-  numbered uniforms, something of those by which later positions are verified.
-- SLRS, string-level rejection sampling, in place of TLI where the drafter writes bytes or characters: its tokens are the target's,
-  by the probabilities with which it writes their bytes. With those that it has itself, this is TLI.
+- TLI, token-level intersection: the drafter samples among the tokens that both vocabularies have,
+  from its distribution renormalised over them, which is an exact q.
+- SLEM, string-level exact match: the drafter writes text, the most probable token after each; in
+  the target's tokens these are point masses. They are the drafter's argmax also where rows sample:
+  drafts drawn by a round's uniforms would say, in a round of numbered uniforms, something of those
+  by which later positions are verified.
+- SLRS, string-level rejection sampling, in place of TLI where the drafter writes bytes or
+  characters: its tokens are the target's, by the probabilities with which it writes their bytes.
+  With those that it has itself, this is TLI.
 
-Which is better is measured by counts of past rounds, which depend on no uniform of a later position.
+Which is better is measured by counts of past rounds, which depend on no uniform of a later
+position.
 """
 
 from __future__ import annotations
@@ -35,9 +39,11 @@ from shoal.types.trees import DraftTree
 
 TLI, SLEM, SLRS = "TLI", "SLEM", "SLRS"
 LAG = 16
-"""Most tokens of a row that a proposal's first pass feeds: a token of the target may be several of the drafter's."""
+"""Most tokens of a row that a proposal's first pass feeds: a token of the target may be several of
+the drafter's."""
 TRIED = 8
-"""Rounds that each method has in its turn, of which the first is not counted: it begins where the other one has failed."""
+"""Rounds that each method has in its turn, of which the first is not counted: it begins where the
+other one has failed."""
 AGAIN = 64
 """Every so many rounds the methods take turns."""
 SPARE = 1.25
@@ -51,7 +57,9 @@ class Tally:
     """What one method of drafting came to in its trials.
 
     Attributes:
-        rows: that drafted. accepted: tokens of their drafts. cost: of all rows' rounds, in passes of the target.
+        rows: that drafted.
+        accepted: tokens of their drafts.
+        cost: of all rows' rounds, in passes of the target.
     """
 
     rows: float = 0.0
@@ -72,11 +80,13 @@ class Tally:
 
 @dataclass
 class Choice:
-    """By which method a pair drafts: shared by its engines. Only rounds in which the methods take turns are compared, several of
-    each at a time: some places in a text are harder to guess than others, and where a round begins depends on the one before.
+    """By which method a pair drafts: shared by its engines. Only rounds in which the methods take
+    turns are compared, several of each at a time: some places in a text are harder to guess than
+    others, and where a round begins depends on the one before.
 
     Attributes:
-        cost: of a pass of the drafter, that of the target being 1. methods: those that are possible, and their counts.
+        cost: of a pass of the drafter, that of the target being 1.
+        methods: those that are possible, and their counts.
     """
 
     cost: float
@@ -87,8 +97,8 @@ class Choice:
 
     @staticmethod
     def of(vocabularies: Vocabularies, cost: float, *, trees: bool = True) -> Choice:
-        """With SLRS for drafters that write bytes or characters and take draft trees themselves, else with TLI where the
-        vocabularies share something."""
+        """With SLRS for drafters that write bytes or characters and take draft trees themselves,
+        else with TLI where the vocabularies share something."""
         exact = SLRS if trees and vocabularies.trie is not None else TLI
         methods = [SLEM] if exact == TLI and vocabularies.shared is None else [exact, SLEM]
         return Choice(cost, {method: Tally() for method in methods})
@@ -96,7 +106,11 @@ class Choice:
     @staticmethod
     def of_pair(vocabularies: Vocabularies, target: Runner, draft: Runner) -> Choice:
         """For models of these sizes."""
-        return Choice.of(vocabularies, draft.parameter_bytes / max(target.parameter_bytes, 1), trees=draft.takes_trees)
+        return Choice.of(
+            vocabularies,
+            draft.parameter_bytes / max(target.parameter_bytes, 1),
+            trees=draft.takes_trees,
+        )
 
     @property
     def best(self) -> str:
@@ -112,7 +126,8 @@ class Choice:
         return self.method
 
     def learn(self, rows: int, accepted: int, passes: int) -> None:
-        """How many tokens were accepted of so many rows' drafts, in the round that `next` was asked for."""
+        """How many tokens were accepted of so many rows' drafts, in the round that `next` was asked
+        for."""
         if self._counted:
             self.methods[self.method].learn(rows, accepted, rows * (1 + self.cost * passes))
 
@@ -121,19 +136,27 @@ class OtherVocabularyDrafter(ModelDrafter):
     """Proposes by the methods of a choice.
 
     Args:
-        runner: the draft model, with a cache that nobody else uses. vocab_size: the target's.
-        vocabularies: the target's and its own. choice: of the pair.
+        runner: the draft model, with a cache that nobody else uses.
+        vocab_size: the target's.
+        vocabularies: the target's and its own.
+        choice: of the pair.
 
     Raises:
         PairMismatch: the choice has SLRS, and the drafter is none for it.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, vocabularies: Vocabularies, choice: Choice) -> None:
+    def __init__(
+        self, runner: Runner, vocab_size: int, vocabularies: Vocabularies, choice: Choice
+    ) -> None:
         super().__init__(runner, vocab_size, vocabularies.shared)
-        self.memory = self._slots = OwnSlots(runner, vocabularies.ratio, ROOM if SLRS in choice.methods else 0)
+        self.memory = self._slots = OwnSlots(
+            runner, vocabularies.ratio, ROOM if SLRS in choice.methods else 0
+        )
         self.contexts, self.choice = Contexts(vocabularies), choice
         self._strings = StringDrafts(self, self.contexts, vocabularies)
-        self._rejection = StringRejection(self, self.contexts, vocabularies) if SLRS in choice.methods else None
+        self._rejection = (
+            StringRejection(self, self.contexts, vocabularies) if SLRS in choice.methods else None
+        )
         self._passes = 0
         self._asked: set[Row] = set()
 
@@ -146,7 +169,9 @@ class OtherVocabularyDrafter(ModelDrafter):
         method = self.choice.next()
         rejection = self._rejection if method == SLRS else None
         ahead = self._strings.steps(inputs.lengths) if method == SLEM else max(inputs.lengths)
-        inputs = self._that_fit(inputs, ahead if rejection is None else rejection.steps(inputs.lengths))
+        inputs = self._that_fit(
+            inputs, ahead if rejection is None else rejection.steps(inputs.lengths)
+        )
         if not max(inputs.lengths):
             return DraftTree.empty(len(inputs.rows), inputs.uniforms.device, 1)
         if rejection is not None:
@@ -158,7 +183,9 @@ class OtherVocabularyDrafter(ModelDrafter):
             for row, drafts in zip(inputs.rows, tree.drafts, strict=True):
                 self.contexts.of(row).drafted = [self.contexts.same[token] for token in drafts]
         self._passes = self.runner.passes if rejection is None else rejection.passes(inputs.lengths)
-        self._asked = {row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length}
+        self._asked = {
+            row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length
+        }
         return tree
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -180,7 +207,8 @@ class OtherVocabularyDrafter(ModelDrafter):
         self.contexts.leave(known)
 
     def _follow(self, row: Row) -> None:
-        """Reads what was committed of a row. Its cache keeps what has not changed, and never the last token."""
+        """Reads what was committed of a row. Its cache keeps what has not changed, and never the
+        last token."""
         same, own = self.contexts.follow(row), self.read_as(row)
         if self._slots.known([own]):
             self._keep(own, min(same, len(own.tokens) - 1))
@@ -190,8 +218,9 @@ class OtherVocabularyDrafter(ModelDrafter):
         self.runner.cache.rollback(slot, min(self.runner.cache.lengths[slot], most))
 
     def _that_fit(self, inputs: DraftInputs, ahead: int) -> DraftInputs:
-        """The same without drafts for rows that have become longer, in the drafter's tokens, than there is room for. Of these the
-        cache keeps the prompt: passes for other rows write padding behind it."""
+        """The same without drafts for rows that have become longer, in the drafter's tokens, than
+        there is room for. Of these the cache keeps the prompt: passes for other rows write padding
+        behind it."""
         most = min(self.runner.cache.capacity, self.runner.context) - ahead
         lengths = list(inputs.lengths)
         for b, row in enumerate(inputs.rows):
@@ -207,7 +236,8 @@ class OwnSlots(DraftSlots):
     """Slots whose tokens are not the target's: all sizes that the engine gives are in those.
 
     Args:
-        ratio: of the drafter's tokens to the target's, in usual texts. beside: tokens of a row beside its text and drafts.
+        ratio: of the drafter's tokens to the target's, in usual texts.
+        beside: tokens of a row beside its text and drafts.
     """
 
     def __init__(self, runner: Runner, ratio: float, beside: int = 0) -> None:

@@ -1,4 +1,5 @@
-"""The most probable continuations of a row, as a chain or a tree, for drafters that know what may follow and how likely."""
+"""The most probable continuations of a row, as a chain or a tree, for drafters that know what may
+follow and how likely."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from torch import Tensor
 from shoal.drafting.text import NOTHING, Guess
 
 FLOOR = 0.05
-"""Least probability of a path: less probable drafts cost a verified position each and bring next to nothing."""
+"""Least probability of a path: less probable drafts cost a verified position each and bring next to
+nothing."""
 CHOICES = 10
 """Tokens of a position that a tree may have: Medusa's trees have no others."""
 Place = TypeVar("Place")
 Following = Callable[[Place], Iterable[tuple[int, float, Place]]]
-"""A place in a text -> tokens that may follow, their probabilities, and the places after them; the most probable first."""
+"""A place in a text -> tokens that may follow, their probabilities, and the places after them; the
+most probable first."""
 
 
 def probable(place: Place, following: Following[Place], length: int, nodes: int) -> Guess:
@@ -35,11 +38,14 @@ def most_probable(logits: Tensor, choices: int) -> list[list[list[tuple[int, flo
     """Of each row and position, by logits [rows, positions, vocab], so many `Choices`."""
     top = logits.float().softmax(-1).topk(min(choices, logits.shape[-1]), dim=-1)
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return [[list(zip(*position, strict=True)) for position in zip(*row, strict=True)] for row in pairs]
+    return [
+        [list(zip(*position, strict=True)) for position in zip(*row, strict=True)] for row in pairs
+    ]
 
 
 def independent(positions: Sequence[Choices], length: int, nodes: int) -> Guess:
-    """`probable` where what follows at a position does not depend on the tokens before; nothing where a probability is NaN."""
+    """`probable` where what follows at a position does not depend on the tokens before; nothing
+    where a probability is NaN."""
     if any(not math.isfinite(choices[0][1]) for choices in positions):
         return NOTHING
     return probable(0, partial(_after, positions), length, nodes)
@@ -69,12 +75,15 @@ def chain(place: Place, following: Following[Place], length: int) -> Guess:
 
 
 def tree(place: Place, following: Following[Place], length: int, nodes: int) -> Guess:
-    """The most probable paths, the most probable first: the greedy rule of DySpec's tree builder (Xiong et al. 2024,
-    arXiv 2410.11744). The confidence at a depth is the probability of coming so far, having come to the one before."""
+    """The most probable paths, the most probable first: the greedy rule of DySpec's tree builder
+    (Xiong et al. 2024, arXiv 2410.11744). The confidence at a depth is the probability of coming so
+    far, having come to the one before."""
     tokens: list[int] = []
     parents: list[int] = []
     reached = [1.0] + [0.0] * length  # by depth
-    heap: list[tuple[float, int, int, int, int, Place]] = []  # -probability, number, depth, parent, token, place after it
+    heap: list[
+        tuple[float, int, int, int, int, Place]
+    ] = []  # -probability, number, depth, parent, token, place after it
     numbers = count()
 
     def push(place: Place, path: float, depth: int, parent: int) -> None:

@@ -1,12 +1,15 @@
-"""PPD: trained prompt tokens make the target itself guess tokens further ahead (Chen et al. 2024, arXiv 2405.18628).
+"""PPD: trained prompt tokens make the target itself guess tokens further ahead (Chen et al. 2024,
+arXiv 2405.18628).
 
-A prompt token is a vector in place of a token's embedding. m of them stand behind the last token of a text, and what the target
-says at the i-th is a guess of the token i + 1 positions on. They are part of the pass that verifies: behind the root and the nodes
-of a tree, as columns that only the drafter reads (`shoal.types.trees.Probes`). Whichever node the accepted path ends at, the prompt
-tokens behind it have said what may follow the token that the target draws there: the next round's tree, without a pass for it.
+A prompt token is a vector in place of a token's embedding. m of them stand behind the last token of
+a text, and what the target says at the i-th is a guess of the token i + 1 positions on. They are
+part of the pass that verifies: behind the root and the nodes of a tree, as columns that only the
+drafter reads (`shoal.types.trees.Probes`). Whichever node the accepted path ends at, the prompt
+tokens behind it have said what may follow the token that the target draws there: the next round's
+tree, without a pass for it.
 
-Guesses of different positions do not depend on each other, and are proposed as point masses. A row's first round, and one after a
-round without prompt tokens, proposes nothing.
+Guesses of different positions do not depend on each other, and are proposed as point masses. A
+row's first round, and one after a round without prompt tokens, proposes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.drafting.checkpoints import layers_and_width, once, read_config, read_tensors, require_width
+from shoal.drafting.checkpoints import (
+    layers_and_width,
+    once,
+    read_config,
+    read_tensors,
+    require_width,
+)
 from shoal.drafting.paths import CHOICES, Choices, independent, most_probable
 from shoal.drafting.probe_trees import Accuracies, TreePlan, chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
@@ -44,7 +53,8 @@ Seconds = Callable[[int], float]
 
 
 class PromptTokens(NamedTuple):
-    """vectors: [m, width]. accuracies: how often each guesses right, see `shoal.drafting.probe_trees.Accuracies`."""
+    """vectors: [m, width]. accuracies: how often each guesses right, see
+    `shoal.drafting.probe_trees.Accuracies`."""
 
     vectors: Tensor
     accuracies: Accuracies
@@ -54,15 +64,28 @@ def load_ppd(directory: Path, target: Runner) -> PromptTokens:
     """The prompt tokens in a directory.
 
     Raises:
-        RequestError: there are none, or config.json has no accuracies of theirs. ModelError: files are damaged, tensors are missing
-            or not finite. PairMismatch: they are those of another target.
+        RequestError: there are none, or config.json has no accuracies of theirs. ModelError: files
+            are damaged, tensors are missing or not finite. PairMismatch: they are those of another
+            target.
     """
     config, tensors = read_config(directory), read_tensors(directory, FILE)
-    if TENSOR not in tensors or tensors[TENSOR].dim() != 2 or not 1 <= len(tensors[TENSOR]) <= MOST_TOKENS:
-        raise ModelError(f"{directory / FILE} lacks {TENSOR}, 1 to {MOST_TOKENS} vectors; train it again")
+    if (
+        TENSOR not in tensors
+        or tensors[TENSOR].dim() != 2
+        or not 1 <= len(tensors[TENSOR]) <= MOST_TOKENS
+    ):
+        raise ModelError(
+            f"{directory / FILE} lacks {TENSOR}, 1 to {MOST_TOKENS} vectors; train it again"
+        )
     vectors = tensors[TENSOR].float()
     require_width(directory, "prompt tokens", vectors.shape[1], target, layers_and_width(target)[1])
-    require_width(directory, "a vocabulary", config.get("vocab_size", target.vocab_size), target, target.vocab_size)
+    require_width(
+        directory,
+        "a vocabulary",
+        config.get("vocab_size", target.vocab_size),
+        target,
+        target.vocab_size,
+    )
     if not bool(vectors.isfinite().all()):
         raise ModelError(f"{directory / FILE} holds NaN or infinite numbers; train it again")
     accuracies = _accuracies(config.get("accuracies"), directory, len(vectors))
@@ -74,8 +97,13 @@ def _accuracies(found: object, directory: Path, count: int) -> Accuracies:
         rows = tuple(tuple(float(chance) for chance in row) for row in found)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         rows = ()
-    if len(rows) != count or not all(row and all(0.0 <= chance <= 1.0 for chance in row) for row in rows):
-        raise RequestError(f"{directory}/config.json needs accuracies, a list of shares for each of {count} prompt tokens")
+    if len(rows) != count or not all(
+        row and all(0.0 <= chance <= 1.0 for chance in row) for row in rows
+    ):
+        raise RequestError(
+            f"{directory}/config.json needs accuracies, a list of shares for each of {count} "
+            f"prompt tokens"
+        )
     return rows
 
 
@@ -83,13 +111,16 @@ class PpdDrafter(Drafter):
     """Proposes the most probable paths of what prompt tokens said in the round before.
 
     Args:
-        tokens: the prompt tokens. nodes: nodes and prompt tokens of a row's tree; 0 = as many as pay by `seconds`.
+        tokens: the prompt tokens.
+        nodes: nodes and prompt tokens of a row's tree; 0 = as many as pay by `seconds`.
         seconds: of passes over so many rows; None = measured, once for a target and number of rows.
     """
 
     name = "ppd"
 
-    def __init__(self, tokens: PromptTokens, nodes: int = 0, seconds: Callable[[int], Seconds] | None = None) -> None:
+    def __init__(
+        self, tokens: PromptTokens, nodes: int = 0, seconds: Callable[[int], Seconds] | None = None
+    ) -> None:
         self._tokens, self._nodes, self._seconds_of = tokens, nodes, seconds
         self.max_nodes = nodes or MOST
         self._target: Runner | None = None
@@ -114,7 +145,9 @@ class PpdDrafter(Drafter):
         if plan is None:
             guesses = [NOTHING] * len(inputs.rows)
         else:
-            guesses = [self._guess(plan, *pair) for pair in zip(inputs.rows, inputs.lengths, strict=True)]
+            guesses = [
+                self._guess(plan, *pair) for pair in zip(inputs.rows, inputs.lengths, strict=True)
+            ]
         tree = tree_of(guesses, inputs)
         if plan is not None:
             tree = replace(tree, probes=self._probes(plan, tree, inputs))
@@ -133,16 +166,25 @@ class PpdDrafter(Drafter):
         rows = 1 << (len(inputs.rows) - 1).bit_length()
         if rows not in self._plans:
             started = time.perf_counter()
-            seconds = self._measured(inputs.rows, rows) if self._seconds_of is None else self._seconds_of(rows)
+            seconds = (
+                self._measured(inputs.rows, rows)
+                if self._seconds_of is None
+                else self._seconds_of(rows)
+            )
             self._plans[rows] = chosen(self._tokens.accuracies, seconds)
             self._preparing += time.perf_counter() - started
         return self._plans[rows]
 
     def _measured(self, rows: Sequence[Row], size: int) -> Seconds:
         assert self._target is not None
-        return pass_times(self._target, [(row.slot, row.tokens[-1], len(row.tokens) - 1) for row in rows], size, MOST)
+        return pass_times(
+            self._target,
+            [(row.slot, row.tokens[-1], len(row.tokens) - 1) for row in rows],
+            size,
+            MOST,
+        )
 
-    # ── prompt tokens of a round ────────────────────────────────────────────────────────────────────────────────────
+    # ── prompt tokens of a round ──────────────────────────────────────────────────────────────────
 
     def _probes(self, plan: TreePlan, tree: DraftTree, inputs: DraftInputs) -> Probes | None:
         """Behind the columns where paths probably end; none for rows that are not drafted for."""
@@ -150,7 +192,11 @@ class PpdDrafter(Drafter):
         vectors: list[list[int]] = []
         after: list[list[int]] = []
         for b, (row, length) in enumerate(zip(inputs.rows, inputs.lengths, strict=True)):
-            counts = self._counts(plan, row, tree.drafts[b], tree.parents[b], tree.depths[b]) if length else []
+            counts = (
+                self._counts(plan, row, tree.drafts[b], tree.parents[b], tree.depths[b])
+                if length
+                else []
+            )
             own, columns, behind = _chains(counts, 1 + len(tree.drafts[b]))
             self._placed[row] = columns
             vectors.append(own)
@@ -158,8 +204,13 @@ class PpdDrafter(Drafter):
         return Probes(vectors, after) if any(vectors) else None
 
     def _counts(
-        self, plan: TreePlan, row: Row, draft: Sequence[int], parents: Sequence[int], depths: Sequence[int]
-    ) -> list[int]:  # fmt: skip
+        self,
+        plan: TreePlan,
+        row: Row,
+        draft: Sequence[int],
+        parents: Sequence[int],
+        depths: Sequence[int],
+    ) -> list[int]:
         """Prompt tokens behind each column: none that would guess beyond the end of the row."""
         chances = [dict(choices) for choices in self._known.get(row, [])]
         own = [chances[depth - 1][token] for token, depth in zip(draft, depths[1:], strict=True)]
@@ -168,18 +219,29 @@ class PpdDrafter(Drafter):
         return placed(ending, plan.gains, plan.columns - len(draft), limits)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        placed, self._placed, self._known = self._placed, {}, {row: k for row, k in self._known.items() if row not in rows}
+        placed, self._placed, self._known = (
+            self._placed,
+            {},
+            {row: k for row, k in self._known.items() if row not in rows},
+        )
         if scores.columns is None:
             return
         paths, _ = verdict.lists
         last = [path[-1] + 1 if path else 0 for path in paths]
-        behind = [placed[row][column] if placed.get(row) else [] for row, column in zip(rows, last, strict=True)]
+        behind = [
+            placed[row][column] if placed.get(row) else []
+            for row, column in zip(rows, last, strict=True)
+        ]
         most = max(map(len, behind))
         if not most:
             return
         device = scores.columns.device
-        index = torch.tensor([columns + [0] * (most - len(columns)) for columns in behind], device=device)
-        said = most_probable(scores.columns[torch.arange(len(rows), device=device)[:, None], index], CHOICES)
+        index = torch.tensor(
+            [columns + [0] * (most - len(columns)) for columns in behind], device=device
+        )
+        said = most_probable(
+            scores.columns[torch.arange(len(rows), device=device)[:, None], index], CHOICES
+        )
         for row, found, columns in zip(rows, said, behind, strict=True):
             if columns:
                 self._known[row] = list(found[: len(columns)])
@@ -200,8 +262,8 @@ class PpdDrafter(Drafter):
 
 
 def _chains(counts: Sequence[int], first: int) -> tuple[list[int], list[list[int]], list[int]]:
-    """So many prompt tokens behind each column, from column `first` on: which they are, their columns behind each column, and
-    the columns that they follow."""
+    """So many prompt tokens behind each column, from column `first` on: which they are, their
+    columns behind each column, and the columns that they follow."""
     vectors: list[int] = []
     columns: list[list[int]] = []
     after: list[int] = []
@@ -215,14 +277,20 @@ def _chains(counts: Sequence[int], first: int) -> tuple[list[int], list[list[int
 
 TIMES = 3
 """Passes of a size, the fastest of which counts: disturbances only make a pass slower."""
-_known: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], list[float]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], list[float]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def pass_times(target: Runner, rows: Sequence[tuple[int, int, int]], size: int, most: int) -> Callable[[int], float]:
-    """Seconds of a pass with so many columns beside each row's last token; between the sizes tried, by their neighbours.
+def pass_times(
+    target: Runner, rows: Sequence[tuple[int, int, int]], size: int, most: int
+) -> Callable[[int], float]:
+    """Seconds of a pass with so many columns beside each row's last token; between the sizes tried,
+    by their neighbours.
 
     Args:
-        rows: slot, last token, and tokens in the cache, of each. size: what is known of so many rows is not measured again.
+        rows: slot, last token, and tokens in the cache, of each.
+        size: what is known of so many rows is not measured again.
         most: columns beside the last token.
     """
     known = _known.setdefault(target.hf, {})
@@ -234,7 +302,8 @@ def pass_times(target: Runner, rows: Sequence[tuple[int, int, int]], size: int, 
 
 
 def _seconds(target: Runner, rows: Sequence[tuple[int, int, int]], columns: int) -> float:
-    """Of the fastest of some passes over the target's own cache, which is then as it was. They are in no counter of the target."""
+    """Of the fastest of some passes over the target's own cache, which is then as it was. They are
+    in no counter of the target."""
     runner = target.over_same_cache(target.hf, target.lean)
     block = torch.tensor([[token] * (1 + columns) for _, token, _ in rows], device=target.device)
     found = []

@@ -1,8 +1,8 @@
 """The Drafter protocol: what the engine asks of whatever proposes tokens.
 
-A drafter is exact by construction as long as it is honest about q: a proposal either carries the distribution that its tokens
-were really drawn from, or none (`DraftTree.q` is None), and is then verified by exact match. The output has the target's
-distribution however bad the drafts are.
+A drafter is exact by construction as long as it is honest about q: a proposal either carries the
+distribution that its tokens were really drawn from, or none (`DraftTree.q` is None), and is then
+verified by exact match. The output has the target's distribution however bad the drafts are.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
-"""q [rows, vocab] and the uniforms of one position [rows, ...] -> one token per row, [rows] int64."""
+"""q [rows, vocab] and the uniforms of one position [rows, ...] -> one token per row, [rows]
+int64."""
 Stop = Callable[[int, Sequence[float]], Sequence[int]]
-"""Asked before the tokens of a position are drawn, with the position and the drafter's highest probability there, one per row: how
-long each row's draft may still become. A token once drawn is proposed: to drop it for what it is would bias the distribution."""
+"""Asked before the tokens of a position are drawn, with the position and the drafter's highest
+probability there, one per row: how long each row's draft may still become. A token once drawn is
+proposed: to drop it for what it is would bias the distribution."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class DraftInputs:
 
     Attributes:
         rows: those of the round; `row.tokens` are the prompt and what was committed.
-        lengths: the most tokens that may follow each row's last one on any path of its tree, 0 included; at least one is positive.
-            Nothing need be computed for a row with 0.
-        uniforms: of each row's next positions, [rows, max(lengths) + 1, ...] float64, for a drafter that draws from a q.
-        sampler: draws from q by them. stop: None where no row's draft is to be shortened.
+        lengths: the most tokens that may follow each row's last one on any path of its tree, 0
+            included; at least one is positive. Nothing need be computed for a row with 0.
+        uniforms: of each row's next positions, [rows, max(lengths) + 1, ...] float64, for a drafter
+            that draws from a q.
+        sampler: draws from q by them.
+        stop: None where no row's draft is to be shortened.
     """
 
     rows: Sequence[Row]
@@ -78,8 +82,11 @@ class Keeps(NamedTuple):
     """The most bytes that a drafter keeps beside its keys and values, for `shoal.engine.memory`.
 
     Attributes:
-        per_token: of each token of a prompt, once for all rows of its request, and of each other token of a row.
-        per_row: of each row. tokens: most tokens of a request that it keeps; None = all. always: whatever runs.
+        per_token: of each token of a prompt, once for all rows of its request, and of each other
+            token of a row.
+        per_row: of each row.
+        tokens: most tokens of a request that it keeps; None = all.
+        always: whatever runs.
         on_device: they are on the target's device; False = in main memory.
     """
 
@@ -91,12 +98,15 @@ class Keeps(NamedTuple):
 
     def of_request(self, tokens: int, rows: int) -> int:
         """Of a request with so many tokens in its prompt and beyond it in so many rows."""
-        return self.per_token * (tokens if self.tokens is None else min(tokens, self.tokens)) + self.per_row * rows
+        return (
+            self.per_token * (tokens if self.tokens is None else min(tokens, self.tokens))
+            + self.per_row * rows
+        )
 
 
 class KeyValueMemory(Protocol):
-    """Keys and values that grow with the rows, of the target or of a drafter: slots of a common capacity, and prompts that are
-    stored once."""
+    """Keys and values that grow with the rows, of the target or of a drafter: slots of a common
+    capacity, and prompts that are stored once."""
 
     @property
     def context(self) -> int: ...
@@ -119,7 +129,8 @@ class KeyValueMemory(Protocol):
     def allocated_bytes(self) -> int: ...
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        """Bytes that so many slots of so many tokens, and so many tokens of shared prompts, take."""
+        """Bytes that so many slots of so many tokens, and so many tokens of shared prompts,
+        take."""
         ...
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
@@ -136,22 +147,26 @@ class KeyValueMemory(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes, and hears what became of it. A class that inherits from this one need only define `propose`.
+    """Proposes, and hears what became of it. A class that inherits from this one need only define
+    `propose`.
 
     Attributes:
-        name: in counts by drafter (`Stats.by_drafter`), a word; "" = the name of its class. One that puts the drafts of several
-            together names each of them in `DraftTree.drafters`.
-        max_nodes: the most nodes of a tree that is no chain; 0 = it proposes chains only. The target must take positions per token
-            to verify others.
-        memory: its keys and values, for which the engine finds room; None where it keeps none. Rows beyond its context, or for
-            which there is no memory, are never asked for (`lengths` is 0).
-        keeps: what it keeps beside these, at most. kept_bytes: what it keeps now.
-        hidden_layers: hidden states of the target that it reads, as Transformers numbers them (`Runner.hidden_layers`): of prompts
-            by `read_prompts`, of each round's columns in `Scores.hidden`. None are kept for a drafter that reads none.
-        choices: ways in which it can propose, by their names, the cheapest first: `lookahead="auto"` chooses one for each round,
-            by `use`. Empty where there is one way.
-        choices_join: the last of them is all others together, and each of those computes rows for itself. Else all are ways of one
-            model with one memory.
+        name: in counts by drafter (`Stats.by_drafter`), a word; "" = the name of its class. One
+            that puts the drafts of several together names each of them in `DraftTree.drafters`.
+        max_nodes: the most nodes of a tree that is no chain; 0 = it proposes chains only. The
+            target must take positions per token to verify others.
+        memory: its keys and values, for which the engine finds room; None where it keeps none. Rows
+            beyond its context, or for which there is no memory, are never asked for (`lengths` is
+            0).
+        keeps: what it keeps beside these, at most.
+        kept_bytes: what it keeps now.
+        hidden_layers: hidden states of the target that it reads, as Transformers numbers them
+            (`Runner.hidden_layers`): of prompts by `read_prompts`, of each round's columns in
+            `Scores.hidden`. None are kept for a drafter that reads none.
+        choices: ways in which it can propose, by their names, the cheapest first:
+            `lookahead="auto"` chooses one for each round, by `use`. Empty where there is one way.
+        choices_join: the last of them is all others together, and each of those computes rows for
+            itself. Else all are ways of one model with one memory.
     """
 
     name: str = ""
@@ -181,8 +196,8 @@ class Drafter(Protocol):
         return
 
     def attach(self, target: Runner) -> None:
-        """An engine was made, before anything else is asked: its own runner of the target, whose cache the engine keeps. A drafter
-        that feeds it leaves each row as long as it was."""
+        """An engine was made, before anything else is asked: its own runner of the target, whose
+        cache the engine keeps. A drafter that feeds it leaves each row as long as it was."""
         return None
 
     def begin(self, rows: Sequence[Row]) -> None:
@@ -190,14 +205,16 @@ class Drafter(Protocol):
         return None
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
-        """The target has computed these chunks of prompts. A drafter that reads prompts may keep pace with one that takes several
-        rounds, so that no round has to wait for all of it. Not called while nothing is drafted."""
+        """The target has computed these chunks of prompts. A drafter that reads prompts may keep
+        pace with one that takes several rounds, so that no round has to wait for all of it. Not
+        called while nothing is drafted."""
         return None
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
-        """The target has computed these chunks of prompts, with hidden states [stop - start, layers * width] each. A prompt is
-        computed once for the rows of its request, all but its last token; if its place was lost in between, again from its start.
-        Called for a drafter with `hidden_layers`, also while nothing is drafted, after `begin` of the rows of the round."""
+        """The target has computed these chunks of prompts, with hidden states [stop - start, layers
+        * width] each. A prompt is computed once for the rows of its request, all but its last
+        token; if its place was lost in between, again from its start. Called for a drafter with
+        `hidden_layers`, also while nothing is drafted, after `begin` of the rows of the round."""
         return None
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
@@ -205,8 +222,8 @@ class Drafter(Protocol):
         ...
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """The round was committed, and `row.tokens` are what they will be: whatever was rejected must be forgotten. Also called
-        for rounds in which nothing was asked for."""
+        """The round was committed, and `row.tokens` are what they will be: whatever was rejected
+        must be forgotten. Also called for rounds in which nothing was asked for."""
         return None
 
     def end(self, rows: Sequence[Row]) -> None:
@@ -214,12 +231,14 @@ class Drafter(Protocol):
         return None
 
     def pause(self, rows: Sequence[Row]) -> None:
-        """Rows leave their slots for some rounds. They come back with the same tokens, and `begin` is not called for them."""
+        """Rows leave their slots for some rounds. They come back with the same tokens, and `begin`
+        is not called for them."""
         return None
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
-        """Rows of a request are about to become copies of others of it, with their tokens: of each the row and its parent. What
-        was read of the row holds no longer; a drafter that counts the rows that leave a request does not count it."""
+        """Rows of a request are about to become copies of others of it, with their tokens: of each
+        the row and its parent. What was read of the row holds no longer; a drafter that counts the
+        rows that leave a request does not count it."""
         self.end([row for row, _ in copies])
         self.begin([row for row, _ in copies])
 
@@ -253,19 +272,29 @@ def within(tree: DraftTree, inputs: DraftInputs) -> DraftTree:
     Raises:
         InternalError: some path is longer than its row may be given, or a row is missing.
     """
-    reach = [max(depths) for depths in tree.depths] if tree.branches else list(map(len, tree.drafts))
-    if len(reach) != len(inputs.rows) or any(depth > most for depth, most in zip(reach, inputs.lengths, strict=True)):
-        raise InternalError(f"a drafter was asked for paths of at most {list(inputs.lengths)} tokens and proposed {reach}")
+    reach = (
+        [max(depths) for depths in tree.depths] if tree.branches else list(map(len, tree.drafts))
+    )
+    if len(reach) != len(inputs.rows) or any(
+        depth > most for depth, most in zip(reach, inputs.lengths, strict=True)
+    ):
+        raise InternalError(
+            f"a drafter was asked for paths of at most {list(inputs.lengths)} tokens and "
+            f"proposed {reach}"
+        )
     return tree
 
 
 def require_trees(target: Runner, drafter: Drafter) -> None:
-    """Raises RequestError: the drafter's trees are too large. UnsupportedModel: they branch, and the target cannot verify such."""
+    """Raises RequestError: the drafter's trees are too large. UnsupportedModel: they branch, and
+    the target cannot verify such."""
     if drafter.max_nodes > MOST_NODES:
         raise RequestError(
-            f"{name_of(drafter)} proposes trees of {drafter.max_nodes} nodes, and a draft tree has at most {MOST_NODES}"
+            f"{name_of(drafter)} proposes trees of {drafter.max_nodes} nodes, and a draft tree "
+            f"has at most {MOST_NODES}"
         )
     if drafter.max_nodes and not target.takes_trees:
         raise UnsupportedModel(
-            f"{target.name} takes no position for each token, which draft trees need: give a drafter that proposes chains"
+            f"{target.name} takes no position for each token, which draft trees need: give a "
+            f"drafter that proposes chains"
         )

@@ -1,11 +1,14 @@
-"""Token recycling: the tokens that the target found most probable after a token are proposed when that token comes again.
+"""Token recycling: the tokens that the target found most probable after a token are proposed when
+that token comes again.
 
-After Luo et al., "Token Recycling" (ACL 2025, arXiv 2408.08696): a table of k successors for each token, updated by what the target
-says of every verified position, and a draft tree along them. Here the tree follows their probabilities in place of a fixed
-template, and tokens that a row has read are successors from the start. Updates go from row to row and from the root of a tree down,
-so that of several nodes with the same token the last decides, in every run alike.
+After Luo et al., "Token Recycling" (ACL 2025, arXiv 2408.08696): a table of k successors for each
+token, updated by what the target says of every verified position, and a draft tree along them. Here
+the tree follows their probabilities in place of a fixed template, and tokens that a row has read
+are successors from the start. Updates go from row to row and from the root of a tree down, so that
+of several nodes with the same token the last decides, in every run alike.
 
-Scopes: "row", a table for each row; "group", one for the rows of a request, the default; "engine", one for all rows.
+Scopes: "row", a table for each row; "group", one for the rows of a request, the default; "engine",
+one for all rows.
 """
 
 from __future__ import annotations
@@ -39,8 +42,10 @@ class Successors:
     """What may follow each token.
 
     Attributes:
-        request: held, so that no other takes its identity. left: how many of its rows have left.
-        table: token -> successors and their probabilities, the most probable first. read: tokens read of each row.
+        request: held, so that no other takes its identity.
+        left: how many of its rows have left.
+        table: token -> successors and their probabilities, the most probable first.
+        read: tokens read of each row.
     """
 
     def __init__(self, request: Request, k: int) -> None:
@@ -49,7 +54,8 @@ class Successors:
         self.read: dict[Row, int] = {}
 
     def read_on(self, row: Row) -> int:
-        """Takes what is new of a row as successors, unless the target has been heard; returns how many tokens that was."""
+        """Takes what is new of a row as successors, unless the target has been heard; returns how
+        many tokens that was."""
         tokens, table, start = row.tokens, self.table, self.read.get(row, 1)
         for position in range(start, len(tokens)):
             known = table.setdefault(tokens[position - 1], [])
@@ -60,13 +66,16 @@ class Successors:
         self.read[row] = len(tokens)
         return len(tokens) - start
 
-    def hear(self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]) -> None:
+    def hear(
+        self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]
+    ) -> None:
         """What the target found most probable after some tokens, of which the last counts."""
         self.table[context[-1]] = list(zip(tokens, chances, strict=True))
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, to a few percent. Tokens that were read have their numbers elsewhere."""
+        """Memory that it takes, to a few percent. Tokens that were read have their numbers
+        elsewhere."""
         lists = self.table.values()
         heard = sum(chance is not READ for known in lists for _, chance in known)
         pairs = PAIR_BYTES * sum(map(len, lists)) + NUMBERS_BYTES * heard
@@ -83,7 +92,9 @@ class Table(Protocol):
         """Takes what is new of a row; returns how many tokens that was."""
         ...
 
-    def hear(self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]) -> None:
+    def hear(
+        self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]
+    ) -> None:
         """What the target found most probable after some tokens, the last two of a text."""
         ...
 
@@ -95,7 +106,9 @@ class RecyclingDrafter(TextDrafter):
     """Follows the tokens that the target found most probable.
 
     Args:
-        scope: one of those. k: successors of a token. nodes: of a tree; 0 = chains.
+        scope: one of those.
+        k: successors of a token.
+        nodes: of a tree; 0 = chains.
     """
 
     name = "recycling"
@@ -105,8 +118,12 @@ class RecyclingDrafter(TextDrafter):
         self.max_nodes = nodes
         self._scope, self._k = scope, k
         self.keeps = Keeps(PLACE_BYTES + getsizeof([0] * k) + 8 + k * (PAIR_BYTES + NUMBERS_BYTES))
-        self._tables: dict[int, Table] = {}  # by the identity of the request or the row; one for the engine
-        self._roots: dict[Row, tuple[int, ...]] = {}  # of the round, the last two tokens of each row
+        self._tables: dict[
+            int, Table
+        ] = {}  # by the identity of the request or the row; one for the engine
+        self._roots: dict[
+            Row, tuple[int, ...]
+        ] = {}  # of the round, the last two tokens of each row
 
     @classmethod
     def for_target(cls, target: Runner, *, nodes: int = 8, **options: Any) -> RecyclingDrafter:
@@ -142,12 +159,19 @@ class RecyclingDrafter(TextDrafter):
         if not roots:
             return
         drafts = scores.positions.drafts
-        columns = [(b, column) for b, row in enumerate(rows) if row in roots for column in range(1 + len(drafts[b]))]
+        columns = [
+            (b, column)
+            for b, row in enumerate(rows)
+            if row in roots
+            for column in range(1 + len(drafts[b]))
+        ]
         index = torch.tensor(columns, device=scores.logits.device)
         logits = scores.logits[index[:, 0], index[:, 1]].float()
         top = logits.topk(min(self._k, logits.shape[-1]), dim=-1)
         probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
-        for (b, column), tokens, chances in zip(columns, top.indices.tolist(), probs.tolist(), strict=True):
+        for (b, column), tokens, chances in zip(
+            columns, top.indices.tolist(), probs.tolist(), strict=True
+        ):
             if all(0 <= chance <= 1 for chance in chances):
                 before = (*roots[rows[b]], *_last(scores.positions, b, column))
                 self._of(rows[b]).hear(before[-2:], tokens, chances)
@@ -179,6 +203,8 @@ def _last(positions: Positions, row: int, column: int) -> list[int]:
     return found
 
 
-def _following(table: dict[int, list[tuple[int, float]]], token: int) -> Iterator[tuple[int, float, int]]:
+def _following(
+    table: dict[int, list[tuple[int, float]]], token: int
+) -> Iterator[tuple[int, float, int]]:
     for following, chance in table.get(token, ()):
         yield following, min(chance, 0.999), following

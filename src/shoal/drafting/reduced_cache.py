@@ -1,8 +1,10 @@
-"""A target drafts for itself with a part of its keys and values: the first tokens of a row and the most recent ones (StreamingLLM,
-Xiao et al., ICLR 2024, arXiv 2309.17453), while the verification sees all. For long contexts, where most of a pass is attention.
+"""A target drafts for itself with a part of its keys and values: the first tokens of a row and the
+most recent ones (StreamingLLM, Xiao et al., ICLR 2024, arXiv 2309.17453), while the verification
+sees all. For long contexts, where most of a pass is attention.
 
-Before each proposal the part is copied from the target's cache, so that nothing has to be followed: what was committed, moved or
-rolled back there is what is copied. Tokens keep the positions that they have in the text.
+Before each proposal the part is copied from the target's cache, so that nothing has to be followed:
+what was committed, moved or rolled back there is what is copied. Tokens keep the positions that
+they have in the text.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class ReducedCacheDrafter(Drafter):
     """Samples tokens from the target, or from an exit of it, over a part of its cache.
 
     Args:
-        window: most recent committed tokens that are seen, beside the last one. sinks: first tokens of a row that are seen.
+        window: most recent committed tokens that are seen, beside the last one.
+        sinks: first tokens of a row that are seen.
         exit: layers that draft; None = all.
     """
 
@@ -40,21 +43,29 @@ class ReducedCacheDrafter(Drafter):
 
     def attach(self, target: Runner) -> None:
         layers = layer_count(target) if self._exit is None else self._exit
-        runner = target.over_same_cache(target.hf, target.lean) if self._exit is None else first_layers(target, layers)
+        runner = (
+            target.over_same_cache(target.hf, target.lean)
+            if self._exit is None
+            else first_layers(target, layers)
+        )
         runner.cache = SlotCache()
         slots = _PartSlots(runner, target, self._window, self._sinks, layers)
         self._drafter, self.memory = _WithPart(runner, target.vocab_size, slots), slots
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         if self._drafter is None:
-            raise InternalError("a drafter that reads its target's cache was not attached to an engine")
+            raise InternalError(
+                "a drafter that reads its target's cache was not attached to an engine"
+            )
         return self._drafter.propose(inputs)
 
     def take_counters(self) -> DraftCounters:
         return DraftCounters() if self._drafter is None else self._drafter.take_counters()
 
 
-def self_drafter(target: Runner, exit: int | None = None, window: int | None = None, sinks: int = 0) -> Drafter:
+def self_drafter(
+    target: Runner, exit: int | None = None, window: int | None = None, sinks: int = 0
+) -> Drafter:
     """Makes a drafter of the target's first layers, of all with a part of its cache, or of both.
 
     Args:
@@ -76,7 +87,8 @@ def self_drafter(target: Runner, exit: int | None = None, window: int | None = N
         return EarlyExitDrafter(exit)
     if not target.takes_trees:
         raise UnsupportedModel(
-            f"{target.name} takes no position for each token, which drafting with a part of its cache needs"
+            f"{target.name} takes no position for each token, which drafting with a part of its "
+            f"cache needs"
         )
     return ReducedCacheDrafter(window, sinks, exit)
 
@@ -92,7 +104,9 @@ class _WithPart(ModelDrafter):
         self._slots.fill(inputs.rows, inputs.lengths)
         return super().propose(inputs)
 
-    def lacking(self, rows: Sequence[Row], lengths: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    def lacking(
+        self, rows: Sequence[Row], lengths: Sequence[int]
+    ) -> tuple[list[int], list[list[int]]]:
         return [self._held(row) for row in rows], [
             [row.tokens[-1] if length else 0] for row, length in zip(rows, lengths, strict=True)
         ]
@@ -102,12 +116,15 @@ class _PartSlots(DraftSlots):
     """Slots in the order of the rows of a round, filled anew in each.
 
     Args:
-        source: whose cache is read. layers: of it that are copied.
+        source: whose cache is read.
+        layers: of it that are copied.
     """
 
     computes_prompts = False
 
-    def __init__(self, runner: Runner, source: Runner, window: int, sinks: int, layers: int) -> None:
+    def __init__(
+        self, runner: Runner, source: Runner, window: int, sinks: int, layers: int
+    ) -> None:
         super().__init__(runner)
         self._source, self._window, self._sinks, self._layers = source, window, sinks, layers
 
@@ -118,7 +135,7 @@ class _PartSlots(DraftSlots):
         slots = [row.slot if length else None for row, length in zip(rows, lengths, strict=True)]
         self._cache.take(self._source.cache, slots, self._sinks, self._window, self._layers)
 
-    # ── memory: no row takes more than the part ─────────────────────────────────────────────────────────────────────
+    # ── memory: no row takes more than the part ───────────────────────────────────────────────────
 
     def _size(self, slots: int, capacity: int) -> tuple[int, int]:
         return slots, self._window + self._sinks + ROOM if capacity else 0

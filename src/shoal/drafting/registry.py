@@ -161,7 +161,9 @@ class DrafterKind:
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if key not in self.options:
                 options = ", ".join(self.options) or "none"
-                raise RequestError(f"{title} has no option {key!r}: it has {options}, as in {self._sample()}")
+                raise RequestError(
+                    f"{title} has no option {key!r}: it has {options}, as in {self._sample()}"
+                )
             if not equals or not value or key in given:
                 raise RequestError(f"{title} needs one value for {key}, as in {self._sample()}")
             number = isinstance(self.options[key], Number)
@@ -175,10 +177,14 @@ class DrafterKind:
     def _require_values(self, title: str, values: Options) -> None:
         for key, option in self.options.items():
             if isinstance(option, Word) and option.words and values[key] not in option.words:
-                raise RequestError(f"{title} needs a {key} of {', '.join(option.words)}, got {values[key]!r}")
+                raise RequestError(
+                    f"{title} needs a {key} of {', '.join(option.words)}, got {values[key]!r}"
+                )
         numbers = {key: one for key, one in self.options.items() if isinstance(one, Number)}
         if not all(option.allows(values[key]) for key, option in numbers.items()):
-            bounds = {key: bound for key, option in numbers.items() if (bound := option.bounds(key))}
+            bounds = {
+                key: bound for key, option in numbers.items() if (bound := option.bounds(key))
+            }
             *others, last = bounds.values()
             words = f"{', '.join(others)} and {last}" if others else last
             got = self.spelled(values) if others else values[next(iter(bounds))]
@@ -190,9 +196,14 @@ class DrafterKind:
     def require_directory(self, directory: str) -> None:
         """Raises RequestError: there are no heads in it, or it is not named."""
         if not directory:
-            raise RequestError(f"{self.name} needs the directory of its heads, as in {self.as_written} or {self._sample()}")
+            raise RequestError(
+                f"{self.name} needs the directory of its heads, as in {self.as_written} or "
+                f"{self._sample()}"
+            )
         if not (Path(directory) / "config.json").is_file():
-            raise RequestError(f"no heads in {directory!r}: expected its config.json; {self.directory}")
+            raise RequestError(
+                f"no heads in {directory!r}: expected its config.json; {self.directory}"
+            )
 
 
 _kinds: dict[str, DrafterKind] = {}
@@ -250,7 +261,9 @@ def _settled_self(options: Options) -> Options:
     if options["window"] == 0:
         raise RequestError("self needs a window of at least 1 token, got window=0")
     if options["window"] is None and options["sinks"] is not None:
-        raise RequestError(f"self sees all tokens without a window: leave out sinks, or give {SELF_EXAMPLE}")
+        raise RequestError(
+            f"self sees all tokens without a window: leave out sinks, or give {SELF_EXAMPLE}"
+        )
     if options["window"] is not None and options["sinks"] is None:
         options = options | {"sinks": SINKS}
     return without_blanks(options)
@@ -265,17 +278,24 @@ def _settled_trees(options: Options) -> Options:
         raise RequestError(f"tree must be one of {', '.join(TREES)}, got {tree!r}")
     wide = tree not in ("dyspec", "auto")
     if width and not wide:
-        raise RequestError(f"tree={tree} takes no width: give nodes alone, as in tree={tree},nodes=16")
+        raise RequestError(
+            f"tree={tree} takes no width: give nodes alone, as in tree={tree},nodes=16"
+        )
     settled = {"tree": tree, **({"width": width or 2} if wide else {}), "nodes": nodes}
     if not (width or 2) <= nodes <= MOST_NODES:
         got = MODEL.spelled(settled)
-        raise RequestError(f"a draft tree has at most {MOST_NODES} nodes and at least its width, got {got}")
+        raise RequestError(
+            f"a draft tree has at most {MOST_NODES} nodes and at least its width, got {got}"
+        )
     return settled
 
 
 def _settled_eagle3(options: Options) -> Options:
     if options["tree"] == "auto":
-        raise RequestError("eagle3 takes trees of one shape, as in eagle3:DIR,tree=rsd-s: tree=auto is for draft models")
+        raise RequestError(
+            "eagle3 takes trees of one shape, as in eagle3:DIR,tree=rsd-s: tree=auto is for "
+            "draft models"
+        )
     return _settled_trees(options)
 
 
@@ -314,41 +334,66 @@ MODEL = DrafterKind(
 """A draft model, which is named by its Hub id or directory in the place of `model`."""
 OWN = (
     DrafterKind(
-        "ngram", "shoal.drafting.ngram:NGramDrafter", {"min": Number(2, 1, 16), "max": Number(4, 1, 16)},
-        _settled_ngram, in_sums=True,
+        "ngram",
+        "shoal.drafting.ngram:NGramDrafter",
+        {"min": Number(2, 1, 16), "max": Number(4, 1, 16)},
+        _settled_ngram,
+        in_sums=True,
     ),
     DrafterKind(
-        "suffix", "shoal.drafting.suffix:SuffixDrafter",
+        "suffix",
+        "shoal.drafting.suffix:SuffixDrafter",
         {
-            "scope": Word("group", SCOPES), "min": Number(1, 1), "nodes": Number(0, 0, MOST_NODES),
-            "limit": Number(1 << 16, 64), "index": File("`shoal index --output FILE` makes one"),
+            "scope": Word("group", SCOPES),
+            "min": Number(1, 1),
+            "nodes": Number(0, 0, MOST_NODES),
+            "limit": Number(1 << 16, 64),
+            "index": File("`shoal index --output FILE` makes one"),
             "answers": File(),
         },
         in_sums=True,
     ),
     DrafterKind("recycling", "shoal.drafting.recycling:RecyclingDrafter", _TABLE, in_sums=True),
     DrafterKind(
-        "trigrams", "shoal.drafting.trigrams:TrigramDrafter",
-        {**_TABLE, "limit": Number(1 << 15, 64), "playouts": Number(0, 0, 1024)}, in_sums=True,
+        "trigrams",
+        "shoal.drafting.trigrams:TrigramDrafter",
+        {**_TABLE, "limit": Number(1 << 15, 64), "playouts": Number(0, 0, 1024)},
+        in_sums=True,
     ),
     DrafterKind(
-        "self", "shoal.drafting.reduced_cache:self_drafter",
-        {"exit": Number(None), "window": Number(None), "sinks": Number(None)}, _settled_self,
-        about="the target's own first layers", example=SELF_EXAMPLE,
+        "self",
+        "shoal.drafting.reduced_cache:self_drafter",
+        {"exit": Number(None), "window": Number(None), "sinks": Number(None)},
+        _settled_self,
+        about="the target's own first layers",
+        example=SELF_EXAMPLE,
     ),
     DrafterKind(
-        "medusa", "shoal.drafting.medusa:MedusaDrafter", {"nodes": _NODES}, in_sums=True,
-        directory="`shoal train medusa` makes such a directory", recognise=partial(_holds, "medusa_lm_head.*"),
+        "medusa",
+        "shoal.drafting.medusa:MedusaDrafter",
+        {"nodes": _NODES},
+        in_sums=True,
+        directory="`shoal train medusa` makes such a directory",
+        recognise=partial(_holds, "medusa_lm_head.*"),
     ),
     DrafterKind(
-        "eagle3", "shoal.drafting.eagle3:Eagle3Drafter", {**_TREES, "nodes": _NODES}, _settled_eagle3, in_sums=True,
-        directory="`shoal train eagle3` makes such a directory", recognise=_is_eagle3,
+        "eagle3",
+        "shoal.drafting.eagle3:Eagle3Drafter",
+        {**_TREES, "nodes": _NODES},
+        _settled_eagle3,
+        in_sums=True,
+        directory="`shoal train eagle3` makes such a directory",
+        recognise=_is_eagle3,
     ),
     DrafterKind(
-        "ppd", "shoal.drafting.ppd:PpdDrafter", {"nodes": Number(0, 0, MOST_NODES)}, _settled_ppd,
-        directory="`shoal train ppd` makes such a directory", recognise=partial(_holds, "prompt_tokens.*"),
+        "ppd",
+        "shoal.drafting.ppd:PpdDrafter",
+        {"nodes": Number(0, 0, MOST_NODES)},
+        _settled_ppd,
+        directory="`shoal train ppd` makes such a directory",
+        recognise=partial(_holds, "prompt_tokens.*"),
     ),
-)  # fmt: skip
+)
 """The drafters of shoal; torch is imported with the class of one."""
 for _kind in OWN:
     register(_kind)

@@ -35,8 +35,9 @@ class RsdC(Shape):
 
 @dataclass(frozen=True)
 class RsdS(Shape):
-    """RSD-S (Jeon et al. 2024, arXiv 2402.14160): stochastic beam search (Kool et al. 2019, arXiv 1903.06059), lazily: in place of
-    the largest perturbed log-probabilities of a level, the first arrivals of a Poisson process, which are drawn one by one.
+    """RSD-S (Jeon et al. 2024, arXiv 2402.14160): stochastic beam search (Kool et al. 2019, arXiv
+    1903.06059), lazily: in place of the largest perturbed log-probabilities of a level, the first
+    arrivals of a Poisson process, which are drawn one by one.
 
     Of a row whose nodes are no sample, the most probable ones.
     """
@@ -52,7 +53,9 @@ class RsdS(Shape):
         sizes: dict[tuple[int, int], int] = defaultdict(int)
         kept: set[Node | None] = set()
         for node in sorted(nodes, key=lambda n: (n.depth, n.time, -n.value, n.number)):
-            if sizes[node.row, node.depth] < self.width and (node.depth == 1 or node.parent in kept):
+            if sizes[node.row, node.depth] < self.width and (
+                node.depth == 1 or node.parent in kept
+            ):
                 sizes[node.row, node.depth] += 1
                 kept.add(node)
                 found.append(node)
@@ -61,7 +64,8 @@ class RsdS(Shape):
 
 @dataclass(frozen=True)
 class KSeq(Shape):
-    """Sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141); those that agree so far are one path."""
+    """Sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141); those that agree so far are one
+    path."""
 
     width: int
     nodes: int
@@ -83,8 +87,8 @@ class KSeq(Shape):
 
 @dataclass(frozen=True)
 class DySpec(Shape):
-    """DySpec (Xiong et al. 2024, arXiv 2410.11744), with `nodes` for each row of the batch on average: rows whose drafts are likely
-    to be accepted get more."""
+    """DySpec (Xiong et al. 2024, arXiv 2410.11744), with `nodes` for each row of the batch on
+    average: rows whose drafts are likely to be accepted get more."""
 
     nodes: int
 
@@ -122,5 +126,9 @@ def shape_of(name: str, width: int, nodes: int) -> Shape:
     """The shape of one of these names. Raises KeyError."""
     if name == "dyspec":
         return DySpec(nodes)
-    kinds: dict[str, type[RsdC] | type[RsdS] | type[KSeq]] = {"rsd-c": RsdC, "rsd-s": RsdS, "k-seq": KSeq}
+    kinds: dict[str, type[RsdC] | type[RsdS] | type[KSeq]] = {
+        "rsd-c": RsdC,
+        "rsd-s": RsdS,
+        "k-seq": KSeq,
+    }
     return kinds[name](width, nodes)

@@ -1,9 +1,11 @@
-"""Where a draft model keeps its rows: slots of its own cache, in the order of the round's rows, and their prompts.
+"""Where a draft model keeps its rows: slots of its own cache, in the order of the round's rows, and
+their prompts.
 
-Nothing is computed for a row before its first draft is asked for. Then its prompt is, and what was decoded since, as for rows that
-were decoded plainly in between; all of this counts as preparation, not as drafting. A prompt that several rows have is computed
-once: where the target stores it once (`Row.prefix`) the drafter does so too, at the same place of its own store; elsewhere it is
-copied between slots.
+Nothing is computed for a row before its first draft is asked for. Then its prompt is, and what was
+decoded since, as for rows that were decoded plainly in between; all of this counts as preparation,
+not as drafting. A prompt that several rows have is computed once: where the target stores it once
+(`Row.prefix`) the drafter does so too, at the same place of its own store; elsewhere it is copied
+between slots.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ class DraftSlots(KeyValueMemory):
     def __init__(self, runner: Runner, pending: int = 2) -> None:
         self._runner, self._cache, self._pending = runner, runner.cache, pending
         self._places: dict[Row, int] = {}
-        self._empty: set[Row] = set()  # rows in slots that were never drafted for: nothing of them was computed
-        self._prompts: dict[int, int] = {}  # slot -> the group whose prompt it begins with, also when its row has left
+        self._empty: set[Row] = (
+            set()
+        )  # rows in slots that were never drafted for: nothing of them was computed
+        self._prompts: dict[
+            int, int
+        ] = {}  # slot -> the group whose prompt it begins with, also when its row has left
         self._stored: dict[Prefix, int] = {}  # prompts in the shared store -> their groups
         self._partial: tuple[Prefix, int] | None = (
             None  # a prompt on its way into the store, and how many tokens of it are there
@@ -91,8 +97,9 @@ class DraftSlots(KeyValueMemory):
         return taken
 
     def place(self, rows: Sequence[Row], drafting: Sequence[bool]) -> None:
-        """Puts the rows into slots 0, 1, ... in their order, and brings those that are drafted for up to date: at most
-        `pending` tokens of each are left to feed. Nothing is computed for the others."""
+        """Puts the rows into slots 0, 1, ... in their order, and brings those that are drafted for
+        up to date: at most `pending` tokens of each are left to feed. Nothing is computed for the
+        others."""
         new = []
         for slot, row in enumerate(rows):
             if row not in self._places:
@@ -107,14 +114,17 @@ class DraftSlots(KeyValueMemory):
             with self._preparing():
                 self._fill(first)
                 late = [row for row in drafted if self._lag(row) > self._pending]
-                feed_prompts(self._runner, [(self.of(row), row.tokens[-self._lag(row) : -1]) for row in late])
+                feed_prompts(
+                    self._runner, [(self.of(row), row.tokens[-self._lag(row) : -1]) for row in late]
+                )
 
     def _lag(self, row: Row) -> int:
         """Committed tokens of the row that the cache lacks."""
         return len(row.tokens) - self._cache.lengths[self.of(row)]
 
     def keep_pace(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Computes chunks of the prompts that take the target several rounds, in the slots that the target has for them."""
+        """Computes chunks of the prompts that take the target several rounds, in the slots that the
+        target has for them."""
         long = [
             chunk
             for chunk in chunks
@@ -136,15 +146,25 @@ class DraftSlots(KeyValueMemory):
         self.seconds += time.perf_counter() - started
 
     def _compute(self, chunk: PrefillChunk) -> None:
-        """A chunk that does not follow what is there is passed over: what is missing is computed at the row's first draft."""
-        row, slot, ids = chunk.row, chunk.slot, chunk.row.request.prompt_ids[chunk.start : chunk.stop]
+        """A chunk that does not follow what is there is passed over: what is missing is computed at
+        the row's first draft."""
+        row, slot, ids = (
+            chunk.row,
+            chunk.slot,
+            chunk.row.request.prompt_ids[chunk.start : chunk.stop],
+        )
         complete = chunk.stop == row.prompt_length - 1
         if row.prefix is not None:
             if chunk.start == 0:
                 self._forget_overlapping(row.prefix)
                 self._partial = row.prefix, 0
             if self._partial == (row.prefix, chunk.start):
-                feed_prefix(self._runner, row.prefix, chunk.start, torch.tensor([ids], device=self._runner.device))
+                feed_prefix(
+                    self._runner,
+                    row.prefix,
+                    chunk.start,
+                    torch.tensor([ids], device=self._runner.device),
+                )
                 self._partial = row.prefix, chunk.stop
                 self._stored |= {row.prefix: row.group} if complete else {}
             return
@@ -158,7 +178,8 @@ class DraftSlots(KeyValueMemory):
                 self._keep(row, row.request.prompt_ids[:-1])
 
     def _move(self, row: Row, slot: int) -> None:
-        """The row goes to a free slot. Rows only ever move down, so that a row which is still in the way comes first."""
+        """The row goes to a free slot. Rows only ever move down, so that a row which is still in
+        the way comes first."""
         if slot in self._places.values():
             raise InternalError(f"slot {slot} of the drafter is taken")
         source = self._places[row]
@@ -177,7 +198,8 @@ class DraftSlots(KeyValueMemory):
             self._empty.add(row)
 
     def _fill(self, rows: Sequence[Row]) -> None:
-        """Computes or copies the prompts of rows in slots. What follows in the row is computed with a prompt of its own."""
+        """Computes or copies the prompts of rows in slots. What follows in the row is computed with
+        a prompt of its own."""
         sources = {self._prompts.get(slot): slot for slot in self._places.values()}
         computed: list[tuple[int, Sequence[int]]] = []
         new: list[Row] = []
@@ -218,17 +240,24 @@ class DraftSlots(KeyValueMemory):
         return prefix
 
     def _restore(self, row: Row, tokens: Sequence[int], prefix: Prefix | None = None) -> int:
-        """Copies what is kept of the tokens to the row's empty slot, or to the prompt's place; how many that were."""
-        return 0 if self._kept is None else self._kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
+        """Copies what is kept of the tokens to the row's empty slot, or to the prompt's place; how
+        many that were."""
+        return (
+            0
+            if self._kept is None
+            else self._kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
+        )
 
     def _keep(self, row: Row, tokens: Sequence[int]) -> None:
         if self._kept is not None:
             self._kept.keep(self._cache, row.request.owner, tokens, self.of(row))
 
     def _forget_overlapping(self, prefix: Prefix) -> None:
-        self._stored = {other: group for other, group in self._stored.items() if not _overlap(other, prefix)}
+        self._stored = {
+            other: group for other, group in self._stored.items() if not _overlap(other, prefix)
+        }
 
-    # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def context(self) -> int:
@@ -260,8 +289,9 @@ class DraftSlots(KeyValueMemory):
         self._runner.reserve(slots, capacity, cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Prompts that no row in a slot has may be lost. Rows in slots that end, as no draft has moved them down since other rows
-        left, are forgotten: their next drafts compute them anew."""
+        """Prompts that no row in a slot has may be lost. Rows in slots that end, as no draft has
+        moved them down since other rows left, are forgotten: their next drafts compute them
+        anew."""
         self.leave([row for row, slot in self._places.items() if slot >= slots])
         taken, groups = set(self._places.values()), {row.group for row in self._places}
         self._prompts = {slot: group for slot, group in self._prompts.items() if slot in taken}

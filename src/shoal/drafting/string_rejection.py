@@ -1,11 +1,13 @@
-"""SLRS, string-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3), for drafters that write bytes or
-characters.
+"""SLRS, string-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3), for
+drafters that write bytes or characters.
 
-psi of a token is the probability that it is the longest token of the target that the drafter's text begins with: the probability
-that the text begins with its bytes, less those of the tokens next longer. The paper sums over the texts that its tokenizer splits
-so; the longest token can be told from the drafter's distributions alone. What the drafter writes next is looked at as far as it is
-likely, without drawing anything; where it is not looked at, psi is that of the shorter token. Tokens are drawn from psi, as any
-drafter's from its q, and what is verified is this very psi: exact however far was looked.
+psi of a token is the probability that it is the longest token of the target that the drafter's text
+begins with: the probability that the text begins with its bytes, less those of the tokens next
+longer. The paper sums over the texts that its tokenizer splits so; the longest token can be told
+from the drafter's distributions alone. What the drafter writes next is looked at as far as it is
+likely, without drawing anything; where it is not looked at, psi is that of the shorter token.
+Tokens are drawn from psi, as any drafter's from its q, and what is verified is this very psi: exact
+however far was looked.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ WIDTH = 4
 LIKELY = 0.05
 """Least probability of a text that is looked at beyond."""
 ROOM = MOST_DEPTH * (1 + WIDTH)
-"""Most tokens of the drafter that a row takes beside its draft: for texts that are looked at, and for the last token."""
+"""Most tokens of the drafter that a row takes beside its draft: for texts that are looked at, and
+for the last token."""
 
 
 @dataclass
@@ -42,8 +45,10 @@ class Beginnings:
     """What is known of the text that the drafter writes next in a row.
 
     Attributes:
-        psi: of the target's tokens, [vocab] float64. nodes: of the trie, that were looked beyond, without the root. parents: their
-            places there, -1 = the root. likely: nodes that may be looked beyond next, with their probabilities and parents.
+        psi: of the target's tokens, [vocab] float64.
+        nodes: of the trie, that were looked beyond, without the root.
+        parents: their places there, -1 = the root.
+        likely: nodes that may be looked beyond next, with their probabilities and parents.
     """
 
     psi: npt.NDArray[np.float64]
@@ -51,8 +56,11 @@ class Beginnings:
     parents: list[int] = field(default_factory=list)
     likely: list[tuple[float, int, int]] = field(default_factory=list)
 
-    def look(self, trie: TokenTrie, node: int, place: int, reached: float, says: npt.NDArray[np.float64]) -> None:
-        """Looks beyond a node. place: among `nodes`. reached: its probability. says: of the drafter's ids after it."""
+    def look(
+        self, trie: TokenTrie, node: int, place: int, reached: float, says: npt.NDArray[np.float64]
+    ) -> None:
+        """Looks beyond a node. place: among `nodes`. reached: its probability. says: of the
+        drafter's ids after it."""
         children = trie.children(node)
         chances = reached * says[trie.symbols[children]]
         tokens = trie.tokens[children]
@@ -60,7 +68,12 @@ class Beginnings:
         if trie.above[node] >= 0:
             self.psi[trie.above[node]] -= chances[tokens >= 0].sum()
         further = trie.inner(children) & (chances >= LIKELY)
-        self.likely += zip(chances[further].tolist(), children[further].tolist(), [place] * int(further.sum()), strict=True)
+        self.likely += zip(
+            chances[further].tolist(),
+            children[further].tolist(),
+            [place] * int(further.sum()),
+            strict=True,
+        )
 
     def next(self) -> list[tuple[float, int, int]]:
         """The nodes to look beyond next, all of one depth: taken from `likely` into `nodes`."""
@@ -74,17 +87,21 @@ class StringRejection:
     """Draws tokens of the target from psi of a drafter.
 
     Args:
-        drafter: has the model and its cache. contexts: of its rows.
+        drafter: has the model and its cache.
+        contexts: of its rows.
 
     Raises:
         PairMismatch: some token of the drafter begins with another one, or its head is trimmed.
     """
 
-    def __init__(self, drafter: ModelDrafter, contexts: Contexts, vocabularies: Vocabularies) -> None:
+    def __init__(
+        self, drafter: ModelDrafter, contexts: Contexts, vocabularies: Vocabularies
+    ) -> None:
         self._drafter, self._contexts, self._ratio = drafter, contexts, vocabularies.ratio
         if vocabularies.trie is None:
             raise PairMismatch(
-                f"{drafter.runner.name} cannot draft by SLRS: it is for drafters whose tokens are bytes or characters alone"
+                f"{drafter.runner.name} cannot draft by SLRS: it is for drafters whose tokens "
+                f"are bytes or characters alone"
             )
         self._trie = vocabularies.trie
 
@@ -93,8 +110,9 @@ class StringRejection:
         return self._most(lengths) + ROOM
 
     def passes(self, lengths: Sequence[int]) -> int:
-        """Of the drafter for drafts of these lengths in a usual text. How many they were depends on what was drawn, drafts that are
-        thrown away included: a choice of later rounds by that would bend the distribution."""
+        """Of the drafter for drafts of these lengths in a usual text. How many they were depends on
+        what was drawn, drafts that are thrown away included: a choice of later rounds by that would
+        bend the distribution."""
         return ceil((1 + self._ratio) * max(lengths))
 
     def _most(self, lengths: Sequence[int]) -> int:
@@ -110,13 +128,21 @@ class StringRejection:
             j, faults = len(q), Faults()
             logits = passes.logits([length > j for length in lengths])
             found = draws(
-                logits[:, None], Positions(rows, drafts, first=j), inputs.sampler, inputs.uniforms[:, j, None], faults,
-                want_p=needs_q(inputs), want_highest=inputs.stop is not None,
-            )  # fmt: skip
+                logits[:, None],
+                Positions(rows, drafts, first=j),
+                inputs.sampler,
+                inputs.uniforms[:, j, None],
+                faults,
+                want_p=needs_q(inputs),
+                want_highest=inputs.stop is not None,
+            )
             q.append(logits if found.p is None else found.p[:, 0])
             if inputs.stop is not None:
                 highest = found.probs if found.highest is None else found.highest
-                sure = [0.0 if row in faults else value for row, value in zip(rows, highest[:, 0].tolist(), strict=True)]
+                sure = [
+                    0.0 if row in faults else value
+                    for row, value in zip(rows, highest[:, 0].tolist(), strict=True)
+                ]
                 lengths = [min(pair) for pair in zip(lengths, inputs.stop(j, sure), strict=True)]
             for b, (row, token) in enumerate(zip(rows, found.tokens[:, 0].tolist(), strict=True)):
                 if row in faults or passes.failed[b]:
@@ -138,16 +164,25 @@ class _Round:
     """The passes of a proposal.
 
     Attributes:
-        written: the drafter's ids of each row's draft so far. failed: rows for which it gave no distribution.
+        written: the drafter's ids of each row's draft so far.
+        failed: rows for which it gave no distribution.
     """
 
     def __init__(self, drafter: ModelDrafter, trie: TokenTrie, inputs: DraftInputs) -> None:
-        self._drafter, self._trie, self._inputs, self._runner = drafter, trie, inputs, drafter.runner
+        self._drafter, self._trie, self._inputs, self._runner = (
+            drafter,
+            trie,
+            inputs,
+            drafter.runner,
+        )
         self._held, _ = drafter.lacking(inputs.rows, inputs.lengths)
         self._slots = drafter.slots(inputs.rows)
         own = [drafter.read_as(row).tokens for row in inputs.rows]
         self._last = [tokens[-1] for tokens in own]
-        self._ends = [len(t) if length else held for t, length, held in zip(own, inputs.lengths, self._held, strict=True)]
+        self._ends = [
+            len(t) if length else held
+            for t, length, held in zip(own, inputs.lengths, self._held, strict=True)
+        ]
         self.written: list[list[int]] = [[] for _ in own]
         self.failed = [False] * len(own)
         self._new: list[list[int]] = [[] for _ in own]
@@ -159,8 +194,8 @@ class _Round:
         self._new[b] = list(ids)
 
     def logits(self, live: Sequence[bool]) -> Tensor:
-        """log psi of each row's next token, [rows, vocab], of the drafter's dtype but at least float32; rows that are not drafted
-        for any more have any."""
+        """log psi of each row's next token, [rows, vocab], of the drafter's dtype but at least
+        float32; rows that are not drafted for any more have any."""
         vocab, first = self._drafter.vocab_size, self._first(live)
         says = _probabilities(first)
         known = [Beginnings(np.zeros(vocab)) for _ in live]
@@ -180,7 +215,15 @@ class _Round:
         kind = first.dtype if first.dtype == torch.float64 else torch.float32
         return psi.log_().to(self._inputs.uniforms.device, kind)
 
-    def _look(self, b: int, one: Beginnings, node: int, place: int, reached: float, says: npt.NDArray[np.float64]) -> None:
+    def _look(
+        self,
+        b: int,
+        one: Beginnings,
+        node: int,
+        place: int,
+        reached: float,
+        says: npt.NDArray[np.float64],
+    ) -> None:
         if np.isfinite(says).all():
             one.look(self._trie, node, place, reached, says)
         else:
@@ -207,7 +250,8 @@ class _Round:
         return logits[torch.arange(len(blocks), device=logits.device), ends]
 
     def _beyond(self, known: Sequence[Beginnings], chosen: Sequence[Sequence[object]]) -> Tensor:
-        """Logits after the last nodes of each row, [rows, most of them, vocab of the drafter]; the rest is padding."""
+        """Logits after the last nodes of each row, [rows, most of them, vocab of the drafter]; the
+        rest is padding."""
         symbols, cache = self._trie.symbols, self._runner.cache
         blocks: list[list[int]] = []
         for b, one in enumerate(known):
@@ -219,12 +263,17 @@ class _Round:
             cache.rollback(slot, end)
         widest = max(map(len, chosen))
         starts = torch.tensor(
-            [len(block) - len(new) for block, new in zip(blocks, chosen, strict=True)], device=logits.device
+            [len(block) - len(new) for block, new in zip(blocks, chosen, strict=True)],
+            device=logits.device,
         )
-        columns = (starts[:, None] + torch.arange(widest, device=logits.device)).clamp(max=logits.shape[1] - 1)
+        columns = (starts[:, None] + torch.arange(widest, device=logits.device)).clamp(
+            max=logits.shape[1] - 1
+        )
         return logits[torch.arange(len(blocks), device=logits.device)[:, None], columns]
 
-    def _feed(self, blocks: Sequence[list[int]], parents: Sequence[list[int]] | None = None) -> Tensor:
+    def _feed(
+        self, blocks: Sequence[list[int]], parents: Sequence[list[int]] | None = None
+    ) -> Tensor:
         counts = [len(block) for block in blocks]
         padded = [block + block[:1] * (max(counts) - len(block)) for block in blocks]
         tokens = torch.tensor(padded, device=self._runner.device)
@@ -236,8 +285,12 @@ def _probabilities(logits: Tensor) -> npt.NDArray[np.float64]:
     return found
 
 
-def _tree(drafts: list[list[int]], q: list[Tensor] | None, device: torch.device, steps: int) -> DraftTree:
+def _tree(
+    drafts: list[list[int]], q: list[Tensor] | None, device: torch.device, steps: int
+) -> DraftTree:
     if not any(drafts):
         return DraftTree.empty(len(drafts), device, steps)
     tree = DraftTree.of(drafts, device=device, steps=steps)
-    return DraftTree(tree.tokens, tree.lengths, q and q[: tree.m], tree.drafts, chains(drafts), steps)
+    return DraftTree(
+        tree.tokens, tree.lengths, q and q[: tree.m], tree.drafts, chains(drafts), steps
+    )

@@ -1,5 +1,5 @@
-"""SLEM, string-level exact match (Timor et al. 2025, arXiv 2502.05202): a drafter of any vocabulary writes text, and the
-target's tokens of that text are the drafts."""
+"""SLEM, string-level exact match (Timor et al. 2025, arXiv 2502.05202): a drafter of any vocabulary
+writes text, and the target's tokens of that text are the drafts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from shoal.types.trees import DraftTree
 
 
 class StringDrafts:
-    """Writes the drafter's most probable token after each, as far as there is text for the drafts that are asked for.
+    """Writes the drafter's most probable token after each, as far as there is text for the drafts
+    that are asked for.
 
     Args:
-        drafter: has the model and its cache. contexts: of its rows.
+        drafter: has the model and its cache.
+        contexts: of its rows.
     """
 
-    def __init__(self, drafter: ModelDrafter, contexts: Contexts, vocabularies: Vocabularies) -> None:
+    def __init__(
+        self, drafter: ModelDrafter, contexts: Contexts, vocabularies: Vocabularies
+    ) -> None:
         self._drafter, self._contexts, self._vocabularies = drafter, contexts, vocabularies
         kept = vocabularies.kept
         self._kept = None if kept is None else torch.tensor(kept, device=drafter.runner.device)
@@ -47,8 +51,11 @@ class StringDrafts:
         ]
         return tree_of(guesses, inputs)
 
-    def _written(self, inputs: DraftInputs, steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The drafter's tokens of each row and their probabilities; -1 where it has no distribution."""
+    def _written(
+        self, inputs: DraftInputs, steps: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The drafter's tokens of each row and their probabilities; -1 where it has no
+        distribution."""
         runner, slots = self._drafter.runner, self._drafter.slots(inputs.rows)
         last = self._drafter.first_logits(inputs)
         tokens: list[Tensor] = []
@@ -68,7 +75,9 @@ class StringDrafts:
     def _guess(self, row: Row, written: Sequence[int], sure: Sequence[float], length: int) -> Guess:
         """The target's tokens of what the drafter wrote, up to a special token."""
         ours, theirs = self._vocabularies.target, self._vocabularies.draft
-        stop = next((i for i, token in enumerate(written) if token not in theirs.pieces), len(written))
+        stop = next(
+            (i for i, token in enumerate(written) if token not in theirs.pieces), len(written)
+        )
         own = list(written[:stop])
         self._contexts.of(row).drafted = own
         tokens = self._retokenised(row.tokens, theirs.spelled(own))
@@ -85,7 +94,8 @@ class StringDrafts:
         return Guess(tokens[:length], confidence[:length])
 
     def _retokenised(self, tokens: Sequence[int], text: bytes) -> list[int]:
-        """The target's tokens of a text after these: as it would split both together, where that leaves these as they are."""
+        """The target's tokens of a text after these: as it would split both together, where that
+        leaves these as they are."""
         ours = self._vocabularies.target
         for start in ours.windows(tokens):
             window = list(tokens[start:])

@@ -1,12 +1,15 @@
-"""Suffix decoding: the longest end of a row that stands elsewhere too, in its prompt, in itself, in the other rows of its group, in
-earlier answers or in a corpus, and what followed it there most often.
+"""Suffix decoding: the longest end of a row that stands elsewhere too, in its prompt, in itself, in
+the other rows of its group, in earlier answers or in a corpus, and what followed it there most
+often.
 
-After Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975), with suffix automata instead of trees. A draft goes on while the
-frequencies give its path a probability of `shoal.drafting.paths.FLOOR`.
+After Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975), with suffix automata instead of
+trees. A draft goes on while the frequencies give its path a probability of
+`shoal.drafting.paths.FLOOR`.
 
-Scopes: "row", the row and its prompt; "group", also the other rows of its request, while all of them grow; "engine", also earlier
-answers of the engine, whoever asked for them; with a file, those of earlier engines, too. What a request's rows wrote is forgotten
-when the last of them has left; answers are those of rows that came to their end: rows that were cancelled, or cut for time or an
+Scopes: "row", the row and its prompt; "group", also the other rows of its request, while all of
+them grow; "engine", also earlier answers of the engine, whoever asked for them; with a file, those
+of earlier engines, too. What a request's rows wrote is forgotten when the last of them has left;
+answers are those of rows that came to their end: rows that were cancelled, or cut for time or an
 error, leave nothing behind.
 """
 
@@ -39,19 +42,28 @@ class SuffixDrafter(TextDrafter):
     """Looks up the longest suffix of a row that has been continued before.
 
     Args:
-        scope: one of those. least: tokens that must match. nodes: of a tree; 0 = chains.
-        limit: tokens of each automaton: one for each request (or row) that is drafted for, and one for all earlier answers. A full
-            one is made anew of the last half.
-        corpus: looked up as well; whatever has the longest match counts, and of equal ones what the rows wrote.
-        answers: a file of earlier answers, which are looked up, and to which those of all rows are added; whatever the scope is.
+        scope: one of those.
+        least: tokens that must match.
+        nodes: of a tree; 0 = chains.
+        limit: tokens of each automaton: one for each request (or row) that is drafted for, and one
+            for all earlier answers. A full one is made anew of the last half.
+        corpus: looked up as well; whatever has the longest match counts, and of equal ones what the
+            rows wrote.
+        answers: a file of earlier answers, which are looked up, and to which those of all rows are
+            added; whatever the scope is.
     """
 
     name = "suffix"
 
     def __init__(
-        self, scope: str = "group", least: int = 1, nodes: int = 0, limit: int = 1 << 16, corpus: Corpus | None = None,
+        self,
+        scope: str = "group",
+        least: int = 1,
+        nodes: int = 0,
+        limit: int = 1 << 16,
+        corpus: Corpus | None = None,
         answers: AnswerFile | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._corpus = corpus
         self.max_nodes = nodes
@@ -59,11 +71,20 @@ class SuffixDrafter(TextDrafter):
         self._texts: dict[int, GrowingTexts] = {}  # by the identity of the request, or of the row
         remembers = scope == "engine" or answers is not None
         self._answers = Answers(limit, answers) if remembers else None
-        self.keeps = Keeps(TOKEN_BYTES, tokens=limit, always=Answers.most_bytes(limit) if remembers else 0)
+        self.keeps = Keeps(
+            TOKEN_BYTES, tokens=limit, always=Answers.most_bytes(limit) if remembers else 0
+        )
 
     @classmethod
     def for_target(
-        cls, target: Runner, *, min: int = 1, index: str = "", answers: str = "", limit: int = 1 << 16, **options: Any
+        cls,
+        target: Runner,
+        *,
+        min: int = 1,
+        index: str = "",
+        answers: str = "",
+        limit: int = 1 << 16,
+        **options: Any,
     ) -> SuffixDrafter:
         size = target.vocab_size
         corpus = Corpus(fitting_index(index, size)) if index else None
@@ -71,12 +92,17 @@ class SuffixDrafter(TextDrafter):
         return cls(least=min, limit=limit, corpus=corpus, answers=kept, **options)
 
     @classmethod
-    def require_files(cls, tokenizer: Any, *, index: str = "", answers: str = "", **options: Any) -> None:
+    def require_files(
+        cls, tokenizer: Any, *, index: str = "", answers: str = "", **options: Any
+    ) -> None:
         known = None if tokenizer is None else fingerprint(tokenizer)
         if answers:
             require_answers(answers, known)
         if index and open_index(index).tokenizer != known and known is not None:
-            raise RequestError(f"index {index!r} is one of another tokenizer: build it with `shoal index` for this target's")
+            raise RequestError(
+                f"index {index!r} is one of another tokenizer: build it with `shoal index` for "
+                f"this target's"
+            )
 
     def _texts_of(self, row: Row) -> GrowingTexts:
         key = id(row) if self._scope == "row" else id(row.request)
@@ -124,7 +150,8 @@ class GrowingTexts:
     """Rows of one request, and where they stand in their common automaton.
 
     Attributes:
-        request: held, so that no other takes its identity. left: how many of its rows have left.
+        request: held, so that no other takes its identity.
+        left: how many of its rows have left.
     """
 
     def __init__(self, request: Request, limit: int) -> None:
@@ -152,7 +179,10 @@ class GrowingTexts:
             return automaton.tokens - before
         self.automaton, self._prompt = SuffixAutomaton(), None
         kept = max(self._limit // (2 * len(self._rows)), 1)
-        self._rows = {row: (self.automaton.read(ROOT, row.tokens[-kept:]), len(row.tokens)) for row in self._rows}
+        self._rows = {
+            row: (self.automaton.read(ROOT, row.tokens[-kept:]), len(row.tokens))
+            for row in self._rows
+        }
         return self.automaton.tokens
 
     def place(self, row: Row) -> Place:
@@ -193,10 +223,11 @@ class Match(Protocol):
 
 
 def likeliest(place: Match, least: int) -> Iterator[tuple[int, float, Match]]:
-    """The tokens that have followed the longest match there, the most frequent first; of equal ones the last first seen.
+    """The tokens that have followed the longest match there, the most frequent first; of equal ones
+    the last first seen.
 
-    The probability of c occurrences in n, after a match of m tokens, is c / (n + UNSEEN) * m / (m + 1). Short matches are often by
-    chance.
+    The probability of c occurrences in n, after a match of m tokens, is c / (n + UNSEEN) * m / (m +
+    1). Short matches are often by chance.
     """
     place = place.continued()
     if place.length < least:

@@ -1,13 +1,16 @@
-"""Several drafters as one: those that read text where they are sure, the last one for all other rows.
+"""Several drafters as one: those that read text where they are sure, the last one for all other
+rows.
 
-Those that read text and propose chains do so for rows of which they are sure, and the last one for the others. Trees of text
-(`max_nodes` more than 0) are joined to what the last one proposes for the same row (`shoal.drafting.grafting`). Where the last
-one's drafts are verified by their q, those of the others have one too: a point mass, which is what they were drawn from.
+Those that read text and propose chains do so for rows of which they are sure, and the last one for
+the others. Trees of text (`max_nodes` more than 0) are joined to what the last one proposes for the
+same row (`shoal.drafting.grafting`). Where the last one's drafts are verified by their q, those of
+the others have one too: a point mass, which is what they were drawn from.
 
-Which of them may propose in a round is said by `use`: a controller that measures what each of them costs and brings
-(`shoal.lookahead.choosing`) leaves one, or all. Who proposes for a row where several may is decided by what came of the first
-tokens that each proposed for it (`shoal.drafting.first_tokens`): by counts of past rounds, so that no uniform of a later position
-is known.
+Which of them may propose in a round is said by `use`: a controller that measures what each of them
+costs and brings (`shoal.lookahead.choosing`) leaves one, or all. Who proposes for a row where
+several may is decided by what came of the first tokens that each proposed for it
+(`shoal.drafting.first_tokens`): by counts of past rounds, so that no uniform of a later position is
+known.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ class SumDrafter(Drafter):
     """Several drafters as one.
 
     Args:
-        texts: propose chains, the first that is sure of a row for it, or trees, which are joined to the model's. model: drafts for
-            the rows of which none is sure.
+        texts: propose chains, the first that is sure of a row for it, or trees, which are joined to
+            the model's.
+        model: drafts for the rows of which none is sure.
 
     Attributes:
         choices: names of what may propose in a round: one of the drafters, or all of them.
@@ -56,9 +60,14 @@ class SumDrafter(Drafter):
         joined = [text.max_nodes for text in texts if text.max_nodes]
         self._joins = bool(joined)
         # A chain of any length becomes a tree with nodes that are joined to it.
-        self.max_nodes = min(sum(joined) + (model.max_nodes or MOST_NODES), MOST_NODES) if joined else model.max_nodes
+        self.max_nodes = (
+            min(sum(joined) + (model.max_nodes or MOST_NODES), MOST_NODES)
+            if joined
+            else model.max_nodes
+        )
         self._chains: list[tuple[Row, int, int]] = []
-        """Of a round in which others' nodes may follow the model's chains: rows, their tokens, and the model's drafts."""
+        """Of a round in which others' nodes may follow the model's chains: rows, their tokens, and
+        the model's drafts."""
         self._first = FirstTokens(len(self._members))
 
     def use(self, choice: int) -> None:
@@ -72,14 +81,19 @@ class SumDrafter(Drafter):
         trees = [NOTHING] * len(inputs.rows)
         for member in before:
             joins = self.texts[member].max_nodes > 0
-            lengths = [0 if guess.tokens else length for guess, length in zip(guesses, inputs.lengths, strict=True)]
+            lengths = [
+                0 if guess.tokens else length
+                for guess, length in zip(guesses, inputs.lengths, strict=True)
+            ]
             found = self.texts[member].guesses(replace(inputs, lengths=lengths))
             for i, (row, guess) in enumerate(zip(inputs.rows, found, strict=True)):
                 if joins:
                     trees[i] = trees[i] if trees[i].tokens else guess
                 elif guess.tokens and self._first.takes(row, member, guess.confidence[0]):
                     guesses[i], whose[i] = guess, member
-        trees = [NOTHING if guess.tokens else tree for guess, tree in zip(guesses, trees, strict=True)]
+        trees = [
+            NOTHING if guess.tokens else tree for guess, tree in zip(guesses, trees, strict=True)
+        ]
         tree, own = self._together(guesses, trees, inputs, self._members[last])
         sure = [guess.confidence[0] if guess.tokens else 1.0 for guess in guesses]
         self._first.proposed(inputs.rows, whose, sure, [len(draft) for draft in tree.drafts])
@@ -92,26 +106,38 @@ class SumDrafter(Drafter):
 
     def _together(
         self, guesses: Sequence[Guess], trees: Sequence[Guess], inputs: DraftInputs, last: Drafter
-    ) -> tuple[DraftTree, list[int]]:  # fmt: skip
-        """The guesses, what the last drafter proposes for rows without one, and trees joined to that; and how many nodes of each
-        row are not of these trees."""
-        lengths = [0 if guess.tokens else length for guess, length in zip(guesses, inputs.lengths, strict=True)]
-        known = [guess if guess.tokens else tree for guess, tree in zip(guesses, trees, strict=True)]
+    ) -> tuple[DraftTree, list[int]]:
+        """The guesses, what the last drafter proposes for rows without one, and trees joined to
+        that; and how many nodes of each row are not of these trees."""
+        lengths = [
+            0 if guess.tokens else length
+            for guess, length in zip(guesses, inputs.lengths, strict=True)
+        ]
+        known = [
+            guess if guess.tokens else tree for guess, tree in zip(guesses, trees, strict=True)
+        ]
         ends = _Ends(known, inputs, [bool(guess.tokens) for guess in guesses])
         own = DraftTree.empty(len(lengths), inputs.uniforms.device)
         if max(lengths):
             uniforms = _of_rounds(inputs) if self._joins and needs_q(inputs) else inputs.uniforms
-            own = last.propose(replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked, uniforms=uniforms))
+            own = last.propose(
+                replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked, uniforms=uniforms)
+            )
         steps = ends.finish(own.steps)
         kept = [guess.up_to(end) for guess, end in zip(known, ends.lengths, strict=True)]
         each = zip(guesses, kept, own.drafts, strict=True)
         counts = [len(cut.tokens) if guess.tokens else len(draft) for guess, cut, draft in each]
         if not any(guess.tokens for guess in kept):
-            return own if own.steps else DraftTree.empty(len(kept), inputs.uniforms.device, steps), counts
+            return own if own.steps else DraftTree.empty(
+                len(kept), inputs.uniforms.device, steps
+            ), counts
         if not any(tree.tokens for tree in trees) and not own.branches and own.siblings is None:
             return _chained(own, [list(guess.tokens) for guess in kept], steps), counts
         if isinstance(last, ModelDrafter) and not last.max_nodes:
-            self._chains = [(r, len(r.tokens), len(draft)) for r, draft in zip(inputs.rows, own.drafts, strict=True)]
+            self._chains = [
+                (r, len(r.tokens), len(draft))
+                for r, draft in zip(inputs.rows, own.drafts, strict=True)
+            ]
         return grafted(own, kept, steps), counts
 
     def attach(self, target: Runner) -> None:
@@ -138,7 +164,8 @@ class SumDrafter(Drafter):
             member.observe(rows, scores, verdict)
 
     def _roll_back(self, rows: Sequence[Row], verdict: Verdict) -> None:
-        """What a draft model has computed beyond the drafts of its own that were accepted: a path may leave its chain."""
+        """What a draft model has computed beyond the drafts of its own that were accepted: a path
+        may leave its chain."""
         chains, self._chains = self._chains, []
         if not chains:
             return
@@ -179,7 +206,9 @@ class SumDrafter(Drafter):
 
 def _common(each: Sequence[Keeps]) -> Keeps:
     """A bound of what all of them keep."""
-    per_token, per_row, always = (sum(getattr(one, name) for one in each) for name in ("per_token", "per_row", "always"))
+    per_token, per_row, always = (
+        sum(getattr(one, name) for one in each) for name in ("per_token", "per_row", "always")
+    )
     return Keeps(per_token, per_row, always=always, on_device=any(one.on_device for one in each))
 
 
@@ -187,21 +216,28 @@ class _Ends:
     """Where the drafts of a round end: all drafters ask `DraftInputs.stop` as one.
 
     Args:
-        alone: of each row, whether its guess stands alone, and nothing of the last drafter beside it.
+        alone: of each row, whether its guess stands alone, and nothing of the last drafter beside
+            it.
 
     Attributes:
         lengths: of the guesses so far: tokens of chains, depths of trees.
     """
 
-    def __init__(self, guesses: Sequence[Guess], inputs: DraftInputs, alone: Sequence[bool]) -> None:
+    def __init__(
+        self, guesses: Sequence[Guess], inputs: DraftInputs, alone: Sequence[bool]
+    ) -> None:
         self._guesses, self._stop, self._alone = guesses, inputs.stop, alone
         self.lengths = [len(guess.confidence) for guess in guesses]
 
     def asked(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
-        """Asks with the last drafter's confidence, and that of the guesses where there are any; of both the higher one."""
+        """Asks with the last drafter's confidence, and that of the guesses where there are any; of
+        both the higher one."""
         assert self._stop is not None
         sure = [
-            max(0.0 if alone else model, guess.confidence[position] if position < len(guess.confidence) else 0.0)
+            max(
+                0.0 if alone else model,
+                guess.confidence[position] if position < len(guess.confidence) else 0.0,
+            )
             for model, guess, alone in zip(confidence, self._guesses, self._alone, strict=True)
         ]
         ends = self._stop(position, sure)
@@ -209,7 +245,8 @@ class _Ends:
         return ends
 
     def finish(self, position: int) -> int:
-        """Asks on from a position for the guesses alone; returns how many positions were looked at in all."""
+        """Asks on from a position for the guesses alone; returns how many positions were looked at
+        in all."""
         if self._stop is None:
             return max(position, *self.lengths, 1)
         while max(self.lengths) > position or not position:
@@ -219,12 +256,15 @@ class _Ends:
 
 
 def _of_rounds(inputs: DraftInputs) -> Tensor:
-    """Uniforms like those of the round, of which no other round has any, and nothing that verifies drafts: whether a node is joined
-    to a chain may depend on tokens of the chain further on (`shoal.sampling.uniforms.tree_uniforms`)."""
+    """Uniforms like those of the round, of which no other round has any, and nothing that verifies
+    drafts: whether a node is joined to a chain may depend on tokens of the chain further on
+    (`shoal.sampling.uniforms.tree_uniforms`)."""
     width = inputs.uniforms.shape[1]
     seeds = [row.seed for row in inputs.rows for _ in range(width)]
     firsts = [len(row.tokens) for row in inputs.rows for _ in range(width)]
-    drawn = torch.from_numpy(tree_uniforms(seeds, firsts, list(range(width)) * len(inputs.rows)))[:, :1]
+    drawn = torch.from_numpy(tree_uniforms(seeds, firsts, list(range(width)) * len(inputs.rows)))[
+        :, :1
+    ]
     return drawn.view(-1, width, 1).to(inputs.uniforms.device)
 
 
@@ -237,8 +277,11 @@ def _chained(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTr
 
 
 def _with_point_masses(q: Sequence[Tensor], drafts: Sequence[list[int]], m: int) -> list[Tensor]:
-    """q of m positions, [rows, vocab] each: rows with drafts of their own have a point mass there."""
-    found = [values.clone() for values in q[:m]] + [torch.zeros_like(q[0]) for _ in range(m - len(q))]
+    """q of m positions, [rows, vocab] each: rows with drafts of their own have a point mass
+    there."""
+    found = [values.clone() for values in q[:m]] + [
+        torch.zeros_like(q[0]) for _ in range(m - len(q))
+    ]
     for row, tokens in enumerate(drafts):
         for values, token in zip(found, tokens, strict=False):
             values[row] = 0.0

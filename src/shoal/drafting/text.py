@@ -1,7 +1,7 @@
 """Drafters that read tokens and compute no model: what they have in common.
 
-They propose point masses, verified by exact match, so that nothing has to be known of a q. Nothing is read of a row before a draft
-is asked for.
+They propose point masses, verified by exact match, so that nothing has to be known of a q. Nothing
+is read of a row before a draft is asked for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class Guess(NamedTuple):
     """A tree for one row.
 
     Attributes:
-        tokens: of the nodes. parents: of the nodes, as in `DraftTree`; None = a chain.
-        confidence: at each depth, how sure the drafter is, 0..1, that a draft there is accepted if the one before it is.
+        tokens: of the nodes.
+        parents: of the nodes, as in `DraftTree`; None = a chain.
+        confidence: at each depth, how sure the drafter is, 0..1, that a draft there is accepted if
+            the one before it is.
     """
 
     tokens: Sequence[int]
@@ -59,7 +61,8 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def read(self, rows: Sequence[Row]) -> int:
-        """Reads what is new of the rows that drafts are asked for, prompts included; returns how many tokens that was."""
+        """Reads what is new of the rows that drafts are asked for, prompts included; returns how
+        many tokens that was."""
 
     @abstractmethod
     def guess(self, row: Row, length: int) -> Guess:
@@ -77,7 +80,9 @@ class TextDrafter(Drafter):
     def guesses(self, inputs: DraftInputs) -> list[Guess]:
         """Of every row, read up to its end."""
         started = time.perf_counter()
-        read = self.read([row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length])
+        read = self.read(
+            [row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length]
+        )
         # As of a model: prompts, and what was decoded plainly, are no part of a round.
         if read > ROUND_TOKENS * len(inputs.rows):
             self._preparing += time.perf_counter() - started
@@ -105,9 +110,12 @@ NUMBER_BYTES = 28
 
 
 def number_bytes(texts: Iterable[Iterable[int]], elsewhere: Iterable[Iterable[int]] = ()) -> int:
-    """Bytes of the different number objects in these texts that no text elsewhere has. Python has the numbers of a byte anyway."""
+    """Bytes of the different number objects in these texts that no text elsewhere has. Python has
+    the numbers of a byte anyway."""
     known = {id(token) for text in elsewhere for token in text}
-    return NUMBER_BYTES * len({id(token) for text in texts for token in text if token > 256} - known)
+    return NUMBER_BYTES * len(
+        {id(token) for text in texts for token in text if token > 256} - known
+    )
 
 
 def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:
@@ -118,14 +126,18 @@ def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:
 
 
 def _lengths(guesses: Sequence[Guess], inputs: DraftInputs) -> tuple[list[int], int]:
-    """How much of each row's guess is proposed, and how many positions were looked at: the first in any case, as it tells what
-    drafting costs and how often there is nothing to propose. Where a row's guess has ended, the confidence in a draft is 0."""
+    """How much of each row's guess is proposed, and how many positions were looked at: the first in
+    any case, as it tells what drafting costs and how often there is nothing to propose. Where a
+    row's guess has ended, the confidence in a draft is 0."""
     lengths = [len(guess.confidence) for guess in guesses]
     if inputs.stop is None:
         return lengths, max(*lengths, 1)
     position = 0
     while True:
-        sure = [guess.confidence[position] if position < len(guess.confidence) else 0.0 for guess in guesses]
+        sure = [
+            guess.confidence[position] if position < len(guess.confidence) else 0.0
+            for guess in guesses
+        ]
         lengths = [min(pair) for pair in zip(lengths, inputs.stop(position, sure), strict=True)]
         position += 1
         if max(lengths) <= position:
@@ -138,5 +150,8 @@ def _tree(drafts: Sequence[Guess], device: torch.device, steps: int) -> DraftTre
         return DraftTree.empty(len(tokens), device, steps)
     if all(guess.parents is None for guess in drafts):
         return DraftTree.of(tokens, device=device, steps=steps)
-    parents = [range(-1, len(guess.tokens) - 1) if guess.parents is None else guess.parents for guess in drafts]
+    parents = [
+        range(-1, len(guess.tokens) - 1) if guess.parents is None else guess.parents
+        for guess in drafts
+    ]
     return DraftTree.of(tokens, parents, device=device, steps=steps)

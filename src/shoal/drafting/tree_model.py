@@ -1,7 +1,8 @@
 """A smaller model drafts trees: one pass for each depth, over the nodes of all rows.
 
-The first pass feeds what the cache lacks of each row. Every further one feeds the tree so far, from the last committed token on, as
-the target's verification does: of its columns only those of the new depth are read. What was accepted stays in the cache.
+The first pass feeds what the cache lacks of each row. Every further one feeds the tree so far, from
+the last committed token on, as the target's verification does: of its columns only those of the new
+depth are read. What was accepted stays in the cache.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from shoal.types.trees import DraftTree, Positions
 
 
 class TreeDrafter(ModelDrafter):
-    """Draws trees from a draft model's q under the row's own sampling controls; for greedy rows, and where drafts are not verified
-    by their q, trees of what is most probable.
+    """Draws trees from a draft model's q under the row's own sampling controls; for greedy rows,
+    and where drafts are not verified by their q, trees of what is most probable.
 
     Args:
-        runner, vocab_size, pending: as of `ModelDrafter`. shape: of the trees.
+        runner, vocab_size, pending: as of `ModelDrafter`.
+        shape: of the trees.
 
     Raises:
         UnsupportedModel: the draft model takes no trees itself.
@@ -43,11 +45,13 @@ class TreeDrafter(ModelDrafter):
         super().__init__(runner, vocab_size, pending=pending)
         if not runner.takes_trees:
             raise UnsupportedModel(
-                f"{runner.name} takes no position for each token, which draft trees need: it can draft chains"
+                f"{runner.name} takes no position for each token, which draft trees need: it "
+                f"can draft chains"
             )
         self.max_nodes = shape.most
         self._shape = shape
-        # Of the round: tokens in the cache before its trees, and the column there of each node, 0 = none.
+        # Of the round: tokens in the cache before its trees, and the column there of each node, 0 =
+        # none.
         self._fed: dict[Row, tuple[int, list[int]]] = {}
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
@@ -58,7 +62,11 @@ class TreeDrafter(ModelDrafter):
         depth, lengths = 0, list(inputs.lengths)
         while asked := growth.asked():
             fed = growth.inner(asked) if depth else []
-            logits = self._after_trees(inputs, held, fed, asked) if depth else self._after_roots(inputs, asked)
+            logits = (
+                self._after_trees(inputs, held, fed, asked)
+                if depth
+                else self._after_roots(inputs, asked)
+            )
             q, sound = self._q(inputs, logits, asked)
             growth.know(asked, q)
             lengths = self._lengths(inputs, growth, asked, q, sound, depth)
@@ -78,11 +86,16 @@ class TreeDrafter(ModelDrafter):
         logits = self.first_logits(inputs)
         return logits[torch.tensor([node.row for node in asked], device=logits.device)]
 
-    def _after_trees(self, inputs: DraftInputs, held: Sequence[int], fed: Sequence[Node], asked: Sequence[Node]) -> Tensor:
-        """Logits [asked, vocab of the drafter] after nodes, which are among those fed; all from the root of their rows on."""
+    def _after_trees(
+        self, inputs: DraftInputs, held: Sequence[int], fed: Sequence[Node], asked: Sequence[Node]
+    ) -> Tensor:
+        """Logits [asked, vocab of the drafter] after nodes, which are among those fed; all from the
+        root of their rows on."""
         columns = _columns(fed)
         blocks, parents, slots = [], [], self.slots(inputs.rows)
-        for b, (row, length, slot) in enumerate(zip(inputs.rows, inputs.lengths, slots, strict=True)):
+        for b, (row, length, slot) in enumerate(
+            zip(inputs.rows, inputs.lengths, slots, strict=True)
+        ):
             own = [node for node in fed if node.row == b]
             self.runner.cache.rollback(slot, len(row.tokens) - 1 if length else held[b])
             blocks.append([row.tokens[-1] if length else 0, *(node.token for node in own)])
@@ -94,23 +107,41 @@ class TreeDrafter(ModelDrafter):
         index = torch.tensor([[node.row, columns[node]] for node in asked], device=logits.device)
         return logits[index[:, 0], index[:, 1]]
 
-    def _q(self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]) -> tuple[Tensor, list[bool]]:
-        """The distributions [asked, vocab] that children are drawn from, and which of them there are."""
+    def _q(
+        self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]
+    ) -> tuple[Tensor, list[bool]]:
+        """The distributions [asked, vocab] that children are drawn from, and which of them there
+        are."""
         faults: Faults = {}
         requests: dict[int, Request] = {}
-        rows = [_sampled(inputs.rows[node.row], requests) for node in asked]  # each its own, for its faults
+        rows = [
+            _sampled(inputs.rows[node.row], requests) for node in asked
+        ]  # each its own, for its faults
         positions = Positions(rows, [node.path() for node in asked], first=asked[0].depth)
         q = probabilities(self.of_target(logits)[:, None], positions, faults)[:, 0]
         sound = [row not in faults for row in rows]
         if not all(sound):
             finite = logits.amax(-1).isfinite().tolist()
-            self.clean([inputs.rows[node.row] for node, is_finite in zip(asked, finite, strict=True) if not is_finite])
+            self.clean(
+                [
+                    inputs.rows[node.row]
+                    for node, is_finite in zip(asked, finite, strict=True)
+                    if not is_finite
+                ]
+            )
         return q, sound
 
     def _lengths(
-        self, inputs: DraftInputs, growth: Growth, asked: Sequence[Node], q: Tensor, sound: Sequence[bool], depth: int
-    ) -> list[int]:  # fmt: skip
-        """How long paths may still become: no longer where a node of the row has no distribution, or by `DraftInputs.stop`."""
+        self,
+        inputs: DraftInputs,
+        growth: Growth,
+        asked: Sequence[Node],
+        q: Tensor,
+        sound: Sequence[bool],
+        depth: int,
+    ) -> list[int]:
+        """How long paths may still become: no longer where a node of the row has no distribution,
+        or by `DraftInputs.stop`."""
         lengths = list(growth.lengths)
         for node, is_sound in zip(asked, sound, strict=True):
             lengths[node.row] = lengths[node.row] if is_sound else min(lengths[node.row], depth)
@@ -150,7 +181,9 @@ def _sampled(row: Row, requests: dict[int, Request]) -> Row:
     own, request = copy.copy(row), row.request
     if request.sampling.greedy:
         if id(request) not in requests:
-            requests[id(request)] = replace(request, sampling=replace(request.sampling, temperature=1.0))
+            requests[id(request)] = replace(
+                request, sampling=replace(request.sampling, temperature=1.0)
+            )
         own.request = requests[id(request)]
     return own
 
@@ -160,19 +193,31 @@ WIDTHS = (2, 4)
 
 
 class ChainOrTreeDrafter(TreeDrafter):
-    """Chains, as of `ModelDrafter`, or trees of RSD-S of several widths, by one model with one cache: `draft="DIR:tree=auto"`.
+    """Chains, as of `ModelDrafter`, or trees of RSD-S of several widths, by one model with one
+    cache: `draft="DIR:tree=auto"`.
 
-    A tree of width w finds by its siblings the tokens that the chain misses, and takes w times the columns of the target's pass.
-    `lookahead="auto"` measures both (`shoal.lookahead.choosing`); with a fixed draft length all are chains.
+    A tree of width w finds by its siblings the tokens that the chain misses, and takes w times the
+    columns of the target's pass. `lookahead="auto"` measures both (`shoal.lookahead.choosing`);
+    with a fixed draft length all are chains.
 
     Args:
-        runner, vocab_size, pending: as of `ModelDrafter`. widths: of the trees. nodes: most of a tree.
+        runner, vocab_size, pending: as of `ModelDrafter`.
+        widths: of the trees.
+        nodes: most of a tree.
 
     Raises:
         UnsupportedModel: the draft model takes no trees itself.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, widths: Sequence[int], nodes: int, *, pending: int = 2) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        vocab_size: int,
+        widths: Sequence[int],
+        nodes: int,
+        *,
+        pending: int = 2,
+    ) -> None:
         self._shapes = [RsdS(width, nodes) for width in widths]
         super().__init__(runner, vocab_size, self._shapes[0], pending=pending)
         self.choices = ["chain", *(f"tree of width {width}" for width in widths)]
@@ -187,7 +232,9 @@ class ChainOrTreeDrafter(TreeDrafter):
         return super().propose(inputs) if self._used else ModelDrafter.propose(self, inputs)
 
 
-def tree_drafter(target: Runner, *, model: Drafter, tree: str, nodes: int, width: int = 2) -> TreeDrafter:
+def tree_drafter(
+    target: Runner, *, model: Drafter, tree: str, nodes: int, width: int = 2
+) -> TreeDrafter:
     """Makes a drafter of trees from that of a draft model.
 
     Raises:
@@ -196,7 +243,8 @@ def tree_drafter(target: Runner, *, model: Drafter, tree: str, nodes: int, width
     assert isinstance(model, ModelDrafter)
     if model.shared is not None or type(model) not in (ModelDrafter, MultiExitDrafter):
         raise UnsupportedModel(
-            f"{model.runner.name} has another tokenizer than {target.name}: it can draft chains, not trees"
+            f"{model.runner.name} has another tokenizer than {target.name}: it can draft "
+            f"chains, not trees"
         )
     if tree == "auto":
         return ChainOrTreeDrafter(model.runner, target.vocab_size, WIDTHS, nodes)

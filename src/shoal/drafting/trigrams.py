@@ -1,9 +1,11 @@
-"""Tri-gram tables: what followed the last two tokens of a row, in its text and by what the target said, is proposed.
+"""Tri-gram tables: what followed the last two tokens of a row, in its text and by what the target
+said, is proposed.
 
-After Liu et al., "ADED: adaptive draft-verification" (2024, arXiv 2407.12021): counts of tri-grams stand for the target's
-distribution, are updated by each verification, and are searched by playouts that explore. It is token recycling
-(`shoal.drafting.recycling`) with another table: two tokens of context, and counts that add up in place of the last word. Pairs of
-tokens that were never seen are looked up by the last token alone.
+After Liu et al., "ADED: adaptive draft-verification" (2024, arXiv 2407.12021): counts of tri-grams
+stand for the target's distribution, are updated by each verification, and are searched by playouts
+that explore. It is token recycling (`shoal.drafting.recycling`) with another table: two tokens of
+context, and counts that add up in place of the last word. Pairs of tokens that were never seen are
+looked up by the last token alone.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ class Trigrams:
     """Counts of what followed.
 
     Attributes:
-        request: held, so that no other takes its identity. left: how many of its rows have left.
-        table: context -> token -> count; the context that was updated last is the last. read: tokens read of each row.
+        request: held, so that no other takes its identity.
+        left: how many of its rows have left.
+        table: context -> token -> count; the context that was updated last is the last.
+        read: tokens read of each row.
     """
 
     def __init__(self, request: Request, k: int, limit: int) -> None:
@@ -48,7 +52,11 @@ class Trigrams:
         """Counts what is new of a row; returns how many tokens that was."""
         tokens, start = row.tokens, self.read.get(row, 1)
         for position in range(start, len(tokens)):
-            self._add(tuple(tokens[max(position - 2, 0) : position]), tokens[position : position + 1], (1.0,))
+            self._add(
+                tuple(tokens[max(position - 2, 0) : position]),
+                tokens[position : position + 1],
+                (1.0,),
+            )
         self.read[row] = len(tokens)
         return len(tokens) - start
 
@@ -69,9 +77,12 @@ class Trigrams:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, to a few percent. Tokens that were read have their numbers elsewhere while their rows are here."""
+        """Memory that it takes, to a few percent. Tokens that were read have their numbers
+        elsewhere while their rows are here."""
         known = self.table.values()
-        tables = getsizeof(self.table) + sum(map(getsizeof, self.table)) + sum(map(getsizeof, known))
+        tables = (
+            getsizeof(self.table) + sum(map(getsizeof, self.table)) + sum(map(getsizeof, known))
+        )
         numbers = number_bytes((*self.table, *known), elsewhere=(row.tokens for row in self.read))
         return tables + COUNT_BYTES * sum(map(len, known)) + numbers
 
@@ -80,13 +91,21 @@ class TrigramDrafter(RecyclingDrafter):
     """Follows what came after the last two tokens most often.
 
     Args:
-        scope, k, nodes: as of `RecyclingDrafter`. limit: contexts of a table; a full one keeps the half that was updated last.
+        scope, k, nodes: as of `RecyclingDrafter`.
+        limit: contexts of a table; a full one keeps the half that was updated last.
         playouts: by which trees are searched; 0 = the most probable paths.
     """
 
     name = "trigrams"
 
-    def __init__(self, scope: str = "group", k: int = 8, nodes: int = 8, limit: int = 1 << 15, playouts: int = 0) -> None:
+    def __init__(
+        self,
+        scope: str = "group",
+        k: int = 8,
+        nodes: int = 8,
+        limit: int = 1 << 15,
+        playouts: int = 0,
+    ) -> None:
         super().__init__(scope, k, nodes)
         self._limit, self._playouts = limit, playouts
         counted = dict.fromkeys(range(2 * k), 0.0)
@@ -105,7 +124,9 @@ class TrigramDrafter(RecyclingDrafter):
         return probable(place, following, length, self.max_nodes)
 
 
-def likeliest(table: dict[Context, dict[int, float]], context: Context) -> Iterator[tuple[int, float, Context]]:
+def likeliest(
+    table: dict[Context, dict[int, float]], context: Context
+) -> Iterator[tuple[int, float, Context]]:
     """The tokens that followed, the most frequent first; of equal ones the one seen first."""
     known, factor = table.get(context), 1.0
     if known is None:
@@ -123,7 +144,8 @@ GROWTH = 19652
 
 @dataclass
 class _Node:
-    """One more token. path: its probability from the root on. worth: mean of the playouts through it."""
+    """One more token. path: its probability from the root on. worth: mean of the playouts through
+    it."""
 
     token: int
     chance: float
@@ -134,14 +156,17 @@ class _Node:
     children: list[_Node] | None = None
 
 
-def explored(place: Place, following: Following[Place], length: int, nodes: int, playouts: int) -> Guess:
+def explored(
+    place: Place, following: Following[Place], length: int, nodes: int, playouts: int
+) -> Guess:
     """Returns a tree of at most so many nodes and so deep: those that most playouts went through.
 
-    The search is that of ADED and AlphaZero: the worth of a child is the mean of the playouts through it, and a bonus for its
-    probability that shrinks as it is tried. Nothing is random.
+    The search is that of ADED and AlphaZero: the worth of a child is the mean of the playouts
+    through it, and a bonus for its probability that shrinks as it is tried. Nothing is random.
 
     Args:
-        place, following: as of `shoal.drafting.paths.probable`. playouts: paths that are tried.
+        place, following: as of `shoal.drafting.paths.probable`.
+        playouts: paths that are tried.
     """
     root = _Node(-1, 1.0, 1.0, 0)
     places: dict[int, Place] = {id(root): place}
@@ -153,13 +178,20 @@ def explored(place: Place, following: Following[Place], length: int, nodes: int,
                 node.children = []
                 for token, sure, after in islice(following(places[id(node)]), nodes):
                     if node.path * sure >= FLOOR:
-                        node.children.append(child := _Node(token, sure, node.path * sure, node.depth + 1))
+                        node.children.append(
+                            child := _Node(token, sure, node.path * sure, node.depth + 1)
+                        )
                         places[id(child)] = after
             if not node.children:
                 break
             tried = sum(child.visits for child in node.children)
             scale = sqrt(tried + 1) * (BONUS + log((tried + GROWTH + 1) / GROWTH))
-            path.append(max(node.children, key=lambda child: child.worth + child.chance * scale / (1 + child.visits)))
+            path.append(
+                max(
+                    node.children,
+                    key=lambda child: child.worth + child.chance * scale / (1 + child.visits),
+                )
+            )
         # A path is worth the tokens that it is expected to bring.
         value = sum(node.path for node in path[1:])
         for node in path:

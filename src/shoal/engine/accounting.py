@@ -1,4 +1,5 @@
-"""What a round took: times of its stages, counts for `Stats`, and what a draft length controller is told."""
+"""What a round took: times of its stages, counts for `Stats`, and what a draft length controller is
+told."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Stopwatch:
     """Times of the stages of a round: propose, verify, accept, commit.
 
     Attributes:
-        laps: seconds of each stage so far. between: from the first position of the drafts looked at to the last; None if none was.
+        laps: seconds of each stage so far.
+        between: from the first position of the drafts looked at to the last; None if none was.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -30,8 +32,8 @@ class Stopwatch:
         self._last = now
 
     def lap_shares(self, shares: Sequence[float], between: float | None = None) -> None:
-        """Stages that were computed in one go are over, and took these shares of the time; of the first, `between` is a share of
-        its own."""
+        """Stages that were computed in one go are over, and took these shares of the time; of the
+        first, `between` is a share of its own."""
         now = self._clock()
         self.laps += [share * (now - self._last) for share in shares]
         self.between = None if between is None else between * self.laps[0]
@@ -51,13 +53,20 @@ class Stopwatch:
 
 
 def count_round(
-    stats: Stats, tree: DraftTree, commits: Sequence[Commit], laps: Sequence[float], target: tuple[int, float],
-    drafter: DraftCounters, name: str,
-) -> None:  # fmt: skip
+    stats: Stats,
+    tree: DraftTree,
+    commits: Sequence[Commit],
+    laps: Sequence[float],
+    target: tuple[int, float],
+    drafter: DraftCounters,
+    name: str,
+) -> None:
     """Adds a round to the statistics.
 
     Args:
-        laps: seconds of the four stages. target: its passes and the seconds in them. name: of the engine's drafter.
+        laps: seconds of the four stages.
+        target: its passes and the seconds in them.
+        name: of the engine's drafter.
     """
     drafted, accepted = sum(map(len, tree.drafts)), sum(done.accepted for done in commits)
     stats.rounds += 1
@@ -83,21 +92,34 @@ def count_round(
     stats.count_executors("draft", drafter.executors)
 
 
-def _count_by_drafter(stats: Stats, drafters: Sequence[Sequence[str]], commits: Sequence[Commit]) -> None:
+def _count_by_drafter(
+    stats: Stats, drafters: Sequence[Sequence[str]], commits: Sequence[Commit]
+) -> None:
     proposed = [name for names in drafters for name in names]
-    kept = [done.row.drafters[len(done.row.drafters) - len(done.tokens) :][: done.accepted] for done in commits]
+    kept = [
+        done.row.drafters[len(done.row.drafters) - len(done.tokens) :][: done.accepted]
+        for done in commits
+    ]
     accepted = [name for names in kept for name in names]
     for name in dict.fromkeys(proposed):
         stats.count_drafts(name, proposed.count(name), accepted.count(name))
 
 
-def outcome(tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, preparing: float) -> Outcome:
-    """What the draft length controller is told: of a tree that branches, its depth counts as drafted.
+def outcome(
+    tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, preparing: float
+) -> Outcome:
+    """What the draft length controller is told: of a tree that branches, its depth counts as
+    drafted.
 
     Args:
-        watch: of the round. preparing: seconds of the drafter for prompts.
+        watch: of the round.
+        preparing: seconds of the drafter for prompts.
     """
-    drafted = [max(depths) for depths in tree.depths] if tree.branches else [len(drafts) for drafts in tree.drafts]
+    drafted = (
+        [max(depths) for depths in tree.depths]
+        if tree.branches
+        else [len(drafts) for drafts in tree.drafts]
+    )
     accepted, laps = [len(path) for path in paths], watch.laps
     nodes = list(map(len, tree.drafts)) if tree.branches else None
     steps = max(tree.steps, any(drafted))  # a drafter need not say how many it has made

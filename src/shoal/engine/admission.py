@@ -1,8 +1,9 @@
-"""Decides whether the next row of the queue gets a slot, which one, and where its prompt comes from. Pure Python.
+"""Decides whether the next row of the queue gets a slot, which one, and where its prompt comes
+from. Pure Python.
 
-A decision is made on data that does not change, and the scheduler carries it out. `decide` tries several states of the caches, from
-the one that keeps most prompts to the one that keeps fewest. For each it finds the row's prompt, chooses a slot, and asks whether
-there is memory for the row.
+A decision is made on data that does not change, and the scheduler carries it out. `decide` tries
+several states of the caches, from the one that keeps most prompts to the one that keeps fewest. For
+each it finds the row's prompt, chooses a slot, and asks whether there is memory for the row.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class CacheState:
         rows: the row in each slot, None = free.
         slot_groups: the group whose complete prompt the slot holds, for each slot.
         store: the stored prompts.
-        completed: groups whose prompts are completed in this round, so that copies of them come after that.
+        completed: groups whose prompts are completed in this round, so that copies of them come
+            after that.
     """
 
     rows: Sequence[Row | None]
@@ -46,8 +48,10 @@ class Decision:
     """What becomes of a row that asks for a slot.
 
     Attributes:
-        kept: what the caches keep. Other prompts are given up, also if the row waits: it needs their memory.
-        store: the stored prompts once the row is admitted. slot: the row's; None = the row waits.
+        kept: what the caches keep. Other prompts are given up, also if the row waits: it needs
+            their memory.
+        store: the stored prompts once the row is admitted.
+        slot: the row's; None = the row waits.
         origin, source: of its prompt, see `shoal.types.schedule.Admission`.
     """
 
@@ -59,14 +63,21 @@ class Decision:
 
 
 def decide(
-    row: Row, state: CacheState, budget: int, capacity: int, fits: Fits, must_fit: bool, known: int = 0
-) -> Decision:  # fmt: skip
+    row: Row,
+    state: CacheState,
+    budget: int,
+    capacity: int,
+    fits: Fits,
+    must_fit: bool,
+    known: int = 0,
+) -> Decision:
     """Whether the row gets a slot, and what for.
 
     Args:
-        budget: prompt tokens that may still be computed in this round. capacity: most rows in slots.
-        must_fit: False = a row that would be the only one is admitted without asking. The engine has refused rows that are too
-            large for that (`shoal.engine.memory.Memory.check`).
+        budget: prompt tokens that may still be computed in this round.
+        capacity: most rows in slots.
+        must_fit: False = a row that would be the only one is admitted without asking. The engine
+            has refused rows that are too large for that (`shoal.engine.memory.Memory.check`).
         known: tokens of its prompt that need not be computed.
     """
     for kept in _states(row, state, capacity):
@@ -82,8 +93,8 @@ def decide(
 
 
 def _states(row: Row, state: CacheState, capacity: int) -> Iterator[CacheState]:
-    """What the caches may keep: at most as many stored prompts as slots, then only those that a row reads, then nothing, if no row
-    is in a slot."""
+    """What the caches may keep: at most as many stored prompts as slots, then only those that a row
+    reads, then nothing, if no row is in a slot."""
     read = {other.group for other in [*state.in_slots, row]}
     unread = [group for group in state.store.prefixes if group not in read]
     computes = find_prompt(row, state)[0] is PromptOrigin.COMPUTE
@@ -100,15 +111,18 @@ def find_prompt(row: Row, state: CacheState) -> tuple[PromptOrigin, int | None]:
         return PromptOrigin.SHARED, None
     if row.group in state.slot_groups:
         later = row.group in state.completed
-        return PromptOrigin.COPY_AFTER_COMPUTE if later else PromptOrigin.COPY, state.slot_groups.index(row.group)
+        return (
+            PromptOrigin.COPY_AFTER_COMPUTE if later else PromptOrigin.COPY,
+            state.slot_groups.index(row.group),
+        )
     return PromptOrigin.COMPUTE, None
 
 
 def choose_slot(
     row: Row, origin: PromptOrigin, state: CacheState, budget: int, capacity: int, known: int = 0
-) -> int | None:  # fmt: skip
-    """The first free slot, or None. A prompt that takes several rounds gets a slot above all that are taken, as the rows that run
-    meanwhile need adjacent slots."""
+) -> int | None:
+    """The first free slot, or None. A prompt that takes several rounds gets a slot above all that
+    are taken, as the rows that run meanwhile need adjacent slots."""
     takes_several_rounds = origin is PromptOrigin.COMPUTE and row.entry_length - 1 - known > budget
     if takes_several_rounds and not budget:
         return None
@@ -118,8 +132,8 @@ def choose_slot(
 
 
 def _with_prompt(row: Row, origin: PromptOrigin, store: PrefixStore, capacity: int) -> PrefixStore:
-    """The store with the row's prompt, if that is computed and better stored than copied. No other row has what one that was
-    paused enters with."""
+    """The store with the row's prompt, if that is computed and better stored than copied. No other
+    row has what one that was paused enters with."""
     if origin is not PromptOrigin.COMPUTE or row.paused_at:
         return store
     rows = min(row.request.n, capacity)

@@ -1,4 +1,5 @@
-"""The rows that run: how they join, are paused and leave, and what the caches hold of them meanwhile."""
+"""The rows that run: how they join, are paused and leave, and what the caches hold of them
+meanwhile."""
 
 from __future__ import annotations
 
@@ -27,24 +28,34 @@ class Batch:
     """Carries out what the scheduler decides, in the target's cache and with the drafter.
 
     Args:
-        scheduler: decides who runs, and where. memory: sizes the caches. kept: prefixes of earlier rows, if any are kept.
-        stats: prompts and pauses are counted there. clock: seconds.
+        scheduler: decides who runs, and where.
+        memory: sizes the caches.
+        kept: prefixes of earlier rows, if any are kept.
+        stats: prompts and pauses are counted there.
+        clock: seconds.
     """
 
     def __init__(
-        self, target: Runner, drafter: Drafter | None, scheduler: Scheduler, memory: Memory, kept: PrefixCache | None, stats: Stats,
+        self,
+        target: Runner,
+        drafter: Drafter | None,
+        scheduler: Scheduler,
+        memory: Memory,
+        kept: PrefixCache | None,
+        stats: Stats,
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.target, self.drafter, self.scheduler, self.memory = target, drafter, scheduler, memory
         self.kept, self.stats, self._clock = kept, stats, clock
 
-    # ── joining ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
     def gather(self, ended: list[Commit], *, drafting: bool) -> Sequence[Row]:
         """The rows of this round, their prompts in the caches and their slots side by side.
 
-        Rows that there is no memory for, and those whose deadline passes while prompts are computed, join those that have `ended`.
-        Empty also if nothing runs for now and rows have ended: they are returned before the next prompt is computed.
+        Rows that there is no memory for, and those whose deadline passes while prompts are
+        computed, join those that have `ended`. Empty also if nothing runs for now and rows have
+        ended: they are returned before the next prompt is computed.
 
         Args:
             drafting: the drafter computes long prompts along with the target.
@@ -58,7 +69,9 @@ class Batch:
                     self._prefill(round_, drafting)
                 failure = None
             except ModelError as error:
-                failure = error.with_traceback(None)  # its frames hold the tensors of the pass, and rows keep their error
+                failure = error.with_traceback(
+                    None
+                )  # its frames hold the tensors of the pass, and rows keep their error
             if failure is not None:
                 ended += self._refuse(round_, failure)
                 continue
@@ -69,13 +82,15 @@ class Batch:
                 return rows
 
     def _close_up(self) -> Sequence[Row]:
-        """The rows of a round that others have left since their prompts were computed: their slots side by side again."""
+        """The rows of a round that others have left since their prompts were computed: their slots
+        side by side again."""
         round_ = self.scheduler.close_up()
         prefill(self.target, round_)
         return round_.rows
 
     def _refuse(self, round_: Round, error: ModelError) -> list[Commit]:
-        """Ends the rows that a round was to admit, as their prompts could not be computed; raises the error if there are none."""
+        """Ends the rows that a round was to admit, as their prompts could not be computed; raises
+        the error if there are none."""
         refused = self.scheduler.refuse(round_)
         if not refused:
             raise error
@@ -93,7 +108,9 @@ class Batch:
         computed = prefill(self.target, round_, hidden, self.kept)
         self.target.take_counters()  # no part of a round
         self.stats.count_executors("target", self.target.take_executors())
-        self.stats.prefills += sum(admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions)
+        self.stats.prefills += sum(
+            admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions
+        )
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
         self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
@@ -101,9 +118,13 @@ class Batch:
         if self.drafter is not None:  # its seconds are in its own counters
             self._tell_drafter(self.drafter, round_, hidden, drafting)
 
-    def _tell_drafter(self, drafter: Drafter, round_: Round, hidden: Sequence[Tensor], drafting: bool) -> None:
+    def _tell_drafter(
+        self, drafter: Drafter, round_: Round, hidden: Sequence[Tensor], drafting: bool
+    ) -> None:
         """Of the rows that joined, and of their prompts; of rows that were paused it knows both."""
-        drafter.begin([admission.row for admission in round_.admissions if not admission.row.paused_at])
+        drafter.begin(
+            [admission.row for admission in round_.admissions if not admission.row.paused_at]
+        )
         new = [i for i, chunk in enumerate(round_.chunks) if not chunk.row.paused_at]
         chunks = [round_.chunks[i] for i in new]
         if hidden and new:
@@ -111,7 +132,7 @@ class Batch:
         if drafting:
             drafter.prepare(chunks)
 
-    # ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── leaving ───────────────────────────────────────────────────────────────────────────────────
 
     def expire(self) -> list[Commit]:
         """Ends the rows whose deadline has passed; those that had no round yet were not started."""
@@ -121,8 +142,11 @@ class Batch:
         started, others = [row for row in due if row.rounds], [row for row in due if not row.rounds]
         return self.cut(started, "time") + self.cut(others, "not started")
 
-    def cut(self, rows: Iterable[Row], reason: str, error: ShoalError | None = None) -> list[Commit]:
-        """Ends those of the rows that have not ended, between two rounds; returns what they have."""
+    def cut(
+        self, rows: Iterable[Row], reason: str, error: ShoalError | None = None
+    ) -> list[Commit]:
+        """Ends those of the rows that have not ended, between two rounds; returns what they
+        have."""
         unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
         self.remove(unfinished)
         now, commits = self._clock(), []
@@ -139,7 +163,8 @@ class Batch:
             self.drafter.end(rows)
 
     def pause(self) -> None:
-        """A row of a call that is ahead gives its slot to one that waits; what the cache holds of it is kept if there is room."""
+        """A row of a call that is ahead gives its slot to one that waits; what the cache holds of
+        it is kept if there is room."""
         row = self.scheduler.to_pause()
         if row is None:
             return
@@ -150,11 +175,12 @@ class Batch:
         self.scheduler.pause(row)
         self.stats.pauses += 1
 
-    # ── what the caches hold ────────────────────────────────────────────────────────────────────────────────────────
+    # ── what the caches hold ──────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def trim(self) -> bool:
-        """Whether all that is in slots fits beside what is reserved; the caches are then no larger than that."""
+        """Whether all that is in slots fits beside what is reserved; the caches are then no larger
+        than that."""
         round_ = self.scheduler.release_free_slots()
         prefill(self.target, round_)
         fits = self.memory.fits(round_.in_slots, round_.slots, round_.prefixes)
@@ -163,11 +189,14 @@ class Batch:
         return fits
 
     def zero_faults(self, scores: Scores) -> None:
-        """Removes what a faulty pass of the target has left: hidden keys count with weight 0, and 0 * NaN is NaN. Of a row that
-        failed all is removed, of others what lies beyond their ends: drafts that were rejected, and padding."""
+        """Removes what a faulty pass of the target has left: hidden keys count with weight 0, and 0
+        * NaN is NaN. Of a row that failed all is removed, of others what lies beyond their ends:
+        drafts that were rejected, and padding."""
         for row, faults in scores.faults.items():
             if any(isinstance(error, BadLogits) for error in faults.values()):
                 failed = any(row.error is error for error in faults.values())
-                self.target.cache.zero_tail(row.slot, 0 if failed else self.target.cache.lengths[row.slot])
+                self.target.cache.zero_tail(
+                    row.slot, 0 if failed else self.target.cache.lengths[row.slot]
+                )
                 if failed:
                     self.scheduler.forget(row.slot)

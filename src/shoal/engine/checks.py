@@ -1,4 +1,5 @@
-"""Tokens that a round decided on, asked of the rows' checks; where one is refused, another is drawn and the rest is given up."""
+"""Tokens that a round decided on, asked of the rows' checks; where one is refused, another is drawn
+and the rest is given up."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ States = list[tuple[Any, Any]]
 
 
 def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
-    """The verdict, each row's path cut before the first token that one of its checks refuses, and another token in its place.
+    """The verdict, each row's path cut before the first token that one of its checks refuses, and
+    another token in its place.
 
-    The law is that of `shoal.constraints.check`. Where no token passes, the column counts as a fault of the row.
+    The law is that of `shoal.constraints.check`. Where no token passes, the column counts as a
+    fault of the row.
     """
     rows = scores.positions.rows
     if not any(row.checks for row in rows):
@@ -50,7 +53,9 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
             continue
         depth, states = found
         try:
-            drawn, probability, weight = _drawn(scores, b, columns[depth], len(row.tokens) + depth, states, path[depth])
+            drawn, probability, weight = _drawn(
+                scores, b, columns[depth], len(row.tokens) + depth, states, path[depth]
+            )
         except Exception as error:
             _fail(scores, row, columns[depth], error)
             continue
@@ -62,8 +67,11 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
     return replace(verdict, check_weights=weights) if weights else verdict
 
 
-def _refused(row: Row, path: Sequence[int], columns: Sequence[int], scores: Scores) -> tuple[int, States] | None:
-    """The depth of the first token refused, and the states before it; None up to the end, or to a fault."""
+def _refused(
+    row: Row, path: Sequence[int], columns: Sequence[int], scores: Scores
+) -> tuple[int, States] | None:
+    """The depth of the first token refused, and the states before it; None up to the end, or to a
+    fault."""
     states, faults = row.checks, scores.faults.get(row, {})
     for depth, (token, column) in enumerate(zip(path, columns, strict=True)):
         if column in faults:
@@ -82,7 +90,11 @@ def _refused(row: Row, path: Sequence[int], columns: Sequence[int], scores: Scor
 
 def _fail(scores: Scores, row: Row, column: int, error: Exception) -> None:
     """The row ends before this column's token; the others go on."""
-    reason = error if isinstance(error, RequestError) else RequestError(f"a check of the request failed: {error!r:.200}")
+    reason = (
+        error
+        if isinstance(error, RequestError)
+        else RequestError(f"a check of the request failed: {error!r:.200}")
+    )
     scores.faults.setdefault(row, {})[column] = reason
 
 
@@ -99,7 +111,9 @@ def _weights(scores: Scores, b: int, path: Sequence[int], columns: Sequence[int]
     for depth, token in enumerate(path):
         try:
             p = _p(scores, b, columns[depth])
-            _, weight = awrs(p, token, partial(_passes, row, states), *_draws(row.seed, start + depth))
+            _, weight = awrs(
+                p, token, partial(_passes, row, states), *_draws(row.seed, start + depth)
+            )
             found.append(math.log(weight))
             if token in row.eos:
                 break
@@ -132,10 +146,11 @@ def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
 
 def _drawn(
     scores: Scores, b: int, column: int, position: int, states: States, refused: int
-) -> tuple[int, float, float]:  # fmt: skip
+) -> tuple[int, float, float]:
     """A token that passes, its probability under p, and its weight (`shoal.sampling.awrs`).
 
-    Where none passes that p gives anything to it is the one of the highest score that does, with weight 0.
+    Where none passes that p gives anything to it is the one of the highest score that does, with
+    weight 0.
     """
     row = scores.positions.rows[b]
 
@@ -145,14 +160,17 @@ def _drawn(
     token, weight = None, 0.0
     p = _p(scores, b, column)
     if not row.request.sampling.greedy:
-        token, weight = awrs(p, refused, passes, *_draws(row.seed, position), weighs=row.request.weighted)
+        token, weight = awrs(
+            p, refused, passes, *_draws(row.seed, position), weighs=row.request.weighted
+        )
     if token is None:
         own = scores.of_row(b)
         token = _by_score(all_controlled(own.logits, own.positions, {})[0, column], passes)
     if token is None:
         names = ", ".join(type(check).__name__ for check, _ in states)
         error = RequestError(
-            f"no token passes the checks of the request, {names}: what has been written cannot be completed"
+            f"no token passes the checks of the request, {names}: what has been written cannot "
+            f"be completed"
         )
         scores.faults.setdefault(row, {})[column] = error
         return refused, 1.0, 0.0

@@ -1,4 +1,5 @@
-"""Accepted tokens -> rows: EOS, stop strings, criteria, limits, faults. The earliest end wins, also inside a block."""
+"""Accepted tokens -> rows: EOS, stop strings, criteria, limits, faults. The earliest end wins, also
+inside a block."""
 
 from __future__ import annotations
 
@@ -19,20 +20,34 @@ from shoal.types.trees import DraftTree
 
 
 def commit(
-    rows: Sequence[Row], tree: DraftTree, scores: Scores, verdict: Verdict, drafter: str, clock: Callable[[], float]
-) -> list[Commit]:  # fmt: skip
-    """Appends each row's accepted drafts and its replacement or bonus, up to and including the token that ends the row.
+    rows: Sequence[Row],
+    tree: DraftTree,
+    scores: Scores,
+    verdict: Verdict,
+    drafter: str,
+    clock: Callable[[], float],
+) -> list[Commit]:
+    """Appends each row's accepted drafts and its replacement or bonus, up to and including the
+    token that ends the row.
 
-    A row whose accepted path leads to a fault ends before it. The round ends when all rows have their tokens: that moment of the
-    `clock`, in seconds, is the end of every row that ends in it. drafter: the name of the engine's.
+    A row whose accepted path leads to a fault ends before it. The round ends when all rows have
+    their tokens: that moment of the `clock`, in seconds, is the end of every row that ends in it.
+    drafter: the name of the engine's.
     """
     paths, following = verdict.lists
-    blocks = [[*(d[i] for i in path), last] for d, path, last in zip(tree.drafts, paths, following, strict=True)]
+    blocks = [
+        [*(d[i] for i in path), last]
+        for d, path, last in zip(tree.drafts, paths, following, strict=True)
+    ]
     failing = _reached(rows, paths, scores.faults)
     for b, (depth, _) in failing.items():
         blocks[b] = blocks[b][:depth]
-    columns = [[0, *(node + 1 for node in path)][: len(block)] for path, block in zip(paths, blocks, strict=True)]
-    # What is reported of the tokens may depend on those before them, so it is taken before any is appended.
+    columns = [
+        [0, *(node + 1 for node in path)][: len(block)]
+        for path, block in zip(paths, blocks, strict=True)
+    ]
+    # What is reported of the tokens may depend on those before them, so it is taken before any is
+    # appended.
     reported = logprobs.reported(rows, blocks, columns, scores, verdict)
     appended = []
     for b, (row, block) in enumerate(zip(rows, blocks, strict=True)):
@@ -57,30 +72,44 @@ def commit(
 
 
 def _commit(
-    row: Row, tokens: list[int], drafts: Sequence[int], drafters: Sequence[str], path: Sequence[int], now: float
+    row: Row,
+    tokens: list[int],
+    drafts: Sequence[int],
+    drafters: Sequence[str],
+    path: Sequence[int],
+    now: float,
 ) -> Commit:
-    """What the round added to a row. The sample is made before the text is taken: all text of a row is known once it has ended."""
+    """What the round added to a row. The sample is made before the text is taken: all text of a row
+    is known once it has ended."""
     sample = finish(row, now) if row.finish_reason else None
     return Commit(row, tokens, len(path), visible_text(row, sample), sample, drafts, drafters, path)
 
 
-def _reached(rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults) -> dict[int, tuple[int, ShoalError]]:
-    """The first fault on each row's accepted path: its depth and the reason, by the row's place in the batch."""
+def _reached(
+    rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
+) -> dict[int, tuple[int, ShoalError]]:
+    """The first fault on each row's accepted path: its depth and the reason, by the row's place in
+    the batch."""
     reached: dict[int, tuple[int, ShoalError]] = {}
     for b, row in enumerate(rows):
-        for depth, column in enumerate((0, *(node + 1 for node in paths[b])) if row in faults else ()):
+        for depth, column in enumerate(
+            (0, *(node + 1 for node in paths[b])) if row in faults else ()
+        ):
             if column in faults[row]:
                 reached.setdefault(b, (depth, faults[row][column]))
     return reached
 
 
 def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
-    """Commits tokens until the row ends; returns how many. A row whose check or criterion fails ends with that token, "error"."""
+    """Commits tokens until the row ends; returns how many. A row whose check or criterion fails
+    ends with that token, "error"."""
     left = row.remaining
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
         try:
-            row.finish_reason = _end(row, token, vocab_size) or ("length" if count >= left else None)
+            row.finish_reason = _end(row, token, vocab_size) or (
+                "length" if count >= left else None
+            )
         except RequestError as error:  # of a check or criterion that a user wrote
             row.finish_reason, row.error = "error", error
         if row.finish_reason:
@@ -108,24 +137,31 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
 
 
 def _after(check: Any, state: Any, token: int) -> Any:
-    """The state after a token that has passed. Raises RequestError: the check answers otherwise now."""
+    """The state after a token that has passed. Raises RequestError: the check answers otherwise
+    now."""
     try:
         after = check.after(state, token)
     except Exception as error:
         raise RequestError(f"check {type(check).__name__} failed: {error!r:.200}") from error
     if after is None:
-        raise RequestError(f"check {type(check).__name__} let token {token} pass, and refused it when it was asked again")
+        raise RequestError(
+            f"check {type(check).__name__} let token {token} pass, and refused it when it was "
+            f"asked again"
+        )
     return after
 
 
 def _criteria_met(row: Row) -> bool:
-    """Whether a stopping criterion of the row says that it has ended. Raises RequestError: one of them fails."""
+    """Whether a stopping criterion of the row says that it has ended. Raises RequestError: one of
+    them fails."""
     ids = torch.tensor([row.tokens])
     for criterion in row.request.criteria:
         try:
             met = bool(torch.as_tensor(criterion(ids, None)).any())
         except Exception as error:
-            raise RequestError(f"stopping criterion {name_of(criterion)} failed: {error!r:.200}") from error
+            raise RequestError(
+                f"stopping criterion {name_of(criterion)} failed: {error!r:.200}"
+            ) from error
         if met:
             return True
     return False

@@ -1,4 +1,5 @@
-"""Rows whose deadline has passed. Pure Python; asking for them costs nothing per row that has time left."""
+"""Rows whose deadline has passed. Pure Python; asking for them costs nothing per row that has time
+left."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from shoal.types.requests import Row
 
 
 class Deadlines:
-    """A heap of the rows with a deadline. A row that leaves early stays in the heap until it comes to the top, or until more than
-    half of the heap has left. Then all of these are dropped together, so that leaving costs O(1) on average."""
+    """A heap of the rows with a deadline. A row that leaves early stays in the heap until it comes
+    to the top, or until more than half of the heap has left. Then all of these are dropped
+    together, so that leaving costs O(1) on average."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Row]] = []

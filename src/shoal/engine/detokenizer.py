@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 CONTEXT = 8
-"""Prompt tokens that are decoded together with new ones, as tokenizers may write a token's space depending on its neighbours."""
+"""Prompt tokens that are decoded together with new ones, as tokenizers may write a token's space
+depending on its neighbours."""
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are no character, or none yet. Byte fallback writes it once for each byte of a whole run of byte tokens, if
-the run holds one that belongs to no character."""
+"""Stands for bytes that are no character, or none yet. Byte fallback writes it once for each byte
+of a whole run of byte tokens, if the run holds one that belongs to no character."""
 LONGEST = 4
 """Bytes of the longest character, and so the most tokens that one takes."""
 
@@ -20,26 +21,32 @@ LONGEST = 4
 class Detokenizer:
     """Text of one row, grown token by token.
 
-    Text is decoded without special tokens, those of `shown` excepted. Stop strings that contain a special token which the text does
-    not show are searched for in the *marked* text, which spells these tokens out; cuts are counted in characters of the text
-    without them.
+    Text is decoded without special tokens, those of `shown` excepted. Stop strings that contain a
+    special token which the text does not show are searched for in the *marked* text, which spells
+    these tokens out; cuts are counted in characters of the text without them.
 
     Args:
         shown: special tokens that the text shows.
 
     Attributes:
-        visible_from: characters of the new text that the user has already; stop strings are looked for behind them.
+        visible_from: characters of the new text that the user has already; stop strings are looked
+            for behind them.
         text: the new text so far, these included, without characters that are not complete yet.
         ends: length of the text after each token pushed.
-        stopped: true from the first token on whose text completes a stop string; `text` is cut before the stop string.
+        stopped: true from the first token on whose text completes a stop string; `text` is cut
+            before the stop string.
         kept: the number of tokens that cover the cut text, once it is stopped.
         shown: characters returned by `take` so far.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str] = (), visible_from: int = 0,
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        visible_from: int = 0,
         shown: frozenset[int] = frozenset(),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tokenizer, self.visible_from = tokenizer, visible_from
         special = special_tokens(tokenizer) if stops or shown else {}
         special = {token: name for token, name in special.items() if token not in shown}
@@ -47,7 +54,9 @@ class Detokenizer:
         self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
         self._special = special if any(is_marked for _, is_marked in self._stops) else {}
         self._marked = ""
-        self._names: list[tuple[int, int]] = []  # positions of special tokens in it, and their lengths
+        self._names: list[
+            tuple[int, int]
+        ] = []  # positions of special tokens in it, and their lengths
         self._ids = list(prompt[-CONTEXT - LONGEST + 1 :])
         self._prompt_length = len(self._ids)
         self._prefix, self._read = -1, 0  # nothing is decoded yet
@@ -80,15 +89,17 @@ class Detokenizer:
         """The text of a row that has ended, and how many of its `count` tokens cover it.
 
         Args:
-            tokens: those that were not pushed, decoded at once. An incomplete character is shown as the tokenizer shows it.
+            tokens: those that were not pushed, decoded at once. An incomplete character is shown as
+                the tokenizer shows it.
         """
         if not self.stopped:
             self._finish(tokens)
         return self.text[self.visible_from :], count if self.kept is None else self.kept
 
     def _finish(self, tokens: Sequence[int]) -> None:
-        """Decodes the last tokens: at once, but one by one where they hold bytes that are no character, which byte fallback
-        decodes differently by what stands beside them. A text is then the same whether it was shown while it grew or not."""
+        """Decodes the last tokens: at once, but one by one where they hold bytes that are no
+        character, which byte fallback decodes differently by what stands beside them. A text is
+        then the same whether it was shown while it grew or not."""
         text, ids, state = self.text, len(self._ids), (self._prefix, self._read, self._cut_prompt)
         self._ids += tokens
         self._extend(final=True)
@@ -101,7 +112,8 @@ class Detokenizer:
             self._extend(final=True)
 
     def _extend(self, *, final: bool) -> str:
-        """Decodes the new ids together with those before them; returns the text held back, as its last character is incomplete."""
+        """Decodes the new ids together with those before them; returns the text held back, as its
+        last character is incomplete."""
         if self._prefix < 0:
             self._begin()
         known = self._decode(self._ids[self._prefix : self._read])
@@ -116,7 +128,8 @@ class Detokenizer:
         return ""
 
     def _begin(self) -> None:
-        """Finds where in the prompt to decode from, and up to where it is text that the user has: at whole characters.
+        """Finds where in the prompt to decode from, and up to where it is text that the user has:
+        at whole characters.
 
         A character that the prompt begins and new tokens complete belongs to the new text.
         """
@@ -133,12 +146,21 @@ class Detokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._left_out is None:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(
+                self._tokenizer.decode(
+                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+            )
         kept = [token for token in ids if token not in self._left_out]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(
+                kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _mark(self, text: str, token: int) -> None:
-        """Adds what a token added to the text to the marked text, and the token itself if it is special."""
+        """Adds what a token added to the text to the marked text, and the token itself if it is
+        special."""
         self._marked += text
         name = self._special.get(token, "")
         if name:
@@ -147,15 +169,19 @@ class Detokenizer:
 
     def _unmarked(self, position: int) -> int:
         """Characters of the text before a position of the marked text."""
-        return position - sum(min(position - start, length) for start, length in self._names if start < position)
+        return position - sum(
+            min(position - start, length) for start, length in self._names if start < position
+        )
 
     def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
-        """Cuts the text if the last token completed a stop string; before, marked: lengths of the two texts before it."""
+        """Cuts the text if the last token completed a stop string; before, marked: lengths of the
+        two texts before it."""
         found: list[int] = []
         text = self.text + held_back
         for stop, is_marked in self._stops:
             within, start = (self._marked + held_back, marked) if is_marked else (text, before)
-            # No special token writes what the user has already, so `visible_from` counts alike in both texts.
+            # No special token writes what the user has already, so `visible_from` counts alike in
+            # both texts.
             at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
             if at >= 0:
                 found.append(self._unmarked(at) if is_marked else at)
@@ -170,12 +196,18 @@ class Detokenizer:
         return min(bisect_left(self.ends, characters) + 1, len(self.ends)) if characters else 0
 
     def piece(self, index: int) -> str:
-        """What a token that was pushed adds to the user's text; all pieces together are that text, once the row is over."""
+        """What a token that was pushed adds to the user's text; all pieces together are that text,
+        once the row is over."""
         start = max(self.ends[index - 1] if index else 0, self.visible_from)
-        return self.text[start:] if index == len(self.ends) - 1 else self.text[start : self.ends[index]]
+        return (
+            self.text[start:]
+            if index == len(self.ends) - 1
+            else self.text[start : self.ends[index]]
+        )
 
     def take(self, *, final: bool) -> str:
-        """Text that was not taken before. An end that may become a stop string is held back until it cannot."""
+        """Text that was not taken before. An end that may become a stop string is held back until
+        it cannot."""
         safe = len(self.text)
         if not final and self._stops:
             safe = min(self._safe(stop, is_marked) for stop, is_marked in self._stops)
@@ -191,9 +223,13 @@ class Detokenizer:
 
 
 def characters(
-    tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int], shown: frozenset[int] = frozenset()
-) -> int:  # fmt: skip
-    """How many characters tokens add to a prompt, the last one only if it is whole. shown: see `Detokenizer`."""
+    tokenizer: Any,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    shown: frozenset[int] = frozenset(),
+) -> int:
+    """How many characters tokens add to a prompt, the last one only if it is whole. shown: see
+    `Detokenizer`."""
     detokenizer = Detokenizer(tokenizer, prompt, shown=shown)
     detokenizer._ids += tokens
     held_back = detokenizer._extend(final=False)
@@ -208,7 +244,9 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
     if tokenizer not in _special:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         always = set(getattr(tokenizer, "all_special_ids", ()))
-        _special[tokenizer] = {i: token.content for i, token in added.items() if token.special or i in always}
+        _special[tokenizer] = {
+            i: token.content for i, token in added.items() if token.special or i in always
+        }
     return _special[tokenizer]
 
 

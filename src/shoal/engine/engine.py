@@ -1,8 +1,9 @@
 """The loop: draft -> verify -> accept -> commit, for all active rows at once.
 
-Invariant: **between rounds every cache holds exactly the committed tokens of its row except the last one.** (The drafter's may
-hold fewer: it never saw its own last draft after a full acceptance, and catches up when it next proposes.) The first round, full
-acceptance and a row that ends inside a round are all cases of it.
+Invariant: **between rounds every cache holds exactly the committed tokens of its row except the
+last one.** (The drafter's may hold fewer: it never saw its own last draft after a full acceptance,
+and catches up when it next proposes.) The first round, full acceptance and a row that ends inside a
+round are all cases of it.
 """
 
 from __future__ import annotations
@@ -57,11 +58,13 @@ from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
 
 EXPECTED_DRAFT = 4
-"""Draft length that memory is counted with where many rows run: draft lengths that follow measured costs are short there."""
+"""Draft length that memory is counted with where many rows run: draft lengths that follow measured
+costs are short there."""
 PREPARED_TOKENS = 2048
 """Tokens of a row that caches are sized for before any row is there."""
 COMMON = (Sampling(), Sampling(temperature=0.0))
-"""Settings whose rounds are captured before anybody asks for them; temperatures are no part of a capture."""
+"""Settings whose rounds are captured before anybody asks for them; temperatures are no part of a
+capture."""
 BYTES_PER_SCORE = 16
 """Of a logit, its probability and what is made on the way between them."""
 
@@ -70,31 +73,50 @@ class Engine:
     """Runs any number of requests through a batch of rows that join and leave between rounds.
 
     Args:
-        target: the model whose distribution is promised. drafter: proposes, for this engine alone; None = plain decoding.
-        lookahead: decides draft lengths. max_batch: how many rows run at once; None = an `AutoBatchSize` of its own.
+        target: the model whose distribution is promised.
+        drafter: proposes, for this engine alone; None = plain decoding.
+        lookahead: decides draft lengths.
+        max_batch: how many rows run at once; None = an `AutoBatchSize` of its own.
         tokenizer: for text and stop strings; None gives ids only.
         eos: the model's own EOS ids, for requests that name none.
         rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
-        prefix_sharing: "auto", "shared" (stored once per group) or "copied", see `shoal.engine.prefix_store`.
-        chunk: most prompt tokens computed at once while rows run or any row has a deadline; deadlines are read in between.
-        prefixes: where prefixes of earlier rows are kept, beside `kv_bytes` (`shoal.engine.prefix_cache`); None = none are.
-        quantum: tokens by which a call may get ahead of one that waits before its rows pause (`shoal.engine.fairness`); None =
-            first come, first served.
-        kv_bytes: what the caches of all models may take; rows wait until there is enough, and are decoded plainly where it does not
-            hold the drafter's keys as well. None = no limit but the machine's.
+        prefix_sharing: "auto", "shared" (stored once per group) or "copied", see
+            `shoal.engine.prefix_store`.
+        chunk: most prompt tokens computed at once while rows run or any row has a deadline;
+            deadlines are read in between.
+        prefixes: where prefixes of earlier rows are kept, beside `kv_bytes`
+            (`shoal.engine.prefix_cache`); None = none are.
+        quantum: tokens by which a call may get ahead of one that waits before its rows pause
+            (`shoal.engine.fairness`); None = first come, first served.
+        kv_bytes: what the caches of all models may take; rows wait until there is enough, and are
+            decoded plainly where it does not hold the drafter's keys as well. None = no limit but
+            the machine's.
         clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
 
     Attributes:
-        stats: what was done so far. estimates: of `exact="asap"`. batch_size: decides how many rows run. memory: what the caches
-            take and may take.
+        stats: what was done so far.
+        estimates: of `exact="asap"`.
+        batch_size: decides how many rows run.
+        memory: what the caches take and may take.
     """
 
     def __init__(
-        self, target: Runner, drafter: Drafter | None, lookahead: Lookahead | Controller, *,
-        max_batch: int | BatchSize | None = None, tokenizer: Any = None, eos: Sequence[int] = (), rule: Rule | None = None,
-        prefix_sharing: str = "auto", chunk: int = CHUNK, kv_bytes: int | None = None, prefixes: PrefixMemory | None = None,
-        quantum: int | None = None, clock: Callable[[], float] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: Runner,
+        drafter: Drafter | None,
+        lookahead: Lookahead | Controller,
+        *,
+        max_batch: int | BatchSize | None = None,
+        tokenizer: Any = None,
+        eos: Sequence[int] = (),
+        rule: Rule | None = None,
+        prefix_sharing: str = "auto",
+        chunk: int = CHUNK,
+        kv_bytes: int | None = None,
+        prefixes: PrefixMemory | None = None,
+        quantum: int | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         controller = as_controller(lookahead)
         self.target = target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
@@ -111,27 +133,48 @@ class Engine:
         nodes = 0 if self.drafter is None else self.drafter.max_nodes
         self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
         available = kv_budget(self.target.device) if self.batch_size.bounds_memory else None
-        row_bytes = (1 + min(controller.limit, EXPECTED_DRAFT)) * self.target.vocab_size * BYTES_PER_SCORE
+        row_bytes = (
+            (1 + min(controller.limit, EXPECTED_DRAFT)) * self.target.vocab_size * BYTES_PER_SCORE
+        )
         self.memory = Memory(
-            memories, controller.limit + 1, kv_bytes, nodes, available=available, few=FIRST, row_bytes=row_bytes,
+            memories,
+            controller.limit + 1,
+            kv_bytes,
+            nodes,
+            available=available,
+            few=FIRST,
+            row_bytes=row_bytes,
             keeps=self._kept_on_device(),
-        )  # fmt: skip
+        )
         policy = policy_for(prefix_sharing, memories)
         self.kept_prefixes: PrefixCache | None = None
         if prefixes is not None and self.target.can_keep_prefixes:
             self.kept_prefixes = PrefixCache(self.target, self.drafter, prefixes)
         self.scheduler = Scheduler(
-            self.batch_size.most, prefix_sharing=policy, chunk=chunk, fits=self.memory.fits, rows_now=self.batch_size.rows,
-            kept=self.kept_prefixes, fairness=Fairness(quantum),
-        )  # fmt: skip
+            self.batch_size.most,
+            prefix_sharing=policy,
+            chunk=chunk,
+            fits=self.memory.fits,
+            rows_now=self.batch_size.rows,
+            kept=self.kept_prefixes,
+            fairness=Fairness(quantum),
+        )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats(lossy=self.rule.lossy)
         self.estimates = Estimates()
-        self._drafting = not controller.adaptive  # whether the last round drafted, or the next will in any case
+        self._drafting = (
+            not controller.adaptive
+        )  # whether the last round drafted, or the next will in any case
         self._clock = clock or time.perf_counter
         self._batch = Batch(
-            self.target, self.drafter, self.scheduler, self.memory, self.kept_prefixes, self.stats, self._clock
-        )  # fmt: skip
+            self.target,
+            self.drafter,
+            self.scheduler,
+            self.memory,
+            self.kept_prefixes,
+            self.stats,
+            self._clock,
+        )
 
     def _kept_on_device(self) -> Keeps:
         """What the drafter keeps in the memory that the caches are in."""
@@ -140,7 +183,8 @@ class Engine:
 
     @property
     def context(self) -> int:
-        """Most tokens of a row: as many as the target holds. Beyond its own context the drafter proposes nothing."""
+        """Most tokens of a row: as many as the target holds. Beyond its own context the drafter
+        proposes nothing."""
         return self.target.context
 
     def continue_stats(self, stats: Stats) -> None:
@@ -153,7 +197,7 @@ class Engine:
         own = [] if captures is None else [captures.release]
         return own if self.drafter is None else [*own, *self.drafter.releases()]
 
-    # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── asking ────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, request: Request, *, stream: bool = False) -> list[Row]:
         """Queues a request's rows; they join the batch as slots fall free, also while others run.
@@ -169,7 +213,8 @@ class Engine:
     def submit_all(self, requests: Iterable[Request], *, stream: bool = False) -> list[list[Row]]:
         """Queues the rows of several requests of one call, all or none; returns the rows of each.
 
-        With time budgets the requests take turns: each gets its first row before any gets its second.
+        With time budgets the requests take turns: each gets its first row before any gets its
+        second.
 
         Args:
             stream: commits carry text as it grows.
@@ -191,7 +236,8 @@ class Engine:
         return self._batch.cut(rows, "cancelled")
 
     def reserve_tokens(self, tokens: int) -> bool:
-        """Reserves memory for so many tokens beside the rows, such as a prompt that is only scored; 0 gives it back.
+        """Reserves memory for so many tokens beside the rows, such as a prompt that is only scored;
+        0 gives it back.
 
         Returns:
             Whether there is enough memory yet; rows that would not fit beside it wait in any case.
@@ -203,14 +249,18 @@ class Engine:
         self.scheduler.memory_reserved = tokens > 0
         return not tokens or self._batch.trim()
 
-    # ── before anything is asked ────────────────────────────────────────────────────────────────────────────────────
+    # ── before anything is asked ──────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def prepare(
-        self, rows: int = FIRST, tokens: int = PREPARED_TOKENS, samplings: Sequence[Sampling] = COMMON
-    ) -> None:  # fmt: skip
-        """Makes room for so many rows of so many tokens, or for shorter ones where memory is scarce, and names the rounds that such
-        rows run with these settings for `build_ahead`. Nothing where rounds are not captured."""
+        self,
+        rows: int = FIRST,
+        tokens: int = PREPARED_TOKENS,
+        samplings: Sequence[Sampling] = COMMON,
+    ) -> None:
+        """Makes room for so many rows of so many tokens, or for shorter ones where memory is
+        scarce, and names the rounds that such rows run with these settings for `build_ahead`.
+        Nothing where rounds are not captured."""
         if self.target.captures is None:
             return
         rows = min(rows, self.batch_size.most)
@@ -227,22 +277,24 @@ class Engine:
 
     @torch.inference_mode()
     def build_ahead(self) -> bool:
-        """Between two rounds, while nothing waits: builds one function of captured rounds that would else be built in the path of
-        the first rows that need it. Whether there was one to build."""
+        """Between two rounds, while nothing waits: builds one function of captured rounds that
+        would else be built in the path of the first rows that need it. Whether there was one to
+        build."""
         return self._captured.build_next()
 
-    # ── the algorithm ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the algorithm ─────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def step(self) -> list[Commit]:
-        """One round; returns what it committed, rows cut by their time budget included. Empty when all is done.
+        """One round; returns what it committed, rows cut by their time budget included. Empty when
+        all is done.
 
-        A row without a distribution to draw from (NaN from a model, controls or a grammar that leave nothing possible) ends there,
-        marked "error"; the others do not notice.
+        A row without a distribution to draw from (NaN from a model, controls or a grammar that
+        leave nothing possible) ends there, marked "error"; the others do not notice.
 
         Raises:
-            OutOfMemory: anywhere in the round but in the admission of rows, which end alone. What the caches hold is then unknown:
-                the engine is of no use any more.
+            OutOfMemory: anywhere in the round but in the admission of rows, which end alone. What
+                the caches hold is then unknown: the engine is of no use any more.
         """
         with explained(self.target.name):
             return self._step()
@@ -261,19 +313,32 @@ class Engine:
         watch.lap()
         drafter = self._draft_counters()
         self.stats.count_executors("target", self.target.take_executors())
-        count_round(self.stats, tree, commits, watch.laps, self.target.take_counters(), drafter, self._drafter_name)
+        count_round(
+            self.stats,
+            tree,
+            commits,
+            watch.laps,
+            self.target.take_counters(),
+            drafter,
+            self._drafter_name,
+        )
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
         return ended + commits
 
     def _decide(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[DraftTree, Scores, Verdict]:
-        """Draft, verify and accept: as one captured round where the rows' settings allow it, else one after the other."""
+        """Draft, verify and accept: as one captured round where the rows' settings allow it, else
+        one after the other."""
         lengths = self._lengths(rows)
         stop = self.lookahead.shorten if max(lengths) else None
         decided = self._captured.decide(rows, lengths, partial(self._noise, rows), stop)
         if decided is not None:
             watch.lap_shares((decided.share, 1 - decided.share, 0.0), between=decided.between)
-            return decided.tree, scores_of(self.target, rows, decided.tree, decided.logits), decided.verdict
+            return (
+                decided.tree,
+                scores_of(self.target, rows, decided.tree, decided.logits),
+                decided.verdict,
+            )
         uniforms, tree = self._propose(rows, lengths, watch)
         watch.lap()
         scores = verify(self.target, rows, tree)
@@ -284,17 +349,25 @@ class Engine:
         return tree, scores, verdict
 
     def _now(self) -> float:
-        """The clock of the stages; it stands still while prompts are computed for the drafter or a round is captured, which
-        says nothing of the next round."""
+        """The clock of the stages; it stands still while prompts are computed for the drafter or a
+        round is captured, which says nothing of the next round."""
         drafter = self.drafter
-        return self._clock() - self.target.seconds_building - (0.0 if drafter is None else drafter.seconds_preparing)
+        return (
+            self._clock()
+            - self.target.seconds_building
+            - (0.0 if drafter is None else drafter.seconds_preparing)
+        )
 
     def _draft_counters(self) -> DraftCounters:
         return DraftCounters() if self.drafter is None else self.drafter.take_counters()
 
     def _lengths(self, rows: Sequence[Row]) -> Sequence[int]:
         """Tokens that each row may draft."""
-        lengths = [0] * len(rows) if self.drafter is None else self.lookahead.lengths(rows, len(self.scheduler.waiting))
+        lengths = (
+            [0] * len(rows)
+            if self.drafter is None
+            else self.lookahead.lengths(rows, len(self.scheduler.waiting))
+        )
         self._drafting = max(lengths) > 0 or not self.lookahead.adaptive
         return lengths
 
@@ -302,8 +375,11 @@ class Engine:
         """The uniforms of the round as its rule has them, [rows, positions, ...], on the host."""
         return self._uniforms.of_round(rows, positions, self.lookahead.adaptive)
 
-    def _propose(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> tuple[Tensor, DraftTree]:
-        """The uniforms of the round, [rows, longest draft + 1, ...], and the trees drawn by them."""
+    def _propose(
+        self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
+    ) -> tuple[Tensor, DraftTree]:
+        """The uniforms of the round, [rows, longest draft + 1, ...], and the trees drawn by
+        them."""
         uniforms = self._noise(rows, max(lengths) + 1).to(self.target.device)
         if self.drafter is None or not max(lengths):
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
@@ -312,11 +388,16 @@ class Engine:
         return uniforms, within(self.drafter.propose(inputs), inputs)
 
     def _settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
-        """Restores the invariant: of each row's tree, the cache keeps what was committed. Finished rows leave."""
+        """Restores the invariant: of each row's tree, the cache keeps what was committed. Finished
+        rows leave."""
         paths, _ = verdict.lists
         for done, path in zip(commits, paths, strict=True):
             row, count = done.row, len(done.tokens)
-            columns = range(count) if isinstance(path, range) else [0, *(node + 1 for node in path)][:count]
+            columns = (
+                range(count)
+                if isinstance(path, range)
+                else [0, *(node + 1 for node in path)][:count]
+            )
             self.target.cache.keep(row.slot, len(row.tokens) - 1 - count, columns)
         rows = [done.row for done in commits]
         if self.kept_prefixes is not None:
@@ -328,4 +409,6 @@ class Engine:
         self._batch.remove([row for row in rows if row.finish_reason])
         self._batch.zero_faults(scores)
         self._batch.pause()
-        self.stats.resampled += resample([row for row in rows if not row.finish_reason], self.target.cache, self.drafter)
+        self.stats.resampled += resample(
+            [row for row in rows if not row.finish_reason], self.target.cache, self.drafter
+        )

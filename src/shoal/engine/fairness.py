@@ -1,10 +1,12 @@
-"""Whose rows run: calls get tokens by their weights while they compete, whatever the number of their rows. Pure Python.
+"""Whose rows run: calls get tokens by their weights while they compete, whatever the number of
+their rows. Pure Python.
 
-Each call has a counter of the tokens that its rows have committed, divided by its weight (the weighted virtual token counter of
-Sheng et al., OSDI 2024, arXiv 2401.00588); without weights all get the same number. The call with the least counter admits the next
-row. A call whose counter is more than `quantum` ahead of that of one that waits gives it a slot: one of its rows pauses at the end
-of a round. It waits like any other row, and comes back with its tokens. A new call begins with the least counter of those that are
-there, so that nobody gains by having asked for nothing before.
+Each call has a counter of the tokens that its rows have committed, divided by its weight (the
+weighted virtual token counter of Sheng et al., OSDI 2024, arXiv 2401.00588); without weights all
+get the same number. The call with the least counter admits the next row. A call whose counter is
+more than `quantum` ahead of that of one that waits gives it a slot: one of its rows pauses at the
+end of a round. It waits like any other row, and comes back with its tokens. A new call begins with
+the least counter of those that are there, so that nobody gains by having asked for nothing before.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from collections.abc import Iterable, Sequence
 from shoal.types.requests import Row
 
 QUANTUM = 256
-"""Tokens: a request of 16 rows is ahead by as many after some 5 to 16 rounds, one of a single row after some hundred."""
+"""Tokens: a request of 16 rows is ahead by as many after some 5 to 16 rounds, one of a single row
+after some hundred."""
 
 
 class Fairness:
     """The counters of the calls that have rows.
 
     Args:
-        quantum: by how much a counter may get ahead of that of a call that waits, in tokens at weight 1; None = first come, first
-            served, and no row pauses.
+        quantum: by how much a counter may get ahead of that of a call that waits, in tokens at
+            weight 1; None = first come, first served, and no row pauses.
     """
 
     def __init__(self, quantum: int | None = None) -> None:
@@ -50,13 +53,15 @@ class Fairness:
 
     def first(self, calls: Iterable[int]) -> int:
         """The call, of those that wait in the order in which they came, whose row is next."""
-        return next(iter(calls)) if self._quantum is None else min(calls, key=self._served.__getitem__)
+        return (
+            next(iter(calls)) if self._quantum is None else min(calls, key=self._served.__getitem__)
+        )
 
     def to_pause(self, running: Sequence[Row], waiting: Iterable[int]) -> Row | None:
         """The row that is to give its slot to a row of another call, if one is.
 
-        Of the call that is furthest ahead it is the row with the fewest tokens, the last one of several. Rows that are resampled
-        together do not pause.
+        Of the call that is furthest ahead it is the row with the fewest tokens, the last one of
+        several. Rows that are resampled together do not pause.
 
         Args:
             waiting: calls with rows that wait, in the order in which they came.
@@ -67,4 +72,7 @@ class Fairness:
         ahead = max((row.call for row in candidates), key=self._served.__getitem__)
         if self._served[ahead] - self._served[self.first(waiting)] <= self._quantum:
             return None
-        return min((row for row in candidates if row.call == ahead), key=lambda row: (len(row.tokens), -row.index))
+        return min(
+            (row for row in candidates if row.call == ahead),
+            key=lambda row: (len(row.tokens), -row.index),
+        )

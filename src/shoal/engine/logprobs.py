@@ -24,9 +24,10 @@ _TOGETHER = 1 << 21
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural-log probabilities of the tokens of a row's round, before and after processing, and of the most probable ones where
-    the row's request asks for them; weights: see `Row.log_weight`. ends: of the EOS tokens, see `Row.end_logprobs`. seen: what
-    estimates learn (`shoal.constraints.estimates`)."""
+    """Natural-log probabilities of the tokens of a row's round, before and after processing, and of
+    the most probable ones where the row's request asks for them; weights: see `Row.log_weight`.
+    ends: of the EOS tokens, see `Row.end_logprobs`. seen: what estimates learn
+    (`shoal.constraints.estimates`)."""
 
     raw: Sequence[float]
     processed: Sequence[float]
@@ -48,7 +49,11 @@ class Logprobs:
 
 
 def reported(
-    rows: Sequence[Row], blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]], scores: Scores, verdict: Verdict
+    rows: Sequence[Row],
+    blocks: Sequence[Sequence[int]],
+    columns: Sequence[Sequence[int]],
+    scores: Scores,
+    verdict: Verdict,
 ) -> list[Logprobs]:
     """Of the tokens of each row's block, before the round is committed.
 
@@ -68,17 +73,21 @@ def reported(
 
 
 def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[float]:
-    """Natural log of what the logits alone give to the row's EOS tokens at its columns; nothing unless a check may cut it."""
+    """Natural log of what the logits alone give to the row's EOS tokens at its columns; nothing
+    unless a check may cut it."""
     if row.cutting is None or not columns:
         return []
-    return _log_softmax(scores.logits[place, list(columns)])[:, sorted(row.eos)].logsumexp(-1).tolist()
+    return (
+        _log_softmax(scores.logits[place, list(columns)])[:, sorted(row.eos)].logsumexp(-1).tolist()
+    )
 
 
 def _weights(
     scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]
-) -> tuple[list[float], list[Seen]]:  # fmt: skip
-    """Natural log of what p without the row's constraints gives to the tokens that they allow, at each token of its block that they
-    hold for; nothing unless the row's request asks for it. Under estimates, the weights that they leave, and what they learn."""
+) -> tuple[list[float], list[Seen]]:
+    """Natural log of what p without the row's constraints gives to the tokens that they allow, at
+    each token of its block that they hold for; nothing unless the row's request asks for it. Under
+    estimates, the weights that they leave, and what they learn."""
     count = masks.bound(row, block) if row.request.weighted else 0
     if not count:
         return [], []
@@ -87,7 +96,9 @@ def _weights(
     allowed = masks.allowed(positions, logits)
     assert allowed is not None
     at = list(columns[:count])
-    unbound = (controlled(logits, sampling, positions, None, {})[0, at].double() / sampling.temperature).log_softmax(-1)
+    unbound = (
+        controlled(logits, sampling, positions, None, {})[0, at].double() / sampling.temperature
+    ).log_softmax(-1)
     inside = unbound.masked_fill(~allowed[0, at], -math.inf)
     masses = inside.logsumexp(-1)
     if row.beginning is None:
@@ -95,7 +106,12 @@ def _weights(
     drawn = unbound[range(count), list(block[:count])]
     seen = [
         Seen(*each)
-        for each in zip(masses.exp().tolist(), allowed[0, at].sum(-1).tolist(), drawn.exp().tolist(), strict=True)
+        for each in zip(
+            masses.exp().tolist(),
+            allowed[0, at].sum(-1).tolist(),
+            drawn.exp().tolist(),
+            strict=True,
+        )
     ]
     return log_weights(row.beginning, block[:count], inside), seen
 
@@ -105,10 +121,16 @@ def _summed(one: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0.0)]
 
 
-def _raw(logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> list[list[float]]:
+def _raw(
+    logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]
+) -> list[list[float]]:
     """Log-probabilities of each block's tokens by the logits alone."""
     rows = [b for b, block in enumerate(blocks) for _ in block]
-    places = [rows, [column for own in columns for column in own], [token for block in blocks for token in block]]
+    places = [
+        rows,
+        [column for own in columns for column in own],
+        [token for block in blocks for token in block],
+    ]
     index = torch.tensor(places, dtype=torch.long, device=logits.device)
     at = max(1, _TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(rows))
     found: list[float] = []
@@ -124,7 +146,8 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _top(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[TopLogprobs]:
-    """The most probable tokens at the columns of a row that asks for them; fewer after processing if fewer are possible."""
+    """The most probable tokens at the columns of a row that asks for them; fewer after processing
+    if fewer are possible."""
     n = row.request.top_logprobs
     if not n or not columns:
         return []

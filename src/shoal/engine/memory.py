@@ -1,8 +1,9 @@
 """How much memory keys and values may take, and how much rows need.
 
-A cache takes slots times the longest row in them, and the prompts of the prefix store, once each. The target alone decides which
-rows are served. The drafter's cache is sized for the tokens that the drafter reads: at most its own context, and at most what fits
-beside the target's keys and values of that row.
+A cache takes slots times the longest row in them, and the prompts of the prefix store, once each.
+The target alone decides which rows are served. The drafter's cache is sized for the tokens that the
+drafter reads: at most its own context, and at most what fits beside the target's keys and values of
+that row.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ CacheSize = tuple[int, int, int]
 
 
 def grown(size: int) -> int:
-    """The size and up to a quarter more: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... So what grows one by one to n is copied about
-    3 log n times, not n times."""
+    """The size and up to a quarter more: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... So what grows one
+    by one to n is copied about 3 log n times, not n times."""
     step = 1 << max(size.bit_length() - 3, 0)
     return -(-size // step) * step
 
@@ -32,21 +33,37 @@ class Memory:
     """The caches of an engine's models.
 
     Args:
-        models: target first; its context bounds the rows. most: bytes that all caches together may take; None = no limit but the
-            machine's.
+        models: target first; its context bounds the rows.
+        most: bytes that all caches together may take; None = no limit but the machine's.
         spare: columns beyond a row's last token that a pass over several rows may write.
-        nodes: columns that a tree may have beyond its depth, also where a row is alone; 0 for chains.
-        available: without `most`, the bytes that more than `few` slots may take; None = no limit. Unlike `most` it refuses no
-            request and silences no drafter.
-        row_bytes: what a row takes beside its keys and values while a pass is judged, counted with `available`.
-        keeps: what the drafter keeps beside its keys and values, of the rows and tokens that it reads.
+        nodes: columns that a tree may have beyond its depth, also where a row is alone; 0 for
+            chains.
+        available: without `most`, the bytes that more than `few` slots may take; None = no limit.
+            Unlike `most` it refuses no request and silences no drafter.
+        row_bytes: what a row takes beside its keys and values while a pass is judged, counted with
+            `available`.
+        keeps: what the drafter keeps beside its keys and values, of the rows and tokens that it
+            reads.
     """
 
     def __init__(
-        self, models: Sequence[KeyValueMemory], spare: int, most: int | None, nodes: int = 0, *,
-        available: int | None = None, few: int = 0, row_bytes: int = 0, keeps: Keeps | None = None,
-    ) -> None:  # fmt: skip
-        self._models, self._context, self._spare, self._most = models, models[0].context, spare + nodes, most
+        self,
+        models: Sequence[KeyValueMemory],
+        spare: int,
+        most: int | None,
+        nodes: int = 0,
+        *,
+        available: int | None = None,
+        few: int = 0,
+        row_bytes: int = 0,
+        keeps: Keeps | None = None,
+    ) -> None:
+        self._models, self._context, self._spare, self._most = (
+            models,
+            models[0].context,
+            spare + nodes,
+            most,
+        )
         self._nodes, self._keeps = nodes, keeps or Keeps()
         self._reserved = 0
         self._available, self._few, self._row_bytes = available, few, row_bytes
@@ -60,31 +77,37 @@ class Memory:
         return sum(model.allocated_bytes for model in self._models)
 
     def check(self, request: Request) -> None:
-        """Raises RequestError: a single row of the request is too large for the target. A single row takes the same memory whether
-        its prompt is in its slot or in the prefix store."""
+        """Raises RequestError: a single row of the request is too large for the target. A single
+        row takes the same memory whether its prompt is in its slot or in the prefix store."""
         if self._most is None:
             return
         need, tokens = self._target_bytes(request), self._tokens(request)
         if need > self._most:
             raise RequestError(
-                f"a row of up to {tokens} tokens takes {need} bytes of KV cache, and there are {self._most}: shorten the prompt or "
+                f"a row of up to {tokens} tokens takes {need} bytes of KV cache, and there are "
+                f"{self._most}: shorten the prompt or "
                 "lower max_new_tokens"
             )
 
     def draft_context(self, request: Request) -> int:
-        """Most tokens of a row of the request that the drafter reads: at most its context, and at most what fits beside the
-        target's keys and values of one such row. The target alone decides whether the row is served and where it ends."""
+        """Most tokens of a row of the request that the drafter reads: at most its context, and at
+        most what fits beside the target's keys and values of one such row. The target alone decides
+        whether the row is served and where it ends."""
         context = min((drafter.context for drafter in self._models[1:]), default=sys.maxsize)
         if self._most is None or (len(self._models) == 1 and self._keeps == Keeps()):
             return context
         left = self._most - self._target_bytes(request) - self._keeps.always
-        return bisect_right(range(1, min(context, self._context) + 1), left, key=self._drafter_bytes)
+        return bisect_right(
+            range(1, min(context, self._context) + 1), left, key=self._drafter_bytes
+        )
 
     def _target_bytes(self, request: Request) -> int:
         return self._models[0].cache_bytes(1, self._tokens(request) + self._beyond(1))
 
     def _drafter_bytes(self, tokens: int) -> int:
-        caches = sum(drafter.cache_bytes(1, tokens + self._beyond(1)) for drafter in self._models[1:])
+        caches = sum(
+            drafter.cache_bytes(1, tokens + self._beyond(1)) for drafter in self._models[1:]
+        )
         return caches + self._keeps.of_request(tokens, 1)
 
     def _tokens(self, request: Request) -> int:
@@ -92,15 +115,19 @@ class Memory:
         return min(len(request.prompt_ids) + request.limits.max_new_tokens, self._context)
 
     def _beyond(self, slots: int) -> int:
-        """Columns beyond a row's last token that a pass may write: padding, which a pass over one row does not have."""
+        """Columns beyond a row's last token that a pass may write: padding, which a pass over one
+        row does not have."""
         return self._spare if slots > 1 else 1 + self._nodes
 
     def fits(self, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> bool:
-        """Whether there is memory for these rows in that many slots, with these prompts (by group) in the prefix store."""
+        """Whether there is memory for these rows in that many slots, with these prompts (by group)
+        in the prefix store."""
         most, beside = self._limit(slots)
         if most is None:
             return True
-        need = sum(model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models)
+        need = sum(
+            model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models
+        )
         return need + beside + self.kept_bytes(rows) <= most
 
     def kept_bytes(self, rows: Sequence[Row]) -> int:
@@ -114,12 +141,15 @@ class Memory:
         total = self._keeps.always
         for members in groups.values():
             prompt = members[0].prompt_length
-            new = sum(max(min(self._tokens(row.request), row.draft_reach) - prompt, 0) for row in members)
+            new = sum(
+                max(min(self._tokens(row.request), row.draft_reach) - prompt, 0) for row in members
+            )
             total += self._keeps.of_request(prompt + new, len(members))
         return total
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Reserves memory for so many tokens in a target cache of one row, beside the engine's caches; 0 = none.
+        """Reserves memory for so many tokens in a target cache of one row, beside the engine's
+        caches; 0 = none.
 
         Raises:
             RequestError: they never fit.
@@ -129,20 +159,24 @@ class Memory:
         need = self._models[0].cache_bytes(1, tokens)
         if need > self._most:
             raise RequestError(
-                f"{tokens} tokens take {need} bytes of KV cache, and there are {self._most}: shorten the prompt"
+                f"{tokens} tokens take {need} bytes of KV cache, and there are {self._most}: "
+                f"shorten the prompt"
             )
         self._reserved = need if tokens else 0
 
     def prepare(self, slots: int, tokens: int) -> bool:
-        """Sizes the caches for so many rows of so many tokens before any is there, if that takes at most half of the memory that
-        there is: rows of another shape must find room as well.
+        """Sizes the caches for so many rows of so many tokens before any is there, if that takes at
+        most half of the memory that there is: rows of another shape must find room as well.
 
         Raises:
             OutOfMemory.
         """
         beyond = self._beyond(slots)
         sizes = [(slots, min(tokens, model.context) + beyond, 0) for model in self._models]
-        need, (most, beside) = self._grown_bytes(sizes), self._limit(slots)  # what a token takes is known then
+        need, (most, beside) = (
+            self._grown_bytes(sizes),
+            self._limit(slots),
+        )  # what a token takes is known then
         if most is not None and need + beside > most // 2:
             return False
         for model, size in zip(self._models, sizes, strict=True):
@@ -150,13 +184,17 @@ class Memory:
         return True
 
     def allocate(self, round_: Round) -> None:
-        """Sizes the caches for what a round has in its slots. They keep the size they had, unless that would be too much. With room
-        to spare where there is enough memory: a cache that grows by one row is copied as a whole.
+        """Sizes the caches for what a round has in its slots. They keep the size they had, unless
+        that would be too much. With room to spare where there is enough memory: a cache that grows
+        by one row is copied as a whole.
 
         Raises:
             OutOfMemory.
         """
-        sizes = [self._size(model, round_.in_slots, round_.slots, round_.prefixes) for model in self._models]
+        sizes = [
+            self._size(model, round_.in_slots, round_.slots, round_.prefixes)
+            for model in self._models
+        ]
         roomy = [(grown(slots), grown(capacity), grown(cells)) for slots, capacity, cells in sizes]
         most, beside = self._limit(round_.slots)
         beside += self.kept_bytes(round_.in_slots)
@@ -170,21 +208,28 @@ class Memory:
 
     def _grown_bytes(self, sizes: Sequence[CacheSize]) -> int:
         """Bytes that the caches take once they are of these sizes, or larger as they are now."""
-        return sum(model.grown_bytes(*size) for model, size in zip(self._models, sizes, strict=True))
+        return sum(
+            model.grown_bytes(*size) for model, size in zip(self._models, sizes, strict=True)
+        )
 
     def _limit(self, slots: int) -> tuple[int | None, int]:
-        """The most bytes for caches of so many slots, None = no limit, and the bytes that are to stay free beside them."""
+        """The most bytes for caches of so many slots, None = no limit, and the bytes that are to
+        stay free beside them."""
         if self._most is None and slots > self._few:
             return self._available, slots * self._row_bytes
         return self._most, self._reserved
 
-    def _size(self, model: KeyValueMemory, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> CacheSize:
+    def _size(
+        self, model: KeyValueMemory, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]
+    ) -> CacheSize:
         """The cache that the model needs."""
         stored = list(prefixes.values())
         if model is not self._models[0]:
             rows = [row for row in rows if row.draft_reach]
             stored = [prefix for prefix in stored if prefix.drafted]
-        longest = max((self._slot_tokens(model, row, prefixes.get(row.group)) for row in rows), default=None)
+        longest = max(
+            (self._slot_tokens(model, row, prefixes.get(row.group)) for row in rows), default=None
+        )
         capacity = 0 if longest is None else longest + self._beyond(slots)
         return slots, capacity, token_slots(stored)
 

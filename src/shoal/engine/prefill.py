@@ -1,7 +1,9 @@
-"""Prompts -> filled caches: the prompt of a group is computed once, and stored once or copied to its other rows.
+"""Prompts -> filled caches: the prompt of a group is computed once, and stored once or copied to
+its other rows.
 
-All prompt tokens but the last are computed here. The last one is the first token of the row's first round, as the last committed
-token is in any other round. The tokens of a row that was paused are a prompt of its own.
+All prompt tokens but the last are computed here. The last one is the first token of the row's first
+round, as the last committed token is in any other round. The tokens of a row that was paused are a
+prompt of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, Round
 
 
 def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
-    """The policy of `shoal.engine.prefix_store` that these models allow: "copied" unless all of them know shared prompts.
+    """The policy of `shoal.engine.prefix_store` that these models allow: "copied" unless all of
+    them know shared prompts.
 
-    "auto" is "copied" also where captured rounds do not know them, and "grouped" where all models read them in the one call of
-    their attention: each pass then reads a prompt once for all its rows, from the processor's cache, at no other cost.
+    "auto" is "copied" also where captured rounds do not know them, and "grouped" where all models
+    read them in the one call of their attention: each pass then reads a prompt once for all its
+    rows, from the processor's cache, at no other cost.
 
     Raises:
         RequestError: for an unknown name.
@@ -39,12 +43,17 @@ def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
 
 
 def prefill(
-    target: Runner, round_: Round, hidden: list[Tensor] | None = None, kept: PrefixCache | None = None
-) -> int:  # fmt: skip
-    """Carries out a round's admissions and moves in the target's cache; returns how many prompt tokens were computed.
+    target: Runner,
+    round_: Round,
+    hidden: list[Tensor] | None = None,
+    kept: PrefixCache | None = None,
+) -> int:
+    """Carries out a round's admissions and moves in the target's cache; returns how many prompt
+    tokens were computed.
 
     Args:
-        hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the target keeps any.
+        hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the
+            target keeps any.
         kept: where the tokens that admissions restore come from.
     """
     cache, admissions, chunks = target.cache, round_.admissions, round_.chunks
@@ -56,16 +65,28 @@ def prefill(
             kept.restore(admission.row, admission.restored)
     by_slot: dict[int, Tensor] = {}
     stored: dict[int, list[Tensor]] = {}
-    computed = feed_prompts(target, [(chunk.slot, _tokens(chunk)) for chunk in chunks if chunk.row.prefix is None], by_slot)
+    computed = feed_prompts(
+        target,
+        [(chunk.slot, _tokens(chunk)) for chunk in chunks if chunk.row.prefix is None],
+        by_slot,
+    )
     for number, chunk in enumerate(chunks):
         if chunk.row.prefix is not None:
             block = torch.tensor([_tokens(chunk)], device=target.device)
-            computed += feed_prefix(target, chunk.row.prefix, chunk.start, block, stored.setdefault(number, []))
+            computed += feed_prefix(
+                target, chunk.row.prefix, chunk.start, block, stored.setdefault(number, [])
+            )
     if hidden is not None and target.hidden_layers:
         nothing = torch.empty(0, 0, device=target.device)
         for number, chunk in enumerate(chunks):
             pieces = stored.get(number)
-            hidden.append(by_slot.get(chunk.slot, nothing) if pieces is None else torch.cat(pieces) if pieces else nothing)
+            hidden.append(
+                by_slot.get(chunk.slot, nothing)
+                if pieces is None
+                else torch.cat(pieces)
+                if pieces
+                else nothing
+            )
     _copy(target, admissions, PromptOrigin.COPY_AFTER_COMPUTE)
     for move in round_.moves:
         cache.copy(move.source, move.target, cache.lengths[move.source])

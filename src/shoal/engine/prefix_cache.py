@@ -1,7 +1,9 @@
-"""Prompts of earlier rows, kept for later ones that begin with the same tokens: a chat's next turn, a common system prompt.
+"""Prompts of earlier rows, kept for later ones that begin with the same tokens: a chat's next turn,
+a common system prompt.
 
-Prompts are kept as soon as a row's first round has shown that their logits are finite, and the whole of a row that was its prompt's
-only sample. An owner's tokens are not used for another's rows: nobody finds them out by the time that an answer takes.
+Prompts are kept as soon as a row's first round has shown that their logits are finite, and the
+whole of a row that was its prompt's only sample. An owner's tokens are not used for another's rows:
+nobody finds them out by the time that an answer takes.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PrefixMemory:
-    """Memory for the prefixes of a target and of its draft model; one engine's, or that of several one after the other.
+    """Memory for the prefixes of a target and of its draft model; one engine's, or that of several
+    one after the other.
 
     Args:
-        target: the model. draft_model: the one that drafts for it, if there is one.
+        target: the model.
+        draft_model: the one that drafts for it, if there is one.
         nbytes: what keys and values of kept tokens may take, those of the draft model included.
 
     Attributes:
@@ -38,7 +42,9 @@ class PrefixMemory:
 
     def __init__(self, target: Runner, draft_model: Runner | None, nbytes: int) -> None:
         self.draft_model = None if draft_model is None else draft_model.hf
-        self._tokens = nbytes // (target.token_bytes + (0 if draft_model is None else draft_model.token_bytes))
+        self._tokens = nbytes // (
+            target.token_bytes + (0 if draft_model is None else draft_model.token_bytes)
+        )
         self._new_kept = target.new_kept, (target if draft_model is None else draft_model).new_kept
         self._probed: Tensor | None = None
         self._tables: list[Tensor] = []
@@ -56,20 +62,36 @@ class PrefixMemory:
 
     @torch.inference_mode()
     def recognise(self, target: Runner) -> None:
-        """Forgets all if the target computes something else than it did when this was last called: its weights may be others.
+        """Forgets all if the target computes something else than it did when this was last called:
+        its weights may be others.
 
-        Writes in place are known by PyTorch's count of them. What else was changed a pass over `PROBED` tokens tells, and in
-        tables of embeddings, of which it reads a few rows, sums of their bits. What is left are writes to `weight.data` of those
-        experts of a mixture that none of these tokens is sent to. That weights of the draft model are others is not looked for,
-        as it changes no distribution.
+        Writes in place are known by PyTorch's count of them. What else was changed a pass over
+        `PROBED` tokens tells, and in tables of embeddings, of which it reads a few rows, sums of
+        their bits. What is left are writes to `weight.data` of those experts of a mixture that none
+        of these tokens is sent to. That weights of the draft model are others is not looked for, as
+        it changes no distribution.
         """
         runner = target.fork_for_ordinary_passes()
         runner.reserve(1, PROBED)
         runner.cache.rollback(0, 0)
-        ids = torch.arange(PROBED, device=runner.device)[None] % min(runner.known_ids, runner.vocab_size)
-        logits, tables, versions = runner.feed([0], ids, [PROBED]).clone(), _table_sums(runner.hf), _versions(runner.hf)
-        known = self._probed is not None and torch.equal(logits, self._probed) and versions == self._versions
-        if not known or len(tables) != len(self._tables) or not all(map(torch.equal, tables, self._tables)):
+        ids = torch.arange(PROBED, device=runner.device)[None] % min(
+            runner.known_ids, runner.vocab_size
+        )
+        logits, tables, versions = (
+            runner.feed([0], ids, [PROBED]).clone(),
+            _table_sums(runner.hf),
+            _versions(runner.hf),
+        )
+        known = (
+            self._probed is not None
+            and torch.equal(logits, self._probed)
+            and versions == self._versions
+        )
+        if (
+            not known
+            or len(tables) != len(self._tables)
+            or not all(map(torch.equal, tables, self._tables))
+        ):
             self.clear()
         self._probed, self._tables, self._versions = logits, tables, versions
 
@@ -80,31 +102,44 @@ def _versions(hf: nn.Module) -> list[int]:
 
 
 def _table_sums(hf: Any) -> list[Tensor]:
-    """Of each table of embeddings that is not the head as well, of which a pass reads all, sums [width] of its bits as integers."""
-    head = getattr(hf.get_output_embeddings(), "weight", None)  # a layer put around it may have none
+    """Of each table of embeddings that is not the head as well, of which a pass reads all, sums
+    [width] of its bits as integers."""
+    head = getattr(
+        hf.get_output_embeddings(), "weight", None
+    )  # a layer put around it may have none
     weights = [module.weight for module in hf.modules() if isinstance(module, nn.Embedding)]
-    tables = [weight.detach() for weight in weights if weight is not head and weight.is_contiguous()]
+    tables = [
+        weight.detach() for weight in weights if weight is not head and weight.is_contiguous()
+    ]
     return [table.view(INTEGERS[table.element_size()]).sum(0) for table in tables]
 
 
 class PrefixCache:
-    """The kept prefixes as one engine's target uses them. A draft model keeps as many tokens for itself (`shoal.drafting.slots`).
+    """The kept prefixes as one engine's target uses them. A draft model keeps as many tokens for
+    itself (`shoal.drafting.slots`).
 
     Args:
-        target: the model. drafter: what drafts for it. memory: where prefixes are kept.
+        target: the model.
+        drafter: what drafts for it.
+        memory: where prefixes are kept.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, memory: PrefixMemory) -> None:
         slots = None if drafter is None else drafter.memory
         _ = target.token_bytes  # a new cache has its layers once this is known
-        if isinstance(slots, DraftSlots) and slots.computes_prompts and slots.hf is memory.draft_model:
+        if (
+            isinstance(slots, DraftSlots)
+            and slots.computes_prompts
+            and slots.hf is memory.draft_model
+        ):
             _ = slots.token_bytes
             slots.keep_prefixes(memory.kept_for_drafts)
         self._kept, self._cache, self._memory = memory.kept, target.cache, memory
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that kept tokens take, the drafter's included, and what is there for more of them."""
+        """Bytes that kept tokens take, the drafter's included, and what is there for more of
+        them."""
         return self._memory.allocated_bytes
 
     def known(self, row: Row) -> int:
@@ -112,13 +147,15 @@ class PrefixCache:
         return self._kept.known(row.request.owner, row.tokens[: row.entry_length - 1])
 
     def awaited(self, row: Row, other: Row) -> int:
-        """How many tokens the row's prompt begins with that are kept once another row has had a round."""
+        """How many tokens the row's prompt begins with that are kept once another row has had a
+        round."""
         if row.request.owner != other.request.owner:
             return 0
         return common(row.tokens[: row.entry_length - 1], other.request.prompt_ids)
 
     def restore(self, row: Row, count: int) -> None:
-        """Copies the first `count` tokens of the row's prompt, which `known` found in this round, to its place in the cache."""
+        """Copies the first `count` tokens of the row's prompt, which `known` found in this round,
+        to its place in the cache."""
         self._kept.load(self._cache, row.request.owner, row.tokens[:count], row.slot, row.prefix)
 
     def keep(self, row: Row) -> None:
@@ -126,7 +163,8 @@ class PrefixCache:
         self._kept.keep(self._cache, row.request.owner, row.tokens[:-1], row.slot)
 
     def learn(self, rows: Sequence[Row]) -> None:
-        """Keeps what later rows may begin with, of rows that have just had a round without a fault."""
+        """Keeps what later rows may begin with, of rows that have just had a round without a
+        fault."""
         for row in rows:
             if row.finish_reason and row.request.n == 1:
                 self.keep(row)

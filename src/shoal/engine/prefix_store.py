@@ -1,7 +1,8 @@
 """Prompts stored once for all rows of a group: which, and where. Pure Python.
 
-m_c tokens of prompt and n rows of m_d new tokens then take m_c + n * m_d token slots instead of n * (m_c + m_d), and every pass
-reads the prompt once instead of n times (bifurcated attention, Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
+m_c tokens of prompt and n rows of m_d new tokens then take m_c + n * m_d token slots instead of n *
+(m_c + m_d), and every pass reads the prompt once instead of n times (bifurcated attention,
+Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from shoal.types.prefix import Prefix
 
 POLICIES = ("auto", "shared", "copied")
 MIN_SAVED_TOKENS = 2048
-"""`auto` shares a prompt if copies would take that many more token slots. Below, the additional attention calls per layer cost as
-much as they save (docs/explanation/shared-prompts.md)."""
+"""`auto` shares a prompt if copies would take that many more token slots. Below, the additional
+attention calls per layer cost as much as they save (docs/explanation/shared-prompts.md)."""
 
 
 def check_policy(name: str) -> None:
@@ -27,10 +28,12 @@ def check_policy(name: str) -> None:
 
 @dataclass(frozen=True)
 class PrefixStore:
-    """Which token slots hold the prompt of which group. A store does not change: its methods return other stores.
+    """Which token slots hold the prompt of which group. A store does not change: its methods return
+    other stores.
 
     Attributes:
-        policy: "auto" (by `MIN_SAVED_TOKENS`), "grouped" (prompts of several rows), "shared" (always) or "copied" (never).
+        policy: "auto" (by `MIN_SAVED_TOKENS`), "grouped" (prompts of several rows), "shared"
+            (always) or "copied" (never).
         prefixes: the stored prompts by group, in the order in which they were added.
     """
 
@@ -38,10 +41,12 @@ class PrefixStore:
     prefixes: Mapping[int, Prefix] = field(default_factory=dict)
 
     def add(self, group: int, rows: int, length: int, drafted: bool = True) -> PrefixStore:
-        """With the prompt of a group in the first hole that is large enough; the same store if the prompt is better copied.
+        """With the prompt of a group in the first hole that is large enough; the same store if the
+        prompt is better copied.
 
         Args:
-            rows: of the group that may run at once. length: tokens of its prompt that are stored, all but the last.
+            rows: of the group that may run at once.
+            length: tokens of its prompt that are stored, all but the last.
             drafted: the drafter's cache stores them, too.
         """
         if length < 1 or not self._shares(rows, length):
@@ -55,7 +60,10 @@ class PrefixStore:
 
     def without(self, groups: Collection[int]) -> PrefixStore:
         """Without the prompts of these groups, as far as they are stored."""
-        return PrefixStore(self.policy, {group: prefix for group, prefix in self.prefixes.items() if group not in groups})
+        return PrefixStore(
+            self.policy,
+            {group: prefix for group, prefix in self.prefixes.items() if group not in groups},
+        )
 
     def _shares(self, rows: int, length: int) -> bool:
         least = {"auto": MIN_SAVED_TOKENS, "grouped": 1, "shared": 0}.get(self.policy, math.inf)

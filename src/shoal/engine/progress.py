@@ -12,10 +12,12 @@ from shoal.types.samples import Increment
 
 
 def follow(increments: Iterable[Increment], rows: int, most: int) -> None:
-    """Exhausts the increments and shows a progress bar on stderr, if that is a terminal or a notebook.
+    """Exhausts the increments and shows a progress bar on stderr, if that is a terminal or a
+    notebook.
 
     Args:
-        rows: their number. most: new tokens that each may have; a row that ends earlier counts as complete.
+        rows: their number.
+        most: new tokens that each may have; a row that ends earlier counts as complete.
     """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()

@@ -1,13 +1,15 @@
 """Sequential Monte Carlo over the rows of a request (`exact="smc"`).
 
-The rows are particles with the weights of `shoal.constraints.weights`. Where their weights have become too unequal, those that run
-are drawn anew: a row of small weight becomes a copy of one of large weight and goes on by a seed of its own, and all get the mean
-of their weights (Del Moral, Doucet, Jasra 2006; for language models Lew et al. 2023, arXiv 2306.03081).
+The rows are particles with the weights of `shoal.constraints.weights`. Where their weights have
+become too unequal, those that run are drawn anew: a row of small weight becomes a copy of one of
+large weight and goes on by a seed of its own, and all get the mean of their weights (Del Moral,
+Doucet, Jasra 2006; for language models Lew et al. 2023, arXiv 2306.03081).
 
-Weighted averages over a request keep their expectation, however far each row has come and whoever decides how much a round
-commits: what a row's text will be worth in the end depends on its tokens alone, as tokens have their law whatever is drafted, and
-systematic resampling gives each text copies in the mean by its weight. Rows that have ended keep their text and weight, and so do
-rows that wait: any set of rows that is chosen by what they have written may be resampled by itself.
+Weighted averages over a request keep their expectation, however far each row has come and whoever
+decides how much a round commits: what a row's text will be worth in the end depends on its tokens
+alone, as tokens have their law whatever is drafted, and systematic resampling gives each text
+copies in the mean by its weight. Rows that have ended keep their text and weight, and so do rows
+that wait: any set of rows that is chosen by what they have written may be resampled by itself.
 """
 
 from __future__ import annotations
@@ -36,14 +38,18 @@ class Slots(Protocol):
 
 
 def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
-    """Resamples the requests that ask for it and whose rows have too unequal weights; returns how many rows became copies.
+    """Resamples the requests that ask for it and whose rows have too unequal weights; returns how
+    many rows became copies.
 
     Args:
-        rows: those that have had a round and run on. cache: of the target; it holds their tokens but the last. drafter: is
-            told of the copies.
+        rows: those that have had a round and run on.
+        cache: of the target; it holds their tokens but the last.
+        drafter: is told of the copies.
     """
     groups: dict[int, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.index):  # whatever slots they have, which depends on other requests
+    for row in sorted(
+        rows, key=lambda row: row.index
+    ):  # whatever slots they have, which depends on other requests
         if row.request.resampled:
             groups.setdefault(row.group, []).append(row)
     copies = [copy for group in groups.values() for copy in _copies(group)]
@@ -56,8 +62,8 @@ def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
 
 
 def _copies(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Rows that are to become copies, each with the row that it copies; none where the weights are equal enough. Otherwise all
-    rows have got the mean weight."""
+    """Rows that are to become copies, each with the row that it copies; none where the weights are
+    equal enough. Otherwise all rows have got the mean weight."""
     logs = [row.log_weight for row in rows]
     mean = log_mean(logs)
     if mean == -math.inf or effective(logs) >= LEAST * len(rows):
@@ -71,10 +77,12 @@ def _copies(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def systematic(logs: Sequence[float], uniform: float) -> list[int]:
-    """How often each of some numbered things is drawn, as often as there are things, in the mean by its weight.
+    """How often each of some numbered things is drawn, as often as there are things, in the mean by
+    its weight.
 
     Args:
-        logs: natural logs of the weights; not all -inf. uniform: in [0, 1); all draws are made by it.
+        logs: natural logs of the weights; not all -inf.
+        uniform: in [0, 1); all draws are made by it.
     """
     mean = log_mean(logs)
     sums = [0.0, *accumulate(math.exp(each - mean) for each in logs)]

@@ -11,8 +11,8 @@ from shoal.types.samples import Sample
 
 
 def visible_text(row: Row, sample: Sample | None) -> str:
-    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`). A row that may be cut anywhere, or become
-    a copy of another, is shown once it has ended.
+    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`). A row
+    that may be cut anywhere, or become a copy of another, is shown once it has ended.
 
     Args:
         sample: of the row, if it has ended.
@@ -31,7 +31,9 @@ def finish(row: Row, now: float) -> Sample:
     row.finished_at = now - row.request.submitted_at
     text, kept = "", row.new_tokens
     if row.detokenizer is not None:
-        text, kept = row.detokenizer.finished([] if row.needs_text else row.tokens[row.prompt_length :], kept)
+        text, kept = row.detokenizer.finished(
+            [] if row.needs_text else row.tokens[row.prompt_length :], kept
+        )
     text, kept, syntax = _cut(row, text, kept)
     logprobs = row.logprobs[:kept]
     return Sample(
@@ -59,12 +61,16 @@ def finish(row: Row, now: float) -> Sample:
 
 
 def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
-    """The text of a row and how many tokens wrote it, cut at its best end where it did not end by itself; and `Sample.syntax`."""
+    """The text of a row and how many tokens wrote it, cut at its best end where it did not end by
+    itself; and `Sample.syntax`."""
     if row.cutting is None:
         return text, kept, None
     if row.finish_reason == "eos":
         return text, kept, "complete"
-    tokens, scores = row.tokens[row.prompt_length :][:kept], end_scores(row.logprobs[:kept], row.end_logprobs)
+    tokens, scores = (
+        row.tokens[row.prompt_length :][:kept],
+        end_scores(row.logprobs[:kept], row.end_logprobs),
+    )
     found = row.cutting.best_end(tokens, scores, len(text))
     if found is None or row.finish_reason == "error":
         return text, kept, "incomplete"
@@ -73,12 +79,13 @@ def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
 
 
 def end_scores(logprobs: Sequence[float], ends: Sequence[float]) -> list[float]:
-    """How good it is to end before all tokens, and within or behind each of them: the mean log-probability of the tokens up to
-    there and of an EOS (Melcer et al., arXiv 2402.17988).
+    """How good it is to end before all tokens, and within or behind each of them: the mean
+    log-probability of the tokens up to there and of an EOS (Melcer et al., arXiv 2402.17988).
 
     Args:
-        logprobs: of the tokens. ends: of an EOS in the place of each, at least as many. Behind the last token that is known only
-            where more were written; otherwise this place comes last.
+        logprobs: of the tokens.
+        ends: of an EOS in the place of each, at least as many. Behind the last token that is known
+            only where more were written; otherwise this place comes last.
     """
     sums = [0.0, *accumulate(logprobs)]
     return [(sums[i] + ends[i]) / (i + 1) if i < len(ends) else -math.inf for i in range(len(sums))]

@@ -1,20 +1,25 @@
 """Which rows run in the next round. Pure Python: it assigns slots and never touches tensors.
 
-Rows that run always occupy the slots 0, 1, ..., so that the caches of a round are views. A row that ends leaves its slot at once. A
-waiting row takes the slot, and if none waits, the last row moves there (compaction). A slot still holds the prompt of its row after
-the row has left. Prompts are admitted first come, first served, so that the waiting rows of a group find a copy, and each prompt is
-computed once. A prompt in the prefix store stays there for as long as a row of its group runs or waits.
+Rows that run always occupy the slots 0, 1, ..., so that the caches of a round are views. A row that
+ends leaves its slot at once. A waiting row takes the slot, and if none waits, the last row moves
+there (compaction). A slot still holds the prompt of its row after the row has left. Prompts are
+admitted first come, first served, so that the waiting rows of a group find a copy, and each prompt
+is computed once. A prompt in the prefix store stays there for as long as a row of its group runs or
+waits.
 
-Rows of several calls come first come, first served, or as `shoal.engine.fairness` has it: then rows may also pause.
+Rows of several calls come first come, first served, or as `shoal.engine.fairness` has it: then rows
+may also pause.
 
-Prompts with deadlines take turns (see `shoal.engine.waiting`), and between two of its rows a prompt may lose its place to another:
-a copy, if another row takes the slot; a stored prompt, if there are more prompts than slots, or too little memory. It is then
-computed again, at most once per row. Rows whose prompts are still in the caches go first within a turn, so that this is rare.
+Prompts with deadlines take turns (see `shoal.engine.waiting`), and between two of its rows a prompt
+may lose its place to another: a copy, if another row takes the slot; a stored prompt, if there are
+more prompts than slots, or too little memory. It is then computed again, at most once per row. Rows
+whose prompts are still in the caches go first within a turn, so that this is rare.
 
-While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill, Agrawal et al. 2023, "SARATHI",
-arXiv 2308.16369). A longer prompt is computed in chunks over several rounds, in a slot above those of the rows that run, and no row
-is admitted before it is complete. What a paused row comes back with is a prompt like any other. The same limit holds while no row
-runs if any row has a deadline, as deadlines are checked between chunks.
+While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill,
+Agrawal et al. 2023, "SARATHI", arXiv 2308.16369). A longer prompt is computed in chunks over
+several rounds, in a slot above those of the rows that run, and no row is admitted before it is
+complete. What a paused row comes back with is a prompt like any other. The same limit holds while
+no row runs if any row has a deadline, as deadlines are checked between chunks.
 """
 
 from __future__ import annotations
@@ -39,13 +44,15 @@ from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Ro
 NO_GROUP = -1
 """The group of a slot that holds no complete prompt."""
 CHUNK = 512
-"""Prompt tokens between two rounds: enough to use the weights that a pass reads well, few enough not to delay the rows that run."""
+"""Prompt tokens between two rounds: enough to use the weights that a pass reads well, few enough
+not to delay the rows that run."""
 MIN_WAIT = 64
 """A row waits a round for a prefix that is computed in this one if that saves it so many tokens."""
 
 
 class Prefixes(Protocol):
-    """What earlier rows have left for prompts that begin alike; see `shoal.engine.prefix_cache.PrefixCache`."""
+    """What earlier rows have left for prompts that begin alike; see
+    `shoal.engine.prefix_cache.PrefixCache`."""
 
     def known(self, row: Row) -> int:
         """Tokens that the row's prompt begins with that are kept, all but its last at most."""
@@ -61,15 +68,18 @@ class Scheduler:
     """Rows that wait, rows that run, and their slots. A round costs nothing per row that waits.
 
     Attributes:
-        capacity: most rows in slots at any time. waiting: rows without a slot.
+        capacity: most rows in slots at any time.
+        waiting: rows without a slot.
         fairness: whose rows go first, and which of them pause.
         kept: prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
-        rows_now: most rows in slots in the coming round, at most `capacity`; see `shoal.engine.batch_size.BatchSize.rows`.
+        rows_now: most rows in slots in the coming round, at most `capacity`; see
+            `shoal.engine.batch_size.BatchSize.rows`.
         prefix_sharing: how groups store their prompts, see `shoal.engine.prefix_store`.
         chunk: most prompt tokens computed before a round while rows run or any row has a deadline.
-        fits: asked before a row is admitted. A row that would be the only one in a slot is admitted whatever the answer, unless
-            `memory_reserved`.
-        memory_reserved: something beside the rows takes memory, so that even a single row may have to wait.
+        fits: asked before a row is admitted. A row that would be the only one in a slot is admitted
+            whatever the answer, unless `memory_reserved`.
+        memory_reserved: something beside the rows takes memory, so that even a single row may have
+            to wait.
     """
 
     capacity: int
@@ -80,7 +90,9 @@ class Scheduler:
     fits: Fits = lambda rows, slots, prefixes: True
     memory_reserved: bool = False
     kept: Prefixes | None = None
-    rows_now: Callable[[int, int, float], int] = lambda running, waiting, seconds_per_token: sys.maxsize
+    rows_now: Callable[[int, int, float], int] = lambda running, waiting, seconds_per_token: (
+        sys.maxsize
+    )
 
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.capacity), ("chunk", self.chunk)):
@@ -122,7 +134,8 @@ class Scheduler:
         self._deadlines.add(rows)
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Rows leave at once, from the queue or from their slots; rows that have left before are ignored."""
+        """Rows leave at once, from the queue or from their slots; rows that have left before are
+        ignored."""
         for row in rows:
             if row in self.waiting:
                 self.waiting.remove(row)
@@ -135,7 +148,8 @@ class Scheduler:
             self._leave_group(row)
 
     def to_pause(self) -> Row | None:
-        """The row that is to give its slot to one that has waited for this round, if one is (`shoal.engine.fairness`)."""
+        """The row that is to give its slot to one that has waited for this round, if one is
+        (`shoal.engine.fairness`)."""
         if not self.waiting or self._prefilling is not None or None in self._slots:
             return None
         return self.fairness.to_pause(self.running, self.waiting.calls)
@@ -166,11 +180,16 @@ class Scheduler:
         self._slot_groups[slot] = NO_GROUP
 
     def refuse(self, round_: Round) -> list[Row]:
-        """Removes the rows that a round admits or goes on prefilling, and every trace of their prompts; returns these rows."""
+        """Removes the rows that a round admits or goes on prefilling, and every trace of their
+        prompts; returns these rows."""
         groups = {chunk.row.group for chunk in round_.chunks}
         self._store = self._store.without(groups)
         self._slot_groups = [NO_GROUP if group in groups else group for group in self._slot_groups]
-        refused = list(dict.fromkeys([*(a.row for a in round_.admissions), *(chunk.row for chunk in round_.chunks)]))
+        refused = list(
+            dict.fromkeys(
+                [*(a.row for a in round_.admissions), *(chunk.row for chunk in round_.chunks)]
+            )
+        )
         for row in refused:
             self.forget(row.slot)
         self.remove(refused)
@@ -183,7 +202,8 @@ class Scheduler:
         return due
 
     def next_round(self) -> Round:
-        """Continues the prompt that is not complete, fills free slots from the queue, then closes the gaps that remain."""
+        """Continues the prompt that is not complete, fills free slots from the queue, then closes
+        the gaps that remain."""
         admissions: list[Admission] = []
         chunks: list[PrefillChunk] = []
         budget = self.chunk if self.running or self._deadlines else sys.maxsize
@@ -203,29 +223,44 @@ class Scheduler:
     def _free(self) -> int:
         """How many rows may join those in slots."""
         rows = self.in_slots
-        return self.rows_now(len(rows), len(self.waiting), self._seconds_per_token(rows)) - len(rows)
+        return self.rows_now(len(rows), len(self.waiting), self._seconds_per_token(rows)) - len(
+            rows
+        )
 
     def _seconds_per_token(self, rows: Sequence[Row]) -> float:
-        """The least time budget per token of these rows and the next; infinity if none has a deadline."""
+        """The least time budget per token of these rows and the next; infinity if none has a
+        deadline."""
         if not self._deadlines:
             return math.inf
         limits = [row.request.limits for row in (*rows, next(iter(self.waiting)))]
-        return min(math.inf if each.time_budget is None else each.time_budget / each.max_new_tokens for each in limits)
+        return min(
+            math.inf if each.time_budget is None else each.time_budget / each.max_new_tokens
+            for each in limits
+        )
 
-    def close_up(self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()) -> Round:
+    def close_up(
+        self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()
+    ) -> Round:
         """A round of the rows that run now, with the moves that close the gaps between them."""
         slots = len(self._slots)
         moves = self._compact()
-        return Round(self.running, admissions, chunks, moves, self._prefilling, slots, self._store.prefixes)
+        return Round(
+            self.running, admissions, chunks, moves, self._prefilling, slots, self._store.prefixes
+        )
 
     def release_free_slots(self) -> Round:
-        """As `close_up`, and the prompts in free slots are given up: the caches may be trimmed to what the rows in slots need."""
+        """As `close_up`, and the prompts in free slots are given up: the caches may be trimmed to
+        what the rows in slots need."""
         for slot, row in enumerate(self._slots):
             if row is None:
                 self.forget(slot)
         moves = self.close_up().moves
         return Round(
-            self.running, moves=moves, prefilling=self._prefilling, slots=len(self._slots), prefixes=self._store.prefixes
+            self.running,
+            moves=moves,
+            prefilling=self._prefilling,
+            slots=len(self._slots),
+            prefixes=self._store.prefixes,
         )
 
     def _prefill(self, row: Row, most: int, chunks: list[PrefillChunk]) -> int:
@@ -242,10 +277,16 @@ class Scheduler:
         """The next row of the queue takes a slot, or waits.
 
         Args:
-            budget: tokens that may still be computed in this round. computed: rows whose prompts are completed in it.
+            budget: tokens that may still be computed in this round.
+            computed: rows whose prompts are completed in it.
         """
         row = self.waiting.first(self.fairness.first(self.waiting.calls), self._cached_groups())
-        state = CacheState(tuple(self._slots), tuple(self._slot_groups), self._store, {other.group for other in computed})
+        state = CacheState(
+            tuple(self._slots),
+            tuple(self._slot_groups),
+            self._store,
+            {other.group for other in computed},
+        )
         known = 0
         if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
             known = self.kept.known(row)
@@ -275,8 +316,11 @@ class Scheduler:
         self._slot_groups[slot] = row.group if copied else NO_GROUP
 
     def _cached_groups(self) -> list[int]:
-        """Groups whose prompts the next admissions may replace: those in free slots and in the prefix store."""
-        free = [group for row, group in zip(self._slots, self._slot_groups, strict=True) if row is None]
+        """Groups whose prompts the next admissions may replace: those in free slots and in the
+        prefix store."""
+        free = [
+            group for row, group in zip(self._slots, self._slot_groups, strict=True) if row is None
+        ]
         return [*free, *self._store.prefixes]
 
     def _compact(self) -> list[Move]:
@@ -284,7 +328,12 @@ class Scheduler:
         while None in self._slots:
             hole = self._slots.index(None)
             last = max(
-                (i for i, row in enumerate(self._slots) if row is not None and row is not self._prefilling), default=-1
+                (
+                    i
+                    for i, row in enumerate(self._slots)
+                    if row is not None and row is not self._prefilling
+                ),
+                default=-1,
             )
             if last < hole:
                 break

@@ -17,21 +17,27 @@ from shoal.types.samples import Increment, Output, Result, Sample
 
 
 class Stream(Iterator[Increment], AsyncIterator[Increment]):
-    """A run in progress. Iterating over it, by `for` or by `async for`, computes its rounds. Any thread may cancel or close it: a
-    round that another thread computes is finished first.
+    """A run in progress. Iterating over it, by `for` or by `async for`, computes its rounds. Any
+    thread may cancel or close it: a round that another thread computes is finished first.
 
-    Under `async for` the rounds are computed in a thread. When the task that waits is cancelled, the round in progress is finished
-    and all rows are cancelled. A stream that is dropped frees its caches. `result()` is complete once the stream is exhausted or
-    cancelled.
+    Under `async for` the rounds are computed in a thread. When the task that waits is cancelled,
+    the round in progress is finished and all rows are cancelled. A stream that is dropped frees its
+    caches. `result()` is complete once the stream is exhausted or cancelled.
 
     Attributes:
         rows: the rows of each prompt.
     """
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], *, text: bool = True, executor: Executor | None = None
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        *,
+        text: bool = True,
+        executor: Executor | None = None,
     ) -> None:
-        """executor: its one thread computes the rounds of `async for`; None = the event loop's own."""
+        """executor: its one thread computes the rounds of `async for`; None = the event loop's
+        own."""
         self._engine: Engine | None = engine
         self._requests, self._executor, self._stats = list(requests), executor, engine.stats
         self._started = time.perf_counter()
@@ -68,7 +74,9 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         try:
             return await asyncio.shield(round_)
         except asyncio.CancelledError:
-            await asyncio.wait([round_])  # a round cannot be interrupted, and its caches are in use until it ends
+            await asyncio.wait(
+                [round_]
+            )  # a round cannot be interrupted, and its caches are in use until it ends
             round_.exception()  # otherwise asyncio reports it as never retrieved
             self.cancel()
             raise
@@ -80,28 +88,38 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
             progress: shows a bar in a terminal or a notebook.
 
         Raises:
-            ShoalError: that of the first row that failed, after all others have ended; its `result` has them.
+            ShoalError: that of the first row that failed, after all others have ended; its `result`
+                has them.
         """
         if progress:
             from shoal.engine.progress import follow
 
-            follow(self, sum(map(len, self.rows)), max(request.limits.max_new_tokens for request in self._requests))
+            follow(
+                self,
+                sum(map(len, self.rows)),
+                max(request.limits.max_new_tokens for request in self._requests),
+            )
         for _ in self:
             pass
         result = self.result()
-        failed = next((row.error for rows in self.rows for row in rows if row.error is not None), None)
+        failed = next(
+            (row.error for rows in self.rows for row in rows if row.error is not None), None
+        )
         if failed is not None:
             failed.result = result
             raise failed
         return result
 
     def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
-        """Ends all rows, those of one prompt, or one row. Their tokens so far stay in the result, marked "cancelled"."""
+        """Ends all rows, those of one prompt, or one row. Their tokens so far stay in the result,
+        marked "cancelled"."""
         chosen = [
             row
-            for i, rows in enumerate(self.rows) if prompt in (None, i)
-            for row in rows if sample in (None, row.index)
-        ]  # fmt: skip
+            for i, rows in enumerate(self.rows)
+            if prompt in (None, i)
+            for row in rows
+            if sample in (None, row.index)
+        ]
         with self._turn:
             self._take([] if self._engine is None else self._engine.cancel(chosen))
 
@@ -119,9 +137,13 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         """
         running = sum(map(len, self.rows)) - len(self._samples)
         if running:
-            raise RequestError(f"{running} rows are still running: exhaust the stream or cancel it first")
+            raise RequestError(
+                f"{running} rows are still running: exhaust the stream or cancel it first"
+            )
         outputs = tuple(
-            Output(request.prompt, request.prompt_ids, tuple(self._samples[id(row)] for row in rows))
+            Output(
+                request.prompt, request.prompt_ids, tuple(self._samples[id(row)] for row in rows)
+            )
             for request, rows in zip(self._requests, self.rows, strict=True)
         )
         return Result(outputs, self._stats)
@@ -134,5 +156,13 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
                 self._samples[id(c.row)] = c.sample
             ended = c.row.finish_reason
             self._queue.append(
-                Increment(self._prompt[id(c.row)], c.row.index, c.text, tuple(c.tokens), c.accepted, ended, c.sample)
+                Increment(
+                    self._prompt[id(c.row)],
+                    c.row.index,
+                    c.text,
+                    tuple(c.tokens),
+                    c.accepted,
+                    ended,
+                    c.sample,
+                )
             )

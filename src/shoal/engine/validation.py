@@ -26,8 +26,10 @@ class RequestValidator:
     """Makes rows of requests, for one engine.
 
     Args:
-        target: it alone decides which prompts fit and where rows end. memory: what their caches may take.
-        tokenizer: for text, stop strings and grammars, or None. eos: the model's own EOS ids, for requests that name none.
+        target: it alone decides which prompts fit and where rows end.
+        memory: what their caches may take.
+        tokenizer: for text, stop strings and grammars, or None.
+        eos: the model's own EOS ids, for requests that name none.
     """
 
     def __init__(self, target: Runner, memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
@@ -57,19 +59,33 @@ class RequestValidator:
         visible_from = self._visible_from(request, shown)
         rows = [
             Row(
-                request, group, i, row_seed(seed, i), list(prompt), eos, self._target.context, deadline,
-                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop, visible_from, shown) if self.tokenizer else None,
+                request,
+                group,
+                i,
+                row_seed(seed, i),
+                list(prompt),
+                eos,
+                self._target.context,
+                deadline,
+                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop, visible_from, shown)
+                if self.tokenizer
+                else None,
                 needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
-                visible_from=visible_from, draft_context=draft_context,
+                visible_from=visible_from,
+                draft_context=draft_context,
             )
             for i in range(request.n)
-        ]  # fmt: skip
+        ]
         for row in rows:
             masks.begin(row, constraints)
             row.checks = [
-                (check, calls.begun(row, check.start)) for check in request.constraints if isinstance(check, Check)
+                (check, calls.begun(row, check.start))
+                for check in request.constraints
+                if isinstance(check, Check)
             ]
-            row.cutting = next((check for check, _ in row.checks if isinstance(check, Cutting)), None)
+            row.cutting = next(
+                (check for check, _ in row.checks if isinstance(check, Cutting)), None
+            )
         self._require_a_beginning(rows[0])
         return rows
 
@@ -88,10 +104,18 @@ class RequestValidator:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         self._memory.check(request)
         require_ids(request.sampling, self.vocab_size)
-        require_pure(request.sampling.processors, request.prompt_ids, self._ends(request), self.vocab_size, self._device)
+        require_pure(
+            request.sampling.processors,
+            request.prompt_ids,
+            self._ends(request),
+            self.vocab_size,
+            self._device,
+        )
         top, most = request.top_logprobs, request.max_draft
         if not isinstance(top, int) or not 0 <= top <= self.vocab_size:
-            raise RequestError(f"top_logprobs must be an integer in 0..{self.vocab_size}, got {top!r}")
+            raise RequestError(
+                f"top_logprobs must be an integer in 0..{self.vocab_size}, got {top!r}"
+            )
         if most is not None and (not isinstance(most, int) or most < 0):
             raise RequestError(f"max_draft must be an integer >= 0 or None, got {most!r}")
 
@@ -99,21 +123,33 @@ class RequestValidator:
         if not ids:
             raise RequestError("the prompt is empty: at least one token is needed to continue from")
         if not all(0 <= token < self.vocab_size for token in ids):
-            raise RequestError(f"prompt ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}")
+            raise RequestError(
+                f"prompt ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}"
+            )
         if len(ids) >= self._target.context:
             name, most = self._target.name, self._target.context
-            raise RequestError(f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token included")
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token "
+                f"included"
+            )
 
     def _constraints(self, request: Request) -> list[Constraint[Any]]:
-        """The grammars', that of all filters and regular expressions together, then the request's own.
+        """The grammars', that of all filters and regular expressions together, then the request's
+        own.
 
         Raises:
-            RequestError: a grammar that cannot be compiled, or not here; filters and expressions that no text fits; no constraint.
+            RequestError: a grammar that cannot be compiled, or not here; filters and expressions
+                that no text fits; no constraint.
         """
         for constraint in request.constraints:
             if not isinstance(constraint, Constraint | Check | Filter | Grammar):
-                raise RequestError(f"constraints must be of shoal.constraints.protocol.Constraint, got {constraint!r:.80}")
-        own = [constraint for constraint in request.constraints if isinstance(constraint, Constraint)]
+                raise RequestError(
+                    f"constraints must be of shoal.constraints.protocol.Constraint, got "
+                    f"{constraint!r:.80}"
+                )
+        own = [
+            constraint for constraint in request.constraints if isinstance(constraint, Constraint)
+        ]
         given = [request.sampling.grammar, *request.constraints]
         grammars = [grammar for grammar in given if isinstance(grammar, Grammar)]
         filters = [each for each in request.constraints if isinstance(each, Filter)]
@@ -125,14 +161,20 @@ class RequestValidator:
         found: list[Constraint[Any]] = [
             compiled.constraint(grammar) for grammar in grammars
         ]  # each by itself first: errors then name the right one
-        regular = [*filters, *(matching(grammar.text) for grammar in grammars if grammar.kind == "regex")]
+        regular = [
+            *filters,
+            *(matching(grammar.text) for grammar in grammars if grammar.kind == "regex"),
+        ]
         if len(regular) > 1 or filters:
-            found = [one for one, grammar in zip(found, grammars, strict=True) if grammar.kind != "regex"]
+            found = [
+                one for one, grammar in zip(found, grammars, strict=True) if grammar.kind != "regex"
+            ]
             found.append(self._together(regular))
         return [*found, *own]
 
     def _together(self, filters: Sequence[Filter]) -> Constraint[Any]:
-        """One constraint for all of them, so that it is known at once whether no text fits them together."""
+        """One constraint for all of them, so that it is known at once whether no text fits them
+        together."""
         every = conjunction(filters)
         try:
             return grammars_of(self.tokenizer, self.vocab_size).constraint(every.grammar)
@@ -140,9 +182,15 @@ class RequestValidator:
             raise RequestError(f"the filter {every.name} cannot be used: {error}") from error
 
     def _require_a_beginning(self, row: Row) -> None:
-        """Raises RequestError: each of several constraints allows some first token, but all together none."""
+        """Raises RequestError: each of several constraints allows some first token, but all
+        together none."""
         given = [row.request.sampling.grammar, *row.request.constraints]
         ours = any(isinstance(each, Grammar | Filter) for each in given)
         if ours and len(row.constraints) > 1 and not masks.may_begin(row, self.vocab_size):
-            names = ", ".join(f"{each!r:.80}" for each in given if isinstance(each, Grammar | Filter | Constraint))
-            raise RequestError(f"no token may begin a text under all constraints of the request, {names}; leave one out")
+            names = ", ".join(
+                f"{each!r:.80}" for each in given if isinstance(each, Grammar | Filter | Constraint)
+            )
+            raise RequestError(
+                f"no token may begin a text under all constraints of the request, {names}; "
+                f"leave one out"
+            )

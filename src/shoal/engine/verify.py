@@ -20,13 +20,15 @@ Block = tuple[Tensor, list[int], Sequence[Sequence[int]] | None]
 
 
 def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
-    """Scores the m + 1 columns of every row at once; with an empty tree this is a step of plain decoding."""
+    """Scores the m + 1 columns of every row at once; with an empty tree this is a step of plain
+    decoding."""
     block, counts, parents = _block(target, rows, tree)
     logits = target.feed([row.slot for row in rows], block, counts, parents=parents)
     scores = scores_of(target, rows, tree, logits[:, : tree.m + 1])
     scores = replace(scores, hidden=target.hidden, columns=None if tree.probes is None else logits)
     if not finite(logits[..., 0]):
-        # A state that is NaN makes NaN of every logit. What its column has left in the cache must be found wherever it stands.
+        # A state that is NaN makes NaN of every logit. What its column has left in the cache must
+        # be found wherever it stands.
         scores.p()
         _note_probes(scores, logits, target)
     return scores
@@ -39,28 +41,42 @@ def _block(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Block:
     block = torch.cat([last, tree.tokens], dim=1) if tree.m else last
     counts = [1 + len(drafts) for drafts in tree.drafts]
     if min(counts) < max(counts):
-        # Padding is the row's own token: hidden keys count with weight 0, but where they are NaN, 0 * NaN is NaN.
-        own = torch.arange(block.shape[1], device=block.device) < torch.tensor(counts, device=block.device)[:, None]
+        # Padding is the row's own token: hidden keys count with weight 0, but where they are NaN, 0
+        # * NaN is NaN.
+        own = (
+            torch.arange(block.shape[1], device=block.device)
+            < torch.tensor(counts, device=block.device)[:, None]
+        )
         block = torch.where(own, block, last)
     return block, counts, tree.parents if tree.branches else None
 
 
 def _with_probes(target: Runner, rows: Sequence[Row], tree: DraftTree, probes: Probes) -> Block:
-    """As `_block`, each row's probes behind its nodes. They are leaves but for other probes, so that no token sees them."""
+    """As `_block`, each row's probes behind its nodes. They are leaves but for other probes, so
+    that no token sees them."""
     pairs = zip(rows, tree.drafts, probes.vectors, strict=True)
-    own = [[row.tokens[-1], *draft, *(-1 - vector for vector in vectors)] for row, draft, vectors in pairs]
+    own = [
+        [row.tokens[-1], *draft, *(-1 - vector for vector in vectors)]
+        for row, draft, vectors in pairs
+    ]
     counts = [len(columns) for columns in own]
     padded = [columns + columns[:1] * (max(counts) - len(columns)) for columns in own]
-    parents = [[*nodes, *(column - 1 for column in after)] for nodes, after in zip(tree.parents, probes.after, strict=True)]
+    parents = [
+        [*nodes, *(column - 1 for column in after)]
+        for nodes, after in zip(tree.parents, probes.after, strict=True)
+    ]
     return torch.tensor(padded, device=target.device), counts, parents
 
 
 def _note_probes(scores: Scores, logits: Tensor, target: Runner) -> None:
-    """Columns behind all nodes that are not finite: no row's path comes there, but what they wrote must go."""
+    """Columns behind all nodes that are not finite: no row's path comes there, but what they wrote
+    must go."""
     first = scores.logits.shape[1]
     for b, column in (~logits[:, first:, 0].isfinite()).nonzero().tolist():
         error = BadLogits(f"column {first + column}, which the drafter reads, is NaN or infinite")
-        scores.faults.setdefault(scores.positions.rows[b], {})[first + column] = _named(error, target)
+        scores.faults.setdefault(scores.positions.rows[b], {})[first + column] = _named(
+            error, target
+        )
 
 
 def scores_of(target: Runner, rows: Sequence[Row], tree: DraftTree, logits: Tensor) -> Scores:

@@ -1,4 +1,5 @@
-"""The queue of rows without a slot. Pure Python; choosing the next row costs nothing per row that waits."""
+"""The queue of rows without a slot. Pure Python; choosing the next row costs nothing per row that
+waits."""
 
 from __future__ import annotations
 
@@ -56,12 +57,12 @@ class Waiting:
 
 
 class Turns:
-    """The rows of one call that wait. Without deadlines they follow prompt by prompt, so that each prompt is computed once: each
-    row is a turn of its own.
+    """The rows of one call that wait. Without deadlines they follow prompt by prompt, so that each
+    prompt is computed once: each row is a turn of its own.
 
-    Rows with a deadline take turns, as time may be over before all have run: every prompt gets its first sample before any gets its
-    second. Turn i has the rows of index i, one of each prompt. Within a turn the order is free, and rows whose prompts are in the
-    caches go first.
+    Rows with a deadline take turns, as time may be over before all have run: every prompt gets its
+    first sample before any gets its second. Turn i has the rows of index i, one of each prompt.
+    Within a turn the order is free, and rows whose prompts are in the caches go first.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -95,10 +96,12 @@ class Turns:
         del self._rows[self._turns.pop(row), row.group]
 
     def first(self, cached: Iterable[int]) -> Row:
-        """The next row: of those in the first turn one whose prompt is cached, else the first of them.
+        """The next row: of those in the first turn one whose prompt is cached, else the first of
+        them.
 
         Args:
-            cached: groups whose prompts are in the caches, and may be replaced by the prompts of other rows.
+            cached: groups whose prompts are in the caches, and may be replaced by the prompts of
+                other rows.
         """
         row, turn = next(iter(self._turns.items()))
         found = (self._rows.get((turn, group)) for group in cached)

@@ -1,8 +1,11 @@
-"""A cgroup (version 2) for each tested program, where one is delegated: the kernel bounds its memory and processes in total.
+"""A cgroup (version 2) for each tested program, where one is delegated: the kernel bounds its
+memory and processes in total.
 
-Only a cgroup bounds the kernel's own memory for a program (full socket buffers) and files that only a mapping keeps.
+Only a cgroup bounds the kernel's own memory for a program (full socket buffers) and files that only
+a mapping keeps.
 
-The supervisor has no package around it and loads this file by its path, so it imports the standard library only.
+The supervisor has no package around it and loads this file by its path, so it imports the standard
+library only.
 """
 
 from __future__ import annotations
@@ -19,26 +22,32 @@ from typing import Any
 
 CONTROLLERS = frozenset({"memory", "pids"})
 SANDBOX_TASKS, SANDBOX_BYTES = 5, 64 * 2**20
-"""What the sandbox itself may use in the group: bubblewrap or unshare, sandbox_exec.py and their children."""
+"""What the sandbox itself may use in the group: bubblewrap or unshare, sandbox_exec.py and their
+children."""
 
 TRIAL_BOUNDS = {"memory_bytes": 2**26, "workdir_bytes": 0, "processes": 8}
-DELEGATED = ("trusted.delegate", "user.delegate")  # extended attributes of a directory that systemd has delegated
+DELEGATED = (
+    "trusted.delegate",
+    "user.delegate",
+)  # extended attributes of a directory that systemd has delegated
 REMOVE_TIMEOUT = 2.0  # seconds for killed processes to leave their group
 
 
 def delegated(process: Path = Path("/proc/self")) -> str:
     """The directory in which groups may be made, "" if there is none.
 
-    The search goes from this process's own group upwards. A directory qualifies if it has the controllers enabled for its
-    children and a trial group can be made there, limited and entered. Root may do so anywhere, so for root a directory above
-    its own group must also be marked as delegated.
+    The search goes from this process's own group upwards. A directory qualifies if it has the
+    controllers enabled for its children and a trial group can be made there, limited and entered.
+    Root may do so anywhere, so for root a directory above its own group must also be marked as
+    delegated.
     """
     with contextlib.suppress(OSError, ValueError):
         for folder, own in _groups(process):
             allowed = own or os.geteuid() != 0 or _is_delegated(folder)
             if (
                 allowed
-                and set((folder / "cgroup.subtree_control").read_text(encoding="utf-8").split()) >= CONTROLLERS
+                and set((folder / "cgroup.subtree_control").read_text(encoding="utf-8").split())
+                >= CONTROLLERS
                 and _works(folder)
             ):
                 return str(folder)
@@ -48,7 +57,8 @@ def delegated(process: Path = Path("/proc/self")) -> str:
 def limit(group: str, bounds: dict[str, Any]) -> None:
     """Makes the group if there is none yet, and sets its limits.
 
-    A cgroup counts files in memory (tmpfs) as memory, so the bound on files is added to the bound on memory.
+    A cgroup counts files in memory (tmpfs) as memory, so the bound on files is added to the bound
+    on memory.
 
     Raises: OSError if it cannot be made or limited.
     """
@@ -70,7 +80,10 @@ def out_of_memory(group: str) -> bool:
     if not group:
         return False
     with contextlib.suppress(OSError):
-        events = dict(line.split() for line in Path(group, "memory.events").read_text(encoding="utf-8").splitlines())
+        events = dict(
+            line.split()
+            for line in Path(group, "memory.events").read_text(encoding="utf-8").splitlines()
+        )
         return int(events.get("oom_kill", 0)) > 0
     return False
 
@@ -93,11 +106,15 @@ def remove(group: str) -> None:
 
 
 def _groups(process: Path) -> Iterator[tuple[Path, bool]]:
-    """(directory, is its own) of the process's group of version 2 and of the groups above it, innermost first."""
+    """(directory, is its own) of the process's group of version 2 and of the groups above it,
+    innermost first."""
     lines = (process / "cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
     mounts = [
-        line.split() for line in (process / "mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        line.split()
+        for line in (process / "mountinfo")
+        .read_text(encoding="utf-8", errors="surrogateescape")
+        .splitlines()
     ]
     mounted = next((words[4] for words in mounts if words[words.index("-") + 1] == "cgroup2"), None)
     if own is None or mounted is None or ".." in own.split("/"):

@@ -1,4 +1,5 @@
-"""What becomes of programs that were cut inside a token: continued as they are, aligned, and from where the cut token begins."""
+"""What becomes of programs that were cut inside a token: continued as they are, aligned, and from
+where the cut token begins."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from shoal.evaluation.grading import PASSED, Grade, Grader
 
 NAIVE, ALIGNED, UNCUT = "naive", "aligned", "uncut"
 VARIANTS = (NAIVE, ALIGNED, UNCUT)
-"""From the cut on; from the cut on with `align=True`; from where the cut token begins, knowing less of the program."""
+"""From the cut on; from the cut on with `align=True`; from where the cut token begins, knowing less
+of the program."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a variant made of a cut. completions: of the problem. seconds: of its call, prompt included."""
+    """What a variant made of a cut. completions: of the problem. seconds: of its call, prompt
+    included."""
 
     cut: Cut
     variant: str
@@ -28,8 +31,11 @@ class Written:
     seconds: float
 
 
-def written(pair: Shoal, cuts: Sequence[Cut], n: int, options: Mapping[str, Any]) -> Iterator[list[Written]]:
-    """n samples of each cut in each variant, a list of variants per cut. They take turns in being first; the first cut warms up.
+def written(
+    pair: Shoal, cuts: Sequence[Cut], n: int, options: Mapping[str, Any]
+) -> Iterator[list[Written]]:
+    """n samples of each cut in each variant, a list of variants per cut. They take turns in being
+    first; the first cut warms up.
 
     Args:
         options: of `Shoal.generate`. A problem with a suffix is filled in before it.
@@ -39,7 +45,10 @@ def written(pair: Shoal, cuts: Sequence[Cut], n: int, options: Mapping[str, Any]
         if not place:
             for variant in VARIANTS:
                 _write(pair, cut, variant, n, options)
-        found = {variant: _write(pair, cut, variant, n, options) for variant in orders[place % len(orders)]}
+        found = {
+            variant: _write(pair, cut, variant, n, options)
+            for variant in orders[place % len(orders)]
+        }
         yield [found[variant] for variant in VARIANTS]
 
 
@@ -50,7 +59,12 @@ def _write(pair: Shoal, cut: Cut, variant: str, n: int, options: Mapping[str, An
     result = pair.generate(text, n, align=variant == ALIGNED, **{**options, **middle})
     begun = text[len(problem.prompt) :]
     completions = [
-        begun + (sample.text if problem.suffix else end.cut(text, sample.text, sample.finish_reason == "stop"))
+        begun
+        + (
+            sample.text
+            if problem.suffix
+            else end.cut(text, sample.text, sample.finish_reason == "stop")
+        )
         for sample in result[0].samples
     ]
     return Written(cut, variant, completions, result.stats.seconds)
@@ -58,17 +72,23 @@ def _write(pair: Shoal, cut: Cut, variant: str, n: int, options: Mapping[str, An
 
 def graded(found: Sequence[Written], grader: Grader) -> Iterator[tuple[Written, list[Grade]]]:
     """Each with the grades of its completions."""
-    asked: Iterable[tuple[str, str]] = [(each.cut.problem.task_id, text) for each in found for text in each.completions]
+    asked: Iterable[tuple[str, str]] = [
+        (each.cut.problem.task_id, text) for each in found for text in each.completions
+    ]
     grades = iter(grader(asked))
     for each in found:
         yield each, [next(grades) for _ in each.completions]
 
 
 def summary(found: Sequence[tuple[Written, Sequence[Grade]]]) -> list[dict[str, Any]]:
-    """By kind of cut: how many cuts, and of each variant the share of samples that pass, the share that do not parse, and the
-    median of its seconds over those of `uncut`, which writes the same text but has nothing to align."""
+    """By kind of cut: how many cuts, and of each variant the share of samples that pass, the share
+    that do not parse, and the median of its seconds over those of `uncut`, which writes the same
+    text but has nothing to align."""
     kinds = list(dict.fromkeys(each.cut.kind for each, _ in found))
-    return [{"kind": kind, **_of_kind([one for one in found if one[0].cut.kind == kind])} for kind in kinds]
+    return [
+        {"kind": kind, **_of_kind([one for one in found if one[0].cut.kind == kind])}
+        for kind in kinds
+    ]
 
 
 def _of_kind(found: Sequence[tuple[Written, Sequence[Grade]]]) -> dict[str, Any]:
@@ -78,7 +98,9 @@ def _of_kind(found: Sequence[tuple[Written, Sequence[Grade]]]) -> dict[str, Any]
         own = [(each, grades) for each, grades in found if each.variant == variant]
         variants[variant] = {
             "passed": mean(grade.scores[PASSED] for _, grades in own for grade in grades),
-            "syntax_errors": mean(grade.outcome == "syntax" for _, grades in own for grade in grades),
+            "syntax_errors": mean(
+                grade.outcome == "syntax" for _, grades in own for grade in grades
+            ),
             "latency": median(each.seconds / uncut[each.cut] for each, _ in own),
         }
     return {

@@ -1,4 +1,5 @@
-"""Solutions cut inside a token, by class of the part that is left (Athiwaratkun et al., Token Alignment, 2024, section 4)."""
+"""Solutions cut inside a token, by class of the part that is left (Athiwaratkun et al., Token
+Alignment, 2024, section 4)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from shoal.constraints.token_bytes import token_bytes
 from shoal.evaluation.problems import Problem
 
 KINDS = ("word", "space", "punctuation", "prefix-sep", "prefix-indent")
-"""`word`: inside the letters of a token. `space`: between a space and what follows it in the same token. `punctuation`: inside a
-token of several signs. `prefix-indent`: inside the blanks of an indent. `prefix-sep`: behind a whole token of signs that longer
-tokens begin with, so that no token is cut."""
+"""`word`: inside the letters of a token. `space`: between a space and what follows it in the same
+token. `punctuation`: inside a token of several signs. `prefix-indent`: inside the blanks of an
+indent. `prefix-sep`: behind a whole token of signs that longer tokens begin with, so that no token
+is cut."""
 SIGNS = re.compile(r"[^\w\s]+")
 
 
@@ -24,7 +26,9 @@ class Cut:
     """A problem and where its program is cut.
 
     Attributes:
-        kind: one of `KINDS`. end: characters of prompt and solution that are left. start: where the cut token begins.
+        kind: one of `KINDS`.
+        end: characters of prompt and solution that are left.
+        start: where the cut token begins.
     """
 
     problem: Problem
@@ -34,11 +38,16 @@ class Cut:
 
     def given(self, *, whole_tokens: bool) -> str:
         """What a model goes on from: up to the cut, or up to the token that it goes through."""
-        return (self.problem.prompt + (self.problem.canonical or ""))[: self.start if whole_tokens else self.end]
+        return (self.problem.prompt + (self.problem.canonical or ""))[
+            : self.start if whole_tokens else self.end
+        ]
 
 
-def cuts(problems: Sequence[Problem], tokenizer: Any, kinds: Sequence[str], seed: int = 0) -> list[Cut]:
-    """One cut of each kind of each problem that has a solution with such a place; which one is decided by seed and problem."""
+def cuts(
+    problems: Sequence[Problem], tokenizer: Any, kinds: Sequence[str], seed: int = 0
+) -> list[Cut]:
+    """One cut of each kind of each problem that has a solution with such a place; which one is
+    decided by seed and problem."""
     found = []
     for problem in problems:
         whole = problem.prompt + (problem.canonical or "")
@@ -67,10 +76,14 @@ def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, 
         if re.fullmatch(r" \S+", token):
             found["space"].append((start + 1, start))
         if re.fullmatch(r" ?[^\w\s]{2,}", token):
-            found["punctuation"] += [(cut, start) for cut in range(start + 1 + token.startswith(" "), end)]
+            found["punctuation"] += [
+                (cut, start) for cut in range(start + 1 + token.startswith(" "), end)
+            ]
         if token.isspace() and "\n" not in token and whole[start - 1] == "\n":
             found["prefix-indent"] += [(cut, start) for cut in range(start + 1, end)]
-        if SIGNS.fullmatch(token) and any(len(own) > len(token) and own.startswith(token.encode()) for own in vocabulary):
+        if SIGNS.fullmatch(token) and any(
+            len(own) > len(token) and own.startswith(token.encode()) for own in vocabulary
+        ):
             found["prefix-sep"].append((end, end))
     return found
 

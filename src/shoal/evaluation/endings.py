@@ -1,7 +1,8 @@
 """Where a completion ends: stop strings during generation, a cut afterwards.
 
-A model continues behind the function that it was asked for. Stop strings end most rows early; the cut is made on the text: in
-Python behind the last top-level block that parses, in languages with braces behind the function's closing brace.
+A model continues behind the function that it was asked for. Stop strings end most rows early; the
+cut is made on the text: in Python behind the last top-level block that parses, in languages with
+braces behind the function's closing brace.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Ending:
 
     Attributes:
         stops: strings that end a row; the text is cut before them.
-        cut: (prompt, text, stopped) -> the completion. stopped: a stop string ended the row.
+        cut: (prompt, text, stopped) -> the completion.
+        stopped: a stop string ended the row.
     """
 
     stops: tuple[str, ...]
@@ -61,7 +63,8 @@ C_COMMENTS, HASH_COMMENTS = r"//[^\n]*|/\*.*?\*/", r"(?:^|(?<=\s))\#[^\n]*"
 
 
 def _braces(prompt: str, text: str, stopped: bool, *, comments: str) -> str:
-    """Up to the brace that closes the one opened by the prompt; a brace that a stop string removed is put back."""
+    """Up to the brace that closes the one opened by the prompt; a brace that a stop string removed
+    is put back."""
     symbols = re.compile(f"{comments}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
     depth = sum(_depth_change(match[0]) for match in symbols.finditer(prompt))
     for match in symbols.finditer(text):
@@ -83,7 +86,9 @@ def _ruby(_prompt: str, text: str, stopped: bool) -> str:
 CLOSING, RUBY_CLOSING = "\n}", "\nend"
 _C_FAMILY = Ending((CLOSING,), partial(_braces, comments=C_COMMENTS))
 _ENDINGS = {
-    "python": Ending(("\ndef ", "\nclass ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "), _python),
+    "python": Ending(
+        ("\ndef ", "\nclass ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "), _python
+    ),
     **dict.fromkeys(("javascript", "typescript", "java", "cpp", "go"), _C_FAMILY),
     "perl": Ending((CLOSING,), partial(_braces, comments=HASH_COMMENTS)),
     "php": Ending((CLOSING,), partial(_braces, comments=f"{C_COMMENTS}|{HASH_COMMENTS}")),

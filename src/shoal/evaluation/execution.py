@@ -1,4 +1,5 @@
-"""Functional correctness of completions: each one's program is executed with its tests in a sandbox."""
+"""Functional correctness of completions: each one's program is executed with its tests in a
+sandbox."""
 
 from __future__ import annotations
 
@@ -40,11 +41,13 @@ class ExecutionResult:
     """How the program of a completion ended.
 
     Attributes:
-        outcome: "passed"; "failed": a test failed, or the program ended before its tests; "syntax": it does not compile or
-            parse; "time", "memory", "output": it exceeded that bound; "crash": a signal, or too many processes or files.
+        outcome: "passed"; "failed": a test failed, or the program ended before its tests; "syntax":
+            it does not compile or parse; "time", "memory", "output": it exceeded that bound;
+            "crash": a signal, or too many processes or files.
         detail: the end of its standard error, or why it did not pass; "" if it passed.
         seconds: wall time of its last step.
-        in_subprocess: the completion ran in a process of its own and could neither read nor change its tests.
+        in_subprocess: the completion ran in a process of its own and could neither read nor change
+            its tests.
     """
 
     outcome: Outcome
@@ -59,7 +62,8 @@ class ExecutionResult:
 
     @property
     def headline(self) -> str:
-        """The most informative line of `detail`: the first error of a compiler, the last line of a traceback."""
+        """The most informative line of `detail`: the first error of a compiler, the last line of a
+        traceback."""
         lines = [line.strip() for line in self.detail.splitlines() if line.strip()]
         telling = [line for line in lines if ERROR_LINE.search(line)] or lines[-1:] or [""]
         return telling[0] if self.outcome == "syntax" else telling[-1]
@@ -67,7 +71,8 @@ class ExecutionResult:
 
 @dataclass(frozen=True)
 class PassCounts:
-    """Of one language: completions that passed, all completions, problems, and problems without a completion."""
+    """Of one language: completions that passed, all completions, problems, and problems without a
+    completion."""
 
     passed: int
     total: int
@@ -76,11 +81,14 @@ class PassCounts:
 
 
 def execute(problem: Problem, completion: str, sandbox: Sandbox) -> ExecutionResult:
-    """Runs one completion's program; where language and problem allow it, in a process without the tests.
+    """Runs one completion's program; where language and problem allow it, in a process without the
+    tests.
 
-    A problem allows it if its canonical solution passes that way. The completion under test has no influence on this choice.
+    A problem allows it if its canonical solution passes that way. The completion under test has no
+    influence on this choice.
 
-    Raises: RequestError if the language cannot be run here, naming what to install; InternalError if the program was not run.
+    Raises: RequestError if the language cannot be run here, naming what to install; InternalError
+    if the program was not run.
     """
     if problem.language != "python":
         return _execute(problem, completion, sandbox, in_subprocess=False)
@@ -92,26 +100,38 @@ def execute(problem: Problem, completion: str, sandbox: Sandbox) -> ExecutionRes
 
 @cache
 def _passes_in_subprocess(problem: Problem, sandbox: Sandbox, unsendable: bool) -> bool:
-    """Whether a problem's tests can call a completion in another process; `unsendable`: an argument cannot be sent."""
+    """Whether a problem's tests can call a completion in another process; `unsendable`: an argument
+    cannot be sent."""
     if unsendable or problem.canonical is None:
         return not unsendable
     return _execute(problem, problem.canonical, sandbox, in_subprocess=True).passed
 
 
-def _execute(problem: Problem, completion: str, sandbox: Sandbox, *, in_subprocess: bool) -> ExecutionResult:
+def _execute(
+    problem: Problem, completion: str, sandbox: Sandbox, *, in_subprocess: bool
+) -> ExecutionResult:
     language, marker = LANGUAGES[problem.language], uuid.uuid4().hex
     toolchain = find_toolchain(problem.language, sandbox)
     files = (_files_for_subprocess if in_subprocess else _files)(problem, completion, marker)
     ended = sandbox.run(files, *toolchain.steps(language))
     if ended.reason in ("setup", "stopped"):
-        raise InternalError(f"the program for {problem.task_id!r} was not run ({ended.reason}): {ended.stderr}")
+        raise InternalError(
+            f"the program for {problem.task_id!r} was not run ({ended.reason}): {ended.stderr}"
+        )
     ended = replace(ended, stderr=toolchain.without_noise(ended.stderr))
     compiled = ended.step > 0 or not language.compile
     outcome = _outcome(ended, language, compiled)
     if outcome == "passed" and marker not in ended.stdout:
-        return ExecutionResult("failed", "it ended before its tests did", ended.seconds, in_subprocess)
+        return ExecutionResult(
+            "failed", "it ended before its tests did", ended.seconds, in_subprocess
+        )
     detail = "" if outcome == "passed" else _detail(ended, outcome)
-    return ExecutionResult(outcome, SHARED if f"{marker} {SHARED}" in ended.stdout else detail, ended.seconds, in_subprocess)
+    return ExecutionResult(
+        outcome,
+        SHARED if f"{marker} {SHARED}" in ended.stdout else detail,
+        ended.seconds,
+        in_subprocess,
+    )
 
 
 def execute_all(
@@ -119,7 +139,8 @@ def execute_all(
 ) -> Generator[ExecutionResult, None, None]:
     """Results in the order of `pairs`, `workers` programs at a time (None: one per processor).
 
-    When the iterator is closed or interrupted, waiting programs are cancelled, running ones killed, and the sandbox closed.
+    When the iterator is closed or interrupted, waiting programs are cancelled, running ones killed,
+    and the sandbox closed.
 
     Raises: RequestError before the first program if anything is missing here.
     """
@@ -136,17 +157,21 @@ def execute_all(
 
 
 def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Solution]:
-    """Completions to execute: the problems' canonical ones where there are any, or those of a file of JSON lines.
+    """Completions to execute: the problems' canonical ones where there are any, or those of a file
+    of JSON lines.
 
     Args:
-        source: "canonical", or a path; a record has `task_id` and `completion`, and may name its `language` (mxeval's format).
+        source: "canonical", or a path; a record has `task_id` and `completion`, and may name its
+            `language` (mxeval's format).
 
     Raises:
-        RequestError: the file is malformed, or a record belongs to no problem or another language, with file and line; there
-            are no completions.
+        RequestError: the file is malformed, or a record belongs to no problem or another language,
+            with file and line; there are no completions.
     """
     if source == "canonical":
-        pairs = [(problem, problem.canonical) for problem in problems if problem.canonical is not None]
+        pairs = [
+            (problem, problem.canonical) for problem in problems if problem.canonical is not None
+        ]
         if not pairs:
             raise RequestError("none of these problems has a canonical solution")
         return pairs
@@ -167,7 +192,9 @@ def pass_counts(
     given, found = {problem.task_id for problem, _ in pairs}, {}
     for language in dict.fromkeys(problem.language for problem in problems):
         passed = [
-            result.passed for (problem, _), result in zip(pairs, results, strict=False) if problem.language == language
+            result.passed
+            for (problem, _), result in zip(pairs, results, strict=False)
+            if problem.language == language
         ]
         names = {problem.task_id for problem in problems if problem.language == language}
         found[language] = PassCounts(sum(passed), len(passed), len(names), len(names - given))
@@ -181,12 +208,19 @@ def _files(problem: Problem, completion: str, marker: str) -> dict[str, str]:
 
 def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dict[str, str]:
     job = {
-        "program": f"{problem.prompt}{completion}{problem.suffix}\n", "prompt": problem.prompt, "tests": problem.tests,
-        "entry_point": problem.entry_point, "marker": marker,
-    }  # fmt: skip
-    readable = {name: text.encode("utf-8", errors="replace").decode() for name, text in job.items()}  # no lone surrogates
+        "program": f"{problem.prompt}{completion}{problem.suffix}\n",
+        "prompt": problem.prompt,
+        "tests": problem.tests,
+        "entry_point": problem.entry_point,
+        "marker": marker,
+    }
+    readable = {
+        name: text.encode("utf-8", errors="replace").decode() for name, text in job.items()
+    }  # no lone surrogates
     return {
-        LANGUAGES["python"].epilogue_file: Path(subprocess_tests.__file__).read_text(encoding="utf-8"),
+        LANGUAGES["python"].epilogue_file: Path(subprocess_tests.__file__).read_text(
+            encoding="utf-8"
+        ),
         JOB: json.dumps(readable),
     }
 
@@ -204,7 +238,11 @@ def _outcome(ended: StepResult, language: Language, compiled: bool) -> Outcome:
 
 
 def _detail(ended: StepResult, outcome: Outcome) -> str:
-    why = f"signal {-ended.returncode}" if ended.returncode and ended.returncode < 0 else f"ended by: {ended.reason}"
+    why = (
+        f"signal {-ended.returncode}"
+        if ended.returncode and ended.returncode < 0
+        else f"ended by: {ended.reason}"
+    )
     said = (ended.stderr.strip() or ended.stdout.strip())[-DETAIL:]
     if outcome in ("failed", "syntax"):
         return said or f"exit code {ended.returncode}"
@@ -214,9 +252,17 @@ def _detail(ended: StepResult, outcome: Outcome) -> str:
 def _solution(record: dict[str, object], known: dict[str, Problem], where: str) -> Solution:
     problem = known.get(text_field(record, "task_id", where))
     if problem is None:
-        raise RequestError(f"{where}: none of the {len(known)} problems has the task id {record['task_id']!r}")
-    if "language" in record and known_language(text_field(record, "language", where), where) != problem.language:
-        raise RequestError(f"{where}: {problem.task_id!r} is a problem in {problem.language}, not in {record['language']}")
+        raise RequestError(
+            f"{where}: none of the {len(known)} problems has the task id {record['task_id']!r}"
+        )
+    if (
+        "language" in record
+        and known_language(text_field(record, "language", where), where) != problem.language
+    ):
+        raise RequestError(
+            f"{where}: {problem.task_id!r} is a problem in {problem.language}, not in "
+            f"{record['language']}"
+        )
     return problem, text_field(record, "completion", where)
 
 

@@ -1,7 +1,9 @@
-"""Samples of an evaluation as files of other evaluators: EvalPlus and the BigCode evaluation harness.
+"""Samples of an evaluation as files of other evaluators: EvalPlus and the BigCode evaluation
+harness.
 
-Both get whole programs, prompt included: neither has to know what the model was asked. EvalPlus finds the problem of a program by
-its task id, the BigCode harness by its place in the list: the list has to begin with the first problem and to leave none out.
+Both get whole programs, prompt included: neither has to know what the model was asked. EvalPlus
+finds the problem of a program by its task id, the BigCode harness by its place in the list: the
+list has to begin with the first problem and to leave none out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Programs = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class EvaluatorSet:
-    """A problem set as an evaluator knows it: its task ids are `prefix` and a number below `size`."""
+    """A problem set as an evaluator knows it: its task ids are `prefix` and a number below
+    `size`."""
 
     prefix: str
     size: int
@@ -37,9 +40,13 @@ class ExportFormat:
     """What an evaluator reads.
 
     Attributes:
-        tool: its name for messages. suffix: how its files have to end. sets: by the set of `shoal eval`.
-        write: programs -> the text of a file. command: (file, set, problems, samples per problem) -> what evaluates them.
-        by_place: programs have no task ids. whole: it evaluates the whole set, or nothing.
+        tool: its name for messages.
+        suffix: how its files have to end.
+        sets: by the set of `shoal eval`.
+        write: programs -> the text of a file.
+        command: (file, set, problems, samples per problem) -> what evaluates them.
+        by_place: programs have no task ids.
+        whole: it evaluates the whole set, or nothing.
     """
 
     tool: str
@@ -51,32 +58,44 @@ class ExportFormat:
     whole: bool = False
 
     def check(self, set_name: str, problems: Sequence[Problem]) -> None:
-        """Raises RequestError for problems that the evaluator does not have, before anything is computed."""
+        """Raises RequestError for problems that the evaluator does not have, before anything is
+        computed."""
         known = self.sets.get(set_name)
         if known is None:
             raise RequestError(
-                f"{self.tool} has no task with the problems of {set_name}: {', '.join(self.sets)} can be exported"
+                f"{self.tool} has no task with the problems of {set_name}: "
+                f"{', '.join(self.sets)} can be exported"
             )
         places = {problem.task_id: known.place(problem.task_id) for problem in problems}
         if foreign := [task_id for task_id, place in places.items() if place is None]:
-            raise RequestError(f"{self.tool} has no problem {foreign[0]!r}: its ids are {known.prefix}0 to {known.size - 1}")
+            raise RequestError(
+                f"{self.tool} has no problem {foreign[0]!r}: its ids are {known.prefix}0 to "
+                f"{known.size - 1}"
+            )
         missing = set(range(len(places))) - set(places.values())
         if self.by_place and missing:
             raise RequestError(
-                f"{self.tool} finds problems by their places, and {known.prefix}{min(missing)} is missing in the file of the set"
+                f"{self.tool} finds problems by their places, and {known.prefix}{min(missing)} "
+                f"is missing in the file of the set"
             )
 
     def render(self, set_name: str, programs: Programs) -> str:
         """The text of a file, in the order of the evaluator's problems."""
         known = self.sets[set_name]
-        return self.write(dict(sorted(programs.items(), key=lambda item: known.place(item[0]) or 0)))
+        return self.write(
+            dict(sorted(programs.items(), key=lambda item: known.place(item[0]) or 0))
+        )
 
     def hint(self, set_name: str, file: str, programs: Programs) -> str:
         """How the evaluator is called on a file, and what it will miss."""
         many, size = len(programs), self.sets[set_name].size
         samples = max(map(len, programs.values()))
         said = self.command.format(set=set_name, file=file, problems=many, samples=samples)
-        return f"{said} ({many} of its {size} problems: it needs all)" if self.whole and many < size else said
+        return (
+            f"{said} ({many} of its {size} problems: it needs all)"
+            if self.whole and many < size
+            else said
+        )
 
 
 def _solutions(programs: Programs) -> str:
@@ -94,14 +113,23 @@ def _generations(programs: Programs) -> str:
 HUMANEVAL = {"humaneval": EvaluatorSet("HumanEval/", 164)}
 FORMATS: Mapping[str, ExportFormat] = {
     "evalplus": ExportFormat(
-        "EvalPlus", ".jsonl", HUMANEVAL, _solutions, "evalplus.evaluate --dataset {set} --samples {file}", whole=True
+        "EvalPlus",
+        ".jsonl",
+        HUMANEVAL,
+        _solutions,
+        "evalplus.evaluate --dataset {set} --samples {file}",
+        whole=True,
     ),
     "bigcode": ExportFormat(
-        "the BigCode evaluation harness", ".json", HUMANEVAL, _generations,
-        "main.py --tasks {set} --limit {problems} --n_samples {samples} --load_generations_path {file} --allow_code_execution",
+        "the BigCode evaluation harness",
+        ".json",
+        HUMANEVAL,
+        _generations,
+        "main.py --tasks {set} --limit {problems} --n_samples {samples} --load_generations_path "
+        "{file} --allow_code_execution",
         by_place=True,
     ),
-}  # fmt: skip
+}
 
 
 def programs_of(
@@ -109,11 +137,16 @@ def programs_of(
 ) -> dict[str, list[str]]:
     """n programs of each problem from a journal of samples.
 
-    A problem that was refused has its prompt n times: evaluators want whole sets, and it counts as failed, as in the summary.
+    A problem that was refused has its prompt n times: evaluators want whole sets, and it counts as
+    failed, as in the summary.
     """
     programs = {}
     for problem in problems:
         attempt = entries[problem.task_id]["attempts"].get(method)
-        completions = [""] * n if attempt is None else [sample["completion"] for sample in attempt["samples"]]
-        programs[problem.task_id] = [f"{problem.prompt}{completion}{problem.suffix}" for completion in completions]
+        completions = (
+            [""] * n if attempt is None else [sample["completion"] for sample in attempt["samples"]]
+        )
+        programs[problem.task_id] = [
+            f"{problem.prompt}{completion}{problem.suffix}" for completion in completions
+        ]
     return programs

@@ -16,8 +16,13 @@ from shoal.errors import RequestError
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE
 
 COLOURS = {PLAIN: "#8a8a8a", SINGLE: "#D55E00", BATCHED: "#0072B2"}
-"""From Okabe and Ito's palette: distinguishable with any colour vision, on light and dark backgrounds."""
-LABELS = {PLAIN: "no drafter, all samples at once", SINGLE: "speculative, one by one", BATCHED: "speculative, all at once"}
+"""From Okabe and Ito's palette: distinguishable with any colour vision, on light and dark
+backgrounds."""
+LABELS = {
+    PLAIN: "no drafter, all samples at once",
+    SINGLE: "speculative, one by one",
+    BATCHED: "speculative, all at once",
+}
 DPI = 150
 INK = "#808080"  # of the page's figure: readable on light and dark backgrounds
 
@@ -27,7 +32,9 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise RequestError("the figure needs matplotlib: pip install '.[eval]', or leave it out with --no-plot") from None
+        raise RequestError(
+            "the figure needs matplotlib: pip install '.[eval]', or leave it out with --no-plot"
+        ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
@@ -39,8 +46,14 @@ def draw(summaries: Sequence[Mapping[str, Any]], *, ink: str = "black") -> Any:
     pyplot = require_matplotlib()
     with pyplot.rc_context({"svg.fonttype": "none", **dict.fromkeys(INKED, ink)}):
         figure, grid = pyplot.subplots(
-            len(summaries), 2, figsize=(11, 4.2 * len(summaries)), squeeze=False, layout="constrained", sharex=True, sharey=True
-        )  # fmt: skip
+            len(summaries),
+            2,
+            figsize=(11, 4.2 * len(summaries)),
+            squeeze=False,
+            layout="constrained",
+            sharex=True,
+            sharey=True,
+        )
         for axes, summary in zip(grid, summaries, strict=True):
             for plot, metric in zip(axes, ("first", "all"), strict=True):
                 _curves(plot, summary, metric)
@@ -90,7 +103,15 @@ def _curves(axes: Any, summary: Mapping[str, Any], metric: str) -> None:
         if method in summary["curves"] and budgets:
             bands = summary["curves"][method][metric]
             axes.plot(budgets, bands["mean"], color=colour, linewidth=1.8, drawstyle="steps-post")
-            axes.fill_between(budgets, bands["low"], bands["high"], color=colour, alpha=0.15, linewidth=0, step="post")
+            axes.fill_between(
+                budgets,
+                bands["low"],
+                bands["high"],
+                color=colour,
+                alpha=0.15,
+                linewidth=0,
+                step="post",
+            )
     if budgets:
         _log_scale(axes)
     axes.set_ylim(0, 1 if summary["scores"][0] == "passed" else None)
@@ -114,7 +135,13 @@ def _legend(axes: Any, summary: Mapping[str, Any]) -> None:
 
     methods = [method for method in COLOURS if method in summary["curves"]]
     handles = [Line2D([], [], color=COLOURS[method], linewidth=2) for method in methods]
-    axes.legend(handles, [LABELS[method] for method in methods], loc="lower right", fontsize=8, frameon=False)
+    axes.legend(
+        handles,
+        [LABELS[method] for method in methods],
+        loc="lower right",
+        fontsize=8,
+        frameon=False,
+    )
     axes.set_title("shading: 95 % bootstrap over problems", loc="left", fontsize=8, pad=10)
 
 

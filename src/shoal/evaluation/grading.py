@@ -25,7 +25,9 @@ class Grade:
     """The scores of a completion.
 
     Attributes:
-        scores: 0..1 each. outcome: one word, "syntax" for a syntax error. detail: text for the report, such as the error.
+        scores: 0..1 each.
+        outcome: one word, "syntax" for a syntax error.
+        detail: text for the report, such as the error.
     """
 
     scores: dict[str, float]
@@ -37,7 +39,9 @@ Grader = Callable[[Completions], Iterator[Grade]]
 """Grades completions in their order."""
 
 
-def code_grader(problems: Sequence[Problem], sandbox: Sandbox, workers: int | None = None) -> Grader:
+def code_grader(
+    problems: Sequence[Problem], sandbox: Sandbox, workers: int | None = None
+) -> Grader:
     """Executes each completion's program, `workers` at a time.
 
     Raises:
@@ -47,14 +51,17 @@ def code_grader(problems: Sequence[Problem], sandbox: Sandbox, workers: int | No
     known = {problem.task_id: problem for problem in problems}
 
     def grade(completions: Completions) -> Iterator[Grade]:
-        for result in execute_all(((known[task_id], text) for task_id, text in completions), sandbox, workers):
+        for result in execute_all(
+            ((known[task_id], text) for task_id, text in completions), sandbox, workers
+        ):
             yield Grade({PASSED: float(result.passed)}, result.outcome, result.detail)
 
     return grade
 
 
 def rouge_grader(documents: Sequence[Document]) -> Grader:
-    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), words stemmed, against the documents' summaries.
+    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), words stemmed, against the documents'
+    summaries.
 
     Raises:
         RequestError: without the rouge-score package.
@@ -62,8 +69,13 @@ def rouge_grader(documents: Sequence[Document]) -> Grader:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise RequestError("summaries are compared by the rouge-score package: pip install '.[eval]'") from None
-    scorer, references = RougeScorer(list(ROUGE), use_stemmer=True), {d.task_id: d.summary for d in documents}
+        raise RequestError(
+            "summaries are compared by the rouge-score package: pip install '.[eval]'"
+        ) from None
+    scorer, references = (
+        RougeScorer(list(ROUGE), use_stemmer=True),
+        {d.task_id: d.summary for d in documents},
+    )
 
     def grade(completions: Completions) -> Iterator[Grade]:
         for task_id, text in completions:
@@ -73,10 +85,13 @@ def rouge_grader(documents: Sequence[Document]) -> Grader:
     return grade
 
 
-def grade_entries(entries: Sequence[Mapping[str, Any]], grader: Grader) -> Generator[dict[str, Any], None, None]:
+def grade_entries(
+    entries: Sequence[Mapping[str, Any]], grader: Grader
+) -> Generator[dict[str, Any], None, None]:
     """An entry for the journal of grades per entry of samples, in order.
 
-    Unfinished samples get no grade; equal completions of a problem are graded once, whichever methods wrote them.
+    Unfinished samples get no grade; equal completions of a problem are graded once, whichever
+    methods wrote them.
     """
     wanted = [(entry["task_id"], text) for entry in entries for text in _completions(entry)]
     grades = iter(grader(wanted))
@@ -85,7 +100,10 @@ def grade_entries(entries: Sequence[Mapping[str, Any]], grader: Grader) -> Gener
         yield {
             "task_id": entry["task_id"],
             "grades": {
-                method: [found[sample["completion"]] if sample["finished"] else None for sample in attempt["samples"]]
+                method: [
+                    found[sample["completion"]] if sample["finished"] else None
+                    for sample in attempt["samples"]
+                ]
                 for method, attempt in entry["attempts"].items()
             },
         }

@@ -1,4 +1,5 @@
-"""The isolation of a program: its namespaces, the paths that it can read, and what is enforced on this machine."""
+"""The isolation of a program: its namespaces, the paths that it can read, and what is enforced on
+this machine."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ SYSTEM = (
     *("/sys/devices/system/cpu", "/sys/fs/cgroup"),
     *("/sys/kernel/mm/hugepages", "/sys/kernel/mm/transparent_hugepage"),
 )
-"""Readable for every program: programs, libraries, their settings and what their runtimes ask the kernel for.
+"""Readable for every program: programs, libraries, their settings and what their runtimes ask the
+kernel for.
 
-Nothing that belongs to a person or a service is among them. Without namespaces around it, a program that opens another path is
-refused (EACCES), which some runtimes take worse than a path that does not exist.
+Nothing that belongs to a person or a service is among them. Without namespaces around it, a program
+that opens another path is refused (EACCES), which some runtimes take worse than a path that does
+not exist.
 """
 
 
@@ -43,26 +46,43 @@ def wrapper_command(backend: str, workdir: str, visible: Iterable[str]) -> list[
 
     `workdir` is writable, the paths `visible` are readable.
     """
-    return {"bubblewrap": _bubblewrap, "namespaces": _unshare, "limits": lambda *_: []}[backend](workdir, list(visible))
+    return {"bubblewrap": _bubblewrap, "namespaces": _unshare, "limits": lambda *_: []}[backend](
+        workdir, list(visible)
+    )
 
 
 def visible(programs: Iterable[str], more: Iterable[str]) -> list[str]:
-    """All readable paths: the system's, the installations of programs (absolute paths) and of this Python, and `more`."""
+    """All readable paths: the system's, the installations of programs (absolute paths) and of this
+    Python, and `more`."""
     system = [path for pattern in SYSTEM for path in sorted(glob(pattern))]
     absolute = filter(os.path.isabs, [*programs, sandbox_python()])
-    links = [link for program in absolute for link in _symlink_chain(Path(program)) if not _is_inside(str(link), system)]
-    outside = sorted(path for path in {*more, *(str(_installation(link)) for link in links)} if not _is_inside(path, system))
+    links = [
+        link
+        for program in absolute
+        for link in _symlink_chain(Path(program))
+        if not _is_inside(str(link), system)
+    ]
+    outside = sorted(
+        path
+        for path in {*more, *(str(_installation(link)) for link in links)}
+        if not _is_inside(path, system)
+    )
     return [*system, *(path for path in outside if not _is_inside(path, set(outside) - {path}))]
 
 
 def sandbox_python() -> str:
-    """The interpreter of sandbox_exec.py: the base of a virtual environment, so that only its installation must be visible."""
+    """The interpreter of sandbox_exec.py: the base of a virtual environment, so that only its
+    installation must be visible."""
     return str(Path(sys.executable).resolve())
 
 
 def protections(backend: str) -> dict[str, bool]:
     """What a program could reach, and whether this machine prevents it."""
-    strongest, namespaces, landlock = backend == "bubblewrap", backend != "limits", sandbox_exec.landlock_version()
+    strongest, namespaces, landlock = (
+        backend == "bubblewrap",
+        backend != "limits",
+        sandbox_exec.landlock_version(),
+    )
     own_user = supervisor.spare_uid() is not None
     return {
         "the network by TCP": namespaces or landlock >= sandbox_exec.TCP_SINCE,
@@ -70,7 +90,9 @@ def protections(backend: str) -> dict[str, bool]:
         "writing outside its directory": strongest or landlock >= 1,
         "reading files but the system's and its language's": strongest or landlock >= 1,
         "the environment of other processes": namespaces or own_user or landlock >= 1,
-        "signals to other processes": namespaces or own_user or landlock >= sandbox_exec.SIGNALS_SINCE,
+        "signals to other processes": namespaces
+        or own_user
+        or landlock >= sandbox_exec.SIGNALS_SINCE,
         "sockets in the file system": strongest,
         "System V memory, which outlives its processes": namespaces,
         "system calls that programs have no use for": bool(seccomp.program()),
@@ -78,20 +100,31 @@ def protections(backend: str) -> dict[str, bool]:
 
 
 def describe(backend: str, *, cgroup: bool) -> str:
-    """All on one line, for reports: what a backend prevents on this machine and what not; `cgroup`: each program has one."""
-    always = f"limits on time, memory, files, processes and output ({_groups(cgroup)}); killed whole, daemons included"
+    """All on one line, for reports: what a backend prevents on this machine and what not; `cgroup`:
+    each program has one."""
+    always = (
+        f"limits on time, memory, files, processes and output ({_groups(cgroup)}); killed "
+        f"whole, daemons included"
+    )
     kept, open_ = _reach(backend)
-    return f"{_users(backend)}; {always}; kept from: {kept or 'nothing'}" + (f"; NOT kept from: {open_}" if open_ else "")
+    return f"{_users(backend)}; {always}; kept from: {kept or 'nothing'}" + (
+        f"; NOT kept from: {open_}" if open_ else ""
+    )
 
 
 def essentials(backend: str, *, cgroup: bool) -> list[str]:
     """The same in short lines, for people: which backend, and what it does not prevent."""
     _, open_ = _reach(backend)
-    return [f"{_users(backend)}; {_groups(cgroup)}", *([f"NOT kept from: {open_}"] if open_ else [])]
+    return [
+        f"{_users(backend)}; {_groups(cgroup)}",
+        *([f"NOT kept from: {open_}"] if open_ else []),
+    ]
 
 
 def _users(backend: str) -> str:
-    return backend + (" with a user id for each program" if supervisor.spare_uid() is not None else "")
+    return backend + (
+        " with a user id for each program" if supervisor.spare_uid() is not None else ""
+    )
 
 
 def _groups(cgroup: bool) -> str:
@@ -101,7 +134,9 @@ def _groups(cgroup: bool) -> str:
 def _reach(backend: str) -> tuple[str, str]:
     """What is prevented, and what is not."""
     known = protections(backend).items()
-    kept, open_ = (", ".join(name for name, holds in known if holds is wanted) for wanted in (True, False))
+    kept, open_ = (
+        ", ".join(name for name, holds in known if holds is wanted) for wanted in (True, False)
+    )
     return kept, open_
 
 
@@ -110,23 +145,51 @@ def _bubblewrap(workdir: str, visible: list[str]) -> list[str]:
         _tool("bubblewrap"),
         *_each("--dir", _parents([*visible, workdir])),  # otherwise only root could enter them
         *[word for path in visible for word in ("--ro-bind-try", path, path)],
-        *["--dev", "/dev", "--proc", "/proc", "--bind", workdir, workdir, "--remount-ro", "/dev", "--remount-ro", "/"],
-        *["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--new-session"],
+        *[
+            "--dev",
+            "/dev",
+            "--proc",
+            "/proc",
+            "--bind",
+            workdir,
+            workdir,
+            "--remount-ro",
+            "/dev",
+            "--remount-ro",
+            "/",
+        ],
+        *[
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-ipc",
+            "--unshare-uts",
+            "--die-with-parent",
+            "--new-session",
+        ],
         *[*_rights(), "--"],
     ]
 
 
 def _rights() -> list[str]:
-    """Root keeps its id until sandbox_exec.py changes it: bubblewrap then needs no user namespace."""
+    """Root keeps its id until sandbox_exec.py changes it: bubblewrap then needs no user
+    namespace."""
     if os.getuid() == 0:
         return ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    return ["--unshare-user", *(["--disable-userns"] if _disables_userns(_tool("bubblewrap")) else [])]
+    return [
+        "--unshare-user",
+        *(["--disable-userns"] if _disables_userns(_tool("bubblewrap")) else []),
+    ]
 
 
 @lru_cache
 def _disables_userns(tool: str) -> bool:
     """Whether this bubblewrap can forbid further user namespaces (version 0.8 and later)."""
-    return "--disable-userns" in subprocess.run([tool, "--help"], capture_output=True, encoding="utf-8", check=False).stdout
+    return (
+        "--disable-userns"
+        in subprocess.run(
+            [tool, "--help"], capture_output=True, encoding="utf-8", check=False
+        ).stdout
+    )
 
 
 def _unshare(workdir: str, visible: list[str]) -> list[str]:
@@ -150,7 +213,9 @@ def _is_inside(path: str, folders: Iterable[str]) -> bool:
 
 def _parents(paths: Iterable[str]) -> list[str]:
     """The directories above these paths, outermost first."""
-    return sorted({str(folder) for path in paths for folder in Path(path).parents if folder != Path("/")})
+    return sorted(
+        {str(folder) for path in paths for folder in Path(path).parents if folder != Path("/")}
+    )
 
 
 def _symlink_chain(program: Path) -> Iterator[Path]:
@@ -164,7 +229,8 @@ def _symlink_chain(program: Path) -> Iterator[Path]:
 
 
 def _installation(program: Path) -> Path:
-    """The directory that holds a program and what was installed with it; never a home or a repository."""
+    """The directory that holds a program and what was installed with it; never a home or a
+    repository."""
     for folder in program.parents:
         if folder.name == "node_modules":
             return folder

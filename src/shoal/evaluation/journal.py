@@ -1,4 +1,5 @@
-"""Results that survive a kill: one JSON line per problem, on the disk before the next problem begins."""
+"""Results that survive a kill: one JSON line per problem, on the disk before the next problem
+begins."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ ShowProgress = Callable[[str, Iterable[Value], int], Iterable[Value]]
 class Journal:
     """An append-only JSON Lines file of objects with a "task_id".
 
-    Opening it repairs a file after a kill or a crash: a damaged end is cut off, and its problems are done again.
+    Opening it repairs a file after a kill or a crash: a damaged end is cut off, and its problems
+    are done again.
 
     Raises:
-        RequestError: for a line in the middle that is no such object, with its number; for a file that cannot be written.
+        RequestError: for a line in the middle that is no such object, with its number; for a file
+            that cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +56,8 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
         entry = json.loads(line)
     except ValueError as error:
         raise RequestError(
-            f"{where} is not JSON ({error}): the file was changed by something else; remove the line"
+            f"{where} is not JSON ({error}): the file was changed by something else; remove the "
+            f"line"
         ) from error
     if not isinstance(entry, dict) or not isinstance(entry.get("task_id"), str):
         raise RequestError(f'{where} must be an object with a text "task_id"')
@@ -61,10 +65,12 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
 
 
 def open_directory(directory: Path, settings: dict[str, Any]) -> None:
-    """Makes the directory if necessary and writes the settings of a new run (atomically), or compares them with its old ones.
+    """Makes the directory if necessary and writes the settings of a new run (atomically), or
+    compares them with its old ones.
 
     Raises:
-        RequestError: if it cannot be used, or holds results of other settings; names the first that differs.
+        RequestError: if it cannot be used, or holds results of other settings; names the first that
+            differs.
     """
     path, settings = directory / SETTINGS, json.loads(json.dumps(settings))
     try:
@@ -81,6 +87,7 @@ def open_directory(directory: Path, settings: dict[str, Any]) -> None:
     for name in [*settings, *(set(before) - set(settings))]:
         if before.get(name) != settings.get(name):
             raise RequestError(
-                f"{str(path.parent)!r} holds results with {name} = {before.get(name)!r}, asked for is {settings.get(name)!r}: "
+                f"{str(path.parent)!r} holds results with {name} = {before.get(name)!r}, asked "
+                f"for is {settings.get(name)!r}: "
                 "give another --output, or the same settings to go on"
             )

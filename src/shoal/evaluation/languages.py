@@ -1,8 +1,9 @@
 """The supported languages: how a program is compiled and run, and what must be installed.
 
-An epilogue after the tests prints a random marker, which it puts together of two halves: the marker stands in no file, so that only
-code that ran can print it. In languages that allow statements only in functions, and in Python, a second file runs the tests and
-then prints it. A completion that exits early with code 0 prints no marker, so it has not passed its tests.
+An epilogue after the tests prints a random marker, which it puts together of two halves: the marker
+stands in no file, so that only code that ran can print it. In languages that allow statements only
+in functions, and in Python, a second file runs the tests and then prints it. A completion that
+exits early with code 0 prints no marker, so it has not passed its tests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from shoal.evaluation.steps import MIB, Bounds
 
 @dataclass(frozen=True)
 class Library:
-    """A library that tests load. `loaded_by`: its name in a test; `probe`: a command that loads it."""
+    """A library that tests load. `loaded_by`: its name in a test; `probe`: a command that loads
+    it."""
 
     loaded_by: str
     probe: tuple[str, ...]
@@ -29,16 +31,19 @@ class Language:
     Attributes:
         title: its name in prose.
         file: name of the source file.
-        run, compile: commands, run in the program's directory; programs are found on PATH. A compiler that refuses a program
-            ends with an exit code other than 0.
+        run, compile: commands, run in the program's directory; programs are found on PATH. A
+            compiler that refuses a program ends with an exit code other than 0.
         install: what provides them.
-        trial: the smallest program. It must run here, and a runtime that writes to standard error beside it does so beside
-            every program.
-        separator: stands between a completion and its tests, and ends a statement that the completion has begun.
-        epilogue: format string of the two halves of the marker; prints it after the tests, at the end of the program or in
-            `epilogue_file`.
-        epilogue_file: "", or a second source file, which runs the program and is started in its place.
-        syntax: texts of which the interpreter writes one to standard error when it cannot parse a program.
+        trial: the smallest program. It must run here, and a runtime that writes to standard error
+            beside it does so beside every program.
+        separator: stands between a completion and its tests, and ends a statement that the
+            completion has begun.
+        epilogue: format string of the two halves of the marker; prints it after the tests, at the
+            end of the program or in `epilogue_file`.
+        epilogue_file: "", or a second source file, which runs the program and is started in its
+            place.
+        syntax: texts of which the interpreter writes one to standard error when it cannot parse a
+            program.
         memory: the same for an allocation that fails.
         libraries: what tests may load beside the standard library.
         environment: variables that its programs need.
@@ -71,7 +76,13 @@ class Language:
     @property
     def programs(self) -> list[str]:
         """The programs that must be on PATH."""
-        return sorted({command[0] for command in (self.run, self.compile) if command and "/" not in command[0]})
+        return sorted(
+            {
+                command[0]
+                for command in (self.run, self.compile)
+                if command and "/" not in command[0]
+            }
+        )
 
 
 STATEMENT = "\n;\n"
@@ -79,8 +90,14 @@ STATEMENT = "\n;\n"
 COMPILING = Bounds(cpu_seconds=60, wall_seconds=300.0, memory_bytes=2048 * MIB)
 _MANAGED = Bounds(memory_bytes=2048 * MIB)  # for runtimes that reserve memory
 _NODE = "Node.js (package nodejs, or https://nodejs.org)"
-_LODASH = Library("lodash", ("node", "-e", "require('lodash')"), "lodash (npm install --global lodash)")
-_COMPARE = Library("Data::Compare", ("perl", "-MData::Compare", "-e", "1"), "Data::Compare (package libdata-compare-perl)")
+_LODASH = Library(
+    "lodash", ("node", "-e", "require('lodash')"), "lodash (npm install --global lodash)"
+)
+_COMPARE = Library(
+    "Data::Compare",
+    ("perl", "-MData::Compare", "-e", "1"),
+    "Data::Compare (package libdata-compare-perl)",
+)
 _JAVA_MEMORY = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
 _JAVAC_OPTIONS = (*(f"-J{option}" for option in _JAVA_MEMORY), "-proc:none", "-nowarn")
 
@@ -90,9 +107,11 @@ LANGUAGES = {
         file="solution.py",
         run=("python3", "main.py"),
         install="Python 3 (package python3)",
-        # A completion is a module of another name, so that its `if __name__ == "__main__":` does not run; tests have that name.
+        # A completion is a module of another name, so that its `if __name__ == "__main__":` does
+        # not run; tests have that name.
         separator='\n__name__ = "__main__"\n',
-        epilogue="import runpy\nrunpy.run_path('solution.py', run_name='solution')\nprint({!r} + {!r})",
+        epilogue="import runpy\nrunpy.run_path('solution.py', run_name='solution')\nprint({!r} "
+        "+ {!r})",
         epilogue_file="main.py",
         syntax=("\nSyntaxError:", "\nIndentationError:", "\nTabError:"),
         memory=("MemoryError",),
@@ -113,7 +132,8 @@ LANGUAGES = {
     "typescript": Language(
         title="TypeScript",
         file="main.ts",
-        # Types are not checked, as in MBXP's own harness: its programs import modules without installed types.
+        # Types are not checked, as in MBXP's own harness: its programs import modules without
+        # installed types.
         compile=("tsc", "--noCheck", "--target", "es2020", "--module", "commonjs", "main.ts"),
         run=("node", "main.js"),
         install=f"TypeScript 5.6 or newer (npm install --global typescript) and {_NODE}",
@@ -140,7 +160,16 @@ LANGUAGES = {
     "cpp": Language(
         title="C++",
         file="main.cpp",
-        compile=("g++", "-std=c++17", "-w", "-Wl,--wrap=main", "-o", "main", "main.cpp", "last.cpp"),
+        compile=(
+            "g++",
+            "-std=c++17",
+            "-w",
+            "-Wl,--wrap=main",
+            "-o",
+            "main",
+            "main.cpp",
+            "last.cpp",
+        ),
         run=("./main",),
         install="g++ (package g++)",
         trial="int main() {}",

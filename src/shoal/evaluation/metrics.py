@@ -1,7 +1,9 @@
-"""Metrics of samples with finishing times and scores, within a time budget. Pure functions on arrays.
+"""Metrics of samples with finishing times and scores, within a time budget. Pure functions on
+arrays.
 
-Shapes: P problems, n samples of each, in row order; B budgets. Every estimate is a mean over problems; its interval is the middle
-95 % of the means of resampled problems (percentile bootstrap, Efron 1979).
+Shapes: P problems, n samples of each, in row order; B budgets. Every estimate is a mean over
+problems; its interval is the middle 95 % of the means of resampled problems (percentile bootstrap,
+Efron 1979).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Table:
 
     Attributes:
         finished_at: seconds from submission, [P, n]; inf for a sample that never finished.
-        mean_logprob: [P, n]; -inf where there is none. score: 0..1, [P, n]. tokens, syntax_error: [P, n].
+        mean_logprob: [P, n]; -inf where there is none.
+        score: 0..1, [P, n].
+        tokens, syntax_error: [P, n].
         seconds: until the last sample of a problem was finished, [P].
     """
 
@@ -43,7 +47,8 @@ class Table:
         return (self.finished_at <= budget) & np.isfinite(self.finished_at)
 
     def first(self, budget: float) -> Floats:
-        """Pass@First: the score of the sample with the best mean log-probability among those finished, [P]; 0 without any.
+        """Pass@First: the score of the sample with the best mean log-probability among those
+        finished, [P]; 0 without any.
 
         Ties go to the first row.
         """
@@ -58,7 +63,8 @@ class Table:
         return (self.score * self.finished(budget)).max(axis=1)
 
     def at(self, k: int, budget: float) -> Floats:
-        """The unbiased estimate of pass@k of each problem (Chen et al. 2021, arXiv 2107.03374, section 2.1), [P].
+        """The unbiased estimate of pass@k of each problem (Chen et al. 2021, arXiv 2107.03374,
+        section 2.1), [P].
 
         A sample that is not finished in time has not passed; only scores of 1 pass.
         """
@@ -70,40 +76,50 @@ class Table:
 
 
 def pass_at(passed: npt.NDArray[np.int64], n: int, k: int) -> Floats:
-    """1 - C(n - passed, k) / C(n, k): probability that k of n samples, drawn without replacement, include one that passed."""
+    """1 - C(n - passed, k) / C(n, k): probability that k of n samples, drawn without replacement,
+    include one that passed."""
     factors = [1 - k / np.arange(n - c + 1, n + 1) for c in range(n + 1)]
     table = np.array([1 - np.prod(f) if n - c >= k else 1.0 for c, f in enumerate(factors)])
     return table[passed]
 
 
 class Bootstrap:
-    """Resamples of P problems, the same for every estimate, so that estimates of two methods can be subtracted.
+    """Resamples of P problems, the same for every estimate, so that estimates of two methods can be
+    subtracted.
 
     Attributes:
-        weights: share of each problem in each resample, [resamples, P]. ends: percentiles of an interval.
+        weights: share of each problem in each resample, [resamples, P].
+        ends: percentiles of an interval.
     """
 
     def __init__(self, problems: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        self.weights = rng.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES) / problems
+        self.weights = (
+            rng.multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES) / problems
+        )
         tail = 50 * (1 - CONFIDENCE)
         self.ends = (tail, 100 - tail)
 
     def interval(self, values: Floats) -> tuple[Floats, Floats]:
-        """Lower and upper ends for the mean over problems. values: [P] or [P, B]; ends: [] or [B]."""
+        """Lower and upper ends for the mean over problems. values: [P] or [P, B]; ends: [] or
+        [B]."""
         low, high = np.percentile(self.weights @ values, self.ends, axis=0)
         return low, high
 
 
 def permutation_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
-    """Two-sided p-value of "pass@k is the same by both methods", whatever the budget: a permutation test within problems.
+    """Two-sided p-value of "pass@k is the same by both methods", whatever the budget: a permutation
+    test within problems.
 
-    Exact: if samples of both methods have the same distribution, a problem's 2n outcomes are exchangeable between them.
+    Exact: if samples of both methods have the same distribution, a problem's 2n outcomes are
+    exchangeable between them.
     """
     ours, theirs = table.passed(np.inf), other.passed(np.inf)
     problems, n = ours.shape
     total = ours.sum(axis=1) + theirs.sum(axis=1)
-    draws = np.random.default_rng(seed).hypergeometric(total, 2 * n - total, n, size=(SHUFFLES, problems))
+    draws = np.random.default_rng(seed).hypergeometric(
+        total, 2 * n - total, n, size=(SHUFFLES, problems)
+    )
     null = (pass_at(draws, n, k) - pass_at(total - draws, n, k)).mean(axis=1)
     seen = (table.at(k, np.inf) - other.at(k, np.inf)).mean()
     return float((1 + (np.abs(null) >= abs(seen) - 1e-12).sum()) / (1 + SHUFFLES))

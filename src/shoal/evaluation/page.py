@@ -1,4 +1,5 @@
-"""The report as one HTML file: figure, table, and each problem with its samples. No script, nothing loaded from elsewhere."""
+"""The report as one HTML file: figure, table, and each problem with its samples. No script, nothing
+loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from shoal.evaluation.grading import PASSED
 from shoal.evaluation.summary import Results
 from shoal.evaluation.tables import columns, findings, legend, rows
 
-CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd")
+CONTROLS = dict.fromkeys(
+    (*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd"
+)
 MARKS = {True: "✓", False: "✗", None: "–"}
 """Of a sample that passed, one that failed, and an unfinished one."""
 LEGENDS = {True: "✓ passed, ✗ not, – not finished", False: "its score, – not finished"}
@@ -44,7 +47,9 @@ details details pre { background: var(--paper); } pre.error { border-left: 3px s
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(summary: Mapping[str, Any], results: Results, prompts: Mapping[str, str], figure: str | None) -> str:
+def page(
+    summary: Mapping[str, Any], results: Results, prompts: Mapping[str, str], figure: str | None
+) -> str:
     """The whole file. prompts: of the problems, for people. figure: an <svg> element, or None."""
     problems = "\n".join(_problem(results, name, prompts[name]) for name in results.names)
     return f"""<!doctype html>
@@ -74,22 +79,39 @@ def text(value: object) -> str:
 
 def _table(summary: Mapping[str, Any]) -> str:
     head = "".join(f"<th>{text(name)}</th>" for name in columns(summary))
-    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows(summary))
+    body = "".join(
+        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows(summary)
+    )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _settings(summary: Mapping[str, Any]) -> str:
     """The settings and the machine, without empty values."""
-    known = {**summary["settings"], **summary.get("machine", {}), "sandbox": summary.get("isolation")}
-    body = "".join(f"<dt>{text(name)}<dd>{text(value)}" for name, value in known.items() if value not in (None, "", False))
+    known = {
+        **summary["settings"],
+        **summary.get("machine", {}),
+        "sandbox": summary.get("isolation"),
+    }
+    body = "".join(
+        f"<dt>{text(name)}<dd>{text(value)}"
+        for name, value in known.items()
+        if value not in (None, "", False)
+    )
     return f"<details><summary>Settings and machine</summary><dl>{body}</dl></details>"
 
 
 def _problem(results: Results, name: str, prompt: str) -> str:
     attempts, error = results.attempts[name]["attempts"], results.attempts[name]["error"]
     if error:
-        return f"<details><summary>{text(name)} <span class=failed>not asked: {text(error)}</span></summary></details>"
-    parts = [_method(results, name, method, shown=place == 0) for place, method in enumerate(reversed(list(attempts)))]
+        return (
+            f"<details><summary>{text(name)} <span class=failed>not asked: "
+            f"{text(error)}</span></summary></details>"
+        )
+    parts = [
+        _method(results, name, method, shown=place == 0)
+        for place, method in enumerate(reversed(list(attempts)))
+    ]
     last = list(attempts)[-1]
     marks = "".join(_mark(grade, results.scores[0]) for _, _, grade in _ranked(results, name, last))
     return (
@@ -104,14 +126,23 @@ def _method(results: Results, name: str, method: str, shown: bool) -> str:
         _sample(results, rank, place, sample, grade)
         for rank, (place, sample, grade) in enumerate(_ranked(results, name, method), 1)
     )
-    head = f"{LABELS[method]}: {attempt['seconds']:.3f} s, acceptance length {attempt['stats']['acceptance_length']:.2f}"
+    head = (
+        f"{LABELS[method]}: {attempt['seconds']:.3f} s, acceptance length "
+        f"{attempt['stats']['acceptance_length']:.2f}"
+    )
     return f"<details{' open' if shown else ''}><summary>{text(head)}</summary>{samples}</details>"
 
 
-def _ranked(results: Results, name: str, method: str) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any] | None]]:
+def _ranked(
+    results: Results, name: str, method: str
+) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any] | None]]:
     """(row number, sample, grade), best rank first: finished, then by mean log-probability."""
     samples = results.attempts[name]["attempts"][method]["samples"]
-    found = list(zip(range(1, len(samples) + 1), samples, results.grades[name]["grades"][method], strict=True))
+    found = list(
+        zip(
+            range(1, len(samples) + 1), samples, results.grades[name]["grades"][method], strict=True
+        )
+    )
 
     def key(item: tuple[int, Mapping[str, Any], Any]) -> tuple[bool, float]:
         mean = item[1]["mean_logprob"]
@@ -129,25 +160,52 @@ def _mark(grade: Mapping[str, Any] | None, score: str) -> str:
     return f'<span class="{"passed" if passed else "failed"}">{MARKS[passed]}</span>'
 
 
-def _sample(results: Results, rank: int, place: int, sample: Mapping[str, Any], grade: Mapping[str, Any] | None) -> str:
+def _sample(
+    results: Results,
+    rank: int,
+    place: int,
+    sample: Mapping[str, Any],
+    grade: Mapping[str, Any] | None,
+) -> str:
     score = results.scores[0]
     outcome = (sample["error"] or "not finished") if grade is None else grade["outcome"]
     if grade is not None and score != PASSED:
-        outcome = ", ".join(f"{metric_name(name, '')[:-1]} {value:.3f}" for name, value in grade["scores"].items())
+        outcome = ", ".join(
+            f"{metric_name(name, '')[:-1]} {value:.3f}" for name, value in grade["scores"].items()
+        )
     mean = "none" if sample["mean_logprob"] is None else f"{sample['mean_logprob']:.3f}"
     head = (
-        f"rank {rank}, sample {place}: ready at {sample['finished_at']:.3f} s ({sample['finish_reason']}), "
-        f"mean log-probability {mean}, {len(sample['token_ids'])} tokens in {sample['rounds']} rounds, "
+        f"rank {rank}, sample {place}: ready at {sample['finished_at']:.3f} s "
+        f"({sample['finish_reason']}), "
+        f"mean log-probability {mean}, {len(sample['token_ids'])} tokens in {sample['rounds']} "
+        f"rounds, "
         f"{sample['accepted']} of {sample['drafted']} drafts accepted: "
     )
-    kind = "" if grade is None else "passed" if grade["outcome"] in ("passed", "compared") else "failed"
-    detail = f'<pre class="error">{text(grade["detail"])}</pre>' if grade is not None and grade["detail"] else ""
-    return f'<p><small>{text(head)}<b class="{kind}">{text(outcome)}</b></small></p><pre>{"".join(_spans(sample))}</pre>{detail}'
+    kind = (
+        ""
+        if grade is None
+        else "passed"
+        if grade["outcome"] in ("passed", "compared")
+        else "failed"
+    )
+    detail = (
+        f'<pre class="error">{text(grade["detail"])}</pre>'
+        if grade is not None and grade["detail"]
+        else ""
+    )
+    return (
+        f"<p><small>{text(head)}<b "
+        f'class="{kind}">{text(outcome)}</b></small></p><pre>{"".join(_spans(sample))}</pre>{detail}'
+    )
 
 
 def _spans(sample: Mapping[str, Any]) -> Iterator[str]:
     """The text coloured by drafter and target, and dimmed behind the end of the completion."""
-    kept = len(sample["completion"]) if sample["text"].startswith(sample["completion"]) else len(sample["text"])
+    kept = (
+        len(sample["completion"])
+        if sample["text"].startswith(sample["completion"])
+        else len(sample["text"])
+    )
     place = 0
     for piece, drafted in sample["spans"]:
         border = max(0, min(len(piece), kept - place))

@@ -1,8 +1,9 @@
 """Programming problems, read from the files of HumanEval and MBXP.
 
-HumanEval (Chen et al. 2021, arXiv 2107.03374) and MBXP (Athiwaratkun et al. 2023, arXiv 2210.14868) are JSON lines, plain
-or gzipped. A model sees `prompt` (and `suffix` in infilling problems); its completion passes if the program made of both
-and the tests succeeds. Nothing is downloaded and nothing is bundled.
+HumanEval (Chen et al. 2021, arXiv 2107.03374) and MBXP (Athiwaratkun et al. 2023, arXiv 2210.14868)
+are JSON lines, plain or gzipped. A model sees `prompt` (and `suffix` in infilling problems); its
+completion passes if the program made of both and the tests succeeds. Nothing is downloaded and
+nothing is bundled.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from shoal.evaluation.languages import LANGUAGES
 class Problem:
     """One program to complete, with its tests.
 
-    `prompt` + completion + `suffix` + `tests` is a whole program. `canonical` is the completion published with the problem,
-    None if there is none. `entry_point` is the function that the tests call.
+    `prompt` + completion + `suffix` + `tests` is a whole program. `canonical` is the completion
+    published with the problem, None if there is none. `entry_point` is the function that the tests
+    call.
     """
 
     task_id: str
@@ -35,15 +37,17 @@ class Problem:
     suffix: str = ""
 
     def program(self, completion: str, separator: str = "\n") -> str:
-        """The source text that is run; it passes if it reaches its last statement and exits with code 0. separator: what stands
-        before the tests."""
+        """The source text that is run; it passes if it reaches its last statement and exits with
+        code 0. separator: what stands before the tests."""
         return f"{self.prompt}{completion}{self.suffix}{separator}{self.tests}"
 
 
 def read_humaneval(path: str | Path) -> list[Problem]:
-    """The problems of a file in HumanEval's format; the language is Python where a record names none.
+    """The problems of a file in HumanEval's format; the language is Python where a record names
+    none.
 
-    Raises: RequestError naming file and line: not JSON, a field missing or of the wrong type, a task id met before.
+    Raises: RequestError naming file and line: not JSON, a field missing or of the wrong type, a
+    task id met before.
     """
     return _read(Path(path), language="python")
 
@@ -57,9 +61,11 @@ def read_mbxp(path: str | Path) -> list[Problem]:
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects in a file of JSON lines (`.gz`: gzipped), each with "file, line n" for messages; empty lines are skipped.
+    """The objects in a file of JSON lines (`.gz`: gzipped), each with "file, line n" for messages;
+    empty lines are skipped.
 
-    Raises: RequestError if the file cannot be read, or for the first line that holds no JSON object.
+    Raises: RequestError if the file cannot be read, or for the first line that holds no JSON
+    object.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -75,7 +81,11 @@ def text_field(record: Mapping[str, Any], name: str, where: str) -> str:
     """A field that must be there and be text."""
     value = record.get(name)
     if not isinstance(value, str):
-        has = f"has {value!r:.60} there" if name in record else f"has only {', '.join(record) or 'nothing'}"
+        has = (
+            f"has {value!r:.60} there"
+            if name in record
+            else f"has only {', '.join(record) or 'nothing'}"
+        )
         raise RequestError(f"{where}: expected text in the field {name!r}; the record {has}")
     return value
 
@@ -114,7 +124,10 @@ def _problem(record: dict[str, Any], language: str | None, where: str) -> Proble
         language = known_language(text_field(record, "language", where), where)
     entry_point = text_field(record, "entry_point", where)
     tests = text_field(record, "test", where)
-    if language == "python":  # its tests define `check`, which must be called; a function under test may have that name too
+    if (
+        language == "python"
+        # its tests define `check`, which must be called; a function under test may have that name too
+    ):
         tests = f"_candidate = {entry_point}\n{tests}\ncheck(_candidate)\n"
     return Problem(
         task_id=text_field(record, "task_id", where),
@@ -122,6 +135,8 @@ def _problem(record: dict[str, Any], language: str | None, where: str) -> Proble
         prompt=text_field(record, "prompt", where),
         tests=tests,
         entry_point=entry_point,
-        canonical=None if record.get("canonical_solution") is None else text_field(record, "canonical_solution", where),
+        canonical=None
+        if record.get("canonical_solution") is None
+        else text_field(record, "canonical_solution", where),
         suffix="" if record.get("suffix") is None else text_field(record, "suffix", where),
     )

@@ -1,6 +1,7 @@
 """The processes below the supervisor: found in /proc, measured, stopped and killed.
 
-The supervisor has no package around it and loads this file by its path, so it imports the standard library only.
+The supervisor has no package around it and loads this file by its path, so it imports the standard
+library only.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ def descendants() -> list[int]:
 
 
 def may_inspect_all() -> bool:
-    """Whether this process may read the /proc entries of other users: root in a container often may not."""
-    capabilities = next(line for line in _read("/proc/self/status").splitlines() if line.startswith("CapEff:"))
+    """Whether this process may read the /proc entries of other users: root in a container often may
+    not."""
+    capabilities = next(
+        line for line in _read("/proc/self/status").splitlines() if line.startswith("CapEff:")
+    )
     return bool(int(capabilities.split()[1], 16) >> _CAP_SYS_PTRACE & 1)
 
 
 @contextlib.contextmanager
 def effective_user(uid: int) -> Iterator[None]:
-    """Takes a user's id, which may inspect that user's processes but lets them send no signals here; -1: no change."""
+    """Takes a user's id, which may inspect that user's processes but lets them send no signals
+    here; -1: no change."""
     os.setresgid(-1, uid, -1)
     os.setresuid(-1, uid, -1)
     try:
@@ -47,7 +52,8 @@ def effective_user(uid: int) -> Iterator[None]:
 
 
 def exceeds_memory(pids: list[int], limit: int) -> bool:
-    """Whether processes together hold more bytes; the exact sum (PSS) is slower to read, so the upper bound goes first."""
+    """Whether processes together hold more bytes; the exact sum (PSS) is slower to read, so the
+    upper bound goes first."""
     return all(sum(map(size, pids)) > limit for size in (_resident_bytes, _proportional_bytes))
 
 
@@ -57,7 +63,8 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """The same with shared pages divided among the processes that map them (PSS); undivided if it cannot be read."""
+    """The same with shared pages divided among the processes that map them (PSS); undivided if it
+    cannot be read."""
     size = _status_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
     return _resident_bytes(pid) if size is None else size
 
@@ -65,12 +72,17 @@ def _proportional_bytes(pid: int) -> int:
 def _status_bytes(path: str, *names: str) -> int | None:
     """The sum of these fields; None if the process has ended or may not be inspected."""
     with contextlib.suppress(OSError):
-        return sum(1024 * int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(names))
+        return sum(
+            1024 * int(line.split()[1])
+            for line in _read(path).splitlines()
+            if line.startswith(names)
+        )
     return None
 
 
 def unlinked_bytes(pids: list[int]) -> int:
-    """Bytes in open files that are in no directory: removed files, and files in memory (memfd_create)."""
+    """Bytes in open files that are in no directory: removed files, and files in memory
+    (memfd_create)."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):  # ended meanwhile

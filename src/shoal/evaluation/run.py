@@ -25,17 +25,29 @@ class Evaluation:
     """Tasks with their samples and grades.
 
     Args:
-        settings: everything that the samples depend on; a directory with results of other settings is refused.
+        settings: everything that the samples depend on; a directory with results of other settings
+            is refused.
 
     Raises:
         RequestError: if the directory cannot be used, see `shoal.evaluation.journal`.
     """
 
-    def __init__(self, directory: Path, tasks: Sequence[Task], config: SamplingConfig, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tasks: Sequence[Task],
+        config: SamplingConfig,
+        settings: Mapping[str, Any],
+    ) -> None:
         if not tasks:
             raise RequestError("nothing to evaluate: give a --limit of at least 1")
         open_directory(directory, dict(settings))
-        self.directory, self.tasks, self.config, self.settings = directory, list(tasks), config, dict(settings)
+        self.directory, self.tasks, self.config, self.settings = (
+            directory,
+            list(tasks),
+            config,
+            dict(settings),
+        )
         self.samples, self.grades = Journal(directory / SAMPLES), Journal(directory / GRADES)
 
     @property
@@ -58,21 +70,39 @@ class Evaluation:
                 self.grades.append(entry)
 
     def loaded(self) -> list[dict[str, Any]]:
-        """The distinct settings with which the models were loaded: a run may be continued on another machine."""
+        """The distinct settings with which the models were loaded: a run may be continued on
+        another machine."""
         found = [entry["loaded"] for entry in self.samples.entries.values() if "loaded" in entry]
         return [settings for i, settings in enumerate(found) if settings not in found[:i]]
 
     def results(self, scores: Sequence[str]) -> Results:
         """All samples and grades."""
         names = [task.task_id for task in self.tasks]
-        return Results(names, self.config.methods, self.config.n, scores, self.samples.entries, self.grades.entries)
+        return Results(
+            names,
+            self.config.methods,
+            self.config.n,
+            scores,
+            self.samples.entries,
+            self.grades.entries,
+        )
 
     def report(
-        self, scores: Sequence[str], budgets: Sequence[float], extra: Mapping[str, Any], *, plot: bool
+        self,
+        scores: Sequence[str],
+        budgets: Sequence[float],
+        extra: Mapping[str, Any],
+        *,
+        plot: bool,
     ) -> dict[str, Any]:
         """Writes summary, figure and page; returns the summary."""
         results = self.results(scores)
-        summary = {"settings": self.settings, "loaded": self.loaded(), **extra, **summarize(results, budgets)}
+        summary = {
+            "settings": self.settings,
+            "loaded": self.loaded(),
+            **extra,
+            **summarize(results, budgets),
+        }
         text = json.dumps(summary, allow_nan=False) + "\n"
         (self.directory / SUMMARY).write_text(text, encoding="utf-8")
         if plot:

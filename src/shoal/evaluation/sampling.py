@@ -1,4 +1,5 @@
-"""n samples of every problem by every decoding method, each with the time at which it was finished."""
+"""n samples of every problem by every decoding method, each with the time at which it was
+finished."""
 
 from __future__ import annotations
 
@@ -17,11 +18,20 @@ from shoal.types.options import split_options
 from shoal.types.samples import Sample
 
 COUNTS = (
-    "rounds", "target_passes", "draft_passes", "prefills", "row_rounds", "drafted", "accepted", "committed", "acceptance_length",
-)  # fmt: skip
+    "rounds",
+    "target_passes",
+    "draft_passes",
+    "prefills",
+    "row_rounds",
+    "drafted",
+    "accepted",
+    "committed",
+    "acceptance_length",
+)
 PLAIN, SINGLE, BATCHED = "plain", "single", "batched"
 METHODS = (PLAIN, SINGLE, BATCHED)
-"""Plain decoding of n rows at once; speculation on one row, sample after sample; speculation on n rows at once."""
+"""Plain decoding of n rows at once; speculation on one row, sample after sample; speculation on n
+rows at once."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +39,10 @@ class SamplingConfig:
     """The samples to draw of each problem.
 
     Attributes:
-        n: samples. options: of `Shoal.generate`, without stop strings, seed and lookahead.
-        lookahead: of the speculative methods. seed: of every problem; None = fresh entropy.
+        n: samples.
+        options: of `Shoal.generate`, without stop strings, seed and lookahead.
+        lookahead: of the speculative methods.
+        seed: of every problem; None = fresh entropy.
         methods: some of `METHODS`.
     """
 
@@ -47,30 +59,44 @@ class SamplingConfig:
             raise RequestError(f"no method of decoding is left: give some of {', '.join(METHODS)}")
         split_options(self.options)
         if len(self.methods) > 1:
-            require_lossless(self.options.get("rule", "auto"), "a comparison of methods (give one of --methods)")
+            require_lossless(
+                self.options.get("rule", "auto"), "a comparison of methods (give one of --methods)"
+            )
 
 
 class Sampler:
-    """Draws samples. Each method has its own `Shoal`, so that draft length control measures its costs separately."""
+    """Draws samples. Each method has its own `Shoal`, so that draft length control measures its
+    costs separately."""
 
     def __init__(self, pair: Shoal, config: SamplingConfig) -> None:
         if pair.tokenizer is None:
             raise RequestError("an evaluation needs a tokenizer, and this model has none")
         self.config, self.tokenizer, self.loaded = config, pair.tokenizer, pair.loaded
-        if pair.drafter_name is None and (missing := [method for method in config.methods if method != PLAIN]):
-            raise RequestError(f"the method {missing[0]!r} needs a drafter: give one, or --methods plain")
+        if pair.drafter_name is None and (
+            missing := [method for method in config.methods if method != PLAIN]
+        ):
+            raise RequestError(
+                f"the method {missing[0]!r} needs a drafter: give one, or --methods plain"
+            )
         self.shoals = {
             method: Shoal(
-                pair.target, pair.draft_model, pair.tokenizer, max_batch=1 if method == SINGLE else pair.max_batch,
-                prefix_sharing=pair.prefix_sharing, drafting=pair.drafting, proposable=pair.proposable,
+                pair.target,
+                pair.draft_model,
+                pair.tokenizer,
+                max_batch=1 if method == SINGLE else pair.max_batch,
+                prefix_sharing=pair.prefix_sharing,
+                drafting=pair.drafting,
+                proposable=pair.proposable,
             )
             for method in config.methods
-        }  # fmt: skip
+        }
 
     def run(self, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
-        """A journal entry per problem; the order of the methods rotates. The first problem is run twice, to warm up.
+        """A journal entry per problem; the order of the methods rotates. The first problem is run
+        twice, to warm up.
 
-        A problem that is refused, for example because its prompt is too long, becomes an entry with an "error" and no attempts.
+        A problem that is refused, for example because its prompt is too long, becomes an entry with
+        an "error" and no attempts.
 
         Raises:
             RequestError: if the tokenizer cannot make the tasks' prompts.
@@ -83,9 +109,17 @@ class Sampler:
             try:
                 for method in () if warm else methods:
                     self.attempt(method, task, prompt)
-                warm, attempts = True, {method: self.attempt(method, task, prompt) for method in methods}
+                warm, attempts = (
+                    True,
+                    {method: self.attempt(method, task, prompt) for method in methods},
+                )
             except RequestError as error:
-                yield {"task_id": task.task_id, "error": str(error), "attempts": {}, "loaded": self.loaded}
+                yield {
+                    "task_id": task.task_id,
+                    "error": str(error),
+                    "attempts": {},
+                    "loaded": self.loaded,
+                }
                 continue
             found = {method: attempts[method] for method in self.config.methods}
             yield {"task_id": task.task_id, "error": None, "attempts": found, "loaded": self.loaded}
@@ -93,9 +127,16 @@ class Sampler:
     def attempt(self, method: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
         """One problem by one method; times are seconds from its submission, prefill included."""
         lookahead = "off" if method == PLAIN else self.config.lookahead
-        options = {**self.config.options, "stop": task.stops, "seed": self.config.seed, "lookahead": lookahead}
+        options = {
+            **self.config.options,
+            "stop": task.stops,
+            "seed": self.config.seed,
+            "lookahead": lookahead,
+        }
         try:
-            result = self.shoals[method].generate([prompt] if isinstance(prompt, list) else prompt, self.config.n, **options)
+            result = self.shoals[method].generate(
+                [prompt] if isinstance(prompt, list) else prompt, self.config.n, **options
+            )
         except ShoalError as error:
             if error.result is None:
                 raise
@@ -129,7 +170,8 @@ class Sampler:
 
 
 def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[str, bool]]:
-    """A sample's text in spans that were accepted drafts (True) or drawn from the target (False); joined, they are the text."""
+    """A sample's text in spans that were accepted drafts (True) or drawn from the target (False);
+    joined, they are the text."""
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     for token in sample.token_ids:
         detokenizer.push(token)

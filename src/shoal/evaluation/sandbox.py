@@ -1,9 +1,11 @@
-"""Executes untrusted programs in a working directory of their own, within bounds, and kills all their processes at the end.
+"""Executes untrusted programs in a working directory of their own, within bounds, and kills all
+their processes at the end.
 
-Three backends (isolation.py): bubblewrap; namespaces through `unshare`; limits alone, which must be asked for by name. In each a
-program runs in its own session and directory with a minimal environment, a supervisor watches its whole process tree
-(supervisor.py), and sandbox_exec.py restricts the process before it executes the program. `Sandbox.isolation` says what is
-enforced on this machine and what is not.
+Three backends (isolation.py): bubblewrap; namespaces through `unshare`; limits alone, which must be
+asked for by name. In each a program runs in its own session and directory with a minimal
+environment, a supervisor watches its whole process tree (supervisor.py), and sandbox_exec.py
+restricts the process before it executes the program. `Sandbox.isolation` says what is enforced on
+this machine and what is not.
 """
 
 from __future__ import annotations
@@ -37,23 +39,29 @@ STOPPED = StepResult(0, "stopped", None, "", "", 0.0)
 
 
 class Sandbox:
-    """Runs programs, any number at a time (from several threads), and stops them all when it is closed.
+    """Runs programs, any number at a time (from several threads), and stops them all when it is
+    closed.
 
     Args:
-        backend: one of `isolation.BACKENDS`, or "auto": the first of them with which a probe program reaches neither files of
-            others nor the network.
+        backend: one of `isolation.BACKENDS`, or "auto": the first of them with which a probe
+            program reaches neither files of others nor the network.
 
     Raises:
-        RequestError: that backend does not work here, with its message; or none isolates programs and none was named.
+        RequestError: that backend does not work here, with its message; or none isolates programs
+            and none was named.
     """
 
     def __init__(self, backend: str = "auto") -> None:
         if backend not in ("auto", *isolation.BACKENDS):
             raise RequestError(
-                f"unknown way to isolate programs {backend!r}: expected auto, {', '.join(isolation.BACKENDS)}"
+                f"unknown way to isolate programs {backend!r}: expected auto, "
+                f"{', '.join(isolation.BACKENDS)}"
             )
         if not sys.platform.startswith("linux"):
-            raise RequestError("programs are only executed on Linux: elsewhere there is nothing to confine them with")
+            raise RequestError(
+                "programs are only executed on Linux: elsewhere there is nothing to confine "
+                "them with"
+            )
         self._supervisors: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -69,11 +77,13 @@ class Sandbox:
         self.close()
 
     def run(self, files: Mapping[str, str], *steps: Step) -> StepResult:
-        """Writes `files` (name: text) into a new directory and runs the steps there, one after another while they succeed."""
+        """Writes `files` (name: text) into a new directory and runs the steps there, one after
+        another while they succeed."""
         return self._run(self.backend, files, steps)
 
     def close(self) -> None:
-        """Kills running programs and removes their files; a waiting call of `run` returns with the reason "stopped"."""
+        """Kills running programs and removes their files; a waiting call of `run` returns with the
+        reason "stopped"."""
         with self._lock:
             self._closed = True
             for running in self._supervisors:
@@ -92,10 +102,12 @@ class Sandbox:
             if ended.succeeded and not reached:
                 return backend
             refusals.append(
-                f"{backend}: {'programs reach ' + ' and '.join(reached) if ended.succeeded else _failure(ended)}"
+                f"{backend}: "
+                f"{'programs reach ' + ' and '.join(reached) if ended.succeeded else _failure(ended)}"
             )
         raise RequestError(
-            f"no sandbox here keeps programs from files and network ({'; '.join(refusals)}): install bubblewrap (package "
+            f"no sandbox here keeps programs from files and network ({'; '.join(refusals)}): "
+            f"install bubblewrap (package "
             "bubblewrap), or accept a weaker one by its name: --sandbox limits"
         )
 
@@ -111,11 +123,16 @@ class Sandbox:
             ended = self._run(backend, {}, [Step(["/bin/sh", "-c", PROBE, other.name])])
             files = SECRET in ended.stdout or Path(other.name).read_text(encoding="utf-8") != SECRET
         network = os.readlink(OWN_NETWORK) in ended.stdout
-        return ended, [name for name, reached in {"files": files, "the network": network}.items() if reached]
+        return ended, [
+            name for name, reached in {"files": files, "the network": network}.items() if reached
+        ]
 
     def _run(self, backend: str, files: Mapping[str, str], steps: Sequence[Step]) -> StepResult:
         workdir = os.path.join(tempfile.gettempdir(), f"shoal-{uuid.uuid4().hex}")
-        programs, more = [step.command[0] for step in steps], [path for step in steps for path in step.readable]
+        programs, more = (
+            [step.command[0] for step in steps],
+            [path for step in steps for path in step.readable],
+        )
         visible = isolation.visible(programs, more)
         job = {
             "workdir": workdir,
@@ -149,7 +166,10 @@ class Sandbox:
             return asdict(STOPPED)
         cgroup.remove(job["cgroup"])
         shutil.rmtree(job["workdir"], ignore_errors=True)
-        raise InternalError(f"the supervisor of a program ended without an answer: {errors.decode(errors='replace')}")
+        raise InternalError(
+            f"the supervisor of a program ended without an answer: "
+            f"{errors.decode(errors='replace')}"
+        )
 
 
 def _failure(ended: StepResult) -> str:
@@ -162,7 +182,8 @@ def _start_supervisor() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C must not reach it: it is stopped through its standard input
+        # Ctrl-C must not reach it: it is stopped through its standard input
+        start_new_session=True,
         env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
     )
 
@@ -172,7 +193,9 @@ def _exchange(running: subprocess.Popen[bytes], job: bytes) -> tuple[bytes, byte
     assert running.stdin is not None
     assert running.stdout is not None
     assert running.stderr is not None
-    with suppress(BrokenPipeError, ValueError):  # it was killed, or `close` came first: then there is no answer
+    with suppress(
+        BrokenPipeError, ValueError
+    ):  # it was killed, or `close` came first: then there is no answer
         running.stdin.write(job)
         running.stdin.flush()
     with running.stdout, running.stderr:
@@ -188,13 +211,24 @@ def _close_stdin(running: subprocess.Popen[bytes]) -> None:
 
 def _as_job(step: Step, workdir: str) -> dict[str, Any]:
     own = {"PATH": PATH, "HOME": workdir, "TMPDIR": workdir, "LANG": "C.UTF-8"}
-    return {"command": [*step.command], "bounds": asdict(step.bounds), "environment": {**own, **step.environment}}
+    return {
+        "command": [*step.command],
+        "bounds": asdict(step.bounds),
+        "environment": {**own, **step.environment},
+    }
 
 
 def _result(answer: dict[str, Any], backend: str, workdir: str) -> StepResult:
     code = answer["returncode"]
     if backend != "limits" and code is not None and 128 < code <= 128 + LAST_SIGNAL:
         code = 128 - code  # the first process of a namespace reports a signal like a shell
-    reason = BOUND_OF_SIGNAL.get(code, answer["reason"]) if answer["reason"] == "exit" else answer["reason"]
-    texts = {name: answer[name].replace(f"{workdir}/", "") for name in ("stdout", "stderr", "earlier_stderr")}
+    reason = (
+        BOUND_OF_SIGNAL.get(code, answer["reason"])
+        if answer["reason"] == "exit"
+        else answer["reason"]
+    )
+    texts = {
+        name: answer[name].replace(f"{workdir}/", "")
+        for name in ("stdout", "stderr", "earlier_stderr")
+    }
     return StepResult(**{**answer, **texts, "returncode": code, "reason": reason})

@@ -1,10 +1,13 @@
-"""The inner of the sandbox's two programs: restricts its own process, then executes the command in it.
+"""The inner of the sandbox's two programs: restricts its own process, then executes the command in
+it.
 
-    python -I -S sandbox_exec.py '{"command": [...], "environment": {...}, "workdir": "...", "visible": [...], "uid": ..., ...}'
+    python -I -S sandbox_exec.py '{"command": [...], "environment": {...}, "workdir": "...",
+    "visible": [...], "uid": ..., ...}'
 
-It sets resource limits, changes to the user of its working directory and gives up new privileges. Where the kernel has
-Landlock, it gives up all files that are not listed, signals to other processes, and mounts; where the kernel has seccomp, the
-system calls that the filter refuses. On descriptor 3 it reports an error, or "go" just before the program starts.
+It sets resource limits, changes to the user of its working directory and gives up new privileges.
+Where the kernel has Landlock, it gives up all files that are not listed, signals to other
+processes, and mounts; where the kernel has seccomp, the system calls that the filter refuses. On
+descriptor 3 it reports an error, or "go" just before the program starts.
 
 Run by path without the package around it, so it imports the standard library only.
 """
@@ -26,16 +29,30 @@ WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
 READABLE = ("/dev/random", "/dev/urandom", "/proc")
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = (
+    444,
+    445,
+    446,
+)  # system calls, the same on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
-_FILE_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file access rights by version of Landlock
+_FILE_BITS = {
+    1: 13,
+    2: 14,
+    3: 15,
+    4: 15,
+    5: 16,
+}  # number of file access rights by version of Landlock
 TCP_SINCE, SIGNALS_SINCE = 4, 6  # versions of Landlock
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+    _fields_ = (
+        ("files", ctypes.c_uint64),
+        ("network", ctypes.c_uint64),
+        ("scoped", ctypes.c_uint64),
+    )
 
 
 class _BeneathPath(ctypes.Structure):
@@ -48,7 +65,8 @@ class _Filter(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The version of the kernel's Landlock: 1 guards files, 4 also TCP, 6 also signals. 0: there is none."""
+    """The version of the kernel's Landlock: 1 guards files, 4 also TCP, 6 also signals. 0: there is
+    none."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -65,7 +83,9 @@ def main() -> None:
             _set_user(spec["uid"])
         if os.getpid() == 1:
             _fork_from_init()
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user has reset the supervisor's setting
+        _libc.prctl(
+            _PR_SET_PDEATHSIG, signal.SIGKILL
+        )  # the change of user has reset the supervisor's setting
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _apply_landlock(spec["workdir"], spec["visible"])
         _apply_seccomp(bytes.fromhex(spec["filter"]))
@@ -82,7 +102,8 @@ def _limit(bounds: dict[str, Any], uid: int) -> None:
     tasks = _tasks(uid) + bounds["processes"]
     limits = {
         resource.RLIMIT_CPU: (bounds["cpu_seconds"], bounds["cpu_seconds"] + 1),
-        resource.RLIMIT_DATA: (bounds["memory_bytes"],) * 2,  # not AS: Java and Node reserve what they never use
+        resource.RLIMIT_DATA: (bounds["memory_bytes"],)
+        * 2,  # not AS: Java and Node reserve what they never use
         resource.RLIMIT_FSIZE: (bounds["file_bytes"],) * 2,
         resource.RLIMIT_NPROC: (tasks, tasks),
         resource.RLIMIT_CORE: (0, 0),
@@ -97,7 +118,8 @@ def _limit(bounds: dict[str, Any], uid: int) -> None:
 
 
 def _tasks(uid: int) -> int:
-    """Visible threads that the kernel already counts towards a user's limit; in a namespace only its own are visible."""
+    """Visible threads that the kernel already counts towards a user's limit; in a namespace only
+    its own are visible."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -109,7 +131,8 @@ def _tasks(uid: int) -> int:
 
 
 def _fork_from_init() -> None:
-    """Continues in a child and exits like it: a namespace's first process ignores most signals, so the program must not be it."""
+    """Continues in a child and exits like it: a namespace's first process ignores most signals, so
+    the program must not be it."""
     child = os.fork()
     if child:
         ended = -1
@@ -126,16 +149,24 @@ def _set_user(uid: int) -> None:
 
 
 def _apply_landlock(workdir: str, visible: list[str]) -> None:
-    """Landlock: every access in the working directory, reading of the listed paths; no TCP, no signals to other processes.
+    """Landlock: every access in the working directory, reading of the listed paths; no TCP, no
+    signals to other processes.
 
-    Landlock also refuses mounts, in user namespaces too, where a program could otherwise fill memory with file systems.
+    Landlock also refuses mounts, in user namespaces too, where a program could otherwise fill
+    memory with file systems.
     """
     version = landlock_version()
     if not version:
         return
     everything = (1 << _FILE_BITS.get(version, 16)) - 1
-    rules = _Ruleset(everything, 0b11 if version >= TCP_SINCE else 0, 0b11 if version >= SIGNALS_SINCE else 0)
-    ruleset = _checked(_libc.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(ctypes.sizeof(rules)), 0))
+    rules = _Ruleset(
+        everything, 0b11 if version >= TCP_SINCE else 0, 0b11 if version >= SIGNALS_SINCE else 0
+    )
+    ruleset = _checked(
+        _libc.syscall(
+            _CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(ctypes.sizeof(rules)), 0
+        )
+    )
     for path in [*visible, *READABLE]:
         _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
     for path in WRITABLE:
@@ -149,7 +180,9 @@ def _apply_seccomp(program: bytes) -> None:
     """Seccomp: from here on the filter checks every system call."""
     if program:
         lines = _Filter(len(program) // 8, program)
-        _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(lines), 0, 0), "seccomp")
+        _checked(
+            _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(lines), 0, 0), "seccomp"
+        )
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:

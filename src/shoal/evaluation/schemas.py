@@ -44,8 +44,10 @@ class Tried:
     """A schema after its samples.
 
     Attributes:
-        refused: why it was not taken; "" if it was. verdicts, tokens: of the samples.
-        compile_seconds: until there was a grammar. mask_seconds: of all masks of the samples, one after the other.
+        refused: why it was not taken; "" if it was.
+        verdicts, tokens: of the samples.
+        compile_seconds: until there was a grammar.
+        mask_seconds: of all masks of the samples, one after the other.
     """
 
     name: str
@@ -62,12 +64,13 @@ class Tried:
         return bool(self.verdicts) and all(verdict == "valid" for verdict in self.verdicts)
 
 
-# ── the set ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the set ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_schemas(folder: Path) -> list[Schema]:
-    """The schemas in a directory, deep: a `.json` file is a schema, or an object with "schema" (and "tests"); the lines of a
-    `.jsonl` file have it as "json_schema", an object or its text, and "unique_id".
+    """The schemas in a directory, deep: a `.json` file is a schema, or an object with "schema" (and
+    "tests"); the lines of a `.jsonl` file have it as "json_schema", an object or its text, and
+    "unique_id".
 
     Raises:
         RequestError: there is no such directory, nothing in it, or something else.
@@ -85,7 +88,10 @@ def _read(file: Path, folder: Path) -> Iterator[Schema]:
     if file.suffix == ".jsonl":
         for place, record in records(file):
             if "json_schema" not in record:
-                raise RequestError(f"{place}: expected the field 'json_schema'; the record has only {', '.join(record)}")
+                raise RequestError(
+                    f"{place}: expected the field 'json_schema'; the record has only "
+                    f"{', '.join(record)}"
+                )
             given = record["json_schema"]
             schema = _parsed(given, place) if isinstance(given, str) else given
             yield Schema(str(record.get("unique_id", place)), str(where.with_suffix("")), schema)
@@ -94,7 +100,11 @@ def _read(file: Path, folder: Path) -> Iterator[Schema]:
             schema = _parsed(file.read_text(encoding="utf-8"), str(file))
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"cannot read {file}: {error}") from error
-        holds = isinstance(schema, dict) and {"schema"} <= set(schema) <= {"schema", "tests", "meta"}
+        holds = isinstance(schema, dict) and {"schema"} <= set(schema) <= {
+            "schema",
+            "tests",
+            "meta",
+        }
         group = folder.resolve().name if where.parent == Path() else str(where.parent)
         yield Schema(str(where.with_suffix("")), group, schema["schema"] if holds else schema)
 
@@ -106,10 +116,12 @@ def _parsed(text: str, where: str) -> Any:
         raise RequestError(f"{where} is no JSON: {error}") from error
 
 
-# ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def tried(pair: Shoal, schemas: Sequence[Schema], n: int, options: Mapping[str, Any]) -> Iterator[Tried]:
+def tried(
+    pair: Shoal, schemas: Sequence[Schema], n: int, options: Mapping[str, Any]
+) -> Iterator[Tried]:
     """n samples under each schema, validated by jsonschema.
 
     Args:
@@ -135,9 +147,19 @@ def tried(pair: Shoal, schemas: Sequence[Schema], n: int, options: Mapping[str, 
             yield Tried(one.name, one.group, refused=str(error))
             continue
         samples = result[0].samples
-        verdicts = tuple(verdict(sample.text, sample.finish_reason == "eos", one.schema) for sample in samples)
+        verdicts = tuple(
+            verdict(sample.text, sample.finish_reason == "eos", one.schema) for sample in samples
+        )
         masks = sum(mask_seconds(constraint, sample.token_ids, pair) for sample in samples)
-        yield Tried(one.name, one.group, "", verdicts, sum(len(s.token_ids) for s in samples), seconds, masks)
+        yield Tried(
+            one.name,
+            one.group,
+            "",
+            verdicts,
+            sum(len(s.token_ids) for s in samples),
+            seconds,
+            masks,
+        )
 
 
 def prompt_of(one: Schema) -> str:
@@ -170,23 +192,27 @@ def verdict(text: str, ended: bool, schema: Any) -> Verdict:
 
 @cache
 def _validator() -> tuple[Any, Any]:
-    """jsonschema and its checker of formats. By itself that knows neither date-times nor the times of today's drafts."""
+    """jsonschema and its checker of formats. By itself that knows neither date-times nor the times
+    of today's drafts."""
     try:
         import jsonschema  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise RequestError("documents are validated by the jsonschema package: pip install '.[eval]'") from None
+        raise RequestError(
+            "documents are validated by the jsonschema package: pip install '.[eval]'"
+        ) from None
     made = jsonschema.FormatChecker()
     made.checks("date-time", ValueError)(lambda text: bool(datetime.datetime.fromisoformat(text)))
     made.checks("time", ValueError)(lambda text: datetime.time.fromisoformat(text) is not None)
     return jsonschema, made
 
 
-# ── what they come to ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── what they come to ─────────────────────────────────────────────────────────────────────────────
 
 
 def summary(found: Sequence[Tried]) -> dict[str, Any]:
-    """By group, and of all schemas: "declared": the share that is taken; "empirical": the share whose samples are all valid;
-    "compliance": of those taken; verdicts of samples; times in milliseconds, medians over schemas."""
+    """By group, and of all schemas: "declared": the share that is taken; "empirical": the share
+    whose samples are all valid; "compliance": of those taken; verdicts of samples; times in
+    milliseconds, medians over schemas."""
     groups = list(dict.fromkeys(one.group for one in found))
     by_group = {group: _summed([one for one in found if one.group == group]) for group in groups}
     return {"all": _summed(found), "groups": by_group, "schemas": [asdict(one) for one in found]}

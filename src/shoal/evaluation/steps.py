@@ -10,7 +10,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a program may use. Processor time and file size are bounded per process, everything else in total.
+    """What a program may use. Processor time and file size are bounded per process, everything else
+    in total.
 
     Attributes:
         cpu_seconds: processor time of one process.
@@ -34,7 +35,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Step:
-    """A command to run in the working directory; its program is an absolute path, or "./name" in that directory.
+    """A command to run in the working directory; its program is an absolute path, or "./name" in
+    that directory.
 
     Attributes:
         environment: variables besides PATH, HOME, TMPDIR and LANG.
@@ -53,8 +55,8 @@ class StepResult:
 
     Attributes:
         step: its number, from 0; a step is started only if the one before ended with exit code 0.
-        reason: "exit", or the exceeded bound: "time", "memory", "output", "processes", "files"; "setup": the command could
-            not be started; "stopped": the sandbox was closed.
+        reason: "exit", or the exceeded bound: "time", "memory", "output", "processes", "files";
+            "setup": the command could not be started; "stopped": the sandbox was closed.
         returncode: exit code, or minus the signal that ended it; None if it was killed.
         stdout, stderr: what it wrote, up to the bound, without the path of the working directory.
         seconds: wall time.

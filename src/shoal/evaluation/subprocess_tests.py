@@ -1,14 +1,16 @@
-"""Runs a completion in one process and its tests in another, so that it can reach neither the tests nor their result.
+"""Runs a completion in one process and its tests in another, so that it can reach neither the tests
+nor their result.
 
     python main.py            the tests: reads job.json, removes it, and starts
     python main.py DESCRIPTOR the completion, which is called through this socket
 
-Both run in one sandbox. The tests call a proxy that sends its arguments as plain data (numbers, text, containers) and returns
-the plain data of the answer. No object that the completion defines enters the process of the tests, whose memory the kernel
-hides from its user (PR_SET_DUMPABLE). Arguments that a call has changed are changed for the tests too.
+Both run in one sandbox. The tests call a proxy that sends its arguments as plain data (numbers,
+text, containers) and returns the plain data of the answer. No object that the completion defines
+enters the process of the tests, whose memory the kernel hides from its user (PR_SET_DUMPABLE).
+Arguments that a call has changed are changed for the tests too.
 
-Copied into the working directory and run there by the Python of the problems, 3.7 or newer: it imports the standard library
-only.
+Copied into the working directory and run there by the Python of the problems, 3.7 or newer: it
+imports the standard library only.
 """
 
 from __future__ import annotations
@@ -30,18 +32,39 @@ import types
 from typing import Any
 
 JOB = "job.json"
-"""{"program": prompt and completion, "prompt": ..., "tests": ..., "entry_point": ..., "marker": to be printed in the end}"""
+"""{"program": prompt and completion, "prompt": ..., "tests": ..., "entry_point": ..., "marker": to
+be printed in the end}"""
 SHARED = "arguments that only a shared process can pass"
-"""Printed behind the marker if the tests pass an argument that is not plain data, such as a function."""
+"""Printed behind the marker if the tests pass an argument that is not plain data, such as a
+function."""
 
 _PR_SET_DUMPABLE = 4
 _LENGTH = struct.Struct("=Q")
-_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+_SEQUENCES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+}
 _TEXTS: dict[str, Any] = {
-    "int": lambda text: int(text, 16), "complex": complex, "bytes": bytes.fromhex, "bytearray": bytearray.fromhex,
-    "Decimal": decimal.Decimal, "Fraction": fractions.Fraction,
-}  # fmt: skip
-_SCALARS: tuple[Any, ...] = (int, float, str, complex, bytes, bytearray, decimal.Decimal, fractions.Fraction)
+    "int": lambda text: int(text, 16),
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "Decimal": decimal.Decimal,
+    "Fraction": fractions.Fraction,
+}
+_SCALARS: tuple[Any, ...] = (
+    int,
+    float,
+    str,
+    complex,
+    bytes,
+    bytearray,
+    decimal.Decimal,
+    fractions.Fraction,
+)
 
 
 class NotSerializable(TypeError):
@@ -49,7 +72,8 @@ class NotSerializable(TypeError):
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON: types of JSON unchanged, everything else as [kind, ...]. Subclasses become their base type.
+    """Plain data as JSON: types of JSON unchanged, everything else as [kind, ...]. Subclasses
+    become their base type.
 
     Iterators are read to their end.
 
@@ -69,7 +93,10 @@ def encode(value: Any) -> Any:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, collections.abc.Iterator):
         return ["iterator", *map(encode, value)]
-    raise NotSerializable(f"a value of the type {type(value).__name__!r} cannot pass between a completion and its tests")
+    raise NotSerializable(
+        f"a value of the type {type(value).__name__!r} cannot pass between a completion and its "
+        f"tests"
+    )
 
 
 def decode(message: Any) -> Any:
@@ -133,8 +160,12 @@ def serve(descriptor: int) -> None:
             answer = {"value": encode(function(*arguments, **named))}
         except Exception as error:
             answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
-            answer["trace"] = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        _send(connection, {**answer, "changed": [_encode_or_none(argument) for argument in arguments]})
+            answer["trace"] = "".join(
+                traceback.format_exception(type(error), error, error.__traceback__)
+            )
+        _send(
+            connection, {**answer, "changed": [_encode_or_none(argument) for argument in arguments]}
+        )
 
 
 def _encode_or_none(value: Any) -> Any:
@@ -179,7 +210,9 @@ class CompletionProcess:
     def __init__(self, program: str, entry_point: str) -> None:
         self.connection, other = socket.socketpair()
         other.set_inheritable(True)
-        self.pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "main.py", str(other.fileno())])
+        self.pid = os.spawnv(
+            os.P_NOWAIT, sys.executable, [sys.executable, "main.py", str(other.fileno())]
+        )
         other.close()
         self._ask([program, entry_point])
 
@@ -202,7 +235,8 @@ class CompletionProcess:
             self._exit_like_child()
 
     def _exit_like_child(self) -> None:
-        """Ends this process like the completion's process: by the same signal, or with the same exit code."""
+        """Ends this process like the completion's process: by the same signal, or with the same
+        exit code."""
         _, status = os.waitpid(self.pid, 0)
         sys.stdout.flush()
         if os.WIFSIGNALED(status):
@@ -211,7 +245,8 @@ class CompletionProcess:
 
 
 def _names(prompt: str) -> dict[str, Any]:
-    """The definitions of a prompt, for tests that use more of it than the function to be completed."""
+    """The definitions of a prompt, for tests that use more of it than the function to be
+    completed."""
     names = {"__name__": "__main__"}
     for ending in ("", "\n    pass\n"):
         try:

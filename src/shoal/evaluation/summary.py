@@ -1,4 +1,5 @@
-"""Journals of samples and grades -> estimates with intervals: at given budgets, over all budgets, and method against method."""
+"""Journals of samples and grades -> estimates with intervals: at given budgets, over all budgets,
+and method against method."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Results:
     """All samples and grades.
 
     Attributes:
-        names: of the problems, in order. methods, n: as configured. scores: the most important first.
+        names: of the problems, in order.
+        methods, n: as configured.
+        scores: the most important first.
         attempts, grades: of the journals, by problem.
     """
 
@@ -40,15 +43,21 @@ class Results:
         """One method's samples as arrays; a refused problem has no finished samples."""
         shape = len(self.names), self.n
         table = Table(
-            finished_at=np.full(shape, np.inf), mean_logprob=np.full(shape, -np.inf), score=np.zeros(shape),
-            tokens=np.zeros(shape), syntax_error=np.zeros(shape), seconds=np.zeros(len(self.names)),
-        )  # fmt: skip
+            finished_at=np.full(shape, np.inf),
+            mean_logprob=np.full(shape, -np.inf),
+            score=np.zeros(shape),
+            tokens=np.zeros(shape),
+            syntax_error=np.zeros(shape),
+            seconds=np.zeros(len(self.names)),
+        )
         for i, name in enumerate(self.names):
             attempt = self.attempts[name]["attempts"].get(method)
             if attempt is None:
                 continue
             table.seconds[i] = attempt["seconds"]
-            for j, (sample, grade) in enumerate(zip(attempt["samples"], self.grades[name]["grades"][method], strict=True)):
+            for j, (sample, grade) in enumerate(
+                zip(attempt["samples"], self.grades[name]["grades"][method], strict=True)
+            ):
                 table.tokens[i, j] = len(sample["token_ids"])
                 if sample["mean_logprob"] is not None:
                     table.mean_logprob[i, j] = sample["mean_logprob"]
@@ -60,13 +69,21 @@ class Results:
 
     def errors(self) -> dict[str, str]:
         """Refused problems and the reasons."""
-        return {name: self.attempts[name]["error"] for name in self.names if self.attempts[name]["error"]}
+        return {
+            name: self.attempts[name]["error"]
+            for name in self.names
+            if self.attempts[name]["error"]
+        }
 
 
 def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
     """All estimates, ready for JSON, where an unlimited budget is null."""
     bootstrap = Bootstrap(len(results.names))
-    tables = {(method, score): results.table(method, score) for method in results.methods for score in results.scores}
+    tables = {
+        (method, score): results.table(method, score)
+        for method in results.methods
+        for score in results.scores
+    }
     main = {method: tables[method, results.scores[0]] for method in results.methods}
     grid = _grid(list(main.values()))
     return {
@@ -76,18 +93,27 @@ def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
         "errors": results.errors(),
         "lines": [
             {"method": method, "budget": budget if math.isfinite(budget) else None}
-            | _line([tables[method, score] for score in results.scores], results.scores, budget, bootstrap)
+            | _line(
+                [tables[method, score] for score in results.scores],
+                results.scores,
+                budget,
+                bootstrap,
+            )
             for budget in budgets
             for method in results.methods
         ],
-        "curves": {"budgets": grid} | {method: _curves(table, grid, bootstrap) for method, table in main.items()},
+        "curves": {"budgets": grid}
+        | {method: _curves(table, grid, bootstrap) for method, table in main.items()},
         "against": [
-            _against(results, main, method, other, grid, bootstrap) for other, method in combinations(results.methods, 2)
+            _against(results, main, method, other, grid, bootstrap)
+            for other, method in combinations(results.methods, 2)
         ],
-    }  # fmt: skip
+    }
 
 
-def _line(tables: Sequence[Table], scores: Sequence[str], budget: float, bootstrap: Bootstrap) -> dict[str, Any]:
+def _line(
+    tables: Sequence[Table], scores: Sequence[str], budget: float, bootstrap: Bootstrap
+) -> dict[str, Any]:
     """One method at one budget."""
     table = tables[0]
     done = table.finished(budget)
@@ -99,7 +125,9 @@ def _line(tables: Sequence[Table], scores: Sequence[str], budget: float, bootstr
     if scores[0] == PASSED:
         for k in _ks(table.n):
             estimates[f"pass@{k}"] = _estimate(table.at(k, budget), ones, bootstrap)
-        estimates["syntax_errors"] = _estimate((table.syntax_error * done).sum(axis=1), many, bootstrap)
+        estimates["syntax_errors"] = _estimate(
+            (table.syntax_error * done).sum(axis=1), many, bootstrap
+        )
     return estimates | {
         "finished": _estimate(many, ones * table.n, bootstrap),
         "tokens": _estimate((table.tokens * done).sum(axis=1), many, bootstrap),
@@ -139,7 +167,11 @@ def _curves(table: Table, grid: Sequence[float], bootstrap: Bootstrap) -> dict[s
 
 def _over(table: Table, grid: Sequence[float], metric: Callable[[Table, float], Floats]) -> Floats:
     """[P, B]."""
-    return np.stack([metric(table, budget) for budget in grid], axis=1) if grid else np.zeros((len(table.seconds), 0))
+    return (
+        np.stack([metric(table, budget) for budget in grid], axis=1)
+        if grid
+        else np.zeros((len(table.seconds), 0))
+    )
 
 
 def _bands(values: Floats, bootstrap: Bootstrap) -> dict[str, list[float]]:
@@ -148,26 +180,39 @@ def _bands(values: Floats, bootstrap: Bootstrap) -> dict[str, list[float]]:
 
 
 def _against(
-    results: Results, tables: Mapping[str, Table], method: str, other: str, grid: Sequence[float], bootstrap: Bootstrap
-) -> dict[str, Any]:  # fmt: skip
+    results: Results,
+    tables: Mapping[str, Table],
+    method: str,
+    other: str,
+    grid: Sequence[float],
+    bootstrap: Bootstrap,
+) -> dict[str, Any]:
     """One method minus another: over all budgets, and without a budget."""
-    found: dict[str, Any] = {"method": method, "other": other, "samples": len(results.names) * results.n}
+    found: dict[str, Any] = {
+        "method": method,
+        "other": other,
+        "samples": len(results.names) * results.n,
+    }
     found["same_ids"] = sum(
         mine["token_ids"] == theirs["token_ids"]
         for name in results.names
         for mine, theirs in zip(*(_samples(results, name, w) for w in (method, other)), strict=True)
     )
     for name, metric in METRICS.items():
-        bands = _bands(_over(tables[method], grid, metric) - _over(tables[other], grid, metric), bootstrap)
+        bands = _bands(
+            _over(tables[method], grid, metric) - _over(tables[other], grid, metric), bootstrap
+        )
         found[name] = _dominance(bands, grid)
     if results.scores[0] == PASSED:
         for k in _ks(results.n):
             difference = tables[method].at(k, math.inf) - tables[other].at(k, math.inf)
             low, high = bootstrap.interval(difference)
             found[f"pass@{k}"] = {
-                "mean": float(difference.mean()), "low": float(low), "high": float(high),
+                "mean": float(difference.mean()),
+                "low": float(low),
+                "high": float(high),
                 "p": permutation_test(tables[method], tables[other], k),
-            }  # fmt: skip
+            }
     return found
 
 

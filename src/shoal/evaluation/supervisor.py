@@ -1,12 +1,16 @@
-"""The outer of the sandbox's two programs: runs commands in a working directory of their own and leaves nothing behind.
+"""The outer of the sandbox's two programs: runs commands in a working directory of their own and
+leaves nothing behind.
 
     python -I -S supervisor.py < job     one line of JSON; the end of standard input means: stop
 
-Each program to be tested has a supervisor. It is a process of its own so that all processes that the program starts are below
-it: the kernel makes it the parent of every orphan (PR_SET_CHILD_SUBREAPER), so daemons are found and killed too, and it still
-cleans up when the process that asked for it is killed. It writes one line of JSON: how the last command ended, and why.
+Each program to be tested has a supervisor. It is a process of its own so that all processes that
+the program starts are below it: the kernel makes it the parent of every orphan
+(PR_SET_CHILD_SUBREAPER), so daemons are found and killed too, and it still cleans up when the
+process that asked for it is killed. It writes one line of JSON: how the last command ended, and
+why.
 
-Run by path without the package around it, so it imports the standard library and two neighbouring files only.
+Run by path without the package around it, so it imports the standard library and two neighbouring
+files only.
 """
 
 from __future__ import annotations
@@ -66,14 +70,17 @@ def main() -> None:
 
 
 def spare_uid() -> int | None:
-    """A user id that no user has, which root gives to the program; None if that is not possible, as for ordinary users.
+    """A user id that no user has, which root gives to the program; None if that is not possible, as
+    for ordinary users.
 
     With it the kernel counts processes, guards files and checks signals for this program alone.
     """
     if os.getuid() != 0:
         return None
     with open("/proc/self/uid_map", encoding="ascii") as lines:
-        first, _, count = max((tuple(map(int, line.split())) for line in lines), key=lambda part: part[2])
+        first, _, count = max(
+            (tuple(map(int, line.split())) for line in lines), key=lambda part: part[2]
+        )
     if count < 2**16:
         return None
     spare = min(2**30, first + count - 5_000)
@@ -91,7 +98,8 @@ def _create_workdir(workdir: str, files: dict[str, str], uid: int | None) -> Non
 
 
 def _remove_workdir(workdir: str) -> None:
-    """Removes the directory whatever its depth and permissions; chmod would follow a link that replaced it."""
+    """Removes the directory whatever its depth and permissions; chmod would follow a link that
+    replaced it."""
     writable = [] if os.path.islink(workdir) else [["chmod", "-R", "u+rwX", workdir]]
     for command in (*writable, ["rm", "-rf", workdir]):
         pid = os.fork()
@@ -105,8 +113,20 @@ class _Command:
     """One command from its start until all processes that it started have ended."""
 
     def __init__(self, job: dict[str, Any], step: dict[str, Any], uid: int | None) -> None:
-        inner = {**step, "uid": uid, **{name: job[name] for name in ("workdir", "visible", "filter")}}
-        command = [*job["wrapper"], job["python"], "-I", "-S", "-c", job["sandbox_exec"], json.dumps(inner)]
+        inner = {
+            **step,
+            "uid": uid,
+            **{name: job[name] for name in ("workdir", "visible", "filter")},
+        }
+        command = [
+            *job["wrapper"],
+            job["python"],
+            "-I",
+            "-S",
+            "-c",
+            job["sandbox_exec"],
+            json.dumps(inner),
+        ]
         self.bounds: dict[str, Any] = step["bounds"]
         self.workdir: str = job["workdir"]
         self.cgroup: str = job["cgroup"]
@@ -124,16 +144,22 @@ class _Command:
         seconds = time.monotonic() - self.began
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):  # its process group does not exist yet
-                os.killpg(self.pid, signal.SIGKILL)  # ends a process group, and with it a namespace, at once
+                os.killpg(
+                    self.pid, signal.SIGKILL
+                )  # ends a process group, and with it a namespace, at once
         process_tree.kill_descendants()
-        while self.pipes and not self._writes_too_much():  # no writer is left, so each pipe soon reaches its end
+        while (
+            self.pipes and not self._writes_too_much()
+        ):  # no writer is left, so each pipe soon reaches its end
             self._read_pipes(0.0)
         for pipe in self.pipes:
             os.close(pipe)
         if reason == "exit" and self.status != 0 and cgroup.out_of_memory(self.cgroup):
             reason = "memory"
         elif reason == "exit" and self.written["report"] != b"go":
-            reason = "setup"  # bubblewrap, unshare or sandbox_exec.py failed before the command began
+            reason = (
+                "setup"  # bubblewrap, unshare or sandbox_exec.py failed before the command began
+            )
         return {
             "reason": reason,
             "returncode": self.status,
@@ -158,10 +184,13 @@ class _Command:
                 return "time"
             if exceeded := self._exceeded_bound():
                 return exceeded
-            pause = min(max(POLL_SECONDS[0], 10 * (time.monotonic() - began)), longest)  # checks take a tenth of a core
+            pause = min(
+                max(POLL_SECONDS[0], 10 * (time.monotonic() - began)), longest
+            )  # checks take a tenth of a core
 
     def _read_pipes(self, seconds: float) -> bool:
-        """Reads what was written, and waits for it so long; False if standard input has ended: the answer is not wanted."""
+        """Reads what was written, and waits for it so long; False if standard input has ended: the
+        answer is not wanted."""
         ready, _, _ = select.select([0, *self.pipes], [], [], seconds)
         for pipe in set(ready) - {0}:
             chunk = os.read(pipe, 2**16)
@@ -182,7 +211,8 @@ class _Command:
         return self.status is not None
 
     def _exceeded_bound(self) -> str:
-        """The bound that all processes together, or the directory, exceed: "processes", "memory", "files", or ""."""
+        """The bound that all processes together, or the directory, exceed: "processes", "memory",
+        "files", or ""."""
         running = process_tree.descendants()
         if len(running) > self.bounds["processes"] + OWN_PROCESSES:
             return "processes"
@@ -197,8 +227,11 @@ class _Command:
 
 
 def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[int, str]]:
-    """The process id of the command, in its cgroup if it has one, and the pipes it writes to by their descriptors."""
-    pipes = {name: os.pipe() for name in ("report", "stdout", "stderr")}  # their writing ends are 4 or more
+    """The process id of the command, in its cgroup if it has one, and the pipes it writes to by
+    their descriptors."""
+    pipes = {
+        name: os.pipe() for name in ("report", "stdout", "stderr")
+    }  # their writing ends are 4 or more
     if uid is not None:  # only the owner of a pipe opens it by a name such as /dev/stdout
         for name in ("stdout", "stderr"):
             os.fchown(pipes[name][1], uid, uid)
@@ -222,13 +255,18 @@ def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[i
 
 
 def _raise_oom_score() -> None:
-    """Makes the kernel kill this process and those below it first when the machine runs out of memory."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+    """Makes the kernel kill this process and those below it first when the machine runs out of
+    memory."""
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
+    ):
         file.write("1000")
 
 
 def _is_full(workdir: str, bounds: dict[str, Any], used: int) -> bool:
-    """Whether the files of a directory, with `used` bytes elsewhere, exceed the bounds on bytes or on their number."""
+    """Whether the files of a directory, with `used` bytes elsewhere, exceed the bounds on bytes or
+    on their number."""
     count, folders = 0, [workdir]
     while folders:
         with contextlib.suppress(OSError):  # removed meanwhile

@@ -12,7 +12,9 @@ from shoal.evaluation.grading import PASSED
 
 def columns(summary: Mapping[str, Any]) -> list[str]:
     """The column heads."""
-    scores = [metric_name(score, which) for score in summary["scores"] for which in ("first", "all")]
+    scores = [
+        metric_name(score, which) for score in summary["scores"] for which in ("first", "all")
+    ]
     return [
         "budget",
         "method",
@@ -31,13 +33,23 @@ def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
     for line in summary["lines"]:
         budget = "none" if line["budget"] is None else f"{line['budget']:g} s"
         shares = [percent(line[name]) for name in [*names, "finished"]]
-        yield [budget, line["method"], *shares, number(line["tokens"], ".1f"), number(line["seconds"], ".3f")]
+        yield [
+            budget,
+            line["method"],
+            *shares,
+            number(line["tokens"], ".1f"),
+            number(line["seconds"], ".3f"),
+        ]
 
 
 def percent(estimate: Mapping[str, float | None]) -> str:
     """Such as "61.5 [58, 65]"."""
     mean, low, high = estimate["mean"], estimate["low"], estimate["high"]
-    return "–" if mean is None or low is None or high is None else f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+    return (
+        "–"
+        if mean is None or low is None or high is None
+        else f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+    )
 
 
 def number(estimate: Mapping[str, float | None], form: str) -> str:
@@ -48,11 +60,13 @@ def number(estimate: Mapping[str, float | None], form: str) -> str:
 def legend(summary: Mapping[str, Any]) -> str:
     """The meaning of the columns."""
     methods = "; ".join(
-        f"{method}: {LABELS[method]}" for method in dict.fromkeys(line["method"] for line in summary["lines"])
+        f"{method}: {LABELS[method]}"
+        for method in dict.fromkeys(line["method"] for line in summary["lines"])
     )
     syntax = " syntax err.: of those, what does not parse or compile;" if _is_code(summary) else ""
     return (
-        f"Per cent with 95 % intervals; {methods}. finished: of all samples, in time;{syntax} tokens: of a finished sample; "
+        f"Per cent with 95 % intervals; {methods}. finished: of all samples, in time;{syntax} "
+        f"tokens: of a finished sample; "
         "s: until a problem's last sample, or the budget."
     )
 
@@ -62,8 +76,15 @@ def findings(summary: Mapping[str, Any]) -> Iterator[str]:
     if (rule := summary["settings"].get("rule")) in LOSSY_RULES:
         yield f"All figures: {LOSSY_RULES[rule]}."
     for pair in summary["against"]:
-        yield from (_over_budgets(summary, pair, which) for which in ("first", "all") if pair[which]["budgets"])
-        yield f"{_names(pair)}: the same token ids in {pair['same_ids']} of {pair['samples']} samples."
+        yield from (
+            _over_budgets(summary, pair, which)
+            for which in ("first", "all")
+            if pair[which]["budgets"]
+        )
+        yield (
+            f"{_names(pair)}: the same token ids in {pair['same_ids']} of {pair['samples']} "
+            f"samples."
+        )
         if pair["same_ids"] < pair["samples"]:
             yield from _without_budget(pair)
     for name, error in summary["errors"].items():
@@ -72,9 +93,13 @@ def findings(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _over_budgets(summary: Mapping[str, Any], pair: Mapping[str, Any], which: str) -> str:
     found = pair[which]
-    low, high = (f"{100 * found[end]['difference']:+.1f} points at {found[end]['budget']:.3g} s" for end in ("loss", "gain"))
+    low, high = (
+        f"{100 * found[end]['difference']:+.1f} points at {found[end]['budget']:.3g} s"
+        for end in ("loss", "gain")
+    )
     return (
-        f"{_names(pair)}, {metric_name(summary['scores'][0], which)}: better at {found['better']} and worse at {found['worse']} of "
+        f"{_names(pair)}, {metric_name(summary['scores'][0], which)}: better at "
+        f"{found['better']} and worse at {found['worse']} of "
         f"{found['budgets']} budgets (95 % interval of the difference); from {low} to {high}."
     )
 
@@ -84,7 +109,8 @@ def _without_budget(pair: Mapping[str, Any]) -> Iterator[str]:
         one = pair[name]
         yield (
             f"{_names(pair)}, {name} without a budget: {100 * one['mean']:+.2f} points "
-            f"[{100 * one['low']:+.2f}, {100 * one['high']:+.2f}], p = {one['p']:.3g} (permutation within problems)."
+            f"[{100 * one['low']:+.2f}, {100 * one['high']:+.2f}], p = {one['p']:.3g} "
+            f"(permutation within problems)."
         )
 
 

@@ -1,4 +1,5 @@
-"""Tasks for a model: the text that it reads, the stop strings, and the part of its answer that is graded."""
+"""Tasks for a model: the text that it reads, the stop strings, and the part of its answer that is
+graded."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from shoal.evaluation.endings import FENCE, ending
 from shoal.evaluation.problems import Problem, records, text_field
 from shoal.types.inputs import chat_template_of
 
-CHAT = "Complete the following {language} code. Answer with the whole code and nothing else.\n\n```{language}\n{code}\n```"
+CHAT = (
+    "Complete the following {language} code. Answer with the whole code and nothing "
+    "else.\n\n```{language}\n{code}\n```"
+)
 CHAT_SUMMARY = "Summarize the following text in one sentence.\n\n{document}"
 SUMMARY = "{document}\n\nTL;DR:"
 FUNCTIONS_SEED, FUNCTIONS = 404, 200
@@ -26,7 +30,8 @@ class Task:
     """One prompt with the processing of its samples.
 
     Attributes:
-        prompt: text for the report. stops: strings that end a sample.
+        prompt: text for the report.
+        stops: strings that end a sample.
         read: tokenizer -> the model's input, text or ids.
         complete: (generated text, whether a stop string ended it) -> the completion that is graded.
     """
@@ -51,7 +56,9 @@ def _code_task(problem: Problem, chat: bool) -> Task:
         problem.task_id,
         problem.prompt,
         stops=(*end.stops, FENCE) if chat else end.stops,
-        read=partial(chat_ids, question=question, answer=answer) if chat else lambda _: problem.prompt,
+        read=partial(chat_ids, question=question, answer=answer)
+        if chat
+        else lambda _: problem.prompt,
         complete=lambda text, stopped: end.cut(problem.prompt, text, stopped),
     )
 
@@ -64,14 +71,19 @@ def infilling_tasks(problems: Sequence[Problem]) -> list[Task]:
     """
     for problem in problems:
         if not problem.suffix:
-            raise RequestError(f"problem {problem.task_id!r} has no suffix: it is not an infilling problem")
+            raise RequestError(
+                f"problem {problem.task_id!r} has no suffix: it is not an infilling problem"
+            )
     return [
         Task(
-            problem.task_id, f"{problem.prompt}⟨…⟩{problem.suffix}", (),
-            partial(fill_in_middle, prefix=problem.prompt, suffix=problem.suffix), lambda text, _: text,
+            problem.task_id,
+            f"{problem.prompt}⟨…⟩{problem.suffix}",
+            (),
+            partial(fill_in_middle, prefix=problem.prompt, suffix=problem.suffix),
+            lambda text, _: text,
         )
         for problem in problems
-    ]  # fmt: skip
+    ]
 
 
 def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
@@ -84,27 +96,38 @@ def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
     if template is None:
         raise RequestError("this tokenizer has no chat template: leave out --chat")
     messages = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
     text += answer
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def function_problems(count: int = FUNCTIONS) -> list[Problem]:
-    """Distinct problems held out of the bundled pair's training: templates and constants alternate."""
+    """Distinct problems held out of the bundled pair's training: templates and constants
+    alternate."""
     from shoal.problems.generator import generate
 
     templates, constants = (
-        list({problem.prompt: problem for problem in generate(FUNCTIONS_SEED, count, split)}.values())
+        list(
+            {problem.prompt: problem for problem in generate(FUNCTIONS_SEED, count, split)}.values()
+        )
         for split in ("templates", "constants")
     )
-    alternating = [problem for both in zip(templates, constants, strict=False) for problem in both][:count]
+    alternating = [problem for both in zip(templates, constants, strict=False) for problem in both][
+        :count
+    ]
     return [
         Problem(
-            task_id=f"{problem.split}/{place:04}/{problem.name}", language="python", prompt=problem.prompt,
-            tests="\n".join(problem.tests) + "\n", entry_point=problem.name, canonical=problem.solution,
+            task_id=f"{problem.split}/{place:04}/{problem.name}",
+            language="python",
+            prompt=problem.prompt,
+            tests="\n".join(problem.tests) + "\n",
+            entry_point=problem.name,
+            canonical=problem.solution,
         )
         for place, problem in enumerate(alternating)
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True)
@@ -117,10 +140,12 @@ class Document:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """The records of a summarisation set such as XSum: "document" or "article", "summary" or "highlights", maybe an "id".
+    """The records of a summarisation set such as XSum: "document" or "article", "summary" or
+    "highlights", maybe an "id".
 
     Raises:
-        RequestError: with file and line, as `shoal.evaluation.problems.records`; for a repeated id, and for an empty set.
+        RequestError: with file and line, as `shoal.evaluation.problems.records`; for a repeated id,
+            and for an empty set.
     """
     documents: dict[str, Document] = {}
     for place, (where, record) in enumerate(records(path)):
@@ -139,11 +164,14 @@ def summary_tasks(documents: Iterable[Document], *, chat: bool = False) -> list[
     """Summaries to write in one line."""
     return [
         Task(
-            document.task_id, document.text, stops=() if chat else ("\n",),
-            read=partial(_read_document, document=document, chat=chat), complete=lambda text, _: text.strip(),
+            document.task_id,
+            document.text,
+            stops=() if chat else ("\n",),
+            read=partial(_read_document, document=document, chat=chat),
+            complete=lambda text, _: text.strip(),
         )
         for document in documents
-    ]  # fmt: skip
+    ]
 
 
 def _read_document(tokenizer: Any, document: Document, chat: bool) -> str | list[int]:

@@ -41,15 +41,24 @@ class Toolchain:
     noise: frozenset[str] = frozenset()
 
     def steps(self, language: Language) -> list[Step]:
-        """The steps that compile (if the language needs it) and run a source file in the working directory."""
-        compiling = [_step(language, language.compile, self.programs, COMPILING)] if language.compile else []
+        """The steps that compile (if the language needs it) and run a source file in the working
+        directory."""
+        compiling = (
+            [_step(language, language.compile, self.programs, COMPILING)]
+            if language.compile
+            else []
+        )
         return [*compiling, _step(language, language.run, self.programs, language.bounds)]
 
     def without_noise(self, text: str) -> str:
         """What a program itself wrote to standard error."""
         if not self.noise:
             return text
-        return "".join(line for line in text.splitlines(keepends=True) if _without_numbers(line) not in self.noise)
+        return "".join(
+            line
+            for line in text.splitlines(keepends=True)
+            if _without_numbers(line) not in self.noise
+        )
 
 
 def require(problems: Iterable[Problem], sandbox: Sandbox) -> None:
@@ -60,7 +69,9 @@ def require(problems: Iterable[Problem], sandbox: Sandbox) -> None:
     tests: dict[str, list[str]] = {}
     for problem in problems:
         tests.setdefault(problem.language, []).append(problem.tests)
-    missing = [said for language, texts in tests.items() for said in _missing(language, texts, sandbox)]
+    missing = [
+        said for language, texts in tests.items() for said in _missing(language, texts, sandbox)
+    ]
     if missing:
         raise RequestError("these problems cannot be run here: " + "; ".join(missing))
 
@@ -74,7 +85,10 @@ def _missing(language: str, tests: list[str], sandbox: Sandbox) -> Iterator[str]
         return
     for library in known.libraries:
         loaded = any(library.loaded_by in text for text in tests)
-        if loaded and not sandbox.run({}, _step(known, library.probe, programs, COMPILING)).succeeded:
+        if (
+            loaded
+            and not sandbox.run({}, _step(known, library.probe, programs, COMPILING)).succeeded
+        ):
             yield f"{known.title} tests load {library.loaded_by}: install {library.install}"
 
 
@@ -88,14 +102,19 @@ def find_toolchain(language: str, sandbox: Sandbox) -> Toolchain:
     """
     known = LANGUAGES[language]
     paths = {name: _candidates(name) for name in known.programs}
-    refusal = next((f"there is no {name} on PATH" for name, found in paths.items() if not found), "")
+    refusal = next(
+        (f"there is no {name} on PATH" for name, found in paths.items() if not found), ""
+    )
     if not refusal:
         for chosen in product(*paths.values()):
             toolchain = Toolchain(dict(zip(paths, chosen, strict=True)))
             ended = _trial(known, toolchain, sandbox)
             if ended.succeeded and TRIAL in ended.stdout:
                 lines = f"{ended.earlier_stderr}\n{ended.stderr}".splitlines()
-                return replace(toolchain, noise=frozenset(_without_numbers(line) for line in lines if line.strip()))
+                return replace(
+                    toolchain,
+                    noise=frozenset(_without_numbers(line) for line in lines if line.strip()),
+                )
             why = " ".join(ended.stderr.split())[:REASON] or f"ended by: {ended.reason}"
             refusal = f"the sandbox cannot run {', '.join(chosen)} ({why})"
     raise RequestError(f"{known.title} cannot be run, {refusal}: install {known.install}")
@@ -112,15 +131,20 @@ def _without_numbers(line: str) -> str:
 
 
 def _candidates(name: str) -> list[str]:
-    """Paths of a program: on PATH, in the system's directories, and for Python the running interpreter."""
+    """Paths of a program: on PATH, in the system's directories, and for Python the running
+    interpreter."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), *PATH.split(":")]
-    real = dict.fromkeys(os.path.realpath(folder) for folder in folders if folder)  # /bin is often /usr/bin
+    real = dict.fromkeys(
+        os.path.realpath(folder) for folder in folders if folder
+    )  # /bin is often /usr/bin
     paths = [path for folder in real if (path := shutil.which(name, path=folder))]
     return list(dict.fromkeys([*paths, sys.executable] if name == "python3" else paths))
 
 
 def _step(language: Language, command: tuple[str, ...], programs: Programs, bounds: Bounds) -> Step:
-    folders = dict.fromkeys(str(Path(path).parent) for path in programs.values())  # tsc, for example, is a script for node
+    folders = dict.fromkeys(
+        str(Path(path).parent) for path in programs.values()
+    )  # tsc, for example, is a script for node
     modules = _node_modules(programs.get("node"))
     environment = {**language.environment, "PATH": ":".join([*folders, PATH])}
     if modules:
@@ -132,6 +156,9 @@ def _node_modules(node: str | None) -> list[str]:
     """Directories of globally installed Node.js modules: those of NODE_PATH and the usual ones."""
     if node is None:
         return []
-    customary = [Path(node).resolve().parents[1] / "lib" / "node_modules", Path("/usr/local/lib/node_modules")]
+    customary = [
+        Path(node).resolve().parents[1] / "lib" / "node_modules",
+        Path("/usr/local/lib/node_modules"),
+    ]
     asked = [folder for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder]
     return [path for path in dict.fromkeys([*asked, *map(str, customary)]) if os.path.isdir(path)]

@@ -1,4 +1,5 @@
-"""Shoal inside other libraries: the decoding method of Transformers' `generate`, and rollouts for TRL.
+"""Shoal inside other libraries: the decoding method of Transformers' `generate`, and rollouts for
+TRL.
 
 Nothing else in the package may import it, except `shoal/__init__.py`, which exports its functions.
 """

@@ -1,4 +1,5 @@
-"""Drafters for `draft_model=` beside a target of `model.generate`; models are kept between calls."""
+"""Drafters for `draft_model=` beside a target of `model.generate`; models are kept between
+calls."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ _given: Belongings[weakref.WeakKeyDictionary[nn.Module, KeptModel]] = Belongings
 """Uses of a draft model, by attention and target."""
 
 
-def drafter_of(draft: Any, target: Runner, attention: str, tokenizers: Tokenizers) -> Drafter | None:
+def drafter_of(
+    draft: Any, target: Runner, attention: str, tokenizers: Tokenizers
+) -> Drafter | None:
     """Makes a drafter for one call.
 
     Args:
@@ -46,7 +49,10 @@ def drafter_of(draft: Any, target: Runner, attention: str, tokenizers: Tokenizer
     if spec is None:
         return None
     if spec.source == BUNDLED:
-        raise RequestError("the bundled draft model fits the bundled target alone: give the directory of a draft model")
+        raise RequestError(
+            "the bundled draft model fits the bundled target alone: give the directory of a "
+            "draft model"
+        )
     if spec.has_files:
         spec.require_files(tokenizers.target or loading.tokenizer_at_hand(target.hf))
     model = None
@@ -76,7 +82,9 @@ def kept_model(source: Any, target: Runner, attention: str) -> KeptModel | None:
 def _loaded(source: Any, target: Runner, attention: str, given: Tokenizers) -> DraftModel:
     at_hand = given.target or loading.tokenizer_at_hand(target.hf)
     if at_hand is None and given.draft is not None:
-        raise RequestError("a draft model's tokenizer says nothing without the target's: give tokenizer= beside it")
+        raise RequestError(
+            "a draft model's tokenizer says nothing without the target's: give tokenizer= beside it"
+        )
     if isinstance(source, nn.Module):
         tokenizer = given.draft or loading.tokenizer_at_hand(source)
     else:

@@ -1,4 +1,5 @@
-"""The batch of a `generate` call: its rows become requests of the engine, and the decoded rows become what `generate` returns."""
+"""The batch of a `generate` call: its rows become requests of the engine, and the decoded rows
+become what `generate` returns."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from shoal.config import Limits, Sampling
@@ -19,7 +24,8 @@ from shoal.sampling.penalties import position_independent
 from shoal.types.requests import Request, Row, occurrences
 
 ROW_ATTRIBUTES = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")
-"""Attributes in which processors of Transformers keep one value per row, or per prompt, of the batch."""
+"""Attributes in which processors of Transformers keep one value per row, or per prompt, of the
+batch."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,10 @@ class GenerateBatch:
     """What `generate` hands to its decoding method.
 
     Attributes:
-        input_ids: [rows, length] int64, `num_return_sequences` expanded. attention_mask: [rows, length], 0 = padding, or None.
-        processors, criteria: logits processors and stopping criteria. config: the GenerationConfig.
+        input_ids: [rows, length] int64, `num_return_sequences` expanded.
+        attention_mask: [rows, length], 0 = padding, or None.
+        processors, criteria: logits processors and stopping criteria.
+        config: the GenerationConfig.
     """
 
     input_ids: Tensor
@@ -39,13 +47,17 @@ class GenerateBatch:
 
     @cached_property
     def groups(self) -> Sequence[tuple[tuple[int, ...], Sequence[int]]]:
-        """Prompts without padding, each with the rows of the batch that have it; a group is computed once.
+        """Prompts without padding, each with the rows of the batch that have it; a group is
+        computed once.
 
-        `prefix_allowed_tokens_fn` may be called with a row's index, so with it every row has a group of its own.
+        `prefix_allowed_tokens_fn` may be called with a row's index, so with it every row has a
+        group of its own.
         """
         mask = self.attention_mask
         keep = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask.bool()
-        prompts = [tuple(ids[kept].tolist()) for ids, kept in zip(self.input_ids, keep, strict=True)]
+        prompts = [
+            tuple(ids[kept].tolist()) for ids, kept in zip(self.input_ids, keep, strict=True)
+        ]
         if any(map(_prefix_function, self.processors)):
             return [(prompt, [row]) for row, prompt in enumerate(prompts)]
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -54,16 +66,29 @@ class GenerateBatch:
         return list(groups.items())
 
     def requests(self) -> list[Request]:
-        """One request per group. Takes one number from torch's generator: the seed of all of them."""
+        """One request per group. Takes one number from torch's generator: the seed of all of
+        them."""
         temperature, seed = 1.0 if self.config.do_sample else 0.0, int(torch.randint(1 << 62, ()))
-        limits, keep_logits = self._limits(), self._returns("output_scores") or self._returns("output_logits")
+        limits, keep_logits = (
+            self._limits(),
+            self._returns("output_scores") or self._returns("output_logits"),
+        )
         return [
             Request(
-                prompt, len(rows), Sampling(temperature=temperature, processors=self._processors(prompt, rows[0]), seed=seed),
-                limits, occurrence=occurrence, criteria=self._criteria(prompt, rows[0]), keep_logits=keep_logits,
+                prompt,
+                len(rows),
+                Sampling(
+                    temperature=temperature, processors=self._processors(prompt, rows[0]), seed=seed
+                ),
+                limits,
+                occurrence=occurrence,
+                criteria=self._criteria(prompt, rows[0]),
+                keep_logits=keep_logits,
             )
-            for (prompt, rows), occurrence in zip(self.groups, occurrences(prompt for prompt, _ in self.groups), strict=True)
-        ]  # fmt: skip
+            for (prompt, rows), occurrence in zip(
+                self.groups, occurrences(prompt for prompt, _ in self.groups), strict=True
+            )
+        ]
 
     def output(self, decoded: Sequence[Sequence[Row]]) -> Tensor | GenerateDecoderOnlyOutput:
         """What `generate` returns.
@@ -72,19 +97,29 @@ class GenerateBatch:
             decoded: the rows of each group.
         """
         by_index = dict(
-            pair for (_, indices), rows in zip(self.groups, decoded, strict=True) for pair in zip(indices, rows, strict=True)
+            pair
+            for (_, indices), rows in zip(self.groups, decoded, strict=True)
+            for pair in zip(indices, rows, strict=True)
         )
         rows = [by_index[i] for i in range(len(self.input_ids))]
         pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
         width = max(row.new_tokens for row in rows)
         new = [row.tokens[row.prompt_length :] + [pad] * (width - row.new_tokens) for row in rows]
         sequences = torch.cat(
-            [self.input_ids, torch.tensor(new, dtype=self.input_ids.dtype, device=self.input_ids.device)], 1
+            [
+                self.input_ids,
+                torch.tensor(new, dtype=self.input_ids.dtype, device=self.input_ids.device),
+            ],
+            1,
         )
         if not self.config.return_dict_in_generate:
             return sequences
-        logits = _by_step([row.logits for row in rows], width) if self.config.output_logits else None
-        scores = _by_step([_scores(row) for row in rows], width) if self.config.output_scores else None
+        logits = (
+            _by_step([row.logits for row in rows], width) if self.config.output_logits else None
+        )
+        scores = (
+            _by_step([_scores(row) for row in rows], width) if self.config.output_scores else None
+        )
         return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
 
     def _returns(self, name: str) -> bool:
@@ -95,30 +130,44 @@ class GenerateBatch:
         return Limits(
             max_new_tokens=self.config.max_length - self.input_ids.shape[1],
             eos=() if eos is None else tuple(eos.tolist()),
-            time_budget=next((c.max_time for c in self.criteria if isinstance(c, MaxTimeCriteria)), None),
+            time_budget=next(
+                (c.max_time for c in self.criteria if isinstance(c, MaxTimeCriteria)), None
+            ),
         )
 
     def _processors(self, prompt: tuple[int, ...], row: int) -> list[Any]:
         padded, rows = self.input_ids[row : row + 1], len(self.input_ids)
         return [
-            step if position_independent(step) else _WithPadding(_for_row(step, row, rows), padded, len(prompt))
+            step
+            if position_independent(step)
+            else _WithPadding(_for_row(step, row, rows), padded, len(prompt))
             for step in self.processors
         ]
 
     def _criteria(self, prompt: tuple[int, ...], row: int) -> list[Any]:
         """Those that the engine's own limits do not cover."""
-        others = [c for c in self.criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria))]
-        return [_WithPadding(criterion, self.input_ids[row : row + 1], len(prompt)) for criterion in others]
+        others = [
+            c
+            for c in self.criteria
+            if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria))
+        ]
+        return [
+            _WithPadding(criterion, self.input_ids[row : row + 1], len(prompt))
+            for criterion in others
+        ]
 
 
 class _WithPadding:
-    """Calls a processor or criterion with the prompt as `generate` passes it, padding included: some compare lengths with it."""
+    """Calls a processor or criterion with the prompt as `generate` passes it, padding included:
+    some compare lengths with it."""
 
     def __init__(self, wrapped: Any, padded: Tensor, prompt_length: int) -> None:
         self.wrapped, self._padded, self._prompt_length = wrapped, padded, prompt_length
 
     def __call__(self, ids: Tensor, scores: Any) -> Any:
-        return self.wrapped(torch.cat([self._padded.to(ids.device), ids[:, self._prompt_length :]], dim=1), scores)
+        return self.wrapped(
+            torch.cat([self._padded.to(ids.device), ids[:, self._prompt_length :]], dim=1), scores
+        )
 
 
 def _prefix_function(processor: Any) -> Any:
@@ -127,8 +176,13 @@ def _prefix_function(processor: Any) -> Any:
 
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
-    """A copy of the processor with the values of one row of the batch; the processor itself if it has none."""
-    held = {name: values for name in ROW_ATTRIBUTES if isinstance(values := getattr(processor, name, None), (Tensor, list))}
+    """A copy of the processor with the values of one row of the batch; the processor itself if it
+    has none."""
+    held = {
+        name: values
+        for name in ROW_ATTRIBUTES
+        if isinstance(values := getattr(processor, name, None), (Tensor, list))
+    }
     allowed = _prefix_function(processor)
     if not held and allowed is None:
         return processor
@@ -139,7 +193,8 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
     if "generated_ngrams" in held:
         own.batch_size = 1
     if allowed is not None:
-        # Transformers calls the function with the prompt's index from 5.24 on, and with the row's before.
+        # Transformers calls the function with the prompt's index from 5.24 on, and with the row's
+        # before.
         index = row // getattr(processor, "_num_beams", 1)
         own._prefix_allowed_tokens_fn, own._num_beams = (lambda _, ids: allowed(index, ids)), 1
     return own
@@ -147,16 +202,26 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
 
 def _scores(row: Row) -> Iterator[Tensor]:
     """Processed scores [vocab] float32 of each committed token."""
-    ids, processors = torch.tensor([row.tokens]), LogitsProcessorList(row.request.sampling.processors)
+    ids, processors = (
+        torch.tensor([row.tokens]),
+        LogitsProcessorList(row.request.sampling.processors),
+    )
     for t, logits in enumerate(row.logits):
-        yield processors(ids[:, : row.prompt_length + t].to(logits.device), logits[None].to(torch.float32, copy=True))[0]
+        yield processors(
+            ids[:, : row.prompt_length + t].to(logits.device),
+            logits[None].to(torch.float32, copy=True),
+        )[0]
 
 
 def _by_step(rows: Sequence[Sequence[Tensor] | Iterator[Tensor]], width: int) -> tuple[Tensor, ...]:
-    """[vocab] of each row and step -> [rows, vocab] float32 of each step; zeros after a row's end."""
+    """[vocab] of each row and step -> [rows, vocab] float32 of each step; zeros after a row's
+    end."""
     steps = [list(row) for row in rows]
     found = next((step for row in steps for step in row), None)
     if found is None:  # the time was over before the first round
         return ()
     zeros = torch.zeros_like(found, dtype=torch.float32)
-    return tuple(torch.stack([row[t].float() if t < len(row) else zeros for row in steps]) for t in range(width))
+    return tuple(
+        torch.stack([row[t].float() if t < len(row) else zeros for row in steps])
+        for t in range(width)
+    )

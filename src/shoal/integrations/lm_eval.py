@@ -1,7 +1,9 @@
-"""The model class `shoal` of lm-eval: `python -m shoal.integrations.lm_eval --model shoal --model_args pretrained=DIR,draft=DIR`.
+"""The model class `shoal` of lm-eval: `python -m shoal.integrations.lm_eval --model shoal
+--model_args pretrained=DIR,draft=DIR`.
 
-lm-eval (0.4.9 or later) finds model classes by import alone, so this module registers the class and then runs lm-eval's own command
-line. In Python: `lm_eval.simple_evaluate(model=ShoalLM(pair), tasks=[...])`.
+lm-eval (0.4.9 or later) finds model classes by import alone, so this module registers the class and
+then runs lm-eval's own command line. In Python: `lm_eval.simple_evaluate(model=ShoalLM(pair),
+tasks=[...])`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import handle_stop_sequences, maybe_truncate, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    maybe_truncate,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
@@ -35,37 +42,61 @@ class ShoalLM(TemplateLM):
     """A pair under evaluation. Its answers are the target's, whatever drafts.
 
     Args:
-        pretrained: the target as `shoal.load` takes it ("bundled" or None = the bundled pair), or what `shoal.load` returned.
-        draft: as of `shoal.load`. lookahead: of `Speculation`.
-        seed: of requests that sample and give none. Equal requests (`repeats`) get different samples.
-        max_length: most tokens of prompt and answer together; None = the target's context. max_gen_toks: most new tokens of
-            requests that do not say so.
-        add_bos_token: whether texts begin with the tokenizer's special tokens; None = as the tokenizer does by itself.
-        prefix_token_id: what stands before texts without a context; None = BOS, or EOS where there is none.
+        pretrained: the target as `shoal.load` takes it ("bundled" or None = the bundled pair), or
+            what `shoal.load` returned.
+        draft: as of `shoal.load`.
+        lookahead: of `Speculation`.
+        seed: of requests that sample and give none. Equal requests (`repeats`) get different
+            samples.
+        max_length: most tokens of prompt and answer together; None = the target's context.
+        max_gen_toks: most new tokens of requests that do not say so.
+        add_bos_token: whether texts begin with the tokenizer's special tokens; None = as the
+            tokenizer does by itself.
+        prefix_token_id: what stands before texts without a context; None = BOS, or EOS where there
+            is none.
         truncation_side: where prompts that are too long lose tokens: "left", "middle" or "right".
-        think_end_token: the answer begins behind it. chat_template_args: of the tokenizer's chat template.
-        batch_size, max_batch_size: lm-eval's own, without effect: all requests are given at once, and `max_batch` says how many
-            rows are decoded together.
-        options: of `shoal.load` (dtype, device, max_batch, quantize, ...), for a target that is not loaded yet.
+        think_end_token: the answer begins behind it.
+        chat_template_args: of the tokenizer's chat template.
+        batch_size, max_batch_size: lm-eval's own, without effect: all requests are given at once,
+            and `max_batch` says how many rows are decoded together.
+        options: of `shoal.load` (dtype, device, max_batch, quantize, ...), for a target that is not
+            loaded yet.
 
     Raises:
         RequestError: as `shoal.load`; or options of requests that shoal does not have, by name.
     """
 
     def __init__(
-        self, pretrained: Source | Shoal | None = None, draft: Any = None, *, lookahead: Any = "auto", seed: int = 0,
-        max_length: int | None = None, max_gen_toks: int = 256, add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None, truncation_side: str = "left", think_end_token: str | None = None,
-        chat_template_args: Mapping[str, Any] | None = None, batch_size: int | str = 1, max_batch_size: int | None = None,
+        self,
+        pretrained: Source | Shoal | None = None,
+        draft: Any = None,
+        *,
+        lookahead: Any = "auto",
+        seed: int = 0,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        truncation_side: str = "left",
+        think_end_token: str | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.pair = _loaded(pretrained, draft, options)
         if self.pair.tokenizer is None:
-            raise RequestError("lm-eval asks for texts, and this target has no tokenizer: give one to shoal.load")
+            raise RequestError(
+                "lm-eval asks for texts, and this target has no tokenizer: give one to shoal.load"
+            )
         self.tokenizer = self.pair.tokenizer
         self.max_length = min(max_length or self.pair.target.context, self.pair.target.context)
-        self.max_gen_toks, self.truncation_side, self.think_end_token = max_gen_toks, truncation_side, think_end_token
+        self.max_gen_toks, self.truncation_side, self.think_end_token = (
+            max_gen_toks,
+            truncation_side,
+            think_end_token,
+        )
         self._lookahead, self._seed = lookahead, seed
         self._add_bos, self._prefix = add_bos_token, prefix_token_id
         self._template_args = dict(chat_template_args or {})
@@ -88,30 +119,51 @@ class ShoalLM(TemplateLM):
         """What lm-eval writes beside its results."""
         return {"shoal_loaded": self.pair.loaded}
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation; without `add_generation_prompt` its last message is continued."""
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt of a conversation; without `add_generation_prompt` its last message is
+        continued."""
         return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt, **self._template_args,
-        )  # fmt: skip
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self._template_args,
+        )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """A text's ids; one that begins with BOS already, as a chat template's does, gets no special tokens."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """A text's ids; one that begins with BOS already, as a chat template's does, gets no
+        special tokens."""
         if not string:
             return []
         special = self._add_bos if add_special_tokens is None else add_special_tokens
-        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
+        if add_special_tokens is None and string.startswith(
+            self.tokenizer.decode([self.prefix_token_id])
+        ):
             special = False
-        return list(self.tokenizer(string, **({} if special is None else {"add_special_tokens": special})).input_ids)
+        return list(
+            self.tokenizer(
+                string, **({} if special is None else {"add_special_tokens": special})
+            ).input_ids
+        )
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
-    ) -> list[tuple[float, bool]]:  # fmt: skip
-        """Of contexts and continuations in ids. Contexts that are too long lose their first tokens."""
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Of contexts and continuations in ids. Contexts that are too long lose their first
+        tokens."""
         pairs = []
         for _, before, after in requests:
             if len(after) > self.max_length:
-                raise RequestError(f"a continuation has {len(after)} tokens, and {self.max_length} are possible")
+                raise RequestError(
+                    f"a continuation has {len(after)} tokens, and {self.max_length} are possible"
+                )
             pairs.append((before[-(self.max_length + 1 - len(after)) :], after))
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Log-likelihoods") as bar:
             found = loglikelihoods(self.pair.target, pairs, bar.update)
@@ -126,7 +178,10 @@ class ShoalLM(TemplateLM):
             [
                 make_disjoint_window(window)
                 for window in get_rolling_token_windows(
-                    self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                    self.tok_encode(request.args[0]),
+                    self.prefix_token_id,
+                    self.max_length,
+                    context_len=1,
                 )
             ]
             for request in requests
@@ -139,7 +194,8 @@ class ShoalLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """A text per request, each by its own sampling parameters; all of them are decoded in one batch."""
+        """A text per request, each by its own sampling parameters; all of them are decoded in one
+        batch."""
         asked: dict[Any, list[int]] = {}
         for i, request in enumerate(requests):
             text, given = request.args
@@ -147,14 +203,20 @@ class ShoalLM(TemplateLM):
         groups = [self._request(len(same), *requests[same[0]].args) for same in asked.values()]
         # equal prompts with other options get noise of their own
         numbers = occurrences(group.prompt_ids for group in groups)
-        numbered = [replace(group, occurrence=number) for group, number in zip(groups, numbers, strict=True)]
+        numbered = [
+            replace(group, occurrence=number) for group, number in zip(groups, numbers, strict=True)
+        ]
         # a seed's texts, whatever is drafted
         engine = self.pair.engine(self._lookahead, self.pair.rule or RULES["coupled"]())
         result = Stream(engine, numbered, text=False).run(progress=not disable_tqdm)
         texts = [""] * len(requests)
         for same, output in zip(asked.values(), result, strict=True):
             for i, sample in zip(same, output.samples, strict=True):
-                until = [stop for stop in handle_stop_sequences(requests[i].args[1].get("until"), None) if stop]
+                until = [
+                    stop
+                    for stop in handle_stop_sequences(requests[i].args[1].get("until"), None)
+                    if stop
+                ]
                 texts[i] = postprocess_generated_text(sample.text, until, self.think_end_token)
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
@@ -166,11 +228,17 @@ class ShoalLM(TemplateLM):
         if self.think_end_token:  # what ends an answer may stand in the thoughts before it
             until = []
         ids, most = maybe_truncate(
-            self.tok_encode(text) or [self.prefix_token_id], options.pop("max_gen_toks"), self.max_length,
+            self.tok_encode(text) or [self.prefix_token_id],
+            options.pop("max_gen_toks"),
+            self.max_length,
             side=self.truncation_side,
-        )  # fmt: skip
+        )
         named = {name: value for name, value in options.items() if name not in IGNORED}
-        named = {"temperature": 0.0, "seed": self._seed} | named | {"max_new_tokens": most, "stop": until}
+        named = (
+            {"temperature": 0.0, "seed": self._seed}
+            | named
+            | {"max_new_tokens": most, "stop": until}
+        )
         sampling, limits, _ = split_options(named)
         return Request(tuple(ids), n, sampling, limits, prompt=text)
 
@@ -180,7 +248,10 @@ def _loaded(pretrained: Source | Shoal | None, draft: Any, options: Mapping[str,
         given = {name: value for name, value in options.items() if value is not None}
         return load(None if pretrained == BUNDLED else pretrained, draft, **given)
     if draft is not None or any(value is not None for value in options.values()):
-        raise RequestError("this pair is loaded already: its drafter and options are those that shoal.load was given")
+        raise RequestError(
+            "this pair is loaded already: its drafter and options are those that shoal.load was "
+            "given"
+        )
     return pretrained
 
 

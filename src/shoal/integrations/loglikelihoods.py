@@ -1,4 +1,5 @@
-"""Log-probabilities that a model gives to texts behind contexts, many at a time; a context that several share is computed once."""
+"""Log-probabilities that a model gives to texts behind contexts, many at a time; a context that
+several share is computed once."""
 
 from __future__ import annotations
 
@@ -36,15 +37,17 @@ class _Context:
 def loglikelihoods(
     target: Runner, pairs: Sequence[Pair], done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[float, bool]]:
-    """For each pair the sum of its continuation's log-probabilities (natural logarithm, unprocessed logits at temperature 1), and
-    whether every token of it is the most probable one.
+    """For each pair the sum of its continuation's log-probabilities (natural logarithm, unprocessed
+    logits at temperature 1), and whether every token of it is the most probable one.
 
     Args:
-        pairs: the input of a pair, all of its tokens but the last, is at most `target.context` long.
+        pairs: the input of a pair, all of its tokens but the last, is at most `target.context`
+            long.
         done: called with the number of pairs that were computed since the last call.
 
     Raises:
-        RequestError: an empty context, too many tokens, or an id outside of the vocabulary. OutOfMemory.
+        RequestError: an empty context, too many tokens, or an id outside of the vocabulary.
+            OutOfMemory.
     """
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     contexts = _contexts(target, pairs)
@@ -57,8 +60,14 @@ def loglikelihoods(
         for _ in _fed(runner, [context.ids[:-1] for context in batch], want_logits=False):
             pass
         for turn in range(max(len(context.pairs) for context in batch)):
-            asked = {slot: context.pairs[turn] for slot, context in enumerate(batch) if turn < len(context.pairs)}
-            scored = _continued(runner, batch, {slot: pairs[pair][1] for slot, pair in asked.items()})
+            asked = {
+                slot: context.pairs[turn]
+                for slot, context in enumerate(batch)
+                if turn < len(context.pairs)
+            }
+            scored = _continued(
+                runner, batch, {slot: pairs[pair][1] for slot, pair in asked.items()}
+            )
             for slot, pair in asked.items():
                 found[pair] = scored[slot]
                 runner.cache.rollback(slot, len(batch[slot].ids) - 1)
@@ -72,7 +81,8 @@ def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:
     for i, (before, after) in enumerate(pairs):
         if not before or len(before) + len(after) - 1 > target.context:
             raise RequestError(
-                f"a context must have at least one token, and with its continuation at most {target.context + 1}: "
+                f"a context must have at least one token, and with its continuation at most "
+                f"{target.context + 1}: "
                 f"got {len(before)} and {len(after)}"
             )
         if not all(0 <= token < target.vocab_size for token in (*before, *after)):
@@ -83,7 +93,9 @@ def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:
     return sorted(contexts.values(), key=lambda context: -context.cells)
 
 
-def _continued(runner: Runner, batch: Sequence[_Context], after: dict[int, Sequence[int]]) -> dict[int, tuple[float, bool]]:
+def _continued(
+    runner: Runner, batch: Sequence[_Context], after: dict[int, Sequence[int]]
+) -> dict[int, tuple[float, bool]]:
     """The scores of one continuation per slot."""
     inputs: list[Sequence[int]] = [()] * len(batch)
     for slot, ids in after.items():
@@ -94,12 +106,18 @@ def _continued(runner: Runner, batch: Sequence[_Context], after: dict[int, Seque
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])
         total, greedy = scores[slot]
-        scores[slot] = total + float(logprobs.double().sum()), greedy and bool((logits.argmax(-1) == chosen).all())
+        scores[slot] = (
+            total + float(logprobs.double().sum()),
+            greedy and bool((logits.argmax(-1) == chosen).all()),
+        )
     return scores
 
 
-def _fed(runner: Runner, inputs: Sequence[Sequence[int]], *, want_logits: bool = True) -> Iterator[tuple[int, int, Tensor]]:
-    """Appends inputs[slot] to every slot; yields pieces: a slot, its first token's index, logits from there."""
+def _fed(
+    runner: Runner, inputs: Sequence[Sequence[int]], *, want_logits: bool = True
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Appends inputs[slot] to every slot; yields pieces: a slot, its first token's index, logits
+    from there."""
     start = 0
     while slots := [slot for slot, ids in enumerate(inputs) if len(ids) > start]:
         width = max(POSITIONS // len(slots), 1)

@@ -1,7 +1,8 @@
-"""`model.generate(..., custom_generate=shoal.custom_generate_dir(), trust_remote_code=True)`: `custom_generate` as a repository.
+"""`model.generate(..., custom_generate=shoal.custom_generate_dir(), trust_remote_code=True)`:
+`custom_generate` as a repository.
 
-To the function of a repository `generate` passes every argument, also `streamer`, `assistant_model` and `tokenizer`, which a
-callable does not receive.
+To the function of a repository `generate` passes every argument, also `streamer`, `assistant_model`
+and `tokenizer`, which a callable does not receive.
 """
 
 from __future__ import annotations
@@ -18,24 +19,39 @@ from shoal.integrations.transformers import decode
 
 
 def custom_generate_dir() -> str:
-    """The directory that holds `custom_generate/generate.py`. The file may also be copied into a model's own repository."""
+    """The directory that holds `custom_generate/generate.py`. The file may also be copied into a
+    model's own repository."""
     return str(Path(str(resources.files("shoal"))) / "data" / "repository")
 
 
 def generate(
-    inputs: Tensor | None = None, generation_config: Any = None, *, model: Any, stopping_criteria: Any = None,
-    streamer: Any = None, assistant_model: Any = None, draft_model: Any = None, tokenizer: Any = None,
-    assistant_tokenizer: Any = None, synced_gpus: bool | None = None, lookahead: Any = None, attention: str = "auto",
-    max_batch: int | str = "auto", rule: str = "coupled", **options: Any,
-) -> Any:  # fmt: skip
+    inputs: Tensor | None = None,
+    generation_config: Any = None,
+    *,
+    model: Any,
+    stopping_criteria: Any = None,
+    streamer: Any = None,
+    assistant_model: Any = None,
+    draft_model: Any = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    synced_gpus: bool | None = None,
+    lookahead: Any = None,
+    attention: str = "auto",
+    max_batch: int | str = "auto",
+    rule: str = "coupled",
+    **options: Any,
+) -> Any:
     """`generate` with shoal as its decoding method.
 
     Args:
-        streamer: receives the prompt [1, length] and then every token [1], as from `generate`; for one row only. Its `end` is
-            called even if the call fails, so that a thread that reads it stops.
-        assistant_model: the drafter, with `num_return_sequences` of any size; the same as `draft_model`.
-        tokenizer: for `stop_strings`, and with `assistant_tokenizer` for a drafter with another tokenizer, as in Transformers'
-            universal assisted generation.
+        streamer: receives the prompt [1, length] and then every token [1], as from `generate`; for
+            one row only. Its `end` is called even if the call fails, so that a thread that reads it
+            stops.
+        assistant_model: the drafter, with `num_return_sequences` of any size; the same as
+            `draft_model`.
+        tokenizer: for `stop_strings`, and with `assistant_tokenizer` for a drafter with another
+            tokenizer, as in Transformers' universal assisted generation.
         lookahead, attention, max_batch, rule: see `shoal.custom_generate`.
 
     Returns:
@@ -46,18 +62,35 @@ def generate(
     """
     try:
         _validate(assistant_model, draft_model, synced_gpus)
-        criteria, rest = _stop_strings(model, generation_config, stopping_criteria, tokenizer, options)
+        criteria, rest = _stop_strings(
+            model, generation_config, stopping_criteria, tokenizer, options
+        )
         drafter = draft_model if assistant_model is None else assistant_model
 
         def decoding(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
             return decode(
-                model, input_ids, draft_model=drafter, lookahead=lookahead, attention=attention, max_batch=max_batch,
-                rule=rule, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer, streamer=streamer, **prepared,
-            )  # fmt: skip
+                model,
+                input_ids,
+                draft_model=drafter,
+                lookahead=lookahead,
+                attention=attention,
+                max_batch=max_batch,
+                rule=rule,
+                tokenizer=tokenizer,
+                assistant_tokenizer=assistant_tokenizer,
+                streamer=streamer,
+                **prepared,
+            )
 
-        # Not `model.generate`: if the model's own repository has this function, `model.generate` is this function.
+        # Not `model.generate`: if the model's own repository has this function, `model.generate` is
+        # this function.
         return type(model).generate(
-            model, inputs, generation_config, stopping_criteria=criteria, custom_generate=decoding, **rest
+            model,
+            inputs,
+            generation_config,
+            stopping_criteria=criteria,
+            custom_generate=decoding,
+            **rest,
         )
     finally:
         if streamer is not None:
@@ -76,12 +109,19 @@ def _stop_strings(
 ) -> tuple[list[Any], dict[str, Any]]:
     """The criteria with one for the stop strings, and the options without them.
 
-    `generate` would need the tokenizer for `stop_strings`, and does not pass it to the callable that it is given here.
+    `generate` would need the tokenizer for `stop_strings`, and does not pass it to the callable
+    that it is given here.
     """
-    owners = (getattr(config, "stop_strings", None), getattr(model.generation_config, "stop_strings", None))
+    owners = (
+        getattr(config, "stop_strings", None),
+        getattr(model.generation_config, "stop_strings", None),
+    )
     strings = options.get("stop_strings") or next(filter(None, owners), None)
     if not strings:
         return list(criteria or []), options
     if tokenizer is None:
         raise RequestError("stop_strings need the model's tokenizer: give tokenizer=...")
-    return [*(criteria or []), StopStringCriteria(tokenizer, strings)], {**options, "stop_strings": None}
+    return [*(criteria or []), StopStringCriteria(tokenizer, strings)], {
+        **options,
+        "stop_strings": None,
+    }

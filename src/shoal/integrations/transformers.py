@@ -1,8 +1,10 @@
-"""`model.generate(..., custom_generate=shoal.custom_generate, draft_model=...)`: the Transformers integration.
+"""`model.generate(..., custom_generate=shoal.custom_generate, draft_model=...)`: the Transformers
+integration.
 
-`generate` prepares prompts, processors and criteria as usual and returns what it always returns; shoal replaces the decoding loop.
-To a callable `generate` does not pass `tokenizer`, `assistant_tokenizer`, `streamer` and `assistant_model`;
-`shoal.integrations.repository` receives them.
+`generate` prepares prompts, processors and criteria as usual and returns what it always returns;
+shoal replaces the decoding loop. To a callable `generate` does not pass `tokenizer`,
+`assistant_tokenizer`, `streamer` and `assistant_model`; `shoal.integrations.repository` receives
+them.
 """
 
 from __future__ import annotations
@@ -41,65 +43,108 @@ LOG = logging.getLogger("shoal")
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 IGNORED_TENSORS = ("attention_mask", "position_ids", "cache_position")
-"""Tensors among `generate`'s arguments that hold no more information than the ids and the attention mask."""
+"""Tensors among `generate`'s arguments that hold no more information than the ids and the attention
+mask."""
 NOT_PASSED = ("streamer", "assistant_model", "synced_gpus")
-"""Arguments that `generate` silently does not pass to a callable. `tokenizer` is needed for `stop_strings` only, and `generate`
-itself raises an error then."""
+"""Arguments that `generate` silently does not pass to a callable. `tokenizer` is needed for
+`stop_strings` only, and `generate` itself raises an error then."""
 
 _runners: Belongings[Runner] = Belongings("runners")
 """Of a model, by attention."""
 _batch_sizes = BatchSizes()
 _pair_costs: Belongings[PairCosts] = Belongings("pair costs")
-"""Of a target, by what drafts for it: a name, a class, a weak reference to a draft model, or None."""
+"""Of a target, by what drafts for it: a name, a class, a weak reference to a draft model, or
+None."""
 
 
 def custom_generate(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, draft_model: Any = None,
-    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", rule: str = "coupled", tokenizer: Any = None,
-    assistant_tokenizer: Any = None, **model_kwargs: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    draft_model: Any = None,
+    lookahead: Any = None,
+    attention: str = "auto",
+    max_batch: int | str = "auto",
+    rule: str = "coupled",
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
     """Batched speculative decoding as `generate`'s decoding method.
 
     Args:
-        input_ids: [rows, length] int64, `num_return_sequences` already expanded; equal prompts are computed once.
-        draft_model: a Transformers model; or whatever `draft=` of `shoal.load` may be: a drafter's name, the directory of a
-            draft model (or a Hub id that is in the cache), also with trees ("DIR:tree=rsd-s") or in a sum ("suffix+DIR"), or an
-            object. What has a name is loaded once. None = plain decoding.
-        lookahead, rule: see `shoal.Speculation`; a lossy rule is also said in a warning. attention: see
-            `shoal.models.attention`. max_batch: see `shoal.load`.
-        tokenizer, assistant_tokenizer: the target's and the draft model's, to find out whether they differ; None = those that lie
-            where the models were loaded from, and without both the sizes of the vocabularies decide. `generate` does not pass
-            these two to a callable: bind them with `functools.partial`.
-        model_kwargs: what `generate` prepared. Only `attention_mask` [rows, length] is used, to remove the padding of either side
-            from the prompts; processors and criteria see it, as in `generate`. (`generate` passes a named parameter twice.)
+        input_ids: [rows, length] int64, `num_return_sequences` already expanded; equal prompts are
+            computed once.
+        draft_model: a Transformers model; or whatever `draft=` of `shoal.load` may be: a drafter's
+            name, the directory of a draft model (or a Hub id that is in the cache), also with trees
+            ("DIR:tree=rsd-s") or in a sum ("suffix+DIR"), or an object. What has a name is loaded
+            once. None = plain decoding.
+        lookahead, rule: see `shoal.Speculation`; a lossy rule is also said in a warning.
+        attention: see `shoal.models.attention`.
+        max_batch: see `shoal.load`.
+        tokenizer, assistant_tokenizer: the target's and the draft model's, to find out whether they
+            differ; None = those that lie where the models were loaded from, and without both the
+            sizes of the vocabularies decide. `generate` does not pass these two to a callable: bind
+            them with `functools.partial`.
+        model_kwargs: what `generate` prepared. Only `attention_mask` [rows, length] is used, to
+            remove the padding of either side from the prompts; processors and criteria see it, as
+            in `generate`. (`generate` passes a named parameter twice.)
 
-    `generate` does not pass `streamer`, `assistant_model` and `tokenizer` to a callable: the first two raise an error here, and
-    `stop_strings` raise one in `generate`. All three work with `custom_generate=shoal.custom_generate_dir(),
-    trust_remote_code=True`. A model may be in training mode if all its dropouts are 0.
+    `generate` does not pass `streamer`, `assistant_model` and `tokenizer` to a callable: the first
+    two raise an error here, and `stop_strings` raise one in `generate`. All three work with
+    `custom_generate=shoal.custom_generate_dir(), trust_remote_code=True`. A model may be in
+    training mode if all its dropouts are 0.
 
     Returns:
-        Sequences [rows, length + new] int64 padded with the pad token, or a `GenerateDecoderOnlyOutput` with `scores` and `logits`
-        if they were requested (zeros after a row's end) and `past_key_values` None. One number is taken from torch's generator and
-        used as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets the same tokens, whatever the drafts and the
-        other prompts of the batch are (by another rule than "coupled" they depend on the drafts).
+        Sequences [rows, length + new] int64 padded with the pad token, or a
+        `GenerateDecoderOnlyOutput` with `scores` and `logits` if they were requested (zeros after a
+        row's end) and `past_key_values` None. One number is taken from torch's generator and used
+        as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets the same tokens,
+        whatever the drafts and the other prompts of the batch are (by another rule than "coupled"
+        they depend on the drafts).
 
     Raises:
-        RequestError: beam search and other methods, inputs that are not ids, outputs that shoal does not have (attentions, hidden
-            states), arguments that `generate` does not pass to a callable, training mode with dropout, or no such drafter or rule.
+        RequestError: beam search and other methods, inputs that are not ids, outputs that shoal
+            does not have (attentions, hidden states), arguments that `generate` does not pass to a
+            callable, training mode with dropout, or no such drafter or rule.
         PairMismatch: the draft model cannot propose for this target.
     """
     _reject_arguments_not_passed()
     return decode(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, draft_model, lookahead, attention, max_batch,
-        rule, tokenizer, assistant_tokenizer, **model_kwargs,
-    )  # fmt: skip
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        draft_model,
+        lookahead,
+        attention,
+        max_batch,
+        rule,
+        tokenizer,
+        assistant_tokenizer,
+        **model_kwargs,
+    )
 
 
 def decode(
-    model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, draft_model: Any = None,
-    lookahead: Any = None, attention: str = "auto", max_batch: int | str = "auto", rule: str = "coupled", tokenizer: Any = None,
-    assistant_tokenizer: Any = None, streamer: Any = None, **model_kwargs: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    draft_model: Any = None,
+    lookahead: Any = None,
+    attention: str = "auto",
+    max_batch: int | str = "auto",
+    rule: str = "coupled",
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
     """`custom_generate` with a streamer.
 
     Args:
@@ -114,12 +159,22 @@ def decode(
     speculation = replace(speculation, rule="coupled" if rule == "auto" else rule)
     if streamer is not None and len(input_ids) > 1:
         raise RequestError(
-            f"a streamer follows one row, and here are {len(input_ids)}: use shoal.load(model).stream for several"
+            f"a streamer follows one row, and here are {len(input_ids)}: use "
+            f"shoal.load(model).stream for several"
         )
     mask = model_kwargs.get("attention_mask")
     batch = GenerateBatch(input_ids, mask, logits_processor, stopping_criteria, generation_config)
-    with evaluating(*((m, loading.name_of(m)) for m in (model, draft_model) if isinstance(m, nn.Module))):
-        engine = _engine(model, draft_model, speculation, attention, max_batch, Tokenizers(tokenizer, assistant_tokenizer))
+    with evaluating(
+        *((m, loading.name_of(m)) for m in (model, draft_model) if isinstance(m, nn.Module))
+    ):
+        engine = _engine(
+            model,
+            draft_model,
+            speculation,
+            attention,
+            max_batch,
+            Tokenizers(tokenizer, assistant_tokenizer),
+        )
         if speculation.rule in LOSSY_RULES:
             LOG.warning(LOSSY_RULES[speculation.rule])
         stream = Stream(engine, batch.requests(), text=False)
@@ -130,12 +185,20 @@ def decode(
 
 
 def _engine(
-    model: Any, draft_model: Any, speculation: Speculation, attention: str, max_batch: int | str, tokenizers: Tokenizers
+    model: Any,
+    draft_model: Any,
+    speculation: Speculation,
+    attention: str,
+    max_batch: int | str,
+    tokenizers: Tokenizers,
 ) -> Engine:
     target = _runner(model, attention)
     drafter = drafter_of(draft_model, target, attention, tokenizers)
-    # An object of the protocol by its class: it may be made anew for each call, and need not be hashable.
-    key: Any = draft_model if draft_model is None or isinstance(draft_model, str) else type(draft_model)
+    # An object of the protocol by its class: it may be made anew for each call, and need not be
+    # hashable.
+    key: Any = (
+        draft_model if draft_model is None or isinstance(draft_model, str) else type(draft_model)
+    )
     key = weakref.ref(draft_model) if isinstance(draft_model, nn.Module) else key
     pair_costs = _pair_costs.of(model).setdefault(key, PairCosts(packed=target.skips_padding))
     controller = controllers.by_name(speculation.lookahead, pair_costs, drafter)
@@ -160,20 +223,24 @@ def _feed(streamer: Any, stream: Stream, input_ids: Tensor) -> None:
 
 
 def _reject_arguments_not_passed() -> None:
-    """Reads the arguments of the calling `generate` from its frame: a callable has no other way to see them."""
+    """Reads the arguments of the calling `generate` from its frame: a callable has no other way to
+    see them."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     arguments = {} if frame is None else frame.f_locals
     given = {
-        name: arguments[name] for name in NOT_PASSED if arguments.get(name) is not None and arguments[name] is not False
+        name: arguments[name]
+        for name in NOT_PASSED
+        if arguments.get(name) is not None and arguments[name] is not False
     }
     if "streamer" in given:
         given["streamer"].end()  # a thread that reads the streamer would block for ever
     if given:
         raise RequestError(
-            f"generate keeps {' and '.join(given)} from a callable: use custom_generate=shoal.custom_generate_dir(), "
+            f"generate keeps {' and '.join(given)} from a callable: use "
+            f"custom_generate=shoal.custom_generate_dir(), "
             "trust_remote_code=True (a drafter alone may also be given as draft_model)"
         )
 
@@ -183,12 +250,20 @@ def _validate(config: Any, model_kwargs: dict[str, Any]) -> None:
     mode = config.get_generation_mode()
     if mode not in MODES:
         raise RequestError(
-            f"shoal samples or decodes greedily, it does no {mode.value}: num_beams must be 1, penalty_alpha and dola_layers unset"
+            f"shoal samples or decodes greedily, it does no {mode.value}: num_beams must be 1, "
+            f"penalty_alpha and dola_layers unset"
         )
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         raise RequestError(
-            "shoal returns sequences, scores and logits; output_attentions and output_hidden_states must be off"
+            "shoal returns sequences, scores and logits; output_attentions and "
+            "output_hidden_states must be off"
         )
-    others = [name for name, value in model_kwargs.items() if isinstance(value, Tensor) and name not in IGNORED_TENSORS]
+    others = [
+        name
+        for name, value in model_kwargs.items()
+        if isinstance(value, Tensor) and name not in IGNORED_TENSORS
+    ]
     if others:
-        raise RequestError(f"shoal continues token ids alone: give input_ids, and no {' or '.join(others)}")
+        raise RequestError(
+            f"shoal continues token ids alone: give input_ids, and no {' or '.join(others)}"
+        )

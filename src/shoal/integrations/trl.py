@@ -1,7 +1,9 @@
-"""Rollouts by shoal for the trainers of TRL: `GRPOTrainer(..., rollout_func=shoal.integrations.trl.rollout_func(pair))`.
+"""Rollouts by shoal for the trainers of TRL: `GRPOTrainer(...,
+rollout_func=shoal.integrations.trl.rollout_func(pair))`.
 
-A trainer hands its prompts to the function, each as often as it wants samples of it, and gets ids and log-probabilities back. The
-policy that is trained is the pair's target, or is copied into it before each batch of rollouts.
+A trainer hands its prompts to the function, each as often as it wants samples of it, and gets ids
+and log-probabilities back. The policy that is trained is the pair's target, or is copied into it
+before each batch of rollouts.
 """
 
 from __future__ import annotations
@@ -23,23 +25,25 @@ RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
     """What a `GRPOTrainer` of TRL takes as `rollout_func`.
 
-    Temperature, truncation, the repetition penalty, the number of new tokens, the tokens that end a sample and what
-    `generation_kwargs` has are the trainer's.
-    Each call has a seed of its own, made of the trainer's, with which its rollouts are the same however many tokens are drafted;
+    Temperature, truncation, the repetition penalty, the number of new tokens, the tokens that end a
+    sample and what `generation_kwargs` has are the trainer's. Each call has a seed of its own, made
+    of the trainer's, with which its rollouts are the same however many tokens are drafted;
     `seed=None` accepts more drafts.
 
     Args:
-        pair: from `shoal.load(policy, draft=...)` with the very model that is trained, whose changed weights are read as they are;
-            or with another one of the same shape, also in 8 bits, into which they are copied before each batch of rollouts, merged
-            with their adapters.
+        pair: from `shoal.load(policy, draft=...)` with the very model that is trained, whose
+            changed weights are read as they are; or with another one of the same shape, also in 8
+            bits, into which they are copied before each batch of rollouts, merged with their
+            adapters.
         options: of `Shoal.generate`, in place of the trainer's.
 
     Returns:
-        The function. Its `logprobs` are those of the distribution that was sampled from (`Sample.processed_logprobs`).
+        The function. Its `logprobs` are those of the distribution that was sampled from
+        (`Sample.processed_logprobs`).
 
     Raises:
-        RequestError: when called: the pair's target does not have the weights of the policy, or `generation_kwargs` of the trainer
-            has a name that is no option of `Shoal.generate`.
+        RequestError: when called: the pair's target does not have the weights of the policy, or
+            `generation_kwargs` of the trainer has a name that is no option of `Shoal.generate`.
     """
 
     seeds = _Seeds()
@@ -52,8 +56,12 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
         if any(count != n for _, count in groups):
             groups, n = [(prompt, 1) for prompt in prompts], 1
         asked = [_ids(prompt, trainer.processing_class) for prompt, _ in groups]
-        result = pair.generate(asked, n, **_options(trainer) | {"seed": seeds.next(trainer)} | options)
-        samples = [(list(output.prompt_ids), sample) for output in result for sample in output.samples]
+        result = pair.generate(
+            asked, n, **_options(trainer) | {"seed": seeds.next(trainer)} | options
+        )
+        samples = [
+            (list(output.prompt_ids), sample) for output in result for sample in output.samples
+        ]
         return {
             "prompt_ids": [prompt for prompt, _ in samples],
             "completion_ids": [list(sample.token_ids) for _, sample in samples],
@@ -67,18 +75,26 @@ def _options(trainer: Any) -> dict[str, Any]:
     """Of a trainer's arguments; what it leaves out is None there."""
     given = trainer.args
     named = {
-        "temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k, "min_p": given.min_p,
-        "repetition_penalty": given.repetition_penalty, "max_new_tokens": given.max_completion_length,
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "top_k": given.top_k,
+        "min_p": given.min_p,
+        "repetition_penalty": given.repetition_penalty,
+        "max_new_tokens": given.max_completion_length,
         "eos": trainer.eos_token_ids,
-    }  # fmt: skip
-    return {name: value for name, value in named.items() if value is not None} | (given.generation_kwargs or {})
+    }
+    return {name: value for name, value in named.items() if value is not None} | (
+        given.generation_kwargs or {}
+    )
 
 
 class _Seeds:
-    """A seed for each call, which no other call of a run has, nor one of a run with another seed of the trainer.
+    """A seed for each call, which no other call of a run has, nor one of a run with another seed of
+    the trainer.
 
-    Calls are counted within a step, for training and evaluation apart: a step may take several batches of rollouts, and a run that
-    goes on from a checkpoint, or is evaluated in between, has the seeds that it would have had.
+    Calls are counted within a step, for training and evaluation apart: a step may take several
+    batches of rollouts, and a run that goes on from a checkpoint, or is evaluated in between, has
+    the seeds that it would have had.
     """
 
     def __init__(self) -> None:
@@ -90,33 +106,43 @@ class _Seeds:
         number = calls if last == step else 0
         self.calls[training] = step, number + 1
         key = (step, trainer.accelerator.process_index, int(training), number)
-        return int(np.random.SeedSequence(trainer.args.seed, spawn_key=key).generate_state(1, np.uint64)[0])
+        return int(
+            np.random.SeedSequence(trainer.args.seed, spawn_key=key).generate_state(1, np.uint64)[0]
+        )
 
 
 def _ids(prompt: Any, tokenizer: Any) -> Sequence[int]:
     """A prompt's tokens: a text, or the messages of a conversation."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    )
 
 
 def _follow(target: nn.Module, policy: Any) -> None:
-    """Gives a target the weights of the policy, unless it is the policy, or what adapters were put into."""
+    """Gives a target the weights of the policy, unless it is the policy, or what adapters were put
+    into."""
     if any(module is target for module in policy.modules()):
         return
     merges = hasattr(policy, "merge_adapter")
     if merges:
         policy.merge_adapter()
     try:
-        missing, unexpected = target.load_state_dict(_own_names(policy.state_dict(), merges), strict=False)
+        missing, unexpected = target.load_state_dict(
+            _own_names(policy.state_dict(), merges), strict=False
+        )
     except RuntimeError as error:
-        raise RequestError(f"the pair's target is another model than the policy: {error}") from error
+        raise RequestError(
+            f"the pair's target is another model than the policy: {error}"
+        ) from error
     finally:
         if merges:
             policy.unmerge_adapter()
     if missing or unexpected:
         raise RequestError(
-            f"the pair's target is another model than the policy: it misses {missing[:3]}, and does not know {unexpected[:3]}"
+            f"the pair's target is another model than the policy: it misses {missing[:3]}, and "
+            f"does not know {unexpected[:3]}"
         )
 
 
@@ -124,5 +150,7 @@ def _own_names(state: Mapping[str, Tensor], adapted: bool) -> dict[str, Tensor]:
     """The weights of a model with merged adapters by the names that they have without them."""
     if not adapted:
         return dict(state)
-    names = {name: name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in state}
+    names = {
+        name: name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in state
+    }
     return {names[name]: value for name, value in state.items() if ".lora_" not in name}

@@ -1,4 +1,5 @@
-"""How likely drafts are to be accepted: by draft position, by row, by the drafter's own confidence."""
+"""How likely drafts are to be accepted: by draft position, by row, by the drafter's own
+confidence."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.intp]
 LIMIT = 16
-"""Longest draft of `lookahead="auto"`: beyond, even a good drafter's next token is rarely committed."""
+"""Longest draft of `lookahead="auto"`: beyond, even a good drafter's next token is rarely
+committed."""
 
 
 class Frequencies:
-    """Fading hit rates of several bins, each drawn towards a prior that counts as `weight` trials."""
+    """Fading hit rates of several bins, each drawn towards a prior that counts as `weight`
+    trials."""
 
     FADE = 0.98
 
@@ -23,8 +26,11 @@ class Frequencies:
         self._prior, self._weight = prior, weight
         self._hits, self._trials = np.zeros_like(prior), np.zeros_like(prior)
 
-    def add(self, bins: npt.NDArray[np.intp], hits: Array, ages: npt.NDArray[np.intp], rounds: int) -> None:
-        """Trials of so many rounds: the bin of each, its outcome in 0..1, and how many of the rounds came after it."""
+    def add(
+        self, bins: npt.NDArray[np.intp], hits: Array, ages: npt.NDArray[np.intp], rounds: int
+    ) -> None:
+        """Trials of so many rounds: the bin of each, its outcome in 0..1, and how many of the
+        rounds came after it."""
         faded, size = self.FADE**rounds, len(self._prior)
         weights = self.FADE**ages
         self._hits = faded * self._hits + np.bincount(bins, weights * hits, size)
@@ -33,7 +39,10 @@ class Frequencies:
     @property
     def mean(self) -> float:
         """Over all bins."""
-        return float((self._hits.sum() + self._weight * self._prior.mean()) / (self._trials.sum() + self._weight))
+        return float(
+            (self._hits.sum() + self._weight * self._prior.mean())
+            / (self._trials.sum() + self._weight)
+        )
 
     def rates(self, prior: Array | float | None = None) -> Array:
         """Hit rate of each bin; `prior`: that of a bin without trials."""
@@ -46,9 +55,10 @@ class Tried(NamedTuple):
 
     Attributes:
         drafted, accepted: tokens of each row; of some row at least one was looked at.
-        confidence: [rows] at each position looked at. May hold one more position per row than it drafted (the drafter made the
-            step, and its draft was not taken): that position counts with its estimated acceptance, so that the estimates by
-            position are those of all text, not of confident places only. NaN where the drafter made no step. Empty if unknown.
+        confidence: [rows] at each position looked at. May hold one more position per row than it
+            drafted (the drafter made the step, and its draft was not taken): that position counts
+            with its estimated acceptance, so that the estimates by position are those of all text,
+            not of confident places only. NaN where the drafter made no step. Empty if unknown.
     """
 
     drafted: Sequence[int]
@@ -57,7 +67,8 @@ class Tried(NamedTuple):
 
 
 class Acceptance:
-    """Running estimates of the probability that a draft is accepted, given that those before it in its round were.
+    """Running estimates of the probability that a draft is accepted, given that those before it in
+    its round were.
 
     Learns only from positions that were decided: up to and including a row's first rejection.
 
@@ -66,8 +77,9 @@ class Acceptance:
     """
 
     PRIOR, PRIOR_TRIALS, CONFIDENCE_TRIALS = 0.7, 8.0, 4.0
-    """Acceptance expected of an unknown pair; the number of trials that this prior counts as; the number of trials that the prior
-    "acceptance equals confidence" counts as. With fewer, a few rejected drafts of a single row would end speculation."""
+    """Acceptance expected of an unknown pair; the number of trials that this prior counts as; the
+    number of trials that the prior "acceptance equals confidence" counts as. With fewer, a few
+    rejected drafts of a single row would end speculation."""
     EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995)
     """Bins of the drafter's confidence."""
     ROW_STEP, ROW_FADE = 0.25, 0.97
@@ -87,11 +99,13 @@ class Acceptance:
 
     def by_position(self, rows: Sequence[Hashable]) -> Array:
         """[rows, limit]: conditional acceptance at each draft position of each row."""
-        return _shifted(self._positions.rates(self._positions.mean)[None, :], self._offsets(rows)[:, None])
+        return _shifted(
+            self._positions.rates(self._positions.mean)[None, :], self._offsets(rows)[:, None]
+        )
 
     def by_confidence(self, rows: Sequence[Hashable]) -> Array:
-        """[rows, bins]: acceptance of drafts that the drafter draws with a confidence (its highest probability) between two of the
-        `EDGES`."""
+        """[rows, bins]: acceptance of drafts that the drafter draws with a confidence (its highest
+        probability) between two of the `EDGES`."""
         return _shifted(self._confidences.rates(), self._offsets(rows)[:, None])
 
     def learn(self, rows: Sequence[Hashable], rounds: Sequence[Tried]) -> None:
@@ -99,11 +113,19 @@ class Acceptance:
         fade = self.ROW_FADE ** len(rounds)
         self._rows = {row: self._rows.get(row, 0.0) * fade for row in rows}
         widths = [max(len(tried.confidence), max(tried.drafted)) for tried in rounds]
-        which = np.repeat(np.arange(len(rounds)), widths)  # the round of each line of what follows: a place in a draft
+        which = np.repeat(
+            np.arange(len(rounds)), widths
+        )  # the round of each line of what follows: a place in a draft
         place = np.concatenate([np.arange(width) for width in widths])[:, None]
-        drafted, accepted = (np.array([getattr(tried, name) for tried in rounds])[which] for name in ("drafted", "accepted"))
+        drafted, accepted = (
+            np.array([getattr(tried, name) for tried in rounds])[which]
+            for name in ("drafted", "accepted")
+        )
         confidence = np.concatenate(
-            [_padded(tried.confidence, width, len(rows)) for tried, width in zip(rounds, widths, strict=True)]
+            [
+                _padded(tried.confidence, width, len(rows))
+                for tried, width in zip(rounds, widths, strict=True)
+            ]
         )
         ages = len(rounds) - 1 - which
         decided = (place < drafted) & (place <= accepted) & (place < self.limit)
@@ -114,17 +136,31 @@ class Acceptance:
         seen = np.isfinite(confidence)
         known = seen[lines, columns]
         self._learn_rows(rows, expected, hits, lines, columns, ages, known)
-        self._confidences.add(bins[lines, columns][known], hits[known], ages[lines][known], len(rounds))
-        more, whose = (seen & (place == drafted) & (drafted == accepted) & (place < self.limit)).nonzero()
-        where, outcomes = np.concatenate([lines, more]), np.concatenate([hits, expected[more, whose]])
+        self._confidences.add(
+            bins[lines, columns][known], hits[known], ages[lines][known], len(rounds)
+        )
+        more, whose = (
+            seen & (place == drafted) & (drafted == accepted) & (place < self.limit)
+        ).nonzero()
+        where, outcomes = (
+            np.concatenate([lines, more]),
+            np.concatenate([hits, expected[more, whose]]),
+        )
         self._positions.add(place[where, 0], outcomes, ages[where], len(rounds))
 
     def _learn_rows(
-        self, rows: Sequence[Hashable], expected: Array, hits: Array, lines: Index, columns: Index, ages: Index,
+        self,
+        rows: Sequence[Hashable],
+        expected: Array,
+        hits: Array,
+        lines: Index,
+        columns: Index,
+        ages: Index,
         known: npt.NDArray[np.bool_],
-    ) -> None:  # fmt: skip
-        """Moves the log-odds of rows by the outcomes at lines and columns that are known; as far as `ROW_STEP` says for a few of
-        them, and never beyond what many of them say together (an implicit step of the logistic loss)."""
+    ) -> None:
+        """Moves the log-odds of rows by the outcomes at lines and columns that are known; as far as
+        `ROW_STEP` says for a few of them, and never beyond what many of them say together (an
+        implicit step of the logistic loss)."""
         lines, columns = lines[known], columns[known]
         weights = self.ROW_FADE ** ages[lines]
         chance = expected[lines, columns]

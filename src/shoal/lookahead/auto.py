@@ -1,8 +1,10 @@
-"""Draft lengths by measured costs: every round maximises expected committed tokens per second, no draft at all included.
+"""Draft lengths by measured costs: every round maximises expected committed tokens per second, no
+draft at all included.
 
-The gain of drafting follows from estimates of acceptance (`shoal.lookahead.acceptance`), its cost from passes that were made
-(`shoal.lookahead.costs`). Both are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them;
-a plan holds for several rounds, as making one takes time. `shoal.lookahead.stopping` ends drafts by it.
+The gain of drafting follows from estimates of acceptance (`shoal.lookahead.acceptance`), its cost
+from passes that were made (`shoal.lookahead.costs`). Both are learned during a run and kept between
+runs of the same pair. `shoal.lookahead.plan` weighs them; a plan holds for several rounds, as
+making one takes time. `shoal.lookahead.stopping` ends drafts by it.
 
 Whatever is believed, `shoal.lookahead.credit` bounds what drafting may lose against plain decoding.
 """
@@ -26,14 +28,17 @@ from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
 FIRST_ROUNDS = (False, True, False, True)
-"""Which of the very first rounds are trials, when no cost is known: each kind of round twice, as first passes are slow. The first
-round of all is plain, so that no token waits for an unknown drafter."""
+"""Which of the very first rounds are trials, when no cost is known: each kind of round twice, as
+first passes are slow. The first round of all is plain, so that no token waits for an unknown
+drafter."""
 MIN_ACCEPTANCE = 0.1
-"""Acceptance below which an engine is made without the drafter, until it is time for another trial."""
+"""Acceptance below which an engine is made without the drafter, until it is time for another
+trial."""
 TRIAL_ROWS = 2
 """Rows that a trial drafts for: the drafter computes the prompts of these only."""
 FIRST_STEPS = 2
-"""Tokens that the first trials draft for each, later ones one: two steps tell what a step costs, and what any proposal costs."""
+"""Tokens that the first trials draft for each, later ones one: two steps tell what a step costs,
+and what any proposal costs."""
 ASSUMED_ROWS = 16
 """Rows assumed before a run is known."""
 LEARNED = 32
@@ -41,14 +46,16 @@ LEARNED = 32
 PLAN_ROUNDS = 8
 """Rounds for which a plan holds while the rows are the same."""
 FEW = 8
-"""Of so many rows that were planned for one may have ended before there is a new plan: planning takes time as well."""
+"""Of so many rows that were planned for one may have ended before there is a new plan: planning
+takes time as well."""
 
 
 class Auto:
     """The controller that `lookahead="auto"` names.
 
     Attributes:
-        limit, adaptive: see `shoal.lookahead.controller.Controller`. costs: what it knows of the pair.
+        limit, adaptive: see `shoal.lookahead.controller.Controller`.
+        costs: what it knows of the pair.
         unfed: what the drafter has not computed.
     """
 
@@ -68,16 +75,22 @@ class Auto:
         self._longest: list[int] = []
         self._confidence: list[Sequence[float]] = []  # of each row, at each position looked at
         self._weights: list[float] = []
-        self._plain: float | None = None  # seconds of a plain round of these rows; None = to be asked for
+        self._plain: float | None = (
+            None  # seconds of a plain round of these rows; None = to be asked for
+        )
 
     @property
     def may_speculate(self) -> bool:
         """False for a pair with next to no acceptance, until it is time for another trial."""
         costs = self.costs
         learning = costs.rounds < len(FIRST_ROUNDS)
-        return learning or costs.acceptance.mean >= MIN_ACCEPTANCE or self.trial_is_due(ASSUMED_ROWS, 0)
+        return (
+            learning
+            or costs.acceptance.mean >= MIN_ACCEPTANCE
+            or self.trial_is_due(ASSUMED_ROWS, 0)
+        )
 
-    # ── before a round ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── before a round ────────────────────────────────────────────────────────────────────────────
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Longest draft of each row; drafting may stop earlier."""
@@ -88,12 +101,20 @@ class Auto:
                 self._begin(serials, waiting > 0)
         self._confidence, costs = [], self.costs
         drafting = self._rows_to_draft_for(rows)
-        longest = self.limit if self._stopping is not None else FIRST_STEPS if costs.rounds < len(FIRST_ROUNDS) else 1
+        longest = (
+            self.limit
+            if self._stopping is not None
+            else FIRST_STEPS
+            if costs.rounds < len(FIRST_ROUNDS)
+            else 1
+        )
         if len(drafting) == len(rows):
             self._longest = [min(row.max_draft_length, longest) for row in rows]
         else:
             chosen = {row.serial for row in drafting}
-            self._longest = [min(row.max_draft_length, longest) if row.serial in chosen else 0 for row in rows]
+            self._longest = [
+                min(row.max_draft_length, longest) if row.serial in chosen else 0 for row in rows
+            ]
             self.unfed.leave(rows)
         self._unfed_tokens = self.unfed.feed(drafting) if drafting else 0
         return self._longest
@@ -101,7 +122,11 @@ class Auto:
     def _goes_on(self, serials: list[int], waiting: bool) -> bool:
         """Keeps the plan where only a few of its rows have ended."""
         begun = len(self._record.rows)
-        if self._stopping is None or waiting != self._waiting or FEW * (begun - len(serials)) > begun:
+        if (
+            self._stopping is None
+            or waiting != self._waiting
+            or FEW * (begun - len(serials)) > begun
+        ):
             return False
         places = {row: place for place, row in enumerate(self._rows)}
         if not places.keys() >= set(serials):
@@ -109,7 +134,11 @@ class Auto:
         left = [places[serial] for serial in serials]
         self._record.narrow(serials)
         self._stopping.keep(left)
-        self._rows, self._weights, self._plain = serials, [self._weights[place] for place in left], None
+        self._rows, self._weights, self._plain = (
+            serials,
+            [self._weights[place] for place in left],
+            None,
+        )
         return True
 
     def _begin(self, serials: list[int], waiting: bool) -> None:
@@ -128,7 +157,12 @@ class Auto:
             return self.unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
         if costs.plain_rounds.due(len(rows)):
             return ()
-        if self._stopping is not None and costs.credit.allows_plans and self._age < PLAN_ROUNDS and costs.rounds > LEARNED:
+        if (
+            self._stopping is not None
+            and costs.credit.allows_plans
+            and self._age < PLAN_ROUNDS
+            and costs.rounds > LEARNED
+        ):
             self._age += 1
             return rows
         if self._stopping is None and not self._backoff.is_over(len(rows)):
@@ -143,7 +177,8 @@ class Auto:
         return chosen if self.trial_is_due(len(rows), self.unfed.tokens(chosen)) else ()
 
     def promise(self, rows: Sequence[Row]) -> float:
-        """Tokens per second of the best plan for these rows; 0 where none pays, with what has to be computed for it."""
+        """Tokens per second of the best plan for these rows; 0 where none pays, with what has to be
+        computed for it."""
         self._learn_acceptance()
         _, survival = self._survival(rows)
         plan = best_plan(survival, np.ones(len(rows)), self.costs)
@@ -151,14 +186,19 @@ class Auto:
             np.array([row.remaining for row in rows]),
             self.costs.seconds_preparing(self.unfed.tokens(rows)),
         )
-        return plan.rate if plan is not None and repays(plan, remaining, preparing, self.costs) else 0.0
+        return (
+            plan.rate
+            if plan is not None and repays(plan, remaining, preparing, self.costs)
+            else 0.0
+        )
 
     def pause(self, rows: Sequence[Row]) -> None:
         """Another drafter drafts for these rows."""
         self.unfed.leave(rows)
 
     def _survival(self, rows: Sequence[Row]) -> tuple[Array, Array]:
-        """Acceptance at each position of each row, and the probability that a draft and all before it are accepted."""
+        """Acceptance at each position of each row, and the probability that a draft and all before
+        it are accepted."""
         longest = np.array([row.max_draft_length for row in rows])
         following = self.costs.acceptance.by_position([row.serial for row in rows])
         survival = following.cumprod(axis=1)
@@ -169,16 +209,21 @@ class Auto:
         costs = self.costs
         following, survival = self._survival(rows)
         remaining = np.array([row.remaining for row in rows])
-        weights = np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
+        weights = (
+            np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
+        )
         self._weights, self._plain = weights.tolist(), None
         plan = best_plan(survival, weights, costs)
-        if plan is None or not repays(plan, remaining, costs.seconds_preparing(self.unfed.tokens(rows)), costs):
+        if plan is None or not repays(
+            plan, remaining, costs.seconds_preparing(self.unfed.tokens(rows)), costs
+        ):
             return None
         by_confidence = costs.acceptance.by_confidence(self._rows)
         return Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
 
     def trial_is_due(self, rows: int, unfed: int) -> bool:
-        """Whether there is credit for drafts of a few of so many rows. unfed: tokens that the drafter has to compute first."""
+        """Whether there is credit for drafts of a few of so many rows. unfed: tokens that the
+        drafter has to compute first."""
         costs = self.costs
         plain, nodes = costs.verify.seconds(rows), ceil(costs.trees.by_depth[1])
         cost = (
@@ -189,11 +234,12 @@ class Auto:
         )
         return costs.credit.allows_trial(cost, plain)
 
-    # ── while drafting ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── while drafting ────────────────────────────────────────────────────────────────────────────
 
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
-        """How long each row's draft may still become, given the drafter's highest probability at `position`: `position` if the
-        draft there is not worth verifying, and at most one more if another step is not worth its time."""
+        """How long each row's draft may still become, given the drafter's highest probability at
+        `position`: `position` if the draft there is not worth verifying, and at most one more if
+        another step is not worth its time."""
         self._confidence[position:] = [confidence]
         if self._stopping is None:
             return self._longest
@@ -201,7 +247,7 @@ class Auto:
             self._stopping.begin(self._longest)
         return self._stopping.shorten(position, confidence)
 
-    # ── after a round ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── after a round ─────────────────────────────────────────────────────────────────────────────
 
     def learn(self, outcome: Outcome) -> None:
         """Adds what the round cost and brought to what is known of the pair."""
@@ -223,11 +269,15 @@ class Auto:
         costs.trees.observe(outcome.drafted, outcome.nodes)
         if self._plain is None:
             self._plain = costs.verify.seconds(rows)
-        drafting = costs.observe_drafting(rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between)
+        drafting = costs.observe_drafting(
+            rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between
+        )
         plain, spent = self._plain, whole + drafting
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
-            preparing = min(outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens))
+            preparing = min(
+                outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens)
+            )
             if self._stopping is not None:
                 costs.credit.invested += preparing
             else:
@@ -235,14 +285,22 @@ class Auto:
         tokens = rows + sum(map(mul, self._weights, outcome.accepted))
         if not learning:  # the first drafts are made to learn what they cost
             costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
-        self._record.add(Tried(outcome.drafted, outcome.accepted, self._known_confidence()), outcome.seconds, tokens)
+        self._record.add(
+            Tried(outcome.drafted, outcome.accepted, self._known_confidence()),
+            outcome.seconds,
+            tokens,
+        )
 
     def _known_confidence(self) -> list[Sequence[float]]:
-        """Beyond a row's longest draft the drafter may have seen padding, which tells nothing about its drafts."""
+        """Beyond a row's longest draft the drafter may have seen padding, which tells nothing about
+        its drafts."""
         if min(self._longest) >= len(self._confidence):
             return self._confidence
         return [
-            [sure if longest > position else nan for sure, longest in zip(confidence, self._longest, strict=True)]
+            [
+                sure if longest > position else nan
+                for sure, longest in zip(confidence, self._longest, strict=True)
+            ]
             for position, confidence in enumerate(self._confidence)
         ]
 

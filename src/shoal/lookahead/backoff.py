@@ -7,8 +7,9 @@ MOST = 16
 
 
 class Backoff:
-    """Plain rounds without a plan, as planning takes time, too: more of them each time that a plan for about as many rows, to a
-    quarter, finds nothing. On a server their number changes in every round."""
+    """Plain rounds without a plan, as planning takes time, too: more of them each time that a plan
+    for about as many rows, to a quarter, finds nothing. On a server their number changes in every
+    round."""
 
     def __init__(self) -> None:
         self._rows = self._length = self._left = 0

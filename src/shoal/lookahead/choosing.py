@@ -1,12 +1,14 @@
-"""Which of several drafters proposes, or in which way one does, by measured costs: what each promises for the rows that run, none
-included.
+"""Which of several drafters proposes, or in which way one does, by measured costs: what each
+promises for the rows that run, none included.
 
-Each choice (one of the drafters, all of them together, or chains and trees of one model) has an `Auto` of its own, which knows what
-its drafts cost and bring, and plans its draft lengths. What a pass of the target costs, and the account that bounds what drafting
-may lose, they have in common: however many are tried, they lose no more than one alone.
+Each choice (one of the drafters, all of them together, or chains and trees of one model) has an
+`Auto` of its own, which knows what its drafts cost and bring, and plans its draft lengths. What a
+pass of the target costs, and the account that bounds what drafting may lose, they have in common:
+however many are tried, they lose no more than one alone.
 
-A choice holds for some rounds. From time to time another one has a few rounds, so that what is believed of it does not grow old;
-where none promises anything, they take turns with the trials that the account allows.
+A choice holds for some rounds. From time to time another one has a few rounds, so that what is
+believed of it does not grow old; where none promises anything, they take turns with the trials that
+the account allows.
 """
 
 from __future__ import annotations
@@ -23,21 +25,24 @@ from shoal.types.rounds import Outcome
 HELD = 8
 """Rounds that a choice holds while its plan does."""
 AGAIN = 64
-"""Rounds until another choice is tried though the one that holds pays; twice as many each time, up to `MOST`."""
+"""Rounds until another choice is tried though the one that holds pays; twice as many each time, up
+to `MOST`."""
 MOST = 1024
 TRIED = 2
 """Rounds that it has."""
 BETTER = 1.02
 """How many times as much another choice must promise."""
 KNOWN = len(FIRST_ROUNDS) - 1
-"""First rounds that drafters after the first one go without: one trial tells what drafts cost and bring."""
+"""First rounds that drafters after the first one go without: one trial tells what drafts cost and
+bring."""
 
 
 class Choices(Protocol):
     """What may draft.
 
     Attributes:
-        choices: their names, the cheapest first. choices_join: see `shoal.drafting.protocol.Drafter`.
+        choices: their names, the cheapest first.
+        choices_join: see `shoal.drafting.protocol.Drafter`.
     """
 
     @property
@@ -55,10 +60,12 @@ class AutoChoice:
     """The controller that `lookahead="auto"` names where there are several drafters.
 
     Args:
-        costs: what is known of the pair. choices: what may draft.
+        costs: what is known of the pair.
+        choices: what may draft.
 
     Attributes:
-        limit, adaptive: see `shoal.lookahead.controller.Controller`. rounds: that each choice had, by its name.
+        limit, adaptive: see `shoal.lookahead.controller.Controller`.
+        rounds: that each choice had, by its name.
     """
 
     limit = LIMIT
@@ -70,7 +77,13 @@ class AutoChoice:
         self.rounds = dict.fromkeys(names, 0)
         last = len(names) - 1
         self._autos = [
-            Auto(costs.of(name, mixed=choices.choices_join and place == last, one_memory=not choices.choices_join))
+            Auto(
+                costs.of(
+                    name,
+                    mixed=choices.choices_join and place == last,
+                    one_memory=not choices.choices_join,
+                )
+            )
             for place, name in enumerate(names)
         ]
         if not choices.choices_join:
@@ -109,10 +122,17 @@ class AutoChoice:
         self._held -= 1
         if self._held > 0:
             return self._current
-        learning = next((choice for choice in range(len(self._autos)) if self._is_to_learn(choice, len(rows))), None)
+        learning = next(
+            (choice for choice in range(len(self._autos)) if self._is_to_learn(choice, len(rows))),
+            None,
+        )
         if learning is not None:
             return learning
-        known = [choice for choice, auto in enumerate(self._autos) if auto.costs.rounds >= len(FIRST_ROUNDS)]
+        known = [
+            choice
+            for choice, auto in enumerate(self._autos)
+            if auto.costs.rounds >= len(FIRST_ROUNDS)
+        ]
         promises = {choice: self._autos[choice].promise(rows) for choice in known}
         best = max(promises, key=lambda choice: promises[choice])
         self._pays = promises[best] > 0
@@ -127,11 +147,14 @@ class AutoChoice:
             self._wait = min(2 * self._wait, MOST)
             self._until_trial, self._held = self._wait, TRIED
             others = [choice for choice in known if choice != best]
-            return min(others, key=lambda choice: self.rounds[self._choices.choices[choice]], default=best)
+            return min(
+                others, key=lambda choice: self.rounds[self._choices.choices[choice]], default=best
+            )
         return best
 
     def _is_to_learn(self, choice: int, rows: int) -> bool:
-        """Whether next to nothing is known of a choice, and the account allows to try it. All together are tried once one pays."""
+        """Whether next to nothing is known of a choice, and the account allows to try it. All
+        together are tried once one pays."""
         costs = self._autos[choice].costs
         if costs.rounds >= len(FIRST_ROUNDS) or (choice and not self._account.credit.allows_plans):
             return False
@@ -145,8 +168,8 @@ class AutoChoice:
         return self._autos[self._current].shorten(position, confidence)
 
     def learn(self, outcome: Outcome) -> None:
-        """Adds what the round cost and brought to what is known of its choice. The account pays for the first rounds of all choices
-        but the first."""
+        """Adds what the round cost and brought to what is known of its choice. The account pays for
+        the first rounds of all choices but the first."""
         auto, account = self._autos[self._current], self._account
         pays = self._current > 0 and auto.costs.rounds < len(FIRST_ROUNDS) and outcome.steps > 0
         auto.learn(outcome)

@@ -14,7 +14,8 @@ from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.tree_sizes import TreeSizes
 
 CALIBRATION_SHARE = 0.02
-"""Weight of one round when results are compared with plans; in plain rounds the calibration returns to 1 at the same rate."""
+"""Weight of one round when results are compared with plans; in plain rounds the calibration returns
+to 1 at the same rate."""
 MIN_CALIBRATION, MAX_CALIBRATION = 0.5, 1.2
 """Bounds: costs that are wrong by more say nothing about plans."""
 
@@ -22,27 +23,31 @@ MIN_CALIBRATION, MAX_CALIBRATION = 0.5, 1.2
 class CostCurve:
     """A running estimate of seconds by size (positions of a target pass, rows of a drafter step).
 
-    A size that was never tried is estimated from its neighbours. Beyond them the estimate is low, so that the size gets tried:
-    below the smallest size seen the cost is proportional to the size, above the largest it is constant. A pass never costs more
-    than a larger one, and per position hardly more than a smaller one (`MOST_PER_SIZE`). Old observations are forgotten, so that
-    one disturbed measurement cannot rule out a size for good.
+    A size that was never tried is estimated from its neighbours. Beyond them the estimate is low,
+    so that the size gets tried: below the smallest size seen the cost is proportional to the size,
+    above the largest it is constant. A pass never costs more than a larger one, and per position
+    hardly more than a smaller one (`MOST_PER_SIZE`). Old observations are forgotten, so that one
+    disturbed measurement cannot rule out a size for good.
 
-    Disturbances only make a pass slower (the first of its kind, other work on the machine). So of the first passes of a size the
-    median counts, of two the faster one, and later a pass counts as at most twice the estimate.
+    Disturbances only make a pass slower (the first of its kind, other work on the machine). So of
+    the first passes of a size the median counts, of two the faster one, and later a pass counts as
+    at most twice the estimate.
     """
 
     FADE, FORGOTTEN, TRUST = 0.997, 0.3, 8.0
-    """Weight kept per observation of any size; weight below which a size is forgotten; most weight a size can have."""
+    """Weight kept per observation of any size; weight below which a size is forgotten; most weight
+    a size can have."""
     SHARE = 0.2
     """Weight of a new observation."""
     FIRST = 5
-    """Observations of a size whose median counts. The faster of two, kept for long, would be 5 % less than a size costs that is
-    observed often, by the noise of a quiet machine: plain rounds would seem that much faster, as few are made where drafts pay."""
+    """Observations of a size whose median counts. The faster of two, kept for long, would be 5 %
+    less than a size costs that is observed often, by the noise of a quiet machine: plain rounds
+    would seem that much faster, as few are made where drafts pay."""
     MOST_TIMES = 2.0
     """Times the estimate that an observation counts as at most."""
     MOST_PER_SIZE = 1.5
-    """Cost by its size, over that of any smaller size, that is believed: a first pass amid other work may take twenty times as
-    long, and what is compared with it would seem cheap."""
+    """Cost by its size, over that of any smaller size, that is believed: a first pass amid other
+    work may take twenty times as long, and what is compared with it would seem cheap."""
     FADE_EVERY = 16
     """Observations between two fadings of all weights."""
 
@@ -60,7 +65,9 @@ class CostCurve:
         if self._observed % self.FADE_EVERY == 0:
             kept = self.FADE**self.FADE_EVERY
             faded = {key: [value, kept * weight] for key, (value, weight) in self._points.items()}
-            self._points = {key: point for key, point in faded.items() if point[1] >= self.FORGOTTEN}
+            self._points = {
+                key: point for key, point in faded.items() if point[1] >= self.FORGOTTEN
+            }
             self._first = {key: first for key, first in self._first.items() if key in self._points}
         size = rounded(size)
         value, weight = self._points.get(size, (seconds, 0.0))
@@ -85,7 +92,8 @@ class CostCurve:
         return max(self._points, default=0)
 
     def at(self, size: int) -> float | None:
-        """Seconds of the size itself, or of one that is kept together with it; None if it was never observed, or is forgotten."""
+        """Seconds of the size itself, or of one that is kept together with it; None if it was never
+        observed, or is forgotten."""
         point = self._points.get(rounded(size))
         return None if point is None else point[0]
 
@@ -118,7 +126,8 @@ class CostCurve:
 
 
 class MixedCostCurve(CostCurve):
-    """Of passes that cost unlike amounts by nature: what counts is their mean, so that every observation counts as it is."""
+    """Of passes that cost unlike amounts by nature: what counts is their mean, so that every
+    observation counts as it is."""
 
     FIRST, MOST_TIMES = 1, math.inf
 
@@ -131,26 +140,37 @@ def rounded(size: int) -> int:
 class PairCosts:
     """What is known of a pair on this machine; outlives the engines that use it.
 
-    It stays honest because everything is an observation that is replaced or forgotten: costs of sizes that are not met any more
-    fade away, acceptance is a fading average, the calibration returns to 1 in plain rounds, and `credit` never holds more than a
-    few rounds, so that a pair which was good for hours is left as soon as any other.
+    It stays honest because everything is an observation that is replaced or forgotten: costs of
+    sizes that are not met any more fade away, acceptance is a fading average, the calibration
+    returns to 1 in plain rounds, and `credit` never holds more than a few rounds, so that a pair
+    which was good for hours is left as soon as any other.
 
     Attributes:
-        acceptance: of drafts. verify: seconds of a round without its drafting, by positions of the target's pass.
-        start: seconds of a proposal of one step, by rows. draft: of each step more.
-        preparing: seconds in which the drafter computes prompts and what was decoded without it, by tokens.
+        acceptance: of drafts.
+        verify: seconds of a round without its drafting, by positions of the target's pass.
+        start: seconds of a proposal of one step, by rows.
+        draft: of each step more.
+        preparing: seconds in which the drafter computes prompts and what was decoded without it, by
+            tokens.
         packed: a pass costs its real positions, not rows times the longest.
         trees: how many nodes drafts have by their depth.
         rounds: learned from so far.
-        calibrations: tokens per second that rounds with drafts bring, over what their plans promised, by the number of rows to a
-            power of two. Plans are corrected by it: the last row of a batch, an unlucky one, brings little more than half.
-        credit: time that drafting may lose. plain_rounds: counts the rounds after which one is plain, whatever seems to pay.
+        calibrations: tokens per second that rounds with drafts bring, over what their plans
+            promised, by the number of rows to a power of two. Plans are corrected by it: the last
+            row of a batch, an unlucky one, brings little more than half.
+        credit: time that drafting may lose.
+        plain_rounds: counts the rounds after which one is plain, whatever seems to pay.
     """
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance, self.trees = Acceptance(LIMIT), TreeSizes(LIMIT)
-        self.verify, self.start, self.draft, self.preparing = CostCurve(), CostCurve(), CostCurve(), CostCurve()
+        self.verify, self.start, self.draft, self.preparing = (
+            CostCurve(),
+            CostCurve(),
+            CostCurve(),
+            CostCurve(),
+        )
         self.rounds = 0
         self.calibrations: dict[int, float] = {}
         self.credit = Credit()
@@ -158,11 +178,12 @@ class PairCosts:
         self._drafters: dict[str, PairCosts] = {}
 
     def of(self, name: str, *, mixed: bool = False, one_memory: bool = False) -> PairCosts:
-        """What is known of one of several drafters, or of the ways of one. What passes of the target cost, and the account,
-        they have in common.
+        """What is known of one of several drafters, or of the ways of one. What passes of the
+        target cost, and the account, they have in common.
 
         Args:
-            mixed: it is several drafters, so that what a proposal costs depends on who took part in it.
+            mixed: it is several drafters, so that what a proposal costs depends on who took part in
+                it.
             one_memory: they compute prompts for each other.
         """
         if name not in self._drafters:
@@ -178,11 +199,15 @@ class PairCosts:
         """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""
         return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
 
-    def observe_drafting(self, rows: int, steps: int, seconds: float, between: float | None) -> float:
+    def observe_drafting(
+        self, rows: int, steps: int, seconds: float, between: float | None
+    ) -> float:
         """A proposal of so many steps; returns what such a proposal takes.
 
         Args:
-            seconds: of it. between: of them, for all steps but one; None = unknown: steps are then taken to be alike.
+            seconds: of it.
+            between: of them, for all steps but one; None = unknown: steps are then taken to be
+                alike.
         """
         more = steps - 1
         if between is None:
@@ -213,7 +238,9 @@ class PairCosts:
 
     def calibrate(self, rows: int, ratio: float, rounds: int) -> None:
         """So many rounds brought `ratio` times the tokens per second that their plan promised."""
-        corrected = self.calibration(rows) * (1 + min(CALIBRATION_SHARE * rounds, 0.5) * (min(max(ratio, 0.5), 2.0) - 1))
+        corrected = self.calibration(rows) * (
+            1 + min(CALIBRATION_SHARE * rounds, 0.5) * (min(max(ratio, 0.5), 2.0) - 1)
+        )
         self.calibrations[rows.bit_length()] = min(max(corrected, MIN_CALIBRATION), MAX_CALIBRATION)
 
     def forget_calibration(self, rows: int) -> None:

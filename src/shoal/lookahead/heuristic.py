@@ -1,4 +1,5 @@
-"""Transformers' heuristic for one sequence, carried over to a batch: two more after a full acceptance, else one less."""
+"""Transformers' heuristic for one sequence, carried over to a batch: two more after a full
+acceptance, else one less."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Sequence
 
 
 class Heuristic:
-    """Starts at 5 and never leaves 1..20. A batch counts as fully accepted when at least half of its rows were: by its best
-    row, as in Algorithm 1, lengths would drift up with the batch; by its worst they would sink to 1. Rows that drafted nothing do
-    not count."""
+    """Starts at 5 and never leaves 1..20. A batch counts as fully accepted when at least half of
+    its rows were: by its best row, as in Algorithm 1, lengths would drift up with the batch; by its
+    worst they would sink to 1. Rows that drafted nothing do not count."""
 
     START, GROWTH, SHRINKAGE, LIMIT = 5, 2, 1, 20
 
@@ -24,4 +25,6 @@ class Heuristic:
         if not taken:
             return
         grows = 2 * sum(taken) >= len(taken)
-        self._length = min(max(self._length + (self.GROWTH if grows else -self.SHRINKAGE), 1), self.limit)
+        self._length = min(
+            max(self._length + (self.GROWTH if grows else -self.SHRINKAGE), 1), self.limit
+        )

@@ -15,8 +15,10 @@ class Record:
     """Rounds that drafted for some rows, and went on as rows ended.
 
     Attributes:
-        rows: serial numbers of the rows that began. tried: a round's drafts of each of them.
-        seconds, tokens: of the rounds of all of them; tokens weighted as planned. full: the number of these rounds.
+        rows: serial numbers of the rows that began.
+        tried: a round's drafts of each of them.
+        seconds, tokens: of the rounds of all of them; tokens weighted as planned.
+        full: the number of these rounds.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -34,11 +36,17 @@ class Record:
     def add(self, tried: Tried, seconds: float, tokens: float) -> None:
         """A round of the rows that are left is over."""
         if self._places is None:
-            self.seconds, self.tokens, self.full = self.seconds + seconds, self.tokens + tokens, self.full + 1
+            self.seconds, self.tokens, self.full = (
+                self.seconds + seconds,
+                self.tokens + tokens,
+                self.full + 1,
+            )
         else:
             drafted, accepted, confidence = tried
             tried = Tried(
-                self._spread(drafted, 0), self._spread(accepted, 0), [self._spread(sure, nan) for sure in confidence]
+                self._spread(drafted, 0),
+                self._spread(accepted, 0),
+                [self._spread(sure, nan) for sure in confidence],
             )
         self.tried.append(tried)
 

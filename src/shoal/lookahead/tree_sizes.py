@@ -1,4 +1,5 @@
-"""How many nodes draft trees have by their depth: what a pass of the target over them costs is a matter of nodes."""
+"""How many nodes draft trees have by their depth: what a pass of the target over them costs is a
+matter of nodes."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ class TreeSizes:
 
     @property
     def by_depth(self) -> Array:
-        """Nodes of a tree of each depth 0..limit: never fewer than its depth, nor than one of a lower depth has. Between depths
-        that were seen a straight line; beyond the deepest one each depth is one node more."""
+        """Nodes of a tree of each depth 0..limit: never fewer than its depth, nor than one of a
+        lower depth has. Between depths that were seen a straight line; beyond the deepest one each
+        depth is one node more."""
         if self._by_depth is None:
             seen = sorted(self._seen)
             means = [self._seen[depth][1] / self._seen[depth][0] for depth in seen]

@@ -1,5 +1,5 @@
-"""One draft length for the whole batch, decided from counts alone: the protocol of Fixed, Bass, Heuristic and simple own
-objects."""
+"""One draft length for the whole batch, decided from counts alone: the protocol of Fixed, Bass,
+Heuristic and simple own objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shoal.types.rounds import Outcome
 
 @runtime_checkable
 class Lookahead(Protocol):
-    """Decides the draft length of the whole batch. A row near its end gets a shorter draft (`Row.max_draft_length`)."""
+    """Decides the draft length of the whole batch. A row near its end gets a shorter draft
+    (`Row.max_draft_length`)."""
 
     limit: int
     """The longest draft that it ever asks for; caches are sized for it."""
@@ -22,7 +23,8 @@ class Lookahead(Protocol):
         ...
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """After each round: what each row was asked to draft, and how much was accepted (replacement and bonus not counted)."""
+        """After each round: what each row was asked to draft, and how much was accepted
+        (replacement and bonus not counted)."""
         ...
 
 
@@ -45,7 +47,7 @@ class Uniform:
         return self._asked
 
     def learn(self, outcome: Outcome) -> None:
-        """Passes the counts on. Where the drafter failed in the middle of a draft, the length that was asked for counts as drafted,
-        as if the position had been rejected: lengths must not depend on rejected drafts (`adaptive` of
-        `shoal.lookahead.controller.Controller`)."""
+        """Passes the counts on. Where the drafter failed in the middle of a draft, the length that
+        was asked for counts as drafted, as if the position had been rejected: lengths must not
+        depend on rejected drafts (`adaptive` of `shoal.lookahead.controller.Controller`)."""
         self.lookahead.update(self._asked if outcome.steps else outcome.drafted, outcome.accepted)

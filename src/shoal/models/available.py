@@ -1,4 +1,5 @@
-"""How much memory a device has left, and what part of it keys and values may take where nobody says."""
+"""How much memory a device has left, and what part of it keys and values may take where nobody
+says."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from pathlib import Path
 import torch
 
 KV_SHARE = 0.5
-"""Part of the free memory that the caches may take. The rest is for the passes, the logits and distributions of a batch, and the
-copy of a layer while its cache grows."""
+"""Part of the free memory that the caches may take. The rest is for the passes, the logits and
+distributions of a batch, and the copy of a layer while its cache grows."""
 
 
 def kv_budget(device: torch.device) -> int | None:
-    """Bytes for the keys and values of all models on a device, to be asked once the weights are there; None where the system does
-    not tell what is free. Processes that torchrun started on one machine share its main memory."""
+    """Bytes for the keys and values of all models on a device, to be asked once the weights are
+    there; None where the system does not tell what is free. Processes that torchrun started on one
+    machine share its main memory."""
     free = free_bytes(device)
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     return None if free is None else int(KV_SHARE * free / sharing)
@@ -30,7 +32,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _of_machine(root: Path) -> int | None:
-    """Main memory: what the kernel takes for available, or what the limits of the process's control groups leave of it."""
+    """Main memory: what the kernel takes for available, or what the limits of the process's control
+    groups leave of it."""
     known = [free for free in (_available(root), *_left_by_groups(root)) if free is not None]
     return max(min(known), 0) if known else None
 

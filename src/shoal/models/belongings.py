@@ -1,7 +1,8 @@
 """What is made for a model once, kept in the model: it is freed when the model is.
 
-A `WeakKeyDictionary` does not do this. It frees a value with its key, but here values lead to their keys (a runner holds its
-model), and what the dictionary holds keeps such a key alive for ever. What hangs on the model is a cycle, which Python collects.
+A `WeakKeyDictionary` does not do this. It frees a value with its key, but here values lead to their
+keys (a runner holds its model), and what the dictionary holds keeps such a key alive for ever. What
+hangs on the model is a cycle, which Python collects.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Belongings(Generic[Value]):
         self._name = name
 
     def of(self, model: nn.Module) -> dict[Hashable, Value]:
-        """What is kept of a model. A model is no key that frees itself: give `weakref.ref(model)`, or keep it with that model."""
+        """What is kept of a model. A model is no key that frees itself: give `weakref.ref(model)`,
+        or keep it with that model."""
         found = vars(model).get(self.ATTRIBUTE)
         if not isinstance(found, _Belongings) or found.owner() is not model:
             found = vars(model)[self.ATTRIBUTE] = _Belongings(model)

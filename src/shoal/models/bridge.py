@@ -1,12 +1,15 @@
-"""The bridge to Transformers: an unmodified model computes one pass with shoal's attention, positions and masks.
+"""The bridge to Transformers: an unmodified model computes one pass with shoal's attention,
+positions and masks.
 
-A model takes one of two attention paths. On the path "interface" it looks its attention up in the AttentionInterface by the name
-in its config. For the length of a pass that is a name registered here, whose function calls the attention method of the pass under
-way. Transformers' mask interface does not know these names, so that such a model passes no mask: `Masks` has them all. A few older
+A model takes one of two attention paths. On the path "interface" it looks its attention up in the
+AttentionInterface by the name in its config. For the length of a pass that is a name registered
+here, whose function calls the attention method of the pass under way. Transformers' mask interface
+does not know these names, so that such a model passes no mask: `Masks` has them all. A few older
 models take the path "mask": they compute attention in their own eager code and are given a 4D mask.
 
-Ordinary passes and captured ones (`shoal.models.compiled`) have a name each, because they find the pass under way differently: by
-a context variable, or by a global. Hence one capture at a time in a process.
+Ordinary passes and captured ones (`shoal.models.compiled`) have a name each, because they find the
+pass under way differently: by a context variable, or by a global. Hence one capture at a time in a
+process.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class AttentionState(Protocol):
         """Of the pass."""
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shared store of the layer whose keys were written last, [cells, heads, dim] each; (None, None) without prefixes."""
+        """The shared store of the layer whose keys were written last, [cells, heads, dim] each;
+        (None, None) without prefixes."""
 
 
 class Layers(Protocol):
@@ -66,8 +70,11 @@ class Layers(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor, state: Any) -> Tensor:
         """Computes a captured pass, as `Bridge.static_logits`."""
 
-    def ordinary(self, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool) -> Tensor:
-        """Computes the pass that the cache was announced, packed or padded as its plan says: its logits."""
+    def ordinary(
+        self, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool
+    ) -> Tensor:
+        """Computes the pass that the cache was announced, packed or padded as its plan says: its
+        logits."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,12 @@ class Bridge:
     """One Transformers model, as passes call it.
 
     Attributes:
-        hf: the model, as its owner left it except during a pass. attention_path: "interface" or "mask".
-        context: positions that the model has. takes_positions: whether it is told the positions of its tokens.
-        lock: held during a pass. layers: compute passes in place of the model's modules, if set.
+        hf: the model, as its owner left it except during a pass.
+        attention_path: "interface" or "mask".
+        context: positions that the model has.
+        takes_positions: whether it is told the positions of its tokens.
+        lock: held during a pass.
+        layers: compute passes in place of the model's modules, if set.
     """
 
     def __init__(self, hf: Any, attention_path: str, context: int) -> None:
@@ -113,7 +123,8 @@ class Bridge:
         self._structure: Structure | None = None
 
     def of(self, hf: Any) -> Bridge:
-        """The same for another model with this one's config, which one pass at a time may switch."""
+        """The same for another model with this one's config, which one pass at a time may
+        switch."""
         other = copy.copy(self)
         other.hf, other.layers, other._structure = hf, None, None
         return other
@@ -128,11 +139,13 @@ class Bridge:
         hidden_layers: Sequence[int] = (),
         vectors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's plan says; and the hidden states
-        that were asked for, side by side (`shoal.models.runner.Runner.hidden_layers`).
+        """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's
+        plan says; and the hidden states that were asked for, side by side
+        (`shoal.models.runner.Runner.hidden_layers`).
 
         Args:
-            forward_context: entered while the model computes. want_logits: False allows those of the last column only.
+            forward_context: entered while the model computes.
+            want_logits: False allows those of the last column only.
             vectors: what negative ids stand for (`shoal.models.vectors`).
 
         Raises:
@@ -141,7 +154,9 @@ class Bridge:
         plan = cache.plan
         assert plan is not None
         masks = Masks(plan)
-        options: dict[str, Any] = {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
+        options: dict[str, Any] = (
+            {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
+        )
         if self.takes_positions:
             # Unused columns near the end of the context would index past a learned position table.
             positions = plan.pack(plan.positions)
@@ -153,7 +168,10 @@ class Bridge:
             options["output_hidden_states"] = True
         ids: Tensor | None = tokens
         if vectors is not None:
-            ids, options["inputs_embeds"] = None, embedded(tokens, self.hf.get_input_embeddings(), vectors)
+            ids, options["inputs_embeds"] = (
+                None,
+                embedded(tokens, self.hf.get_input_embeddings(), vectors),
+            )
         with self._switched(NAME), forward_context:
             before = _ordinary.set(_Ordinary(method, masks, cache))
             try:
@@ -164,12 +182,14 @@ class Bridge:
         return logits, _side_by_side(found, hidden_layers) if hidden_layers else None
 
     def require_same_weights(self) -> None:
-        """Raises ReplacedWeights: the model has other weights or layers than passes have read off it."""
+        """Raises ReplacedWeights: the model has other weights or layers than passes have read off
+        it."""
         if self._structure is None:
             self._structure = Structure(self.hf)
         if self._structure.changed if self.layers is None else self.layers.stale:
             raise ReplacedWeights(
-                "weights or layers of the model were replaced by others; write into its weights, or load the pair again"
+                "weights or layers of the model were replaced by others; write into its "
+                "weights, or load the pair again"
             )
 
     @contextmanager
@@ -177,7 +197,8 @@ class Bridge:
         """Within it, `static_logits` may be called or captured.
 
         Raises:
-            ReplacedWeights: a captured function would read weights that the model has no longer, or leave out layers that it has.
+            ReplacedWeights: a captured function would read weights that the model has no longer, or
+                leave out layers that it has.
         """
         self.require_same_weights()
         with self._switched(STATIC_NAME), _static.lock:
@@ -188,19 +209,27 @@ class Bridge:
                 _static.state = before
 
     def static_logits(self, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Logits [rows, q, vocab]: a function of tensors alone. Positions beyond the context belong to columns nobody reads."""
+        """Logits [rows, q, vocab]: a function of tensors alone. Positions beyond the context belong
+        to columns nobody reads."""
         if self.layers is not None:
             return self.layers(tokens, positions, cache)  # angles are computed, not looked up
-        options: dict[str, Any] = {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
-        logits: Tensor = self.hf(tokens, use_cache=True, **{self._cache_name: cache}, **options).logits
+        options: dict[str, Any] = (
+            {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
+        )
+        logits: Tensor = self.hf(
+            tokens, use_cache=True, **{self._cache_name: cache}, **options
+        ).logits
         return logits
 
     def plain_logits(self, tokens: Tensor) -> Tensor:
         """Logits [rows, q, vocab] of a forward pass without a cache, by the model's own attention.
 
-        Soft-capped scores (Gemma 2) are computed by the eager one: Transformers 5.17 takes SDPA for them, which leaves the cap out.
+        Soft-capped scores (Gemma 2) are computed by the eager one: Transformers 5.17 takes SDPA for
+        them, which leaves the cap out.
         """
-        capped = getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        capped = (
+            getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        )
         with self._switched("eager") if capped else nullcontext():
             logits: Tensor = self.hf(tokens, use_cache=False).logits
         return logits
@@ -221,10 +250,11 @@ class Bridge:
 
 
 def cache_name(hf: Any) -> str:
-    """Name the argument that gives a model its cache: Transformers 5.24 renames `past_key_values` to `cache`.
+    """Name the argument that gives a model its cache: Transformers 5.24 renames `past_key_values`
+    to `cache`.
 
-    A model of somebody else's may have either name with any version, and one that wraps another may name neither; that one hands
-    on what Transformers' own functions take.
+    A model of somebody else's may have either name with any version, and one that wraps another may
+    name neither; that one hands on what Transformers' own functions take.
     """
     for forward in (hf.forward, create_causal_mask):
         parameters = inspect.signature(forward).parameters
@@ -235,50 +265,88 @@ def cache_name(hf: Any) -> str:
 
 
 def _side_by_side(found: Any, layers: Sequence[int]) -> Tensor:
-    """Hidden states of some layers, [rows, q, layers * width]. Raises UnsupportedModel: the model's output has none."""
+    """Hidden states of some layers, [rows, q, layers * width]. Raises UnsupportedModel: the model's
+    output has none."""
     states = getattr(found, "hidden_states", None)
     if states is None or max(layers) >= len(states):
         raise UnsupportedModel(
-            f"{type(found).__name__} has no hidden states of layers {list(layers)}, which the drafter reads"
+            f"{type(found).__name__} has no hidden states of layers {list(layers)}, which the "
+            f"drafter reads"
         )
     return torch.cat([states[layer] for layer in layers], dim=-1)
 
 
 def _inputs(
-    state: AttentionState, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
-    softcap: float | None, sinks: Tensor | None, other: dict[str, Any],
-) -> AttentionInputs:  # fmt: skip
-    """OPT passes a scaling of 1, MLA its own: use what is given. A window that is passed counts, None included; Qwen2-MoE passes
-    nothing and notes it on the module."""
+    state: AttentionState,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    other: dict[str, Any],
+) -> AttentionInputs:
+    """OPT passes a scaling of 1, MLA its own: use what is given. A window that is passed counts,
+    None included; Qwen2-MoE passes nothing and notes it on the module."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = other["sliding_window"] if "sliding_window" in other else getattr(module, "sliding_window", None)
-    return AttentionInputs(query, key, value, state.masks, scale, window, softcap, sinks, *state.shared())
+    window = (
+        other["sliding_window"]
+        if "sliding_window" in other
+        else getattr(module, "sliding_window", None)
+    )
+    return AttentionInputs(
+        query, key, value, state.masks, scale, window, softcap, sinks, *state.shared()
+    )
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The function of ordinary passes. query [rows, heads, q, dim] or packed, [1, heads, tokens, dim]; key and value
-    [rows, kv heads, kv, dim] as stored (not repeated); returns ([rows, q, heads, value dim] or packed, None)."""
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """The function of ordinary passes. query [rows, heads, q, dim] or packed, [1, heads, tokens,
+    dim]; key and value [rows, kv heads, kv, dim] as stored (not repeated); returns ([rows, q,
+    heads, value dim] or packed, None)."""
     state = _ordinary.get()
     if state is None:
-        raise InternalError("a model switched to shoal's attention ran outside of a planned forward pass")
+        raise InternalError(
+            "a model switched to shoal's attention ran outside of a planned forward pass"
+        )
     plan = state.cache.plan
     assert plan is not None
     query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
-    return plan.pack(state.method(_inputs(state, module, query, key, value, scaling, softcap, s_aux, other))), None
+    return plan.pack(
+        state.method(_inputs(state, module, query, key, value, scaling, softcap, s_aux, other))
+    ), None
 
 
 def _attend_static(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, **other: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
     """The function of captured passes, which are never packed."""
     state = _static.state
     if state is None:
-        raise InternalError("a model switched to shoal's static attention ran outside of a captured pass")
-    return state.method(_inputs(state, module, query, key, value, scaling, softcap, s_aux, other)), None
+        raise InternalError(
+            "a model switched to shoal's static attention ran outside of a captured pass"
+        )
+    return state.method(
+        _inputs(state, module, query, key, value, scaling, softcap, s_aux, other)
+    ), None
 
 
 AttentionInterface.register(NAME, _attend)

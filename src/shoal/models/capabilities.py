@@ -1,4 +1,5 @@
-"""What can be known of a model before its first token: whether its rows can be ragged, its attention path, its context."""
+"""What can be known of a model before its first token: whether its rows can be ragged, its
+attention path, its context."""
 
 from __future__ import annotations
 
@@ -8,16 +9,19 @@ from typing import Any
 from shoal.errors import UnsupportedModel
 
 REFUSED = {
-    "bloom": "its ALiBi biases are built from a 2D mask shared by all rows, so rows of unequal lengths get wrong positions",
+    "bloom": "its ALiBi biases are built from a 2D mask shared by all rows, so rows of unequal "
+    "lengths get wrong positions",
     "gpt_neo": "its local layers slice keys at an offset common to all rows",
 }
 ROPES_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding that rescale by the longest row of a batch, whose positions they read on the host."""
+"""Kinds of rotary embedding that rescale by the longest row of a batch, whose positions they read
+on the host."""
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
 
 
 def capabilities(hf: Any, name: str) -> tuple[str, int]:
-    """The attention path of a model (see `shoal.models.runner`), and how many tokens a row of it may hold.
+    """The attention path of a model (see `shoal.models.runner`), and how many tokens a row of it
+    may hold.
 
     Raises:
         UnsupportedModel: with the reason, for models whose rows cannot have lengths of their own.
@@ -38,9 +42,15 @@ def _refusal(hf: Any, config: Any) -> str | None:
     layers = set(getattr(config, "layer_types", None) or ())
     recurrent = sorted(layer for layer in layers if any(word in layer for word in RECURRENT))
     if recurrent:
-        return f"its {', '.join(recurrent)} layers keep a recurrent state that cannot be rolled back to an earlier length"
+        return (
+            f"its {', '.join(recurrent)} layers keep a recurrent state that cannot be rolled "
+            f"back to an earlier length"
+        )
     if getattr(hf, "_is_stateful", False):
-        return "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier length"
+        return (
+            "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an "
+            "earlier length"
+        )
     if "chunked_attention" in layers or getattr(config, "attention_chunk_size", None):
         return "its chunked attention is not implemented for ragged rows"
     if getattr(config, "alibi", False):
@@ -51,8 +61,8 @@ def _refusal(hf: Any, config: Any) -> str | None:
 
 
 def _context(config: Any) -> int:
-    """Positions a row may use. Dynamic and long RoPE rescale by the longest row of a batch, so rows would change their
-    neighbours beyond the original length: they are held to it."""
+    """Positions a row may use. Dynamic and long RoPE rescale by the longest row of a batch, so rows
+    would change their neighbours beyond the original length: they are held to it."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     context = next((int(v) for v in (getattr(config, n, None) for n in names) if v), 1 << 20)
     for parameters in rope_parameters(config):
@@ -67,4 +77,8 @@ def _context(config: Any) -> int:
 def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
     """Those of the model, or one by one those of its kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return list(rope.values()) if rope and all(isinstance(value, Mapping) for value in rope.values()) else [rope]
+    return (
+        list(rope.values())
+        if rope and all(isinstance(value, Mapping) for value in rope.values())
+        else [rope]
+    )

@@ -12,12 +12,18 @@ MOST = 256
 
 
 def event_for(device: torch.device) -> Any:
-    """An event that notes when the stream reaches it; None for a device whose work is done when a call returns."""
-    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" and torch.cuda.is_available() else None
+    """An event that notes when the stream reaches it; None for a device whose work is done when a
+    call returns."""
+    return (
+        torch.cuda.Event(enable_timing=True)
+        if device.type == "cuda" and torch.cuda.is_available()
+        else None
+    )
 
 
 def _stream(device: torch.device) -> Any:
-    """Returns the stream that works for a device: without one, an event is recorded on the stream of the current device."""
+    """Returns the stream that works for a device: without one, an event is recorded on the stream
+    of the current device."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -38,7 +44,8 @@ class Moments:
         return self._events[0] is not None
 
     def note(self, place: int) -> None:
-        """This is the moment: all work launched before it is done, none of what is launched after it."""
+        """This is the moment: all work launched before it is done, none of what is launched after
+        it."""
         if self._events[place] is not None:
             self._events[place].record(_stream(self._device))
         else:

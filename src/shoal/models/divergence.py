@@ -1,7 +1,8 @@
 """The distance between two computations of the same logits: one measure for all checks of a load.
 
-Rounding makes outliers: of a million logits in bfloat16 the largest difference is a deviation where the distributions are the same
-for all that anyone draws from them. A fault moves most logits of a position.
+Rounding makes outliers: of a million logits in bfloat16 the largest difference is a deviation where
+the distributions are the same for all that anyone draws from them. A fault moves most logits of a
+position.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import torch
 from torch import Tensor
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-8, torch.float16: 1e-4, torch.bfloat16: 0.005}
-"""Largest divergence that rounding explains, in nats. A pretrained model of 30 layers shows 2e-11 in
-float32 and 9e-4 in bfloat16; in float64 the models' own norms and softmax still round to float32.
-Scores scaled by a tenth too much cost 0.02 in any format, a few keys that one of its layers does not
-see 0.008, norms exchanged in one layer 0.4."""
+"""Largest divergence that rounding explains, in nats. A pretrained model of 30 layers shows 2e-11
+in float32 and 9e-4 in bfloat16; in float64 the models' own norms and softmax still round to
+float32. Scores scaled by a tenth too much cost 0.02 in any format, a few keys that one of its
+layers does not see 0.008, norms exchanged in one layer 0.4."""
 BYTES = {torch.float64: 0.05, torch.float32: 0.05, torch.float16: 0.25, torch.bfloat16: 0.25}
-"""The same for layers that round their activations to bytes, by the format around them: there another order of sums turns
-roundings by a 127th. The same model shows 0.02 in float32 and 0.09 in bfloat16."""
+"""The same for layers that round their activations to bytes, by the format around them: there
+another order of sums turns roundings by a 127th. The same model shows 0.02 in float32 and 0.09 in
+bfloat16."""
 
 
 def divergences(logits: Tensor, right: Tensor) -> Tensor:
-    """The Kullback-Leibler divergence of each position's distribution from the right one, [positions] float64, in nats.
+    """The Kullback-Leibler divergence of each position's distribution from the right one,
+    [positions] float64, in nats.
 
-    At the temperature at which the right logits of the position have a standard deviation of one: a tiny model's logits of 0.1
-    count as much as a trained model's of 20. It is about half the mean square of the differences, in these deviations.
+    At the temperature at which the right logits of the position have a standard deviation of one: a
+    tiny model's logits of 0.1 count as much as a trained model's of 20. It is about half the mean
+    square of the differences, in these deviations.
 
     Args:
         logits, right: [positions, vocab].
@@ -34,10 +38,13 @@ def divergences(logits: Tensor, right: Tensor) -> Tensor:
     spread = theirs.std(dim=-1, keepdim=True).clamp(min=1e-9)
     own, true = (ours / spread).log_softmax(dim=-1), (theirs / spread).log_softmax(dim=-1)
     below = true - own
-    return (true.exp() * (torch.expm1(-below) + below)).sum(dim=-1)  # of terms that are never negative
+    return (true.exp() * (torch.expm1(-below) + below)).sum(
+        dim=-1
+    )  # of terms that are never negative
 
 
 def mean_divergence(logits: Tensor, right: Tensor) -> float:
-    """The mean over all positions; infinite if a logit is NaN or infinite, which compares as neither larger nor smaller."""
+    """The mean over all positions; infinite if a logit is NaN or infinite, which compares as
+    neither larger nor smaller."""
     mean = float(divergences(logits, right).mean())
     return mean if math.isfinite(mean) else math.inf

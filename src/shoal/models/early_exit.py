@@ -1,8 +1,9 @@
-"""The first layers of a model as a model of their own: early exit (Elhoushi et al., LayerSkip, ACL 2024, arXiv 2404.16710).
+"""The first layers of a model as a model of their own: early exit (Elhoushi et al., LayerSkip, ACL
+2024, arXiv 2404.16710).
 
-Nothing is copied. The modules that lead to the layers are, as shells; what they hold is the model's. The runner of such a model
-feeds the cache that it was made from: what it writes are the keys and values of the model's first layers, at the places where the
-model itself would write them.
+Nothing is copied. The modules that lead to the layers are, as shells; what they hold is the
+model's. The runner of such a model feeds the cache that it was made from: what it writes are the
+keys and values of the model's first layers, at the places where the model itself would write them.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ _places: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def require_exit(runner: Runner, layers: int) -> None:
-    """Raises RequestError: the model does not have more layers than that. UnsupportedModel: see `first_layers`."""
+    """Raises RequestError: the model does not have more layers than that. UnsupportedModel: see
+    `first_layers`."""
     every = layer_count(runner)
     if not 1 <= layers < every:
-        raise RequestError(f"{runner.name} has {every} layers: exit must be in 1..{every - 1}, got {layers}")
+        raise RequestError(
+            f"{runner.name} has {every} layers: exit must be in 1..{every - 1}, got {layers}"
+        )
     _model_of(runner, layers)
 
 
@@ -45,29 +49,41 @@ def layer_count(runner: Runner) -> int:
 
 
 def first_layers(runner: Runner, layers: int) -> Runner:
-    """The model's first layers, its last norm and its head, as a runner over the same cache. Its passes are lean where those of the
-    model are, and never captured.
+    """The model's first layers, its last norm and its head, as a runner over the same cache. Its
+    passes are lean where those of the model are, and never captured.
 
     Raises:
-        UnsupportedModel: the model's layers are not one list that its passes go through, or other processes have parts of it.
+        UnsupportedModel: the model's layers are not one list that its passes go through, or other
+            processes have parts of it.
     """
     lean = None if runner.lean is None else _lean(runner.lean, layers)
     return runner.over_same_cache(_model_of(runner, layers), lean)
 
 
 def head_of(runner: Runner) -> Callable[[Tensor], Tensor]:
-    """What makes logits [..., vocab] of the states after a layer, [..., width]: the last norm and the head, without what a few
-    models do to their logits afterwards. Raises UnsupportedModel: its last norm is not known by name."""
+    """What makes logits [..., vocab] of the states after a layer, [..., width]: the last norm and
+    the head, without what a few models do to their logits afterwards. Raises UnsupportedModel: its
+    last norm is not known by name."""
     owner = runner.hf.get_submodule(_place_of(runner).rpartition(".")[0])
     head = runner.hf.get_output_embeddings()
-    norm = next((getattr(owner, name) for name in NORMS if isinstance(getattr(owner, name, None), nn.Module)), None)
+    norm = next(
+        (
+            getattr(owner, name)
+            for name in NORMS
+            if isinstance(getattr(owner, name, None), nn.Module)
+        ),
+        None,
+    )
     if norm is None:
-        raise UnsupportedModel(f"the exits of {runner.name} cannot be compared: name one, as in self:exit=2")
+        raise UnsupportedModel(
+            f"the exits of {runner.name} cannot be compared: name one, as in self:exit=2"
+        )
     return lambda states: head(norm(states))  # type: ignore[no-any-return]
 
 
 def _model_of(runner: Runner, layers: int) -> Any:
-    """The Transformers model, made and tried once. Its config is the model's own, which tells layers how to attend."""
+    """The Transformers model, made and tried once. Its config is the model's own, which tells
+    layers how to attend."""
     known = _models.of(runner.hf)
     if layers not in known:
         _place_of(runner)
@@ -76,17 +92,21 @@ def _model_of(runner: Runner, layers: int) -> Any:
         if made != layers:
             del known[layers]
             raise UnsupportedModel(
-                f"{runner.name} ({_kind(runner)}) cannot leave after {layers} layers: its pass made {made}"
+                f"{runner.name} ({_kind(runner)}) cannot leave after {layers} layers: its pass "
+                f"made {made}"
             )
     return known[layers]
 
 
 def shallow(hf: Any, layers: int) -> Any:
-    """A Transformers model of the model's first layers, its last norm and its head, which are its own modules. Raises
-    UnsupportedModel: its layers are not one list."""
+    """A Transformers model of the model's first layers, its last norm and its head, which are its
+    own modules. Raises UnsupportedModel: its layers are not one list."""
     place = _place_in(hf)
     if not place:
-        raise UnsupportedModel(f"{type(hf).__name__} cannot leave after {layers} layers: its layers are no list of modules")
+        raise UnsupportedModel(
+            f"{type(hf).__name__} cannot leave after {layers} layers: its layers are no list of "
+            f"modules"
+        )
     *path, last = place.split(".")
     top = module = _shell(hf)
     for name in path:
@@ -116,9 +136,15 @@ def _place_in(hf: Any) -> str:
     if hf not in _places:
         config = hf.config
         count = getattr(
-            config.get_text_config() if hasattr(config, "get_text_config") else config, "num_hidden_layers", None
+            config.get_text_config() if hasattr(config, "get_text_config") else config,
+            "num_hidden_layers",
+            None,
         )
-        lists = {name: len(module) for name, module in hf.named_modules() if isinstance(module, nn.ModuleList)}
+        lists = {
+            name: len(module)
+            for name, module in hf.named_modules()
+            if isinstance(module, nn.ModuleList)
+        }
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         found = [name for name in outer if lists[name] == count]
         _places[hf] = found[0] if len(found) == 1 else ""

@@ -1,6 +1,8 @@
-"""Lets a process that was forked from one that computed compute as well (a worker of gunicorn with --preload, of a DataLoader).
+"""Lets a process that was forked from one that computed compute as well (a worker of gunicorn with
+--preload, of a DataLoader).
 
-A child has none of its parent's threads, and OpenMP of gcc waits for them for ever. So the child computes on one thread.
+A child has none of its parent's threads, and OpenMP of gcc waits for them for ever. So the child
+computes on one thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Which number format a model is loaded in, decided by facts: the checkpoint's own format, and the instructions of the CPU.
+"""Which number format a model is loaded in, decided by facts: the checkpoint's own format, and the
+instructions of the CPU.
 
-The same facts give the same format in every process. A measurement would not: the format changes the rounding of the logits, and
-with it the tokens of a seed, so a choice that follows the load of the machine makes seeds worthless.
+The same facts give the same format in every process. A measurement would not: the format changes
+the rounding of the logits, and with it the tokens of a seed, so a choice that follows the load of
+the machine makes seeds worthless.
 """
 
 from __future__ import annotations
@@ -19,22 +21,32 @@ from safetensors import SafetensorError, safe_open
 from shoal.native.processor import cpu_flags
 
 WIDE = 1024
-"""Least hidden size for bfloat16 on a CPU. Layers of 256 features take up to twice as long in bfloat16 with AVX512-BF16, because
-converting activations costs more than the product; layers of 1,024 and more take half as long from 8 tokens on."""
+"""Least hidden size for bfloat16 on a CPU. Layers of 256 features take up to twice as long in
+bfloat16 with AVX512-BF16, because converting activations costs more than the product; layers of
+1,024 and more take half as long from 8 tokens on."""
 
 FLAGS = {
     torch.bfloat16: {
-        "amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "sve_bf16": "SVE-BF16", "svebf16": "SVE-BF16", "bf16": "ARM-BF16",
+        "amx_bf16": "AMX-BF16",
+        "avx512_bf16": "AVX512-BF16",
+        "sve_bf16": "SVE-BF16",
+        "svebf16": "SVE-BF16",
+        "bf16": "ARM-BF16",
     },
     torch.float16: {
-        "amx_fp16": "AMX-FP16", "avx512_fp16": "AVX512-FP16", "fp16_arith": "ARM-FP16", "asimdhp": "ARM-FP16",
+        "amx_fp16": "AMX-FP16",
+        "avx512_fp16": "AVX512-FP16",
+        "fp16_arith": "ARM-FP16",
+        "asimdhp": "ARM-FP16",
     },
-}  # fmt: skip
-"""CPU flags, as `torch.cpu.get_capabilities` or /proc/cpuinfo spell them, of instructions that multiply a 16-bit format."""
+}
+"""CPU flags, as `torch.cpu.get_capabilities` or /proc/cpuinfo spell them, of instructions that
+multiply a 16-bit format."""
 
 
 INT8_FLAGS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
-"""CPU flags of instructions that add products of bytes exactly; without them oneDNN's sums saturate at 16 bits."""
+"""CPU flags of instructions that add products of bytes exactly; without them oneDNN's sums saturate
+at 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,8 @@ class Cpu:
 
     Attributes:
         products: the instruction set that multiplies a 16-bit format, for each format that has one.
-        mkl: matrix products are MKL's, on x86. packs: the formats whose weights oneDNN can pack (`shoal.models.weights`).
+        mkl: matrix products are MKL's, on x86.
+        packs: the formats whose weights oneDNN can pack (`shoal.models.weights`).
     """
 
     products: Mapping[torch.dtype, str] = field(default_factory=dict)
@@ -52,9 +65,13 @@ class Cpu:
 
     @staticmethod
     def of(flags: Iterable[str], *, onednn: bool = True, mkl: bool = False) -> Cpu:
-        """From CPU flags. onednn: torch has oneDNN; without it 16-bit products use no such instructions."""
+        """From CPU flags. onednn: torch has oneDNN; without it 16-bit products use no such
+        instructions."""
         known = set(flags) if onednn else set()
-        found = {dtype: [name for flag, name in names.items() if flag in known] for dtype, names in FLAGS.items()}
+        found = {
+            dtype: [name for flag, name in names.items() if flag in known]
+            for dtype, names in FLAGS.items()
+        }
         return Cpu({dtype: names[0] for dtype, names in found.items() if names}, mkl)
 
 
@@ -71,7 +88,8 @@ def cpu() -> Cpu:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch packs weights of a format, multiplies by them, and gives them back; versions and CPUs differ."""
+    """Whether this torch packs weights of a format, multiplies by them, and gives them back;
+    versions and CPUs differ."""
     weight = torch.arange(-8, 8).view(4, 4).to(dtype)
     try:
         if dtype == torch.int8:
@@ -91,11 +109,13 @@ def number_format(
 ) -> tuple[torch.dtype, str]:
     """The format in which a model is computed on a CPU, and why.
 
-    bfloat16 for a bfloat16 checkpoint of wide layers on a CPU with bfloat16 products, else float32, which holds the weights of any
-    16-bit checkpoint exactly. A drafter follows its target, unless that would round its weights.
+    bfloat16 for a bfloat16 checkpoint of wide layers on a CPU with bfloat16 products, else float32,
+    which holds the weights of any 16-bit checkpoint exactly. A drafter follows its target, unless
+    that would round its weights.
 
     Args:
-        checkpoint: format of the stored weights; None where it is unknown. width: hidden size of the model.
+        checkpoint: format of the stored weights; None where it is unknown.
+        width: hidden size of the model.
         target: format of the target that this model drafts for; None for a target.
     """
     instructions, stored = cpu.products.get(torch.bfloat16), _name(checkpoint)
@@ -103,20 +123,32 @@ def number_format(
         return torch.float32, f"float32: the checkpoint is in {stored}"
     if target is not None:
         chosen = target if target == torch.bfloat16 else torch.float32
-        return chosen, f"{_name(chosen)}: the checkpoint is in {stored}, and the target in {_name(target)}"
+        return (
+            chosen,
+            f"{_name(chosen)}: the checkpoint is in {stored}, and the target in {_name(target)}",
+        )
     if instructions is None:
         return torch.float32, f"float32: this CPU has no {stored} products"
     if width < WIDE:
-        return torch.float32, f"float32: layers of {width} features gain nothing from {instructions}, those of {WIDE} do"
-    return torch.bfloat16, f"bfloat16: the checkpoint is in {stored}, and this CPU has {instructions}"
+        return (
+            torch.float32,
+            f"float32: layers of {width} features gain nothing from {instructions}, those of "
+            f"{WIDE} do",
+        )
+    return (
+        torch.bfloat16,
+        f"bfloat16: the checkpoint is in {stored}, and this CPU has {instructions}",
+    )
 
 
 def stored_format(config: Any, source: str | Path) -> torch.dtype | None:
-    """The format of a checkpoint's weights: what its Transformers config says, else the first tensor of its safetensors files, if
-    `source` is a directory; None where neither says it."""
+    """The format of a checkpoint's weights: what its Transformers config says, else the first
+    tensor of its safetensors files, if `source` is a directory; None where neither says it."""
     for owner in (config, config.get_text_config()):
         dtype = getattr(owner, "dtype", None)
-        dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+        dtype = (
+            getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+        )
         if isinstance(dtype, torch.dtype):
             return dtype
     for file in sorted(Path(source).expanduser().glob("*.safetensors")):

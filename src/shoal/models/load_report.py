@@ -1,4 +1,5 @@
-"""What was chosen when a pair was loaded: what changes the rounding of logits or the drafts, and so may change a seed's tokens."""
+"""What was chosen when a pair was loaded: what changes the rounding of logits or the drafts, and so
+may change a seed's tokens."""
 
 from __future__ import annotations
 
@@ -9,38 +10,50 @@ from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.runner import Runner
 
 
-def load_report(target: Runner, draft: Runner | None, drafter: str | None = None) -> dict[str, dict[str, str] | None]:
-    """The choices for each model, ready for JSON; no name or path of a model in it. "draft" is None without a drafter.
+def load_report(
+    target: Runner, draft: Runner | None, drafter: str | None = None
+) -> dict[str, dict[str, str] | None]:
+    """The choices for each model, ready for JSON; no name or path of a model in it. "draft" is None
+    without a drafter.
 
     Args:
         drafter: the name and the options of one that is no model.
     """
-    chosen = ({} if drafter is None else {"drafter": drafter}) | ({} if draft is None else described(draft))
+    chosen = ({} if drafter is None else {"drafter": drafter}) | (
+        {} if draft is None else described(draft)
+    )
     return {"target": described(target), "draft": chosen or None}
 
 
 def described(runner: Runner) -> dict[str, str]:
     """Returns the choices for one model.
 
-    dtype, dtype_reason: the number format, and the reason for it.
-    device: where the model is.
-    weights: their order in memory (`shoal.models.weights`).
-    quantize: the 8-bit format, or "off".
-    attention: the method, with "auto" resolved.
-    passes: the executor of passes of a few tokens (`shoal.models.executors`), and why a faster one is not used.
-    strict: how strict passes were proved, or "off".
+    dtype, dtype_reason: the number format, and the reason for it. device: where the model is.
+    weights: their order in memory (`shoal.models.weights`). quantize: the 8-bit format, or "off".
+    attention: the method, with "auto" resolved. passes: the executor of passes of a few tokens
+    (`shoal.models.executors`), and why a faster one is not used. strict: how strict passes were
+    proved, or "off".
     """
     notes, name = runner.notes, str(runner.dtype).removeprefix("torch.")
     reason = notes.get("dtype", "that of the model object").removeprefix(f"{name}: ")
     return {
-        "dtype": name, "dtype_reason": reason, "device": str(runner.device), "weights": notes.get("weights", "as given"),
-        "quantize": notes.get("quantize", "off"), "attention": _attention(runner),
-        "passes": _passes(runner), "strict": notes.get("strict", "off"),
-    }  # fmt: skip
+        "dtype": name,
+        "dtype_reason": reason,
+        "device": str(runner.device),
+        "weights": notes.get("weights", "as given"),
+        "quantize": notes.get("quantize", "off"),
+        "attention": _attention(runner),
+        "passes": _passes(runner),
+        "strict": notes.get("strict", "off"),
+    }
 
 
 def _passes(runner: Runner) -> str:
-    layers = TRITON_LAYERS if runner.fused_layers is not None and not runner.ordinary_only else runner.executors[-1].name
+    layers = (
+        TRITON_LAYERS
+        if runner.fused_layers is not None and not runner.ordinary_only
+        else runner.executors[-1].name
+    )
     reason = runner.capture_failure or runner.absent.get(CAPTURED)
     if reason is not None:
         return f"{layers} (no captured rounds: {reason})"
@@ -65,6 +78,12 @@ def one_line(report: dict[str, dict[str, str] | None]) -> str:
 def _words(chosen: dict[str, str] | None) -> str:
     if chosen is None or "dtype" not in chosen:
         return "none" if chosen is None else chosen["drafter"]
-    rest = (f"{name} {chosen[name]}" for name in ("weights", "quantize", "attention", "passes", "strict"))
+    rest = (
+        f"{name} {chosen[name]}"
+        for name in ("weights", "quantize", "attention", "passes", "strict")
+    )
     first = f"{chosen['drafter']}, " if "drafter" in chosen else ""
-    return f"{first}{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), {', '.join(rest)}"
+    return (
+        f"{first}{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), "
+        f"{', '.join(rest)}"
+    )

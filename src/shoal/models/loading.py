@@ -27,7 +27,12 @@ from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
 from shoal.types.load_stages import StageWatch, unwatched
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 ROWWISE = {
     *weights.LINEARS,
@@ -45,20 +50,25 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("shoal"))) / "data" / "pair" / part
 
 
-def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, strict: bool = False) -> Runner:
+def wrap(
+    hf: Any, name: str, attention: str = "auto", checked: bool = True, strict: bool = False
+) -> Runner:
     """A runner around a Transformers model object, checked.
 
     Args:
         strict: passes whose bits do not depend on what else is in them (`shoal.models.strict`).
 
     Raises:
-        RequestError: if the model is in training mode, or strict on an accelerator or with another attention.
+        RequestError: if the model is in training mode, or strict on an accelerator or with another
+            attention.
         UnsupportedModel: see `shoal.models.capabilities`, `selfcheck` and `strict`.
     """
     require_eval(hf, name)
     attention_path, context = capabilities(hf, name)
     if strict and (hf.device.type != "cpu" or attention not in ("auto", "strict")):
-        raise RequestError(f"strict works on a CPU with attention 'auto', got {attention!r} on {hf.device}")
+        raise RequestError(
+            f"strict works on a CPU with attention 'auto', got {attention!r} on {hf.device}"
+        )
     if strict and attention_path != "interface":
         raise UnsupportedModel(f"{name} cannot be strict: it attends by its own code")
     runner = Runner(hf, name, attention_path, context, "strict" if strict else attention)
@@ -70,7 +80,10 @@ def wrap(hf: Any, name: str, attention: str = "auto", checked: bool = True, stri
 def require_eval(hf: Any, name: str) -> None:
     """Raises RequestError for a model in training mode."""
     if hf.training:
-        raise RequestError(f"{name} is in training mode, where dropout makes its logits random: call model.eval() first")
+        raise RequestError(
+            f"{name} is in training mode, where dropout makes its logits random: call "
+            f"model.eval() first"
+        )
 
 
 def is_model(source: Any) -> bool:
@@ -84,48 +97,85 @@ def name_of(hf: Any) -> str:
 
 
 def tokenizer_at_hand(hf: Any) -> Any:
-    """The tokenizer that lies where a model object was loaded from, on this machine; None if there is none."""
+    """The tokenizer that lies where a model object was loaded from, on this machine; None if there
+    is none."""
     try:
-        return load_tokenizer(hf.config.name_or_path, local_files_only=True) if hf.config.name_or_path else None
+        return (
+            load_tokenizer(hf.config.name_or_path, local_files_only=True)
+            if hf.config.name_or_path
+            else None
+        )
     except RequestError:
         return None
 
 
 def load_runner(
-    source: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", revision: str | None = None,
-    attention: str = "auto", quantize: str = "off", strict: bool = False, tensor_parallel: bool = False,
-    trust_remote_code: bool = False, local_files_only: bool = False, target_dtype: torch.dtype | None = None, pack: bool = True,
-    kept: Sequence[int] | None = None, watch: StageWatch = unwatched,
-) -> Runner:  # fmt: skip
-    """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file safetensors).
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    revision: str | None = None,
+    attention: str = "auto",
+    quantize: str = "off",
+    strict: bool = False,
+    tensor_parallel: bool = False,
+    trust_remote_code: bool = False,
+    local_files_only: bool = False,
+    target_dtype: torch.dtype | None = None,
+    pack: bool = True,
+    kept: Sequence[int] | None = None,
+    watch: StageWatch = unwatched,
+) -> Runner:
+    """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file
+    safetensors).
 
     Args:
-        dtype: "auto" is the checkpoint's own on an accelerator, and decided by `shoal.models.formats` on a CPU.
-        quantize: a format of `shoal.models.quantize`. strict: see `wrap`. target_dtype: for a drafter, that of its target.
-        pack: weights may be packed (`shoal.models.weights`). kept: ids that its head keeps (`shoal.models.trimming`); None = all.
-        tensor_parallel: a part of the model in every process that torchrun started; returns in the first (see
-            `shoal.models.tensor_parallel`). watch: its stages are told to.
+        dtype: "auto" is the checkpoint's own on an accelerator, and decided by
+            `shoal.models.formats` on a CPU.
+        quantize: a format of `shoal.models.quantize`.
+        strict: see `wrap`.
+        target_dtype: for a drafter, that of its target.
+        pack: weights may be packed (`shoal.models.weights`).
+        kept: ids that its head keeps (`shoal.models.trimming`); None = all.
+        tensor_parallel: a part of the model in every process that torchrun started; returns in the
+            first (see `shoal.models.tensor_parallel`).
+        watch: its stages are told to.
 
     Raises:
-        RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no memory.
+        RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no
+            memory.
         UnsupportedModel: see `shoal.models.capabilities` and `selfcheck`.
     """
     file = gguf_of(source, revision, local_files_only)
     if file is not None:
         return load_gguf(
-            file, str(source), device=str(device), strict=strict, watch=watch, dtype=dtype, attention=attention, quantize=quantize,
-            tensor_parallel=tensor_parallel, kept=kept,
-        )  # fmt: skip
+            file,
+            str(source),
+            device=str(device),
+            strict=strict,
+            watch=watch,
+            dtype=dtype,
+            attention=attention,
+            quantize=quantize,
+            tensor_parallel=tensor_parallel,
+            kept=kept,
+        )
     place = resolve_device(device)
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
+    hub = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": local_files_only,
+    }
     config = _from(source, transformers.AutoConfig, **hub)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
-            f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal decodes causal language models"
+            f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal "
+            f"decodes causal language models"
         )
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
         raise UnsupportedModel(
-            f"{source} ({config.model_type}) is not supported: Transformers has no causal language model for it"
+            f"{source} ({config.model_type}) is not supported: Transformers has no causal "
+            f"language model for it"
         )
     sharding = _sharding(str(source), config, device, quantize, strict) if tensor_parallel else {}
     kind, why = resolve_dtype(dtype), f"{str(dtype).removeprefix('torch.')}: as asked"
@@ -137,7 +187,11 @@ def load_runner(
         hf = _moved(hf if kept is None else with_head_of(hf, kept, str(source)), source, place)
     with watch("packing"):
         plain = strict or not pack or quantize != "off"
-        order = "sharded" if sharding else weights.lay_out(hf, weights.by_facts if plain else weights.by_measurement)
+        order = (
+            "sharded"
+            if sharding
+            else weights.lay_out(hf, weights.by_facts if plain else weights.by_measurement)
+        )
         hf, how = quantized(hf, quantize, pack and not strict)
     with watch("checking"):
         runner = wrap(hf, str(source), attention, strict=strict)
@@ -154,37 +208,57 @@ def _moved(hf: Any, source: str | Path, place: torch.device) -> Any:
 
 
 def _auto_dtype(
-    config: Any, source: str | Path, place: torch.device, target_dtype: torch.dtype | None, sharded: bool
+    config: Any,
+    source: str | Path,
+    place: torch.device,
+    target_dtype: torch.dtype | None,
+    sharded: bool,
 ) -> tuple[torch.dtype | str, str]:
-    """The number format of dtype="auto", and why. The processes of a sharded model may have unlike CPUs, and must agree."""
+    """The number format of dtype="auto", and why. The processes of a sharded model may have unlike
+    CPUs, and must agree."""
     if place.type != "cpu":
         return "auto", "that of the checkpoint"
     if sharded:
         return torch.float32, "float32: its processes may have unlike CPUs"
     width = getattr(config.get_text_config(), "hidden_size", None) or 0
-    return formats.number_format(formats.stored_format(config, source), width, formats.cpu(), target_dtype)
+    return formats.number_format(
+        formats.stored_format(config, source), width, formats.cpu(), target_dtype
+    )
 
 
-def _sharding(name: str, config: Any, device: str | torch.device, quantize: str, strict: bool) -> dict[str, Any]:
+def _sharding(
+    name: str, config: Any, device: str | torch.device, quantize: str, strict: bool
+) -> dict[str, Any]:
     """What makes `from_pretrained` share a model out among the processes that torchrun started."""
     if strict or quantize != "off" or str(device) != "auto":
-        raise RequestError("tensor_parallel wants device 'auto', and goes neither with strict nor with a quantised target")
+        raise RequestError(
+            "tensor_parallel wants device 'auto', and goes neither with strict nor with a "
+            "quantised target"
+        )
     require_ranks(name, config.get_text_config())
     return {"distributed_config": transformers.distributed.DistributedConfig(tp_plan="auto")}
 
 
 def _weights(source: str | Path, config: Any, **options: Any) -> Any:
-    """The model with its weights. Raises what `_from` does; UnsupportedModel: others have quantised them, and not for this."""
+    """The model with its weights. Raises what `_from` does; UnsupportedModel: others have quantised
+    them, and not for this."""
     try:
-        hf, found = _from(source, transformers.AutoModelForCausalLM, output_loading_info=True, **options)
+        hf, found = _from(
+            source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
+        )
         _check_complete(source, found["missing_keys"])
     except (RequestError, ModelError) as error:
         foreign = getattr(config, "quantization_config", None)
         if foreign is None:
             raise
-        name = foreign.get("quant_method") if isinstance(foreign, dict) else getattr(foreign, "quant_method", None)
+        name = (
+            foreign.get("quant_method")
+            if isinstance(foreign, dict)
+            else getattr(foreign, "quant_method", None)
+        )
         raise UnsupportedModel(
-            f"{source} was quantised by {getattr(name, 'value', name)}, and cannot be read here: {error}; take the checkpoint "
+            f"{source} was quantised by {getattr(name, 'value', name)}, and cannot be read "
+            f"here: {error}; take the checkpoint "
             "that it was made from, which quantize='target=int8' quantises"
         ) from error
     return hf
@@ -195,7 +269,8 @@ def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
     names = sorted(missing)
     if names:
         raise ModelError(
-            f"{source}: the checkpoint lacks {len(names)} of its model's tensors, for example {names[0]}; "
+            f"{source}: the checkpoint lacks {len(names)} of its model's tensors, for example "
+            f"{names[0]}; "
             "download or export it again"
         )
 
@@ -206,8 +281,12 @@ def load_tokenizer(source: str | Path, **hub: Any) -> Any:
     if file is not None:
         return tokenizer_of(file)
     place = directory_of(source)
-    if place is not None and not any(found for pattern in TOKENIZER_FILES for found in place.glob(pattern)):
-        raise RequestError(f"no tokenizer in {source}: expected tokenizer.json or the files that it is made from")
+    if place is not None and not any(
+        found for pattern in TOKENIZER_FILES for found in place.glob(pattern)
+    ):
+        raise RequestError(
+            f"no tokenizer in {source}: expected tokenizer.json or the files that it is made from"
+        )
     return _from(source, transformers.AutoTokenizer, **hub)
 
 
@@ -217,9 +296,13 @@ def _from(source: str | Path, auto: Any, **options: Any) -> Any:
     try:
         return auto.from_pretrained(str(directory_of(source) or source), **options)
     except SafetensorError as error:
-        raise ModelError(f"{source}: the safetensors file is damaged ({error}); download or export it again") from error
+        raise ModelError(
+            f"{source}: the safetensors file is damaged ({error}); download or export it again"
+        ) from error
     except MemoryError as error:
-        raise ModelError(f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model") from error
+        raise ModelError(
+            f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model"
+        ) from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
         first = _first_sentence(error)
         if "trust_remote_code" in str(error):
@@ -232,19 +315,24 @@ def _first_sentence(error: Exception) -> str:
     text = str(error).strip()
     line = text.splitlines()[0].rstrip() if text else ""
     whole = " ".join(text.split()) if line.endswith(":") else line
-    complete = whole and isinstance(error, (OSError, ValueError, ImportError))  # others say little without their kind
+    complete = whole and isinstance(
+        error, (OSError, ValueError, ImportError)
+    )  # others say little without their kind
     return whole if complete else f"{type(error).__name__} {whole}".strip()
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "auto" takes an accelerator if there is one. Raises RequestError for a device that is not here."""
+    """ "auto" takes an accelerator if there is one. Raises RequestError for a device that is not
+    here."""
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        raise RequestError(f"device {device!r} is not available here: {str(error).splitlines()[0]}") from error
+        raise RequestError(
+            f"device {device!r} is not available here: {str(error).splitlines()[0]}"
+        ) from error
     return place
 
 
@@ -258,7 +346,8 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
 
 
 def eos_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The token ids that end a text: the model's generation config first, then its config, then the tokenizer."""
+    """The token ids that end a text: the model's generation config first, then its config, then the
+    tokenizer."""
     generation = getattr(hf, "generation_config", None)
     for owner in (generation, hf.config, tokenizer):
         value = getattr(owner, "eos_token_id", None)

@@ -1,4 +1,5 @@
-"""Which exceptions mean that there is no memory, wherever they come from, and the one error that they become."""
+"""Which exceptions mean that there is no memory, wherever they come from, and the one error that
+they become."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SIGNS = (
     "bad_alloc",
     "bad allocation",
     "status_alloc_failed",  # cuBLAS, cuDNN, cuSOLVER
-    "cublascreate",  # a new handle fails for want of memory, though the status then says "not initialized"
+    # a new handle fails for want of memory, though the status then says "not initialized"
+    "cublascreate",
 )
 """What such errors say; libraries raise them as plain RuntimeErrors."""
 ADVICE = "lower max_batch, n, max_new_tokens or use dtype='bfloat16'"
@@ -32,7 +34,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class explained:
-    """A context in which out of memory becomes an `OutOfMemory` that says what to do; anything else stays what it is.
+    """A context in which out of memory becomes an `OutOfMemory` that says what to do; anything else
+    stays what it is.
 
     The traceback of the cause is dropped: its frames hold the tensors that took the memory.
     """
@@ -43,6 +46,13 @@ class explained:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if isinstance(error, (MemoryError, RuntimeError, OSError)) and is_out_of_memory(error):
-            raise OutOfMemory(f"{self._who}: out of memory ({error}); {ADVICE}") from error.with_traceback(None)
+            raise OutOfMemory(
+                f"{self._who}: out of memory ({error}); {ADVICE}"
+            ) from error.with_traceback(None)

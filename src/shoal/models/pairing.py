@@ -15,23 +15,27 @@ PROBE = 'def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I\'m 3.14\n\
 """Text that different tokenizers split differently."""
 
 
-def compared(target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None) -> Vocabularies | None:
+def compared(
+    target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None
+) -> Vocabularies | None:
     """The vocabularies of a pair whose tokenizers differ; None where they do not.
 
-    Tokenizers decide, not sizes: models often pad one vocabulary to different widths. Without both tokenizers the widths must agree
-    up to `VOCABULARY_PADDING`.
+    Tokenizers decide, not sizes: models often pad one vocabulary to different widths. Without both
+    tokenizers the widths must agree up to `VOCABULARY_PADDING`.
 
     Raises:
         PairMismatch: this drafter cannot propose for this target.
     """
     if target.device != draft.device:
         raise PairMismatch(
-            f"{draft.name} cannot draft for {target.name}: target is on {target.device}, drafter on {draft.device}"
+            f"{draft.name} cannot draft for {target.name}: target is on {target.device}, "
+            f"drafter on {draft.device}"
         )
     if tokenizer is None or draft_tokenizer is None:
         if abs(target.vocab_size - draft.known_ids) > VOCABULARY_PADDING:
             raise PairMismatch(
-                f"{draft.name} cannot draft for {target.name}: vocabulary of {target.vocab_size} v {draft.known_ids} and no "
+                f"{draft.name} cannot draft for {target.name}: vocabulary of "
+                f"{target.vocab_size} v {draft.known_ids} and no "
                 "tokenizers to compare: load both models from where their tokenizers lie"
             )
         return None

@@ -28,12 +28,12 @@ MODES = ("auto", "on", "off", "modules")
 
 
 def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
-    """Chooses the executors of a model. CUDA: captured rounds, and Triton layers for models of the family. CPU: kernels in C for
-    attention, and lean passes for models of the family.
+    """Chooses the executors of a model. CUDA: captured rounds, and Triton layers for models of the
+    family. CPU: kernels in C for attention, and lean passes for models of the family.
 
     Args:
-        mode: "on": compiled, or captured; "off": neither; "auto": where that is possible without waiting; "modules": as "auto",
-            and the model's own modules compute all but attention.
+        mode: "on": compiled, or captured; "off": neither; "auto": where that is possible without
+            waiting; "modules": as "auto", and the model's own modules compute all but attention.
         owned: shoal loaded the model, so that nobody else has put hooks on its modules, or will.
 
     Raises:
@@ -53,7 +53,9 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
             use_fused_layers(runner)
         return
     if mode == "on" and missing():
-        raise RequestError(f"compile='on' needs kernels in C, and they could not be built here: {missing()}")
+        raise RequestError(
+            f"compile='on' needs kernels in C, and they could not be built here: {missing()}"
+        )
     if mode == "off" or missing():
         runner.use_attention("pad", instead_of="auto")
         runner.absent[C_DECODER] = missing() or "compile='off'"
@@ -69,7 +71,8 @@ def _not_wanted(owned: bool) -> str:
 
 
 def use_fused_layers(runner: Runner) -> None:
-    """Makes the passes of a model of the family by fused layers, if these then still compute what the model does."""
+    """Makes the passes of a model of the family by fused layers, if these then still compute what
+    the model does."""
     layers = fused_layers_of(runner.hf) if runner.can_be_lean else None
     if layers is None:
         runner.absent[TRITON_LAYERS] = _no_fused_layers(runner)
@@ -86,11 +89,15 @@ def _no_fused_layers(runner: Runner) -> str:
     if not runner.can_be_lean:
         return "strict=True, or the model takes padded blocks only"
     reason = obstacle(runner.hf, (WeightOnly8Bit,)) and obstacle(runner.hf)
-    return reason or f"the kernels do not run on {runner.device} in {runner.dtype}, or the model is too wide"
+    return (
+        reason
+        or f"the kernels do not run on {runner.device} in {runner.dtype}, or the model is too wide"
+    )
 
 
 def use_lean_passes(runner: Runner) -> None:
-    """Makes the passes of a model of the family lean, if they then still compute what the model does."""
+    """Makes the passes of a model of the family lean, if they then still compute what the model
+    does."""
     decoder = None
     if runner.dtype in SUFFIXES and runner.can_be_lean and runner.attention in ("auto", "native"):
         decoder = decoder_of(runner.hf) or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
@@ -110,7 +117,9 @@ def _no_decoder(runner: Runner) -> str:
     if runner.attention not in ("auto", "native"):
         return f"attention={runner.attention!r}"
     if runner.dtype not in SUFFIXES:
-        return f"it computes in {' or '.join(str(dtype).removeprefix('torch.') for dtype in SUFFIXES)}"
+        return (
+            f"it computes in {' or '.join(str(dtype).removeprefix('torch.') for dtype in SUFFIXES)}"
+        )
     if runner.attention_path == "mask":
         return "the model attends by its own code"
     if not runner.packs:
@@ -121,13 +130,24 @@ def _no_decoder(runner: Runner) -> str:
 
 
 def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:
-    """Says in a line how far an executor's distributions are from those of the model's modules; whether rounding explains it."""
+    """Says in a line how far an executor's distributions are from those of the model's modules;
+    whether rounding explains it."""
     allowed = tolerance(runner)
     if error <= allowed:
-        log.debug("%s: %s diverge by %.2g nats from its modules, %g at most", runner.name, executor, error, allowed)
+        log.debug(
+            "%s: %s diverge by %.2g nats from its modules, %g at most",
+            runner.name,
+            executor,
+            error,
+            allowed,
+        )
         return True
     log.warning(
-        "%s: its modules compute passes: %s diverge by %.3g nats from them, and %s allows %g", runner.name, executor, error,
-        runner.dtype, allowed,
-    )  # fmt: skip
+        "%s: its modules compute passes: %s diverge by %.3g nats from them, and %s allows %g",
+        runner.name,
+        executor,
+        error,
+        runner.dtype,
+        allowed,
+    )
     return False

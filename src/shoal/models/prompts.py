@@ -20,21 +20,25 @@ MAX_PASS_TOKENS = 4096
 
 
 def pass_width(runner: Runner, longest: int) -> int:
-    """Tokens per row and pass of prompts of up to `longest` tokens. Kernels compute a pass in one call up to `MOST_COLUMNS` tokens;
-    a wider one goes operation by operation, which takes longer for short prompts and is as fast for long ones."""
+    """Tokens per row and pass of prompts of up to `longest` tokens. Kernels compute a pass in one
+    call up to `MOST_COLUMNS` tokens; a wider one goes operation by operation, which takes longer
+    for short prompts and is as fast for long ones."""
     whole = runner.lean is not None and runner.lean.whole is not None and not runner.hidden_layers
     in_one_call = longest <= SHORT and whole
     return MOST_COLUMNS if in_one_call else MAX_PASS_WIDTH
 
 
 def feed_prompts(
-    runner: Runner, prompts: Sequence[tuple[int, Sequence[int]]], hidden: dict[int, Tensor] | None = None
+    runner: Runner,
+    prompts: Sequence[tuple[int, Sequence[int]]],
+    hidden: dict[int, Tensor] | None = None,
 ) -> int:
     """Appends tokens to slots, in as few passes as hold them; returns how many there were.
 
     Args:
         prompts: (slot, tokens) pairs; those without tokens are passed over.
-        hidden: receives the hidden states of each slot's tokens, [tokens, features], if the runner keeps any.
+        hidden: receives the hidden states of each slot's tokens, [tokens, features], if the runner
+            keeps any.
     """
     todo = sorted((pair for pair in prompts if pair[1]), key=lambda pair: -len(pair[1]))
     width = pass_width(runner, len(todo[0][1]) if todo else 0)
@@ -47,12 +51,22 @@ def feed_prompts(
         todo = [pair for pair in todo if pair[0] not in taken]
         pieces: dict[int, list[Tensor]] = {}
         for first in range(0, longest, width):
-            part = [(slot, tokens[first : first + width]) for slot, tokens in batch if len(tokens) > first]
+            part = [
+                (slot, tokens[first : first + width])
+                for slot, tokens in batch
+                if len(tokens) > first
+            ]
             most = max(len(tokens) for _, tokens in part)
-            # Padding repeats a token of the row's own: what spoils another row's keys must not come in that way.
+            # Padding repeats a token of the row's own: what spoils another row's keys must not come
+            # in that way.
             padded = [[*tokens, *[tokens[-1]] * (most - len(tokens))] for _, tokens in part]
             block = torch.tensor(padded, device=runner.device)
-            runner.feed([slot for slot, _ in part], block, [len(tokens) for _, tokens in part], want_logits=False)
+            runner.feed(
+                [slot for slot, _ in part],
+                block,
+                [len(tokens) for _, tokens in part],
+                want_logits=False,
+            )
             if runner.hidden is not None:
                 for (slot, tokens), states in zip(part, runner.hidden, strict=True):
                     pieces.setdefault(slot, []).append(states[: len(tokens)])
@@ -67,8 +81,11 @@ def _free(runner: Runner, slot: int) -> int:
     return runner.cache.capacity - length + (0 if prefix is None else prefix.length)
 
 
-def feed_prefix(runner: Runner, prefix: Prefix, start: int, tokens: Tensor, hidden: list[Tensor] | None = None) -> int:
-    """Appends tokens [1, q] int64 from position `start` on to a prompt in the shared store; returns how many there were.
+def feed_prefix(
+    runner: Runner, prefix: Prefix, start: int, tokens: Tensor, hidden: list[Tensor] | None = None
+) -> int:
+    """Appends tokens [1, q] int64 from position `start` on to a prompt in the shared store; returns
+    how many there were.
 
     Args:
         hidden: receives their hidden states, [tokens, features], if the runner keeps any.

@@ -1,9 +1,11 @@
-"""Weights in 8 bits: a copy of a model whose linear layers hold int8 (CPU, CUDA) or fp8 (CUDA) and all else is shared.
+"""Weights in 8 bits: a copy of a model whose linear layers hold int8 (CPU, CUDA) or fp8 (CUDA) and
+all else is shared.
 
-A quantised *target* is another model: what is lossless is so with respect to it. A quantised *drafter* proposes a little less well,
-and costs no exactness at all; but it is never chosen unasked, because other drafts mean other tokens for a seed under the rule
-`rejection`, and whether it is faster depends on the layers' sizes. Activations are scaled per token, so that rows do not influence
-each other.
+A quantised *target* is another model: what is lossless is so with respect to it. A quantised
+*drafter* proposes a little less well, and costs no exactness at all; but it is never chosen
+unasked, because other drafts mean other tokens for a seed under the rule `rejection`, and whether
+it is faster depends on the layers' sizes. Activations are scaled per token, so that rows do not
+influence each other.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ OF_CUDA = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Int8Linear(nn.Module):
-    """y = x Wᵀ + b with int8 weights, one scale per output, and activations rounded to int8, one scale per token.
+    """y = x Wᵀ + b with int8 weights, one scale per output, and activations rounded to int8, one
+    scale per token.
 
     Attributes:
-        weight: [out, in] int8, packed where oneDNN multiplies bytes fastest. scales: [out] float32. bias: [out] or None.
+        weight: [out, in] int8, packed where oneDNN multiplies bytes fastest.
+        scales: [out] float32.
+        bias: [out] or None.
     """
 
     def __init__(self, layer: nn.Linear, packing: type[Int8Matrix] | None = None) -> None:
@@ -49,7 +54,8 @@ class Int8Linear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Takes weights that are no bytes as well, so that a policy that is trained can be loaded into its copy in bytes."""
+        """Takes weights that are no bytes as well, so that a policy that is trained can be loaded
+        into its copy in bytes."""
         if (given := state_dict.get(f"{prefix}weight")) is not None and given.is_floating_point():
             weight, scales = _in_bytes(given.to(self.scales.device))
             state_dict = {**state_dict, f"{prefix}weight": weight, f"{prefix}scales": scales}
@@ -64,7 +70,9 @@ class Int8Linear(nn.Module):
             if y.shape[1] > self.out_features:
                 y = y.narrow(1, weight.start or 0, self.out_features).contiguous()
         else:
-            y = rounded_product(rows, lambda q: plain_sums(q, weight, self.scales), self.bias).to(x.dtype)
+            y = rounded_product(rows, lambda q: plain_sums(q, weight, self.scales), self.bias).to(
+                x.dtype
+            )
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -77,8 +85,8 @@ def _in_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def byte_matrix_of(layers: Sequence[Int8Linear]) -> Int8Matrix:
-    """As `shoal.models.weights.matrix_of`: from then on weights, scales and biases of the layers are rows of common ones. A bias
-    that another model has as well stays that model's.
+    """As `shoal.models.weights.matrix_of`: from then on weights, scales and biases of the layers
+    are rows of common ones. A bias that another model has as well stays that model's.
 
     Raises:
         ValueError: some have a bias and some have none, or unlike inputs.
@@ -107,7 +115,11 @@ def byte_matrix_of(layers: Sequence[Int8Linear]) -> Int8Matrix:
         matrix = type(matrix)(weight, scales, bias, PACKED)
     for layer, start in zip(layers, starts(layers), strict=True):
         rows = slice(start, start + layer.out_features)
-        layer.weight.data = weight[rows] if matrix.form != PACKED else PackedWeight.rows(matrix, rows.start, rows.stop)
+        layer.weight.data = (
+            weight[rows]
+            if matrix.form != PACKED
+            else PackedWeight.rows(matrix, rows.start, rows.stop)
+        )
         layer.scales.data = scales[rows]
         if bias is not None and layer.bias.data_ptr() != bias[rows].data_ptr():
             layer.bias = nn.Parameter(bias[rows], requires_grad=False)
@@ -127,15 +139,20 @@ def parse(text: str | Mapping[str, str]) -> dict[str, str]:
     elif isinstance(text, Mapping):
         chosen |= text
     if not chosen.keys() <= set(ROLES) or not set(chosen.values()) <= set(FORMATS):
-        raise RequestError(f"quantize must be off, or target=FORMAT,draft=FORMAT with int8, fp8 or off, got {text!r}")
+        raise RequestError(
+            f"quantize must be off, or target=FORMAT,draft=FORMAT with int8, fp8 or off, got "
+            f"{text!r}"
+        )
     return chosen
 
 
 def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
-    """A copy of a Transformers model with 8-bit linear layers, or the model itself if `form` says so; and what was done.
+    """A copy of a Transformers model with 8-bit linear layers, or the model itself if `form` says
+    so; and what was done.
 
     Args:
-        form: "int8", "fp8" or "off". pack: on a CPU, int8 weights may be packed (see `shoal.models.loading.load_runner`).
+        form: "int8", "fp8" or "off".
+        pack: on a CPU, int8 weights may be packed (see `shoal.models.loading.load_runner`).
 
     Raises:
         RequestError: a format that this device cannot compute.
@@ -144,24 +161,33 @@ def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
         return hf, "off"
     if hf.device.type == "cpu":
         if form != "int8":
-            raise RequestError(f"quantize: {form} needs a CUDA device of compute capability 8.9 or more; on a CPU take int8")
+            raise RequestError(
+                f"quantize: {form} needs a CUDA device of compute capability 8.9 or more; on a "
+                f"CPU take int8"
+            )
         return _int8_copy(hf, byte_packing() if pack else None), "int8"
     if form == "fp8" and torch.cuda.get_device_capability(hf.device) < (8, 9):
-        raise RequestError(f"quantize: {torch.cuda.get_device_name(hf.device)} has no fp8; take int8")
+        raise RequestError(
+            f"quantize: {torch.cuda.get_device_name(hf.device)} has no fp8; take int8"
+        )
     if available(torch.empty(0, device=hf.device, dtype=hf.dtype)):
         return _weight_only(hf, OF_CUDA[form]), form
     return _with_torchao(hf, form), form
 
 
 def _copy(hf: Any) -> Any:
-    """The same modules anew around the same tensors: replacing layers of it leaves the owner's model as it is."""
+    """The same modules anew around the same tensors: replacing layers of it leaves the owner's
+    model as it is."""
     tensors = [*hf.parameters(), *hf.buffers()]
     return copy.deepcopy(hf, {id(tensor): tensor for tensor in tensors})
 
 
 def cannot_save(*_: Any, **__: Any) -> None:
-    """`save_pretrained` of a quantised copy, whose tensors `from_pretrained` could not load. Raises RequestError."""
-    raise RequestError("a model that shoal quantised cannot be saved: load it with quantize='off' and save that")
+    """`save_pretrained` of a quantised copy, whose tensors `from_pretrained` could not load. Raises
+    RequestError."""
+    raise RequestError(
+        "a model that shoal quantised cannot be saved: load it with quantize='off' and save that"
+    )
 
 
 def _int8_copy(hf: Any, packing: type[Int8Matrix] | None) -> Any:
@@ -194,8 +220,14 @@ def _with_torchao(hf: Any, form: str) -> Any:
             quantize_,
         )
     except ImportError as error:
-        raise RequestError("quantize on CUDA needs Triton, or torchao: pip install '.[quantize]'") from error
-    config = Int8WeightOnlyConfig() if form == "int8" else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+        raise RequestError(
+            "quantize on CUDA needs Triton, or torchao: pip install '.[quantize]'"
+        ) from error
+    config = (
+        Int8WeightOnlyConfig()
+        if form == "int8"
+        else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+    )
     ours = _copy(hf)
     quantize_(ours, config)
     ours.save_pretrained = cannot_save

@@ -1,6 +1,8 @@
-"""How the processes of one model speak to each other: rank 0 says what is next, on the CPU, beside the collectives of the model.
+"""How the processes of one model speak to each other: rank 0 says what is next, on the CPU, beside
+the collectives of the model.
 
-What rank 0 says is enough for the others; they answer in one case only: whether something that each rank has to build was built.
+What rank 0 says is enough for the others; they answer in one case only: whether something that each
+rank has to build was built.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from shoal.errors import OutOfStep, RequestError
 TIMEOUT = timedelta(days=365)
 """How long the other ranks wait for the next message of rank 0, which may wait for its user."""
 PASS_SECONDS = 300.0
-"""How long a rank waits within a pass for the others, and rank 0 until they hear it, unless the environment says otherwise: one
-that is stopped would not end."""
+"""How long a rank waits within a pass for the others, and rank 0 until they hear it, unless the
+environment says otherwise: one that is stopped would not end."""
 VARIABLE = "SHOAL_RANK_TIMEOUT"
 AGREEMENT = timedelta(minutes=10)
-"""How long a rank that has loaded its part, has built something, or failed to, waits for the others to say the same."""
+"""How long a rank that has loaded its part, has built something, or failed to, waits for the others
+to say the same."""
 STOP = "stop"
 AGAIN = "start them all again"
 
@@ -47,7 +50,9 @@ class Ranks:
         self._answers = dist.new_group(backend="gloo", timeout=AGREEMENT)
         # All ranks are here now: one that loads for longer than the others does not hang.
         limit = timedelta(seconds=self._pass_seconds)
-        for group in list(distributed_c10d._world.pg_map):  # Transformers gives them two hours, for loading
+        for group in list(
+            distributed_c10d._world.pg_map
+        ):  # Transformers gives them two hours, for loading
             if group not in (self._group, self._answers):
                 distributed_c10d._set_pg_timeout(limit, group)
         distributed_c10d._set_pg_timeout(limit if dist.get_rank() == 0 else TIMEOUT, self._group)
@@ -56,7 +61,7 @@ class Ranks:
         self._dropped: deque[int] = deque()
         self._out_of_step = False
 
-    # ── rank 0 ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
     def number(self) -> int:
         """For something that all ranks have.
@@ -76,7 +81,8 @@ class Ranks:
         """What the block does, the other ranks do as well.
 
         Raises:
-            OutOfStep: one of them has ended or hangs, or an earlier block failed: nobody knows how far the others came.
+            OutOfStep: one of them has ended or hangs, or an earlier block failed: nobody knows how
+                far the others came.
         """
         with self._lock:
             self._require_in_step()
@@ -87,17 +93,20 @@ class Ranks:
             except Exception as error:
                 if is_loss(error) and "timed out" in str(error).lower():
                     raise OutOfStep(
-                        f"a process of the model has not answered for {self._pass_seconds:g} seconds ({VARIABLE}): {AGAIN}"
+                        f"a process of the model has not answered for {self._pass_seconds:g} "
+                        f"seconds ({VARIABLE}): {AGAIN}"
                     ) from error
                 if is_loss(error):
                     raise OutOfStep(
-                        f"a process of the model has failed or ended, its own message says why: {AGAIN}"
+                        f"a process of the model has failed or ended, its own message says why: "
+                        f"{AGAIN}"
                     ) from error
                 raise
             self._out_of_step = False
 
     def stop(self) -> None:
-        """Lets the other ranks end; those that wait in a failed pass end by the loss of this process, and would not hear."""
+        """Lets the other ranks end; those that wait in a failed pass end by the loss of this
+        process, and would not hear."""
         if not self._out_of_step:
             try:
                 self._say(STOP, -1)
@@ -109,36 +118,50 @@ class Ranks:
 
     def _require_in_step(self) -> None:
         if self._out_of_step:
-            raise OutOfStep(f"an earlier pass failed, and the other processes of the model may wait in it: {AGAIN}")
+            raise OutOfStep(
+                f"an earlier pass failed, and the other processes of the model may wait in it: "
+                f"{AGAIN}"
+            )
 
     def _say(self, what: str, number: int, *arguments: Any) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         dist.broadcast_object_list(
-            [(what, number, arguments, dropped)], src=0, group=self._group, device=torch.device("cpu")
+            [(what, number, arguments, dropped)],
+            src=0,
+            group=self._group,
+            device=torch.device("cpu"),
         )
 
-    # ── all ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── all ranks ─────────────────────────────────────────────────────────────────────────────────
 
     def first_failure(self, error: Exception | None) -> str | None:
-        """What the first rank says whose error is not None; None if all of them succeeded. All ranks call this at the same point.
+        """What the first rank says whose error is not None; None if all of them succeeded. All
+        ranks call this at the same point.
 
         Raises:
-            OutOfStep: not all ranks got here. One that waits in a collective for a rank that failed before it does not.
+            OutOfStep: not all ranks got here. One that waits in a collective for a rank that failed
+                before it does not.
         """
         reason = None if error is None else f"{type(error).__name__}: {error}"
         answers: list[str | None] = [None] * dist.get_world_size()
         try:
             dist.all_gather_object(answers, reason, group=self._answers)
         except RuntimeError as lost:
-            raise OutOfStep(f"not all processes of the model could say whether they go on ({reason}): {AGAIN}") from lost
-        return next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer is not None), None)
+            raise OutOfStep(
+                f"not all processes of the model could say whether they go on ({reason}): {AGAIN}"
+            ) from lost
+        return next(
+            (f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer is not None),
+            None,
+        )
 
     def leave(self) -> None:
-        """Ends the threads of the groups while Python is still there: one that lets go of a tensor later aborts the process."""
+        """Ends the threads of the groups while Python is still there: one that lets go of a tensor
+        later aborts the process."""
         dist.destroy_process_group()
         del self._group, self._answers  # the last references: their threads are joined here
 
-    # ── the others ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the others ────────────────────────────────────────────────────────────────────────────────
 
     def hear(self) -> tuple[str, int, tuple[Any, ...], list[int]]:
         """What rank 0 says: what is to be done, with what, how, and the numbers of what is gone."""
@@ -149,7 +172,8 @@ class Ranks:
 
 
 def pass_seconds() -> float:
-    """How long a rank waits within a pass. Raises RequestError for what is not a number of seconds."""
+    """How long a rank waits within a pass. Raises RequestError for what is not a number of
+    seconds."""
     given = os.environ.get(VARIABLE, "") or PASS_SECONDS
     try:
         seconds = float(given)
@@ -162,4 +186,6 @@ def pass_seconds() -> float:
 
 def is_loss(error: BaseException) -> bool:
     """Whether a collective failed because of another process."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )

@@ -1,4 +1,5 @@
-"""One model with its ragged cache: tokens in, logits out. The engine sees models only through this."""
+"""One model with its ragged cache: tokens in, logits out. The engine sees models only through
+this."""
 
 from __future__ import annotations
 
@@ -42,22 +43,32 @@ class Runner:
     """A causal LM that feeds ragged blocks.
 
     Attributes:
-        has_modules: whether `hf` is a Transformers model, whose modules and weights drafters and executors may read.
-        hf: the Transformers model, never modified. name: as the user wrote it.
-        attention_path: "interface" or "mask" (`shoal.models.bridge`). attention: name of the attention method.
-        context: most tokens a row may hold. vocab_size: width of the logits. known_ids: ids that it can read.
+        has_modules: whether `hf` is a Transformers model, whose modules and weights drafters and
+            executors may read.
+        hf: the Transformers model, never modified.
+        name: as the user wrote it.
+        attention_path: "interface" or "mask" (`shoal.models.bridge`).
+        attention: name of the attention method.
+        context: most tokens a row may hold.
+        vocab_size: width of the logits.
+        known_ids: ids that it can read.
         device, dtype: of the model when made or forked.
-        cache: the slot cache. passes, seconds, spans: forward calls and time spent in them, see `take_counters`.
-        captures: the captured rounds, if any. lean: computes ordinary passes in place of the model's modules, if set.
+        cache: the slot cache.
+        passes, seconds, spans: forward calls and time spent in them, see `take_counters`.
+        captures: the captured rounds, if any.
+        lean: computes ordinary passes in place of the model's modules, if set.
         packs: blocks with many unused columns are fed without them, as one sequence.
         shares: rows of a group may read one stored prompt.
-        takes_trees: a block's tokens may be draft trees; not where the model finds positions itself.
-        hidden_layers: hidden states that each pass keeps in `hidden`, as Transformers numbers them: 0 = the embeddings, i = what
-            layer i has computed, the number of layers = what the head gets. None are kept unless they are asked for. With them
-            no round is captured and no pass is one call: none of those return hidden states.
-        vectors: what negative ids of a block stand for (`shoal.models.vectors`), [count, width] in the model's number format; None
-            = all ids are tokens. With them no round is captured.
-        hidden: of the last pass, [rows, q, layers * width], the layers side by side; padding columns are meaningless.
+        takes_trees: a block's tokens may be draft trees; not where the model finds positions
+            itself.
+        hidden_layers: hidden states that each pass keeps in `hidden`, as Transformers numbers them:
+            0 = the embeddings, i = what layer i has computed, the number of layers = what the head
+            gets. None are kept unless they are asked for. With them no round is captured and no
+            pass is one call: none of those return hidden states.
+        vectors: what negative ids of a block stand for (`shoal.models.vectors`), [count, width] in
+            the model's number format; None = all ids are tokens. With them no round is captured.
+        hidden: of the last pass, [rows, q, layers * width], the layers side by side; padding
+            columns are meaningless.
         forward_context: entered for the length of each pass (`shoal.models.strict`).
         notes: what was measured and chosen at load, by subject.
         computed: passes by executor, see `take_executors`.
@@ -67,16 +78,20 @@ class Runner:
 
     has_modules = True
 
-    def __init__(self, hf: Any, name: str, attention_path: str, context: int, attention_name: str = "auto") -> None:
+    def __init__(
+        self, hf: Any, name: str, attention_path: str, context: int, attention_name: str = "auto"
+    ) -> None:
         self.hf, self.name, self.attention_path, self.context = hf, name, attention_path, context
         self._method = methods.method_named(attention_name)
         self.attention = attention_name
         if attention_path == "mask" and attention_name not in ("auto", "pad"):
             raise RequestError(
-                f"{name} attends by its own eager code under a mask: attention must be 'auto' or 'pad', got {attention_name!r}"
+                f"{name} attends by its own eager code under a mask: attention must be 'auto' "
+                f"or 'pad', got {attention_name!r}"
             )
         expect_forks()
-        # Kept, not asked: Transformers looks through the parameters each time, and a round asks a dozen times.
+        # Kept, not asked: Transformers looks through the parameters each time, and a round asks a
+        # dozen times.
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
@@ -135,7 +150,9 @@ class Runner:
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Bytes of the cache once it has room for that, too."""
         cache = self.cache
-        return self.cache_bytes(max(slots, cache.slots), max(capacity, cache.capacity), max(cells, cache.cells))
+        return self.cache_bytes(
+            max(slots, cache.slots), max(capacity, cache.capacity), max(cells, cache.cells)
+        )
 
     @property
     def allocated_bytes(self) -> int:
@@ -155,33 +172,40 @@ class Runner:
     def _learn_bytes(self) -> None:
         """One token through the model: only then is it known what a token takes in its cache."""
         self.reserve(1, 1)
-        self.feed([0], torch.zeros(1, 1, dtype=torch.long, device=self.device), [1], want_logits=False)
+        self.feed(
+            [0], torch.zeros(1, 1, dtype=torch.long, device=self.device), [1], want_logits=False
+        )
         self.cache.rollback(0, 0)
         self.take_counters()
 
     def use_attention(self, name: str, *, instead_of: str) -> None:
-        """Another attention method, unless the caller asked for one that is not `instead_of`. Raises RequestError: no such name."""
+        """Another attention method, unless the caller asked for one that is not `instead_of`.
+        Raises RequestError: no such name."""
         if self.attention == instead_of and self.attention_path == "interface":
             self.attention, self._method = name, methods.method_named(name)
 
     @property
     def skips_padding(self) -> bool:
-        """Whether a pass takes the time of its real tokens: it leaves unused columns out, as captured rounds do not."""
+        """Whether a pass takes the time of its real tokens: it leaves unused columns out, as
+        captured rounds do not."""
         return self.packs and self.captures is None
 
     @property
     def cut_obstacle(self) -> str | None:
-        """The reason why the model's first layers cannot be computed alone; None where they may be."""
+        """The reason why the model's first layers cannot be computed alone; None where they may
+        be."""
         return None
 
     @property
     def can_keep_prefixes(self) -> bool:
-        """Whether prompts may be copied in part from what earlier rows have left: nobody wants hidden states of all tokens."""
+        """Whether prompts may be copied in part from what earlier rows have left: nobody wants
+        hidden states of all tokens."""
         return not self.hidden_layers
 
     @property
     def can_be_lean(self) -> bool:
-        """Whether a pass may leave the model's modules out: nobody asked for bits that depend on them."""
+        """Whether a pass may leave the model's modules out: nobody asked for bits that depend on
+        them."""
         return self.packs and self.forward_context is nullcontext
 
     def capture_rounds(self, executor: str | None) -> None:
@@ -209,7 +233,8 @@ class Runner:
 
     @property
     def fused_layers(self) -> Layers | None:
-        """The layers that compute passes in place of the model's modules, if any do; for all runners forked from this one."""
+        """The layers that compute passes in place of the model's modules, if any do; for all
+        runners forked from this one."""
         return self._bridge.layers
 
     @fused_layers.setter
@@ -217,7 +242,8 @@ class Runner:
         self._bridge.layers = layers
 
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Logits [rows, q, vocab] of a forward pass without a cache, by the model's own attention: what passes are checked with."""
+        """Logits [rows, q, vocab] of a forward pass without a cache, by the model's own attention:
+        what passes are checked with."""
         return self._bridge.plain_logits(tokens)
 
     @property
@@ -227,8 +253,8 @@ class Runner:
 
     @property
     def capture_failure(self) -> str | None:
-        """The reason why captured rounds have ended, so that times are not theirs, whatever was asked for; None while they have
-        not."""
+        """The reason why captured rounds have ended, so that times are not theirs, whatever was
+        asked for; None while they have not."""
         if self.captures is None:
             return None
         if self.ordinary_only:
@@ -241,7 +267,8 @@ class Runner:
         return bool(self.hidden_layers) or self.vectors is not None
 
     def use_vectors(self, vectors: Tensor) -> None:
-        """Negative ids of a block stand for these from now on, [count, width], as the model's embedding would give them.
+        """Negative ids of a block stand for these from now on, [count, width], as the model's
+        embedding would give them.
 
         Raises:
             UnsupportedModel: the model takes ids alone, or several processes share it.
@@ -260,14 +287,15 @@ class Runner:
         return other
 
     def fork_for_ordinary_passes(self) -> Runner:
-        """Returns the same model for passes that are no rounds, over a cache that nothing is captured over."""
+        """Returns the same model for passes that are no rounds, over a cache that nothing is
+        captured over."""
         other = self.fork()
         other.captures = None
         return other
 
     def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:
-        """Another model over this one's cache, whose layers are this one's first; with counters of its own, and ordinary passes.
-        No two passes over a cache may run at a time."""
+        """Another model over this one's cache, whose layers are this one's first; with counters of
+        its own, and ordinary passes. No two passes over a cache may run at a time."""
         other = copy.copy(self)
         other.hf, other.lean, other.captures = hf, lean, None
         other._bridge = self._bridge.of(hf)
@@ -277,7 +305,8 @@ class Runner:
         return other
 
     def take_counters(self) -> tuple[int, float]:
-        """Passes, and seconds in them on the device, since this was last asked. Waits for the last of them."""
+        """Passes, and seconds in them on the device, since this was last asked. Waits for the last
+        of them."""
         taken = self.passes, self.seconds + self.spans.take()
         self.passes, self.seconds = 0, 0.0
         return taken
@@ -299,7 +328,8 @@ class Runner:
             self._method = method
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared prompts. Raises OutOfMemory."""
+        """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared
+        prompts. Raises OutOfMemory."""
         cache = self.cache
         if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
@@ -327,40 +357,62 @@ class Runner:
 
     @torch.inference_mode()
     def feed(
-        self, slots: Sequence[int], tokens: Tensor, counts: Sequence[int], *, parents: Parents | None = None,
+        self,
+        slots: Sequence[int],
+        tokens: Tensor,
+        counts: Sequence[int],
+        *,
+        parents: Parents | None = None,
         want_logits: bool = True,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Appends counts[b] tokens to each row's slot in one pass.
 
         Args:
-            slots: one slot per row, each once. tokens: [rows, q] int64; column j of row b is padding from counts[b] on. Negative
-                ids are `vectors`.
+            slots: one slot per row, each once.
+            tokens: [rows, q] int64; column j of row b is padding from counts[b] on. Negative ids
+                are `vectors`.
             counts: 1..q per row.
-            parents: the draft tree that a row's tokens are, of counts[b] - 1 nodes (`shoal.models.cache.tree`); None = chains.
-                Keys are written in the order of the columns: `SlotCache.keep` moves an accepted path together.
+            parents: the draft tree that a row's tokens are, of counts[b] - 1 nodes
+                (`shoal.models.cache.tree`); None = chains. Keys are written in the order of the
+                columns: `SlotCache.keep` moves an accepted path together.
             want_logits: False when only the cache matters (prompts).
 
         Returns:
-            Logits [rows, q, vocab]; those of padding columns are meaningless. Without `want_logits`, some of them.
+            Logits [rows, q, vocab]; those of padding columns are meaningless. Without
+            `want_logits`, some of them.
 
         Raises:
-            OutOfMemory. UnsupportedModel: a tree that branches, for a model that does not take trees (`takes_trees`).
+            OutOfMemory. UnsupportedModel: a tree that branches, for a model that does not take
+            trees (`takes_trees`).
             RequestError: a tree of more than 63 nodes.
         """
         plan = self.plan(slots, counts, packed=self.packs, parents=parents)
         if plan.parents is not None and not self.takes_trees:
-            raise UnsupportedModel(f"{self.name} cannot verify draft trees: it does not attend by the positions it is given")
+            raise UnsupportedModel(
+                f"{self.name} cannot verify draft trees: it does not attend by the positions it "
+                f"is given"
+            )
         with self._counted():
             return self._computed(self._batch(plan, tokens, want_logits))
 
     def lean_steps(
-        self, slots: Sequence[int], pending: Tensor, counts: Sequence[int], most: int, drawing: Drawing
-    ) -> Callable[[], Drawn | None] | None:  # fmt: skip
-        """A drafter's steps of a round as lean passes, see `shoal.models.lean.drafting`; None where they cannot be.
+        self,
+        slots: Sequence[int],
+        pending: Tensor,
+        counts: Sequence[int],
+        most: int,
+        drawing: Drawing,
+    ) -> Callable[[], Drawn | None] | None:
+        """A drafter's steps of a round as lean passes, see `shoal.models.lean.drafting`; None where
+        they cannot be.
 
         A step returns None when it failed; then the rows must go back to where they were.
         """
-        lean = None if self.captures is not None or self.lean is None or self.lean.decoder.stale else self.lean.whole
+        lean = (
+            None
+            if self.captures is not None or self.lean is None or self.lean.decoder.stale
+            else self.lean.whole
+        )
         if lean is None or self.vocab_size < drawing.vocab_size:
             return None
         plan = self.plan(slots, counts, packed=self.packs)
@@ -381,7 +433,8 @@ class Runner:
 
     @torch.inference_mode()
     def feed_prefix(self, prefix: Prefix, start: int, tokens: Tensor) -> None:
-        """Appends a piece of a prompt, [1, q] int64 from position `start` on, to its place in the shared store.
+        """Appends a piece of a prompt, [1, q] int64 from position `start` on, to its place in the
+        shared store.
 
         Raises:
             OutOfMemory.
@@ -391,7 +444,11 @@ class Runner:
             self._computed(self._batch(plan, tokens, want_logits=False))
 
     def plan(
-        self, slots: Sequence[int], counts: Sequence[int], packed: bool = False, parents: Parents | None = None
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        packed: bool = False,
+        parents: Parents | None = None,
     ) -> Plan:
         """A pass that appends counts[b] tokens to each row."""
         cache = self.cache
@@ -399,12 +456,21 @@ class Runner:
         prefixes = [cache.prefixes[slot] for slot in slots]
         share = PACK_FROM if self.lean is None else 0.0
         return Plan(
-            slots, starts, counts, self.device, packed=packed, pack_from=share, prefixes=prefixes, kv_block=self._kv_block,
-            parents=parents, gaps=gaps,
-        )  # fmt: skip
+            slots,
+            starts,
+            counts,
+            self.device,
+            packed=packed,
+            pack_from=share,
+            prefixes=prefixes,
+            kv_block=self._kv_block,
+            parents=parents,
+            gaps=gaps,
+        )
 
     def ordinary(self, plan: Plan, tokens: Tensor, want_logits: bool = True) -> Tensor:
-        """Computes a pass as long as its rows are; returns its logits, [rows, q, vocab], see `feed`."""
+        """Computes a pass as long as its rows are; returns its logits, [rows, q, vocab], see
+        `feed`."""
         return self._ordinary(self._batch(plan, tokens, want_logits)).logits
 
     def count(self, passes: int, seconds: float, executor: str) -> None:
@@ -413,7 +479,7 @@ class Runner:
         self.seconds += seconds
         self.computed[executor] += passes
 
-    # ── executors ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── executors ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def executors(self) -> Sequence[Executor]:
@@ -425,7 +491,12 @@ class Runner:
         return (*lean, TritonLayers(self._bridge, self.known_ids, modules, self.absent), modules)
 
     def explain(
-        self, slots: Sequence[int], counts: Sequence[int], *, parents: Parents | None = None, want_logits: bool = True
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        *,
+        parents: Parents | None = None,
+        want_logits: bool = True,
     ) -> Explanation:
         """Tells which executor computes a pass, and why those that are asked before it do not.
 
@@ -437,7 +508,9 @@ class Runner:
         batch = self._batch(plan, tokens, want_logits)
         absent = self.absent
         if self.captures is not None:
-            absent = {CAPTURED: self.capture_failure or "they compute whole rounds of an engine"} | absent
+            absent = {
+                CAPTURED: self.capture_failure or "they compute whole rounds of an engine"
+            } | absent
         refusals = [Refusal(name, reason) for name, reason in absent.items()]
         for executor in self.executors:
             reason = executor.refuses(batch)
@@ -447,12 +520,15 @@ class Runner:
         raise InternalError("the modules refused a pass")
 
     def take_executors(self) -> Counter[str]:
-        """Passes by the name of the executor that computed them, since this was last asked; those over prompts too."""
+        """Passes by the name of the executor that computed them, since this was last asked; those
+        over prompts too."""
         taken, self.computed = self.computed, Counter()
         return taken
 
     def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Batch:
-        return Batch(plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors)
+        return Batch(
+            plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors
+        )
 
     def _computed(self, batch: Batch) -> Tensor:
         """Computes a pass and counts it."""
@@ -469,7 +545,8 @@ class Runner:
         return output
 
     def _first(self, batch: Batch) -> Executor:
-        """Returns the first of `executors` that does not refuse a batch. Raises UnsupportedModel: all of them do."""
+        """Returns the first of `executors` that does not refuse a batch. Raises UnsupportedModel:
+        all of them do."""
         reason: str | None = None
         for executor in self.executors:
             reason = executor.refuses(batch)
@@ -486,7 +563,12 @@ class _Counted(explained):
         self._runner = runner
         runner.spans.begin()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         super().__exit__(kind, error, trace)
         if error is None:
             self._runner.spans.end()

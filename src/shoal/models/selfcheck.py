@@ -1,7 +1,7 @@
 """One small ragged decode against plain forwards, before the first real token.
 
-A model that ignores shoal's attention, or means something else by its cache, computes garbage in silence; a few milliseconds find
-it, and every such model to come.
+A model that ignores shoal's attention, or means something else by its cache, computes garbage in
+silence; a few milliseconds find it, and every such model to come.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from shoal.types.prefix import Prefix
 
 
 def tolerance(runner: Runner) -> float:
-    """Returns how far the distributions of passes may be from those of a plain forward, in nats: as the dtype allows. Layers that
-    round their activations to bytes, as llama.cpp does, are coarser.
+    """Returns how far the distributions of passes may be from those of a plain forward, in nats: as
+    the dtype allows. Layers that round their activations to bytes, as llama.cpp does, are coarser.
     """
-    rounds = not runner.has_modules or any(isinstance(module, Int8Linear) for module in runner.hf.modules())
+    rounds = not runner.has_modules or any(
+        isinstance(module, Int8Linear) for module in runner.hf.modules()
+    )
     return BYTES[runner.dtype] if rounds else LIMITS[runner.dtype]
 
 
@@ -32,9 +34,10 @@ def tolerance(runner: Runner) -> float:
 def self_check(runner: Runner) -> float:
     """One ragged decode against plain forwards of the same tokens, before the first real token.
 
-    Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another block: what decoding does.
-    A model that is only right padded is not fed packed blocks; one that goes wrong with a shared prompt gets copies, with a draft
-    tree gets chains. A sliding window that the attention never hears of bounds the context, as longer rows would see too much.
+    Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another
+    block: what decoding does. A model that is only right padded is not fed packed blocks; one that
+    goes wrong with a shared prompt gets copies, with a draft tree gets chains. A sliding window
+    that the attention never hears of bounds the context, as longer rows would see too much.
 
     Returns:
         The divergence (`shoal.models.divergence`); kept in `self_check_error`.
@@ -58,7 +61,8 @@ def self_check(runner: Runner) -> float:
     runner.self_check_error = error
     if not error <= tolerance(runner):
         raise UnsupportedModel(
-            f"{runner.name}: ragged decoding diverges from a plain forward by {error:.3g} nats, more than {runner.dtype} allows "
+            f"{runner.name}: ragged decoding diverges from a plain forward by {error:.3g} nats, "
+            f"more than {runner.dtype} allows "
             f"({tolerance(runner):.3g}); this architecture cannot be used"
         )
     return error
@@ -66,8 +70,8 @@ def self_check(runner: Runner) -> float:
 
 @torch.inference_mode()
 def largest_error(runner: Runner) -> float:
-    """The largest divergence from plain forwards of all that the runner's passes may be asked for: ragged blocks, prompts without
-    logits, a shared prompt, a draft tree."""
+    """The largest divergence from plain forwards of all that the runner's passes may be asked for:
+    ragged blocks, prompts without logits, a shared prompt, a draft tree."""
     ids, plain = _reference(runner)
     checks = [
         _error,
@@ -79,13 +83,18 @@ def largest_error(runner: Runner) -> float:
 
 
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
-    """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length, vocab]."""
+    """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length,
+    vocab]."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(runner.device)
+    ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(
+        runner.device
+    )
     return ids, runner.plain_logits(ids)
 
 
-def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor) -> float:
+def _guarded(
+    error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor
+) -> float:
     """The error of something that a model may do wrongly, or fail at, and can do without."""
     try:
         return error(runner, ids, plain)
@@ -96,7 +105,8 @@ def _guarded(error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, i
 
 
 def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The divergence of two rows with one stored prompt: all of `ids` but the last two tokens of a row."""
+    """The divergence of two rows with one stored prompt: all of `ids` but the last two tokens of a
+    row."""
     split = ids.shape[1] - 2
     if split < 1:
         return math.inf
@@ -107,12 +117,14 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
         runner.cache.enter(slot, prefix)
     logits = runner.feed([0, 1], tail, [2, 1])
     expected = plain[0, split:]
-    return mean_divergence(torch.cat([logits[0], logits[1, :1]]), torch.cat([expected, expected[:1]]))
+    return mean_divergence(
+        torch.cat([logits[0], logits[1, :1]]), torch.cat([expected, expected[:1]])
+    )
 
 
 def _prompt_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The divergence of the last two tokens of rows whose prompts, of unequal lengths, were fed without asking for logits; one of
-    them in two pieces."""
+    """The divergence of the last two tokens of rows whose prompts, of unequal lengths, were fed
+    without asking for logits; one of them in two pieces."""
     length = ids.shape[1]
     split = max(1, length - 8)
     if length < split + 3:
@@ -130,7 +142,8 @@ def _prompt_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
 
 
 def _tree_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The divergence of a row's last three tokens as a draft tree: another row's token is a sibling of the second."""
+    """The divergence of a row's last three tokens as a draft tree: another row's token is a sibling
+    of the second."""
     start = ids.shape[1] - 3
     if start < 1:
         return math.inf
@@ -142,8 +155,11 @@ def _tree_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
 
 
 def _error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The largest mean divergence of the blocks of a ragged decode: a fault of one block is not made small by the others."""
-    return _worst(mean_divergence(block, plain[row, span]) for row, span, block in _ragged_decode(runner, ids))
+    """The largest mean divergence of the blocks of a ragged decode: a fault of one block is not
+    made small by the others."""
+    return _worst(
+        mean_divergence(block, plain[row, span]) for row, span, block in _ragged_decode(runner, ids)
+    )
 
 
 def _worst(errors: Iterable[float]) -> float:
@@ -163,11 +179,15 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
         rows = [1 - slot for slot in slots]  # row 0 lives in slot 1, row 1 in slot 0
         q = max(counts)
         tokens = torch.stack(
-            [torch.nn.functional.pad(ids[r, s : s + c], (0, q - c)) for r, s, c in zip(rows, starts, counts, strict=True)]
+            [
+                torch.nn.functional.pad(ids[r, s : s + c], (0, q - c))
+                for r, s, c in zip(rows, starts, counts, strict=True)
+            ]
         )
         logits = runner.feed(slots, tokens, counts)
         pairs.extend(
-            (r, slice(s, s + c), logits[i, :c]) for i, (r, s, c) in enumerate(zip(rows, starts, counts, strict=True))
+            (r, slice(s, s + c), logits[i, :c])
+            for i, (r, s, c) in enumerate(zip(rows, starts, counts, strict=True))
         )
 
     block([1, 0], [0, 0], [long, short])

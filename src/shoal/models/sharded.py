@@ -1,4 +1,5 @@
-"""The ranks of a sharded model that do not lead do what rank 0 says, with their own heads (`shoal.models.tensor_parallel`)."""
+"""The ranks of a sharded model that do not lead do what rank 0 says, with their own heads
+(`shoal.models.tensor_parallel`)."""
 
 from __future__ import annotations
 
@@ -23,20 +24,23 @@ from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
 PASS, CAPTURE, BUILD, RUN, RESIZE = "pass", "capture", "build", "run", "resize"
-"""The words of rank 0 beside the names of `SlotCache`'s methods: an ordinary pass; rounds are captured from now on, or no more; a
-pass of a round is built; it is run; a cache changes its size."""
+"""The words of rank 0 beside the names of `SlotCache`'s methods: an ordinary pass; rounds are
+captured from now on, or no more; a pass of a round is built; it is run; a cache changes its
+size."""
 
 
 class SharedCaptures(Captures):
     """The captured rounds of a model that several processes share, on any rank."""
 
     def share(self, block: Block) -> None:
-        """All ranks compute the block of rank 0. Part of what is captured; collectives of gloo are not, and run on the host."""
+        """All ranks compute the block of rank 0. Part of what is captured; collectives of gloo are
+        not, and run on the host."""
         dist.broadcast(block.inputs, src=0)
 
 
 class Served:
-    """What another rank has: its part of the model, of the caches and of what is built over them, by rank 0's numbers."""
+    """What another rank has: its part of the model, of the caches and of what is built over them,
+    by rank 0's numbers."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._runner, self._ranks = runner, ranks
@@ -46,7 +50,8 @@ class Served:
 
     @torch.inference_mode()
     def serve(self) -> NoReturn:
-        """Does what rank 0 says. SIGTERM and Ctrl-C, which torchrun sends to all, are rank 0's to obey: it may have rows to finish.
+        """Does what rank 0 says. SIGTERM and Ctrl-C, which torchrun sends to all, are rank 0's to
+        obey: it may have rows to finish.
 
         Raises:
             SystemExit: when it says stop, or something fails.
@@ -59,10 +64,14 @@ class Served:
                 pass
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise SystemExit(f"rank {dist.get_rank()} of {self._runner.name} cannot go on ({reason}): {AGAIN}") from error
+            raise SystemExit(
+                f"rank {dist.get_rank()} of {self._runner.name} cannot go on ({reason}): {AGAIN}"
+            ) from error
         raise SystemExit(0)
 
-    def _do(self, what: str, number: int, arguments: tuple[Any, ...], dropped: Sequence[int]) -> bool:
+    def _do(
+        self, what: str, number: int, arguments: tuple[Any, ...], dropped: Sequence[int]
+    ) -> bool:
         """Whether there is more to come."""
         self._drop(dropped)
         if what == STOP:
@@ -122,7 +131,15 @@ class Served:
 
         return captures.executable(bucket, cache, run)
 
-    def _resize(self, number: int, cache: SlotCache, slots: int, capacity: int, cells: int, lengths: list[int]) -> None:
+    def _resize(
+        self,
+        number: int,
+        cache: SlotCache,
+        slots: int,
+        capacity: int,
+        cells: int,
+        lengths: list[int],
+    ) -> None:
         self._drop([built for built, (owner, _) in self._built.items() if owner == number])
         if self._captures is not None:
             self._captures.forget(cache)
@@ -136,10 +153,28 @@ def arguments_of(plan: Plan) -> tuple[Any, ...]:
 
 
 def repeat(
-    runner: Runner, cache: SlotCache, slots: list[int], starts: list[int], counts: list[int], packed: bool,
-    prefixes: list[Prefix | None], into: Prefix | None, parents: Parents | None, tokens: Tensor, want_logits: bool,
-) -> None:  # fmt: skip
+    runner: Runner,
+    cache: SlotCache,
+    slots: list[int],
+    starts: list[int],
+    counts: list[int],
+    packed: bool,
+    prefixes: list[Prefix | None],
+    into: Prefix | None,
+    parents: Parents | None,
+    tokens: Tensor,
+    want_logits: bool,
+) -> None:
     """The pass that rank 0 makes, on this rank's heads."""
     runner.cache = cache
-    plan = Plan(slots, starts, counts, runner.device, packed=packed, prefixes=prefixes, into=into, parents=parents)
+    plan = Plan(
+        slots,
+        starts,
+        counts,
+        runner.device,
+        packed=packed,
+        prefixes=prefixes,
+        into=into,
+        parents=parents,
+    )
     runner.ordinary(plan, tokens.to(runner.device), want_logits)

@@ -1,4 +1,5 @@
-"""What the name of a model means, found out before torch is imported: a directory with a model in it, or a Hub id within reach."""
+"""What the name of a model means, found out before torch is imported: a directory with a model in
+it, or a Hub id within reach."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ PARTS = re.compile(r"-00001-of-(\d{5})\.gguf$")
 """How the first of several parts of a model ends."""
 
 
-def gguf_of(source: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path | None:
+def gguf_of(
+    source: str | Path, revision: str | None = None, local_files_only: bool = False
+) -> Path | None:
     """Returns the GGUF file that a name means, or None for other names.
 
     Args:
-        source: a path, or HUB-ID:FILE; the file is then downloaded, with the other parts of its model.
+        source: a path, or HUB-ID:FILE; the file is then downloaded, with the other parts of its
+            model.
 
     Raises:
         RequestError: no such file.
@@ -38,7 +42,9 @@ def gguf_of(source: str | Path, revision: str | None = None, local_files_only: b
     if separator and not path.exists() and not hub.startswith((".", "/", "~")):
         return _downloaded(hub, name, revision, local_files_only)
     if not path.is_file():
-        raise RequestError(f"GGUF file {source} does not exist; of the Hub's it is HUB-ID:FILE.gguf")
+        raise RequestError(
+            f"GGUF file {source} does not exist; of the Hub's it is HUB-ID:FILE.gguf"
+        )
     return path
 
 
@@ -51,9 +57,13 @@ def _downloaded(hub: str, name: str, revision: str | None, local_files_only: boo
     names = [PARTS.sub(f"-{i:05}-of-{last:05}.gguf", name) for i in range(1, last + 1)]
     local = local_files_only or bool(constants.HF_HUB_OFFLINE) or _unreachable(constants.ENDPOINT)
     try:
-        files = [hf_hub_download(hub, one, revision=revision, local_files_only=local) for one in names]
+        files = [
+            hf_hub_download(hub, one, revision=revision, local_files_only=local) for one in names
+        ]
     except (OSError, ValueError) as error:
-        raise RequestError(f"cannot get {name} of {hub} from the Hub: {str(error).splitlines()[0]}") from error
+        raise RequestError(
+            f"cannot get {name} of {hub} from the Hub: {str(error).splitlines()[0]}"
+        ) from error
     return Path(files[0])
 
 
@@ -61,37 +71,47 @@ def directory_of(source: str | Path) -> Path | None:
     """The directory that a name means, or None for a Hub id or a GGUF file.
 
     Raises:
-        RequestError: it is a path, but not that of a directory with a config.json, or of a GGUF file.
+        RequestError: it is a path, but not that of a directory with a config.json, or of a GGUF
+            file.
     """
     path = Path(source).expanduser()
     if path.suffix == GGUF and not path.is_dir():
         if ":" not in str(source):
             gguf_of(source)
         return None
-    if not isinstance(source, Path) and not source.startswith((".", "/", "~")) and not path.exists():
+    if (
+        not isinstance(source, Path)
+        and not source.startswith((".", "/", "~"))
+        and not path.exists()
+    ):
         return None
     if not path.is_dir():
         raise RequestError(f"model directory {source} does not exist or is not a directory")
     if not (path / "config.json").is_file():
-        raise RequestError(f"no config.json in {source}: it is not the directory of a Transformers model")
+        raise RequestError(
+            f"no config.json in {source}: it is not the directory of a Transformers model"
+        )
     return path
 
 
 def name_of(source: str) -> str:
-    """Returns the name by which people call a model, without any path: the last part of a directory, a GGUF file without its
-    ending, a Hub id as it is."""
+    """Returns the name by which people call a model, without any path: the last part of a
+    directory, a GGUF file without its ending, a Hub id as it is."""
     if source.endswith(GGUF):
         return Path(source.rpartition(":")[2]).stem
     place = Path(source).expanduser()
     return place.resolve().name if place.is_dir() else source
 
 
-def require_source(source: str | Path, revision: str | None = None, local_files_only: bool = False) -> bool:
+def require_source(
+    source: str | Path, revision: str | None = None, local_files_only: bool = False
+) -> bool:
     """Checks that a model can be had. A GGUF file of the Hub is then on this machine.
 
     Returns:
-        Whether only local files are to be read: because the caller said so, or because the Hub is out of reach and its cache has
-        the model. Transformers itself would try again and again to reach the Hub, for most of a minute.
+        Whether only local files are to be read: because the caller said so, or because the Hub is
+        out of reach and its cache has the model. Transformers itself would try again and again to
+        reach the Hub, for most of a minute.
 
     Raises:
         RequestError: a wrong path, or a Hub id that is not in the cache while there is no network.
@@ -102,23 +122,32 @@ def require_source(source: str | Path, revision: str | None = None, local_files_
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = isinstance(try_to_load_from_cache(str(source), "config.json", revision=revision), str)
+        cached = isinstance(
+            try_to_load_from_cache(str(source), "config.json", revision=revision), str
+        )
     except HFValidationError as error:
-        raise RequestError(f"{source} is neither a directory nor a Hub id: {str(error).splitlines()[0]}") from error
+        raise RequestError(
+            f"{source} is neither a directory nor a Hub id: {str(error).splitlines()[0]}"
+        ) from error
     if local_files_only or constants.HF_HUB_OFFLINE:
-        why = "the network is not to be used (local_files_only, or HF_HUB_OFFLINE in the environment)"
+        why = (
+            "the network is not to be used (local_files_only, or HF_HUB_OFFLINE in the environment)"
+        )
     elif _unreachable(constants.ENDPOINT):
         why = f"{constants.ENDPOINT} cannot be reached"
     else:
         return False
     if not cached:
-        raise RequestError(f"{source} is no directory here and not in the Hub's cache, and {why}: give a directory")
+        raise RequestError(
+            f"{source} is no directory here and not in the Hub's cache, and {why}: give a directory"
+        )
     return True
 
 
 def quieten_transformers(models: Iterable[str]) -> None:
-    """Keeps the warnings of Transformers off stderr, and its progress bars unless one of these models may be downloaded. It reads
-    both in the environment when it is imported; what stands there already stays."""
+    """Keeps the warnings of Transformers off stderr, and its progress bars unless one of these
+    models may be downloaded. It reads both in the environment when it is imported; what stands
+    there already stays."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if all(Path(name).is_dir() for name in models):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -133,12 +162,16 @@ def _unreachable(endpoint: str) -> bool:
 
     def connect() -> None:
         try:
-            socket.create_connection((place.hostname or "", place.port or 443), timeout=SECONDS).close()
+            socket.create_connection(
+                (place.hostname or "", place.port or 443), timeout=SECONDS
+            ).close()
             opened.append(True)
         except OSError:
             pass
 
-    trial = threading.Thread(target=connect, daemon=True)  # looking a name up knows no timeout of its own
+    trial = threading.Thread(
+        target=connect, daemon=True
+    )  # looking a name up knows no timeout of its own
     trial.start()
     trial.join(SECONDS)
     return not opened

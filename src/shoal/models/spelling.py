@@ -1,4 +1,5 @@
-"""What the tokens of a tokenizer spell (`shoal.constraints.token_bytes`), and how bytes are spelled in tokens."""
+"""What the tokens of a tokenizer spell (`shoal.constraints.token_bytes`), and how bytes are spelled
+in tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from shoal.errors import PairMismatch
 PROBE = 'def f(x):\n    return x ** 2  # 10 %, I\'m 3.14\n\n\t<b>"ok"</b>'
 """Text that every tokenizer must split without loss."""
 ANCHOR = "\n"
-"""Before a text that does not begin a document: some tokenizers write a space at the beginning of a text."""
+"""Before a text that does not begin a document: some tokenizers write a space at the beginning of a
+text."""
 WINDOW = 10
 """Most tokens before a new piece of text that may be split anew together with it."""
 
@@ -22,19 +24,34 @@ class Spelling:
     """The tokens of a vocabulary as bytes.
 
     Args:
-        encode: splits a text into tokens. fallbacks: tokens that stand for a byte where there is no other token.
+        encode: splits a text into tokens.
+        fallbacks: tokens that stand for a byte where there is no other token.
         pads: it writes a space before a text.
 
     Attributes:
-        pieces: bytes of each token that writes some, by id. special: names of the tokens that write none, by id.
-        end: id of the token that ends a text, or None. begin: ids that the tokenizer writes before a text.
+        pieces: bytes of each token that writes some, by id.
+        special: names of the tokens that write none, by id.
+        end: id of the token that ends a text, or None.
+        begin: ids that the tokenizer writes before a text.
     """
 
     def __init__(
-        self, pieces: Mapping[int, bytes], encode: Callable[[str], Sequence[int]], *, special: Mapping[int, str] | None = None,
-        end: int | None = None, begin: Sequence[int] = (), pads: bool = False, fallbacks: Collection[int] = (),
-    ) -> None:  # fmt: skip
-        self.pieces, self.special, self.end, self.begin = dict(pieces), dict(special or {}), end, tuple(begin)
+        self,
+        pieces: Mapping[int, bytes],
+        encode: Callable[[str], Sequence[int]],
+        *,
+        special: Mapping[int, str] | None = None,
+        end: int | None = None,
+        begin: Sequence[int] = (),
+        pads: bool = False,
+        fallbacks: Collection[int] = (),
+    ) -> None:
+        self.pieces, self.special, self.end, self.begin = (
+            dict(pieces),
+            dict(special or {}),
+            end,
+            tuple(begin),
+        )
         self._encode, self._pads = encode, pads
         self._ids: dict[bytes, list[int]] = {}
         for i in sorted(self.pieces, key=lambda i: (i in fallbacks, i)):
@@ -46,10 +63,13 @@ class Spelling:
         """That of a Transformers tokenizer; name: of its model.
 
         Raises:
-            PairMismatch: the tokenizer changes texts, or its tokens do not spell them: it has neither byte-level BPE nor
-                SentencePiece's pieces.
+            PairMismatch: the tokenizer changes texts, or its tokens do not spell them: it has
+                neither byte-level BPE nor SentencePiece's pieces.
         """
-        added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        added = {
+            i: (str(token), token.special)
+            for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        }
         always = set(getattr(tokenizer, "all_special_ids", ()))
         special = {i: text for i, (text, is_special) in added.items() if is_special or i in always}
         pieces = {i: piece for i, piece in enumerate(token_bytes(tokenizer)) if piece is not None}
@@ -62,12 +82,18 @@ class Spelling:
         plain, whole = encode("a"), list(tokenizer.encode("a"))
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         made = Spelling(
-            pieces, encode, special=special, begin=whole[:at],
-            end=getattr(tokenizer, "eos_token_id", None), pads=pieces.get(plain[0], b"")[:1] == b" ", fallbacks=fallbacks,
-        )  # fmt: skip
+            pieces,
+            encode,
+            special=special,
+            begin=whole[:at],
+            end=getattr(tokenizer, "eos_token_id", None),
+            pads=pieces.get(plain[0], b"")[:1] == b" ",
+            fallbacks=fallbacks,
+        )
         if made.spelled(encode(PROBE)) not in (PROBE.encode(), b" " + PROBE.encode()):
             raise PairMismatch(
-                f"the tokenizer of {name} cannot be compared with another one: it changes texts, or its tokens do not spell them "
+                f"the tokenizer of {name} cannot be compared with another one: it changes "
+                f"texts, or its tokens do not spell them "
                 "(it has neither byte-level BPE nor SentencePiece's pieces)"
             )
         return made
@@ -77,17 +103,19 @@ class Spelling:
         return b"".join(self.pieces.get(i, b"") for i in ids)
 
     def tokens_of(self, spelled: bytes) -> Sequence[int]:
-        """All tokens that write these bytes; ordinary ones first, then those for single bytes, each by id."""
+        """All tokens that write these bytes; ordinary ones first, then those for single bytes, each
+        by id."""
         return self._ids.get(spelled, ())
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """The bytes of tokens that begin a document: without the space that the tokenizer writes there."""
+        """The bytes of tokens that begin a document: without the space that the tokenizer writes
+        there."""
         spelled = self.spelled(ids)
         return spelled[1:] if self._pads and spelled.startswith(b" ") else spelled
 
     def ids(self, data: bytes, *, first: bool = False) -> list[int]:
-        """Tokens that spell the bytes, as the tokenizer splits them. Characters that are cut at an end are spelled by the longest
-        pieces; what there are no pieces for is left out.
+        """Tokens that spell the bytes, as the tokenizer splits them. Characters that are cut at an
+        end are spelled by the longest pieces; what there are no pieces for is left out.
 
         Args:
             first: the bytes begin a document.
@@ -96,7 +124,11 @@ class Spelling:
         stop = _complete(data)
         if start >= stop:
             return self._by_longest(data)
-        return [*self._by_longest(data[:start]), *self._whole(data[start:stop], first), *self._by_longest(data[stop:])]
+        return [
+            *self._by_longest(data[:start]),
+            *self._whole(data[start:stop], first),
+            *self._by_longest(data[stop:]),
+        ]
 
     def _whole(self, data: bytes, first: bool) -> list[int]:
         try:
@@ -132,8 +164,9 @@ class Spelling:
         return found
 
     def windows(self, tokens: Sequence[int], floor: int = 0) -> list[int]:
-        """Places in tokens, of the last `WINDOW` and not before `floor`, from which a text that follows may be split anew together
-        with them: those of the last two tokens that begin with white space, the earlier first; then the end."""
+        """Places in tokens, of the last `WINDOW` and not before `floor`, from which a text that
+        follows may be split anew together with them: those of the last two tokens that begin with
+        white space, the earlier first; then the end."""
         found = [len(tokens)]
         for at in range(len(tokens) - 1, max(floor, len(tokens) - WINDOW) - 1, -1):
             piece = self.pieces.get(tokens[at])

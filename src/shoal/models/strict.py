@@ -1,9 +1,10 @@
 """`strict=True`: a token's logits have the same bits in whatever pass they are computed; on a CPU.
 
-Matrix libraries choose their order of summation by the shape of the whole product, so a row's last bits depend on how many rows
-stand beside it. In 16 bit that turns ties between the two best tokens. Strict passes give every kernel one shape only: attention
-by `shoal.models.attention.strict`, linear layers and activations (whose loops end in scalar code, which rounds differently)
-in blocks of `BLOCK` tokens. What else a decoder is made of, norms and embeddings, takes one token at a time.
+Matrix libraries choose their order of summation by the shape of the whole product, so a row's last
+bits depend on how many rows stand beside it. In 16 bit that turns ties between the two best tokens.
+Strict passes give every kernel one shape only: attention by `shoal.models.attention.strict`, linear
+layers and activations (whose loops end in scalar code, which rounds differently) in blocks of
+`BLOCK` tokens. What else a decoder is made of, norms and embeddings, takes one token at a time.
 `prove` shows on the model itself that the bits agree, or refuses it.
 """
 
@@ -21,13 +22,15 @@ from shoal.models.attention.strict import KV_BLOCK
 from shoal.models.runner import Runner
 
 BLOCK = 16
-"""Tokens per product of a linear layer: fewer waste time in 16 bit, more in passes of few tokens."""
+"""Tokens per product of a linear layer: fewer waste time in 16 bit, more in passes of few
+tokens."""
 PROOF = (2, 9, 21)
 """Tokens of the three rows that `prove` decodes."""
 
 
 def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
-    """Switches the runner's passes to fixed shapes and proves that it worked; its attention must be "strict" already.
+    """Switches the runner's passes to fixed shapes and proves that it worked; its attention must be
+    "strict" already.
 
     Args:
         rowwise: types of layers that map [..., features] to [..., features] row by row.
@@ -39,7 +42,8 @@ def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         if own and type(module) not in rowwise and not isinstance(module, nn.Embedding):
             raise UnsupportedModel(
-                f"{runner.name} cannot be strict: {type(module).__name__} multiplies matrices in its own way, whose rounding may "
+                f"{runner.name} cannot be strict: {type(module).__name__} multiplies matrices "
+                f"in its own way, whose rounding may "
                 "depend on the other rows"
             )
     layers = [module for module in runner.hf.modules() if type(module) in rowwise]
@@ -50,10 +54,13 @@ def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
 
 @contextmanager
 def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """The layers compute in blocks meanwhile; a `forward` that an owner had put on one is put back."""
+    """The layers compute in blocks meanwhile; a `forward` that an owner had put on one is put
+    back."""
     owned = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.__dict__["forward"] = _blocked(layer.forward)  # past nn.Module.__setattr__, which is slow
+        layer.__dict__["forward"] = _blocked(
+            layer.forward
+        )  # past nn.Module.__setattr__, which is slow
     try:
         yield
     finally:
@@ -65,12 +72,17 @@ def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`forward` for [..., features], always called with [BLOCK, features]; the last block is filled up with zeros."""
+    """`forward` for [..., features], always called with [BLOCK, features]; the last block is filled
+    up with zeros."""
 
     def blocked(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         blocks = pad(rows, (0, 0, 0, -len(rows) % BLOCK)).split(BLOCK)
-        out = torch.cat([forward(block) for block in blocks]) if len(blocks) > 1 else forward(blocks[0])
+        out = (
+            torch.cat([forward(block) for block in blocks])
+            if len(blocks) > 1
+            else forward(blocks[0])
+        )
         return out[: len(rows)].view(*x.shape[:-1], out.shape[-1])
 
     return blocked
@@ -78,34 +90,56 @@ def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @torch.inference_mode()
 def prove(runner: Runner) -> None:
-    """Decodes three rows one by one, token by token, then together in three variants; all logits must be equal to the last bit.
+    """Decodes three rows one by one, token by token, then together in three variants; all logits
+    must be equal to the last bit.
 
     Raises:
         UnsupportedModel: naming the variant that changed them.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, runner.context - 1) for length in PROOF]
-    ids = [torch.randint(0, runner.vocab_size, (n,), generator=generator).to(runner.device) for n in lengths]
+    ids = [
+        torch.randint(0, runner.vocab_size, (n,), generator=generator).to(runner.device)
+        for n in lengths
+    ]
     single = [_decode(runner, [row], [1])[0] for row in ids]
-    variants = {"rows side by side": [1], "blocks of several tokens": [3, 1, 7, 2], "prompts as a whole": [max(lengths)]}
+    variants = {
+        "rows side by side": [1],
+        "blocks of several tokens": [3, 1, 7, 2],
+        "prompts as a whole": [max(lengths)],
+    }
     for variant, steps in variants.items():
-        for row, expected, found in zip(ids, single, _decode(runner, ids, steps, neighbour=True), strict=False):
+        for row, expected, found in zip(
+            ids, single, _decode(runner, ids, steps, neighbour=True), strict=False
+        ):
             if not torch.equal(expected, found):
                 worst = float((expected - found).abs().max())
                 raise UnsupportedModel(
-                    f"{runner.name} cannot be strict here: {variant} moved the logits of a row of {len(row)} tokens by up to "
-                    f"{worst:.1e}; without strict, greedy ids are the same in float32 all the same, save for near-ties"
+                    f"{runner.name} cannot be strict here: {variant} moved the logits of a row "
+                    f"of {len(row)} tokens by up to "
+                    f"{worst:.1e}; without strict, greedy ids are the same in float32 all the "
+                    f"same, save for near-ties"
                 )
-    runner.notes["strict"] = f"{sum(lengths)} positions bit-equal in {len(variants) + 1} ways of computing them"
+    runner.notes["strict"] = (
+        f"{sum(lengths)} positions bit-equal in {len(variants) + 1} ways of computing them"
+    )
 
 
-def _decode(runner: Runner, ids: Sequence[Tensor], steps: Sequence[int], neighbour: bool = False) -> list[Tensor]:
-    """Logits [length, vocab] of each row, fed in ragged blocks: row b's r-th has steps[(b + r) % len(steps)] tokens.
+def _decode(
+    runner: Runner, ids: Sequence[Tensor], steps: Sequence[int], neighbour: bool = False
+) -> list[Tensor]:
+    """Logits [length, vocab] of each row, fed in ragged blocks: row b's r-th has steps[(b + r) %
+    len(steps)] tokens.
 
     Args:
-        neighbour: a row that needs one more block of keys stands beside them; nobody computed its keys, which are zeros.
+        neighbour: a row that needs one more block of keys stands beside them; nobody computed its
+            keys, which are zeros.
     """
-    rows = [*ids, torch.zeros(max(map(len, ids)), dtype=torch.int64, device=runner.device)] if neighbour else list(ids)
+    rows = (
+        [*ids, torch.zeros(max(map(len, ids)), dtype=torch.int64, device=runner.device)]
+        if neighbour
+        else list(ids)
+    )
     late = min(KV_BLOCK, runner.context - len(rows[-1]))
     runner.reserve(len(rows), KV_BLOCK + max(map(len, rows)))
     cache = runner.cache

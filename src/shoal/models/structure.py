@@ -1,5 +1,6 @@
-"""Whether a model still is what was read off it: passes that do without its modules, or were captured, know the weights and layers
-that it had. Adapters, hooks and replaced tensors are for its modules alone."""
+"""Whether a model still is what was read off it: passes that do without its modules, or were
+captured, know the weights and layers that it had. Adapters, hooks and replaced tensors are for its
+modules alone."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from shoal.models.weights.parameter import PackedWeight
 class Structure:
     """The modules of a model, its parameters and where they lie.
 
-    Each pass asks whether they have changed: by maps, as loops of the interpreter would take three times as long.
+    Each pass asks whether they have changed: by maps, as loops of the interpreter would take three
+    times as long.
 
     Args:
         hf: any module. Packed parameters may move: their matrices know it.
@@ -24,24 +26,35 @@ class Structure:
         modules = list(hf.modules())
         held: list[tuple[dict[str, Any], str, Any]] = []
         for module in modules:
-            held += [(module._parameters, name, parameter) for name, parameter in module._parameters.items()]
+            held += [
+                (module._parameters, name, parameter)
+                for name, parameter in module._parameters.items()
+            ]
             held += [(module._modules, name, child) for name, child in module._modules.items()]
             held.append((module.__dict__, "forward", module.__dict__.get("forward")))
         self._holders = [holder for holder, _, _ in held]
         self._names = [name for _, name, _ in held]
         self._held = [known for *_, known in held]
         parameters = [one for module in modules for one in module._parameters.values()]
-        self._plain = [one for one in parameters if one is not None and not isinstance(one, PackedWeight)]
+        self._plain = [
+            one for one in parameters if one is not None and not isinstance(one, PackedWeight)
+        ]
         self._addresses = list(map(Tensor.data_ptr, self._plain))
-        hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        hooks = [
+            hooks
+            for module in modules
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
         self._no_hooks = [hooks for hooks in hooks if not hooks]
         self._hooks = [(hooks, set(hooks)) for hooks in hooks if hooks]
 
     @property
     def changed(self) -> bool:
-        """Whether a module, a parameter or a tensor behind one is another, or a module has other hooks or another forward.
+        """Whether a module, a parameter or a tensor behind one is another, or a module has other
+        hooks or another forward.
 
-        Hooks of Transformers' own, which stay once a pass has returned hidden states, change nothing of what is computed.
+        Hooks of Transformers' own, which stay once a pass has returned hidden states, change
+        nothing of what is computed.
         """
         return (
             not all(map(operator.is_, map(dict.get, self._holders, self._names), self._held))
@@ -51,7 +64,8 @@ class Structure:
         )
 
     def _hooked(self) -> bool:
-        """Whether modules without hooks have got some that are not Transformers' own; those are known from then on."""
+        """Whether modules without hooks have got some that are not Transformers' own; those are
+        known from then on."""
         new = [hooks for hooks in self._no_hooks if hooks]
         if not all(_is_transformers(hook) for hooks in new for hook in hooks.values()):
             return True

@@ -1,8 +1,10 @@
-"""Tensor parallelism: one target over several processes; rank 0 decides, the others compute their part of its passes.
+"""Tensor parallelism: one target over several processes; rank 0 decides, the others compute their
+part of its passes.
 
-Transformers shards the weights by the model's own plan (`tp_plan="auto"`; Shoeybi et al. 2019, arXiv 1909.08053): every rank has
-some heads of each layer, and a `SlotCache` of these heads. Everything else is rank 0's alone: drafting, drawing, clocks, seeds,
-text. Before it changes a cache of the target or makes a pass, it tells the others to do the same. So there is nothing that ranks
+Transformers shards the weights by the model's own plan (`tp_plan="auto"`; Shoeybi et al. 2019,
+arXiv 1909.08053): every rank has some heads of each layer, and a `SlotCache` of these heads.
+Everything else is rank 0's alone: drafting, drawing, clocks, seeds, text. Before it changes a cache
+of the target or makes a pass, it tells the others to do the same. So there is nothing that ranks
 could decide differently, prices and deadlines included.
 
 Passes of captured rounds are built by all ranks, or by none: where one of them fails to, ordinary
@@ -31,26 +33,41 @@ from shoal.models.compiled.executors import Run
 from shoal.models.executors.protocol import Batch, Output
 from shoal.models.ranks import Ranks
 from shoal.models.runner import Runner
-from shoal.models.sharded import BUILD, CAPTURE, PASS, RESIZE, RUN, Served, SharedCaptures, arguments_of
+from shoal.models.sharded import (
+    BUILD,
+    CAPTURE,
+    PASS,
+    RESIZE,
+    RUN,
+    Served,
+    SharedCaptures,
+    arguments_of,
+)
 from shoal.types.prefix import Prefix
 
 
 def require_ranks(name: str, config: Any) -> None:
-    """Raises RequestError unless torchrun started this process as one of several that can share a model with this Transformers
-    config."""
+    """Raises RequestError unless torchrun started this process as one of several that can share a
+    model with this Transformers config."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2 or "RANK" not in os.environ or not dist.is_available():
-        raise RequestError("tensor_parallel needs several processes: start them by `torchrun --nproc-per-node 2 ...`")
+        raise RequestError(
+            "tensor_parallel needs several processes: start them by `torchrun --nproc-per-node "
+            "2 ...`"
+        )
     if find_spec("accelerate") is None:
         raise RequestError("tensor_parallel needs accelerate: pip install '.[tensor-parallel]'")
     heads = getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0)
     if heads % size:
-        raise RequestError(f"{name} has {heads} heads of keys and values, which {size} processes cannot share evenly")
+        raise RequestError(
+            f"{name} has {heads} heads of keys and values, which {size} processes cannot share "
+            f"evenly"
+        )
 
 
 def lead(runner: Runner) -> Runner:
-    """On rank 0: the same model, as a runner whose passes all ranks make. On any other rank: serves rank 0 until that ends, and
-    then ends the process.
+    """On rank 0: the same model, as a runner whose passes all ranks make. On any other rank: serves
+    rank 0 until that ends, and then ends the process.
 
     Args:
         runner: of a model that Transformers sharded; all ranks call this at the same point.
@@ -63,15 +80,18 @@ def lead(runner: Runner) -> Runner:
 
 
 def capture_obstacle(backend: str) -> str | None:
-    """Why the passes of a model that several processes share are not captured, by the name of what joins their sums; None where
-    they can be."""
+    """Why the passes of a model that several processes share are not captured, by the name of what
+    joins their sums; None where they can be."""
     return (
-        None if "nccl" in backend else f"{backend} joins the sums of several processes on the host, which no graph can hold"
+        None
+        if "nccl" in backend
+        else f"{backend} joins the sums of several processes on the host, which no graph can hold"
     )
 
 
 class _Leading(Runner):
-    """A checked runner whose forks tell their passes to the other ranks. Its own cache still knows what a token takes."""
+    """A checked runner whose forks tell their passes to the other ranks. Its own cache still knows
+    what a token takes."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         vars(self).update(vars(runner))
@@ -95,7 +115,9 @@ class _Leading(Runner):
 
     def use_vectors(self, vectors: Tensor) -> None:
         """Raises UnsupportedModel: the other ranks have no such inputs."""
-        raise UnsupportedModel(f"{self.name} is shared by several processes, and this drafter feeds vectors of its own")
+        raise UnsupportedModel(
+            f"{self.name} is shared by several processes, and this drafter feeds vectors of its own"
+        )
 
     def capture_rounds(self, executor: str | None) -> None:
         """Of all ranks; none where these cannot be captured, and the load report says why."""
@@ -112,12 +134,15 @@ class _Leading(Runner):
     def _ordinary(self, batch: Batch) -> Output:
         assert isinstance(self.cache, _LedCache)
         tokens = batch.tokens.cpu()
-        with self._ranks.broadcast(PASS, self.cache.number, *arguments_of(batch.plan), tokens, batch.want_logits):
+        with self._ranks.broadcast(
+            PASS, self.cache.number, *arguments_of(batch.plan), tokens, batch.want_logits
+        ):
             return super()._ordinary(batch)
 
 
 class _LedCache(SlotCache):
-    """The cache of rank 0's heads; calls that move memory in it, or decide what will, are broadcast to the other ranks."""
+    """The cache of rank 0's heads; calls that move memory in it, or decide what will, are broadcast
+    to the other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""VocabTrim (arXiv 2506.22694): a drafter whose head has only the tokens that its target writes most.
+"""VocabTrim (arXiv 2506.22694): a drafter whose head has only the tokens that its target writes
+most.
 
-Which these are is in a small file beside the drafter; what is loaded with it has logits of these tokens alone. The embedding keeps
-all of them, as prompts may hold any.
+Which these are is in a small file beside the drafter; what is loaded with it has logits of these
+tokens alone. The embedding keeps all of them, as prompts may hold any.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ FILE = "shoal-trim.json"
 
 def fingerprint(tokenizer: Any) -> str:
     """Of a tokenizer's tokens and their ids."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[
+        :16
+    ]
 
 
-def most_used(counts: Mapping[int, int], k: int, size: int, always: Sequence[int]) -> tuple[int, ...]:
-    """k of `size` tokens, sorted by id: `always`, then those counted most often, then those of the lowest ids: in vocabularies of
-    merges these are the most common."""
+def most_used(
+    counts: Mapping[int, int], k: int, size: int, always: Sequence[int]
+) -> tuple[int, ...]:
+    """k of `size` tokens, sorted by id: `always`, then those counted most often, then those of the
+    lowest ids: in vocabularies of merges these are the most common."""
     rest = sorted(set(range(size)) - set(always), key=lambda token: (-counts.get(token, 0), token))
     return tuple(sorted({*always, *rest[: max(k - len(set(always)), 0)]}))
 
@@ -40,7 +45,9 @@ def most_used(counts: Mapping[int, int], k: int, size: int, always: Sequence[int
 def save(directory: Path, kept: Sequence[int], tokenizer: Any) -> Path:
     """Writes the file beside a drafter; kept: its own ids."""
     path = directory / FILE
-    write_synced(path, json.dumps({"vocabulary": fingerprint(tokenizer), "kept": list(kept)}) + "\n")
+    write_synced(
+        path, json.dumps({"vocabulary": fingerprint(tokenizer), "kept": list(kept)}) + "\n"
+    )
     return path
 
 
@@ -57,13 +64,25 @@ def kept_of(source: str | Path, tokenizer: Any) -> tuple[int, ...] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         kept, vocabulary = tuple(found["kept"]), found["vocabulary"]
-        ordered = bool(kept) and all(isinstance(i, int) for i in kept) and list(kept) == sorted(set(kept)) and kept[0] >= 0
+        ordered = (
+            bool(kept)
+            and all(isinstance(i, int) for i in kept)
+            and list(kept) == sorted(set(kept))
+            and kept[0] >= 0
+        )
     except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path} cannot be read ({error!r}): delete it, or write it again by shoal check --trim") from error
+        raise ModelError(
+            f"{path} cannot be read ({error!r}): delete it, or write it again by shoal check --trim"
+        ) from error
     if not ordered:
-        raise ModelError(f"{path} holds no sorted list of token ids: delete it, or write it again by shoal check --trim")
+        raise ModelError(
+            f"{path} holds no sorted list of token ids: delete it, or write it again by shoal "
+            f"check --trim"
+        )
     if vocabulary != fingerprint(tokenizer):
-        raise ModelError(f"{path} is of another tokenizer: delete it, or write it again by shoal check --trim")
+        raise ModelError(
+            f"{path} is of another tokenizer: delete it, or write it again by shoal check --trim"
+        )
     return kept
 
 
@@ -75,12 +94,19 @@ def with_head_of(hf: Any, kept: Sequence[int], name: str) -> Any:
     """
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise UnsupportedModel(f"the head of {name} is a {type(head).__name__}, which cannot be trimmed: delete {FILE}")
+        raise UnsupportedModel(
+            f"the head of {name} is a {type(head).__name__}, which cannot be trimmed: delete {FILE}"
+        )
     if kept[-1] >= head.out_features:
-        raise ModelError(f"{FILE} of {name} keeps token {kept[-1]}, and its head has {head.out_features}: write it again")
+        raise ModelError(
+            f"{FILE} of {name} keeps token {kept[-1]}, and its head has {head.out_features}: "
+            f"write it again"
+        )
     rows = torch.tensor(kept, device=head.weight.device)
     with torch.device("meta"):
-        smaller = nn.Linear(head.in_features, len(kept), bias=head.bias is not None, dtype=head.weight.dtype)
+        smaller = nn.Linear(
+            head.in_features, len(kept), bias=head.bias is not None, dtype=head.weight.dtype
+        )
     smaller.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
     if head.bias is not None:
         smaller.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
@@ -95,14 +121,17 @@ class Proposable:
     """What a draft model may propose.
 
     Attributes:
-        vocabularies: None where its tokenizer is the target's. shared: None where it may propose all that the target has.
+        vocabularies: None where its tokenizer is the target's.
+        shared: None where it may propose all that the target has.
     """
 
     vocabularies: Vocabularies | None = None
     shared: SharedTokens | None = None
 
 
-def proposable(found: Vocabularies | None, kept: Sequence[int] | None, target_size: int) -> Proposable:
+def proposable(
+    found: Vocabularies | None, kept: Sequence[int] | None, target_size: int
+) -> Proposable:
     """The tokens that both models have and the drafter's head has kept (None = all).
 
     Raises:
@@ -114,10 +143,16 @@ def proposable(found: Vocabularies | None, kept: Sequence[int] | None, target_si
     if found is None:
         pairs = [(token, token) for token in kept if token < target_size]
     else:
-        pairs = [] if found.shared is None else list(zip(found.shared.target, found.shared.draft, strict=True))
+        pairs = (
+            []
+            if found.shared is None
+            else list(zip(found.shared.target, found.shared.draft, strict=True))
+        )
     pairs = [pair for pair in pairs if pair[1] in columns]
     if not pairs:
         raise RequestError(f"the drafter's {FILE} keeps no token that the target has: delete it")
     ours, theirs = zip(*pairs, strict=True)
     shared = SharedTokens(ours, theirs, tuple(columns[token] for token in theirs), target_size)
-    return Proposable(None if found is None else replace(found, shared=shared, kept=tuple(kept)), shared)
+    return Proposable(
+        None if found is None else replace(found, shared=shared, kept=tuple(kept)), shared
+    )

@@ -1,4 +1,5 @@
-"""Inputs of a pass that are no tokens: id -1 - i of a block stands for vector i, as the model's embedding would give it."""
+"""Inputs of a pass that are no tokens: id -1 - i of a block stands for vector i, as the model's
+embedding would give it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def embedded(ids: Tensor, table: Callable[[Tensor], Tensor], vectors: Tensor | N
     """Embeddings [..., width] of ids [...] int64, some of which are vectors.
 
     Args:
-        table: ids of tokens [...] -> [..., width]. vectors: [count, width]; None = all ids are tokens.
+        table: ids of tokens [...] -> [..., width].
+        vectors: [count, width]; None = all ids are tokens.
     """
     if vectors is None:
         return table(ids)
@@ -28,5 +30,6 @@ def require_vectors(hf: Any, name: str) -> None:
     """Raises UnsupportedModel: the model takes ids alone."""
     if "inputs_embeds" not in inspect.signature(hf.forward).parameters:
         raise UnsupportedModel(
-            f"{name} takes ids of tokens alone, and this drafter feeds vectors of its own: take another one"
+            f"{name} takes ids of tokens alone, and this drafter feeds vectors of its own: take "
+            f"another one"
         )

@@ -1,6 +1,7 @@
 """Which tokens two vocabularies share.
 
-Tokens are compared by the bytes that they write; special tokens by their names, and those that end a text by their role.
+Tokens are compared by the bytes that they write; special tokens by their names, and those that end
+a text by their role.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class SharedTokens:
 
     Attributes:
         target, draft: the same tokens' ids for each, sorted by those of the target. At least one.
-        columns: of the drafter's logits that are theirs. target_size: ids that the target has.
+        columns: of the drafter's logits that are theirs.
+        target_size: ids that the target has.
     """
 
     target: tuple[int, ...]
@@ -47,7 +49,8 @@ class Vocabularies:
     """Two vocabularies and what they share.
 
     Attributes:
-        shared: None where there is nothing. kept: the drafter's ids of its logits, where it has not all of them.
+        shared: None where there is nothing.
+        kept: the drafter's ids of its logits, where it has not all of them.
         sizes: ids that each model has.
     """
 
@@ -59,11 +62,13 @@ class Vocabularies:
 
     @cached_property
     def trie(self) -> TokenTrie | None:
-        """The target's tokens as the drafter writes them; None where some token of the drafter begins with another one, or it has
-        not all of its logits."""
+        """The target's tokens as the drafter writes them; None where some token of the drafter
+        begins with another one, or it has not all of its logits."""
         if self.kept is not None:
             return None
-        shared = () if self.shared is None else zip(self.shared.target, self.shared.draft, strict=True)
+        shared = (
+            () if self.shared is None else zip(self.shared.target, self.shared.draft, strict=True)
+        )
         special = {ours: theirs for ours, theirs in shared if ours not in self.target.pieces}
         return token_trie(self.target, self.draft, special, *self.sizes)
 
@@ -73,7 +78,9 @@ class Vocabularies:
         return len(self.draft.ids(USUAL)) / len(self.target.ids(USUAL))
 
 
-def vocabularies(target: Spelling, draft: Spelling, target_size: int, draft_size: int) -> Vocabularies:
+def vocabularies(
+    target: Spelling, draft: Spelling, target_size: int, draft_size: int
+) -> Vocabularies:
     """Compares them. Sizes: ids that each model has; what is beyond is not shared."""
     pairs: dict[int, int] = {}
     for i, piece in target.pieces.items():
@@ -84,10 +91,20 @@ def vocabularies(target: Spelling, draft: Spelling, target_size: int, draft_size
     names = {name: i for i, name in draft.special.items()}
     pairs |= {i: names[name] for i, name in target.special.items() if name in names}
     ends = target.end, draft.end
-    if ends[0] is not None and ends[1] is not None and ends[0] not in pairs and ends[1] not in pairs.values():
+    if (
+        ends[0] is not None
+        and ends[1] is not None
+        and ends[0] not in pairs
+        and ends[1] not in pairs.values()
+    ):
         pairs[ends[0]] = ends[1]
     kept = sorted((i, j) for i, j in pairs.items() if i < target_size and j < draft_size)
     if not kept:
         return Vocabularies(target, draft, None, sizes=(target_size, draft_size))
     ours, theirs = zip(*kept, strict=True)
-    return Vocabularies(target, draft, SharedTokens(ours, theirs, theirs, target_size), sizes=(target_size, draft_size))
+    return Vocabularies(
+        target,
+        draft,
+        SharedTokens(ours, theirs, theirs, target_size),
+        sizes=(target_size, draft_size),
+    )

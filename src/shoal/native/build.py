@@ -1,8 +1,10 @@
 """Compiles the kernels with the system's C compiler, once per machine: the library is kept on disk.
 
-Compiling takes seconds. The file name has a digest of the sources, the compiler with its flags and the processor's instructions, so
-that another machine that shares the folder compiles its own, and one of the file's own bytes: a file that a crash has damaged would
-end the process. SHOAL_MARCH=x86-64-v3 (what a compiler's -march takes) makes kernels for other processors than this one.
+Compiling takes seconds. The file name has a digest of the sources, the compiler with its flags and
+the processor's instructions, so that another machine that shares the folder compiles its own, and
+one of the file's own bytes: a file that a crash has damaged would end the process.
+SHOAL_MARCH=x86-64-v3 (what a compiler's -march takes) makes kernels for other processors than this
+one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,16 @@ FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trappin
          "-ffp-contract=fast")  # fmt: skip
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What the kernels compute in, and their names for it; sums and softmax are float32 always."""
-SOURCES = ("kernels.c", "bytes.h", "typed.h", "attend.h", "decode.h", "drawing.h", "drafting.h", "kernels.h")
+SOURCES = (
+    "kernels.c",
+    "bytes.h",
+    "typed.h",
+    "attend.h",
+    "decode.h",
+    "drawing.h",
+    "drafting.h",
+    "kernels.h",
+)
 SECONDS = 120
 """Most time that the compiler may take."""
 ROOM = 16 * 2**20
@@ -71,8 +82,13 @@ def _attempt() -> ctypes.CDLL | str:
 def _kept_or_made() -> ctypes.CDLL:
     """The kernels that an earlier process has left, or new ones."""
     command, texts, flags = compiler(), sources(), machine_flags()
-    facts = "|".join([_run([*command, "--version"]), platform.machine(), *flags, *sorted(instructions())])
-    folder, stem = cache_folder(), f"kernels-{_digest(b'|'.join([*texts.values(), facts.encode()]))}"
+    facts = "|".join(
+        [_run([*command, "--version"]), platform.machine(), *flags, *sorted(instructions())]
+    )
+    folder, stem = (
+        cache_folder(),
+        f"kernels-{_digest(b'|'.join([*texts.values(), facts.encode()]))}",
+    )
     kept = None if folder is None else _kept(folder, stem)
     if kept is not None:
         return kept
@@ -86,7 +102,8 @@ def _kept_or_made() -> ctypes.CDLL:
 
 
 def machine_flags() -> tuple[str, ...]:
-    """The compiler's flags on this machine. Raises NotBuilt: SHOAL_MARCH names instructions that the processor lacks."""
+    """The compiler's flags on this machine. Raises NotBuilt: SHOAL_MARCH names instructions that
+    the processor lacks."""
     march = os.environ.get("SHOAL_MARCH") or "native"
     if NEEDED.get(march, "") not in {"", *instructions()}:
         raise NotBuilt(f"SHOAL_MARCH={march}: this processor has no {NEEDED[march]}")
@@ -94,7 +111,8 @@ def machine_flags() -> tuple[str, ...]:
 
 
 def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
-    """The first undamaged library of that name; damaged ones are removed, and those that another user wrote are not run."""
+    """The first undamaged library of that name; damaged ones are removed, and those that another
+    user wrote are not run."""
     for place in sorted(folder.glob(f"{stem}-*.so")):
         with suppress(NotBuilt, OSError):
             if place.stat().st_uid not in (os.geteuid(), 0):
@@ -106,7 +124,8 @@ def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
 
 
 def _workplace(folder: Path | None) -> Path:
-    """Where to compile: in the folder, so that the library can be moved into it, or else where temporary files lie.
+    """Where to compile: in the folder, so that the library can be moved into it, or else where
+    temporary files lie.
 
     Raises:
         NotBuilt: there is no space, or what is written there cannot be run.
@@ -118,9 +137,17 @@ def _workplace(folder: Path | None) -> Path:
         with suppress(OSError):
             facts = os.statvfs(place)
             runs = not facts.f_flag & getattr(os, "ST_NOEXEC", 0)
-            if place.is_dir() and os.access(place, os.W_OK) and runs and facts.f_bavail * facts.f_frsize >= ROOM:
+            if (
+                place.is_dir()
+                and os.access(place, os.W_OK)
+                and runs
+                and facts.f_bavail * facts.f_frsize >= ROOM
+            ):
                 return place
-    raise NotBuilt(f"no place to compile in: {' or '.join(map(str, places))} must be writable, and neither full nor noexec")
+    raise NotBuilt(
+        f"no place to compile in: {' or '.join(map(str, places))} must be writable, and neither "
+        f"full nor noexec"
+    )
 
 
 def _digest(text: bytes) -> str:
@@ -129,7 +156,9 @@ def _digest(text: bytes) -> str:
 
 def compiler() -> list[str]:
     """The command of the C compiler. Raises NotBuilt: there is none."""
-    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    found = (
+        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    )
     if sys.platform not in ("linux", "darwin") or not found:
         raise NotBuilt("no C compiler (cc, gcc or clang)")
     return shlex.split(found)
@@ -140,7 +169,9 @@ def sources() -> dict[str, bytes]:
     return {name: (resources.files(__package__) / name).read_bytes() for name in SOURCES}
 
 
-def compiled(texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str]) -> Path:
+def compiled(
+    texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str]
+) -> Path:
     """Compiles sources into a library in that folder. Raises NotBuilt."""
     for name, text in texts.items():
         Path(folder, name).write_bytes(text)
@@ -181,7 +212,10 @@ def loaded(place: Path) -> ctypes.CDLL:
         for suffix in SUFFIXES.values():
             for name, arguments in SIGNATURES.items():
                 function = getattr(made, f"{name}_{suffix}")
-                function.argtypes, function.restype = arguments, ctypes.c_int if name in ("attend", "decode") else None
+                function.argtypes, function.restype = (
+                    arguments,
+                    ctypes.c_int if name in ("attend", "decode") else None,
+                )
             getattr(made, f"draft_{suffix}").argtypes = [ctypes.POINTER(DraftStep)]
             getattr(made, f"draft_{suffix}").restype = ctypes.c_int64
         made.draw.argtypes, made.draw.restype = [ctypes.POINTER(Draws)], ctypes.c_int64
@@ -196,5 +230,11 @@ SIGNATURES = {
     "attend": [ctypes.POINTER(Attention)],
     "heads": [ctypes.POINTER(Heads)],
     "decode": [ctypes.POINTER(Pass)],
-    "rms_norm": [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int64],
+    "rms_norm": [
+        *[ctypes.c_void_p] * 3,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_double,
+        ctypes.c_int64,
+    ],
 }

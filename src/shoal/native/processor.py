@@ -8,7 +8,8 @@ import torch
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """CPU flags in lower case: torch's own query where this version has one, else what Linux says, else none."""
+    """CPU flags in lower case: torch's own query where this version has one, else what Linux says,
+    else none."""
     query = getattr(torch.cpu, "get_capabilities", None)
     if query is not None:
         return {name for name, value in query().items() if value is True}
@@ -16,7 +17,8 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """All that torch and Linux know of the processor, spelt alike: a compiler may use what one of them leaves out."""
+    """All that torch and Linux know of the processor, spelt alike: a compiler may use what one of
+    them leaves out."""
     return frozenset(flag.replace("_", "") for flag in cpu_flags(cpuinfo) | _listed(cpuinfo))
 
 
@@ -25,4 +27,9 @@ def _listed(cpuinfo: Path) -> set[str]:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
-    return {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.lower().split()}
+    return {
+        flag
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for flag in line.lower().split()
+    }

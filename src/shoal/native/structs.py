@@ -11,15 +11,42 @@ class Attention(ctypes.Structure):
     """One layer's ragged attention."""
 
     _fields_ = [
-        *((name, _INTEGER) for name in ("rows", "heads", "kv_heads", "dim", "value_dim", "threads")),
+        *(
+            (name, _INTEGER)
+            for name in ("rows", "heads", "kv_heads", "dim", "value_dim", "threads")
+        ),
         ("scale", _REAL),
         ("softcap", _REAL),
         ("window", _INTEGER),
-        *((name, _POINTER) for name in ("bounds", "query_rows", "key_rows", "value_rows", "positions", "words")),
+        *(
+            (name, _POINTER)
+            for name in ("bounds", "query_rows", "key_rows", "value_rows", "positions", "words")
+        ),
         ("columns", _INTEGER),
-        *((name, _POINTER) for name in ("sinks", "query", "key", "value", "shared_key", "shared_value")),
-        *((name, _INTEGER) for name in ("query_token", "query_head", "key_token", "key_head", "value_token", "value_head")),
-        *((name, _INTEGER) for name in ("shared_key_token", "shared_key_head", "shared_value_token", "shared_value_head")),
+        *(
+            (name, _POINTER)
+            for name in ("sinks", "query", "key", "value", "shared_key", "shared_value")
+        ),
+        *(
+            (name, _INTEGER)
+            for name in (
+                "query_token",
+                "query_head",
+                "key_token",
+                "key_head",
+                "value_token",
+                "value_head",
+            )
+        ),
+        *(
+            (name, _INTEGER)
+            for name in (
+                "shared_key_token",
+                "shared_key_head",
+                "shared_value_token",
+                "shared_value_head",
+            )
+        ),
         ("out", _POINTER),
     ]
 
@@ -32,7 +59,17 @@ class Heads(ctypes.Structure):
         ("eps", _REAL),
         *(
             (name, _POINTER)
-            for name in ("cos", "sin", "positions", "cells", "query_norm", "key_norm", "states", "keys", "values")
+            for name in (
+                "cos",
+                "sin",
+                "positions",
+                "cells",
+                "query_norm",
+                "key_norm",
+                "states",
+                "keys",
+                "values",
+            )
         ),
     ]
 
@@ -44,7 +81,18 @@ class Product(ctypes.Structure):
         *((name, _INTEGER) for name in ("tokens", "width", "outputs", "kind", "threads")),
         *(
             (name, _POINTER)
-            for name in ("weight", "bias", "scales", "zeros", "token_scales", "bytes", "x", "other", "y", "y_rows")
+            for name in (
+                "weight",
+                "bias",
+                "scales",
+                "zeros",
+                "token_scales",
+                "bytes",
+                "x",
+                "other",
+                "y",
+                "y_rows",
+            )
         ),
     ]
 
@@ -78,7 +126,10 @@ class Model(ctypes.Structure):
     """What is the same in all passes of a decoder."""
 
     _fields_ = [
-        *((name, _INTEGER) for name in ("layer_count", "heads", "kv_heads", "dim", "rotary", "width", "vocabulary")),
+        *(
+            (name, _INTEGER)
+            for name in ("layer_count", "heads", "kv_heads", "dim", "rotary", "width", "vocabulary")
+        ),
         ("scale", _REAL),
         ("embedding", _POINTER),
         ("layers", ctypes.POINTER(Layer)),
@@ -93,9 +144,15 @@ class Pass(ctypes.Structure):
     _fields_ = [
         ("model", ctypes.POINTER(Model)),
         ("stores", _POINTER),
-        *((name, _INTEGER) for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")),
+        *(
+            (name, _INTEGER)
+            for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")
+        ),
         *((name, _INTEGER) for name in ("vector_count",)),
-        *((name, _POINTER) for name in ("ids", "vectors", "bounds", "tree_positions", "words", "cos", "sin")),
+        *(
+            (name, _POINTER)
+            for name in ("ids", "vectors", "bounds", "tree_positions", "words", "cos", "sin")
+        ),
         *((name, _POINTER) for name in ("workspace", "logits")),
         ("last_only", _INTEGER),
     ]
@@ -111,8 +168,22 @@ class Block(ctypes.Structure):
     """Scores of the positions of a block, and what tokens are drawn by."""
 
     _fields_ = [
-        *((name, _INTEGER) for name in ("rows", "columns", "vocab", "threads", "bfloat16", "buckets", "settings_row")),
-        *((name, _INTEGER) for name in ("scores_row", "scores_column", "uniforms_row", "uniforms_column")),
+        *(
+            (name, _INTEGER)
+            for name in (
+                "rows",
+                "columns",
+                "vocab",
+                "threads",
+                "bfloat16",
+                "buckets",
+                "settings_row",
+            )
+        ),
+        *(
+            (name, _INTEGER)
+            for name in ("scores_row", "scores_column", "uniforms_row", "uniforms_column")
+        ),
         *((name, _POINTER) for name in ("settings", "scores", "uniforms")),
     ]
 
@@ -120,7 +191,10 @@ class Block(ctypes.Structure):
 class Draws(ctypes.Structure):
     """Draws at every position."""
 
-    _fields_ = [("block", Block), *((name, _POINTER) for name in ("tokens", "chosen", "highest", "probs"))]
+    _fields_ = [
+        ("block", Block),
+        *((name, _POINTER) for name in ("tokens", "chosen", "highest", "probs")),
+    ]
 
 
 class Verdicts(ctypes.Structure):
@@ -129,7 +203,10 @@ class Verdicts(ctypes.Structure):
     _fields_ = [
         ("block", Block),
         ("q_row", _INTEGER),
-        *((name, _POINTER) for name in ("drafts", "lengths", "q", "accepted", "tokens", "chosen", "logprobs")),
+        *(
+            (name, _POINTER)
+            for name in ("drafts", "lengths", "q", "accepted", "tokens", "chosen", "logprobs")
+        ),
     ]
 
 

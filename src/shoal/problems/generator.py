@@ -1,7 +1,8 @@
 """A seeded generator of small documented Python functions with examples and tests.
 
-A *template* is one operation on one kind of argument ("count", "multiples of k", in a list); a *problem* is a template with
-constants, names, a wording and examples. Whole templates, and some constants of every other template, are held out of training.
+A *template* is one operation on one kind of argument ("count", "multiples of k", in a list); a
+*problem* is a template with constants, names, a wording and examples. Whole templates, and some
+constants of every other template, are held out of training.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from shoal.problems.numbers import DICT_OPERATIONS, EXPRESSIONS, INT_CONDITIONS, INT_OPERATIONS, MAPS
+from shoal.problems.numbers import (
+    DICT_OPERATIONS,
+    EXPRESSIONS,
+    INT_CONDITIONS,
+    INT_OPERATIONS,
+    MAPS,
+)
 from shoal.problems.pools import POOLS, Pool
 from shoal.problems.singles import SINGLES
-from shoal.problems.strings import CHAR_CONDITIONS, CHAR_OPERATIONS, WORD_CONDITIONS, WORD_OPERATIONS
+from shoal.problems.strings import (
+    CHAR_CONDITIONS,
+    CHAR_OPERATIONS,
+    WORD_CONDITIONS,
+    WORD_OPERATIONS,
+)
 from shoal.problems.templates import Condition, Operation, Template
 
 Split = Literal["train", "constants", "templates"]

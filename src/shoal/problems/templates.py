@@ -1,4 +1,5 @@
-"""The parts of a generated function: templates, and the conditions and operations that they are combined from."""
+"""The parts of a generated function: templates, and the conditions and operations that they are
+combined from."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Template:
 
 @dataclass(frozen=True)
 class Condition:
-    """A predicate on ``{x}``: its noun in docstrings, its part of function names, its expression."""
+    """A predicate on ``{x}``: its noun in docstrings, its part of function names, its
+    expression."""
 
     key: str
     noun: str

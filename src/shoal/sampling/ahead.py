@@ -1,6 +1,8 @@
-"""A rule's uniforms, computed for many positions of a row at once: they depend on nothing that a round decides.
+"""A rule's uniforms, computed for many positions of a row at once: they depend on nothing that a
+round decides.
 
-A round then reads a few rows of a table, instead of some twenty operations on arrays too small to be worth one each.
+A round then reads a few rows of a table, instead of some twenty operations on arrays too small to
+be worth one each.
 """
 
 from __future__ import annotations
@@ -45,8 +47,13 @@ class UniformsAhead:
         used = [first - self._first_of(row) for row, first in zip(rows, firsts, strict=True)]
         if max(used) > AHEAD - width:
             # Together with rows that need it soon, or each round would have one that does.
-            self._compute([row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows)
-        starts = [AHEAD * place - base + first for (place, base), first in zip(map(self._place, rows), firsts, strict=True)]
+            self._compute(
+                [row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows
+            )
+        starts = [
+            AHEAD * place - base + first
+            for (place, base), first in zip(map(self._place, rows), firsts, strict=True)
+        ]
         index = torch.from_numpy(np.add.outer(starts, np.arange(width)).reshape(-1))
         return self._table.index_select(0, index).unflatten(0, (len(rows), width))
 
@@ -59,14 +66,18 @@ class UniformsAhead:
         return -AHEAD if place is None else place[1]
 
     def _compute(self, wanted: Sequence[Row], rows: Sequence[Row]) -> None:
-        """The next positions of the rows that are `wanted`, in places of their own or those of rows that have left."""
+        """The next positions of the rows that are `wanted`, in places of their own or those of rows
+        that have left."""
         kept = {row.serial: self._places[row.serial] for row in rows if row.serial in self._places}
         taken = {place for place, _ in kept.values()}
         free = (place for place in range(len(rows)) if place not in taken)
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
         found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None)
-        self._places = kept | {row.serial: both for row, both in zip(wanted, zip(places, firsts, strict=True), strict=True)}
+        self._places = kept | {
+            row.serial: both
+            for row, both in zip(wanted, zip(places, firsts, strict=True), strict=True)
+        }
         missing = AHEAD * (1 + max(place for place, _ in self._places.values())) - len(self._table)
         if missing > 0:
             empty = found.new_empty(missing, *found.shape[2:])

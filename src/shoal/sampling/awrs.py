@@ -1,8 +1,9 @@
-"""Adaptive weighted rejection sampling: a token of p given that it passes, and an unbiased estimate of the probability to pass.
+"""Adaptive weighted rejection sampling: a token of p given that it passes, and an unbiased estimate
+of the probability to pass.
 
-Tokens are drawn from p without replacement until one passes, which asks about few tokens where most of p passes. Further draws say
-how much of p passes (AWRS, COLM 2025, arXiv 2504.05410), by one of its two estimators, which p alone decides on. Both draw the
-same tokens.
+Tokens are drawn from p without replacement until one passes, which asks about few tokens where most
+of p passes. Further draws say how much of p passes (AWRS, COLM 2025, arXiv 2504.05410), by one of
+its two estimators, which p alone decides on. Both draw the same tokens.
 """
 
 from __future__ import annotations
@@ -12,23 +13,33 @@ from collections.abc import Callable
 from torch import Tensor
 
 PEAK = 2 / 3
-"""Probability of the most probable token from which the geometric estimator is used: it then mostly draws a token that is known to
-pass, and asks about no other."""
+"""Probability of the most probable token from which the geometric estimator is used: it then mostly
+draws a token that is known to pass, and asks about no other."""
 
 Following = Callable[[Tensor], int]
 """Draws a token from what is left of p, unnormalised."""
 Phantoms = Callable[[float], int]
-"""How many draws of refused tokens come before one of another, where those have this mass: a geometric number."""
+"""How many draws of refused tokens come before one of another, where those have this mass: a
+geometric number."""
 
 
 def awrs(
-    p: Tensor, first: int, passes: Callable[[int], bool], following: Following, phantoms: Phantoms, *, weighs: bool = True
-) -> tuple[int | None, float]:  # fmt: skip
-    """A token and its weight: E[weight * f(token)] is the sum of p(y) f(y) over the tokens y that pass, for any f.
+    p: Tensor,
+    first: int,
+    passes: Callable[[int], bool],
+    following: Following,
+    phantoms: Phantoms,
+    *,
+    weighs: bool = True,
+) -> tuple[int | None, float]:
+    """A token and its weight: E[weight * f(token)] is the sum of p(y) f(y) over the tokens y that
+    pass, for any f.
 
     Args:
-        p: probabilities [vocab] float64, finite, sum 1. first: drawn from p.
-        passes: whether a token may stand there. following, phantoms: what is drawn beside it.
+        p: probabilities [vocab] float64, finite, sum 1.
+        first: drawn from p.
+        passes: whether a token may stand there.
+        following, phantoms: what is drawn beside it.
         weighs: False = the weight is not asked for, which spares a token.
 
     Returns:
@@ -51,8 +62,12 @@ def awrs(
 
 
 def _recursive(
-    left: Tensor, token: int, shares: list[float], passes: Callable[[int], bool], following: Following
-) -> float:  # fmt: skip
+    left: Tensor,
+    token: int,
+    shares: list[float],
+    passes: Callable[[int], bool],
+    following: Following,
+) -> float:
     """By one token more, drawn from what is left without the one that passed.
 
     Args:
@@ -68,10 +83,16 @@ def _recursive(
 
 
 def _geometric(
-    p: Tensor, left: Tensor, token: int, masses: list[float], passes: Callable[[int], bool], following: Following,
+    p: Tensor,
+    left: Tensor,
+    token: int,
+    masses: list[float],
+    passes: Callable[[int], bool],
+    following: Following,
     phantoms: Phantoms,
-) -> float:  # fmt: skip
-    """By drawing with replacement until a second token passes: 1 / (draws - 1), the draws of refused tokens counted, not made.
+) -> float:
+    """By drawing with replacement until a second token passes: 1 / (draws - 1), the draws of
+    refused tokens counted, not made.
 
     Args:
         masses: of the tokens refused, before each draw but the first.

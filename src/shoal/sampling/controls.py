@@ -1,4 +1,5 @@
-"""Logits -> scores: biases, penalties, processors, constraints: all controls but temperature and truncation, which come after."""
+"""Logits -> scores: biases, penalties, processors, constraints: all controls but temperature and
+truncation, which come after."""
 
 from __future__ import annotations
 
@@ -46,13 +47,15 @@ def groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
 
 
 def _key(s: Sampling) -> tuple[Any, ...]:
-    """Equal for settings that are computed alike: all fields but seed and grammar, containers by identity."""
+    """Equal for settings that are computed alike: all fields but seed and grammar, containers by
+    identity."""
     bias, words = id(s.logit_bias) if s.logit_bias else 0, id(s.bad_words) if s.bad_words else 0
     return _numbers(s), bias, words, tuple(map(id, s.processors))
 
 
 def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """`controlled` for rows of any settings: [rows, q, vocab]; the logits themselves where no control changes any."""
+    """`controlled` for rows of any settings: [rows, q, vocab]; the logits themselves where no
+    control changes any."""
     if not change(positions.rows):
         return logits
     allowed = masks.allowed(positions, logits)
@@ -63,7 +66,9 @@ def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) 
     for sampling, members in rows:
         index = torch.tensor(members, device=logits.device)
         mask = None if allowed is None else allowed[index]
-        scores[index] = controlled(logits[index], sampling, positions.of_rows(members), mask, faults).to(scores.dtype)
+        scores[index] = controlled(
+            logits[index], sampling, positions.of_rows(members), mask, faults
+        ).to(scores.dtype)
     return scores
 
 
@@ -74,20 +79,27 @@ def change(rows: Sequence[Row]) -> bool:
 
 
 def controlled(
-    logits: Tensor, sampling: Sampling, positions: Positions, allowed: Tensor | None, faults: Faults | None
+    logits: Tensor,
+    sampling: Sampling,
+    positions: Positions,
+    allowed: Tensor | None,
+    faults: Faults | None,
 ) -> Tensor:
-    """Scores [rows, q, vocab] of rows that share one `Sampling` but for seed and grammar, after all controls but temperature and
-    truncation; the logits themselves, in whatever number format, where no control changes them.
+    """Scores [rows, q, vocab] of rows that share one `Sampling` but for seed and grammar, after all
+    controls but temperature and truncation; the logits themselves, in whatever number format, where
+    no control changes them.
 
     Args:
-        allowed: see `shoal.constraints.masks`. faults: see `shoal.sampling.distributions.probabilities`.
+        allowed: see `shoal.constraints.masks`.
+        faults: see `shoal.sampling.distributions.probabilities`.
     """
     if allowed is None and not _changes(sampling):
         return logits
     scores = logits.to(width(logits), copy=True, memory_format=torch.contiguous_format)
     penalties.bias_and_penalise(scores, sampling, positions)
     if sampling.processors:
-        # Checked before as well: a processor given no possible token may fail in its own words, or revive banned ones.
+        # Checked before as well: a processor given no possible token may fail in its own words, or
+        # revive banned ones.
         scores = possible(scores, logits, positions, faults)
         scores = penalties.process(scores, sampling.processors, positions, faults)
     if allowed is not None:
@@ -102,7 +114,8 @@ def _changes(sampling: Sampling) -> bool:
 
 
 def possible(scores: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """`scores`, every position of which has a finite highest score; those that had none are made uniform.
+    """`scores`, every position of which has a finite highest score; those that had none are made
+    uniform.
 
     Raises:
         RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
@@ -137,8 +150,12 @@ def report(impossible: Tensor, logits: Tensor, positions: Positions, faults: Fau
 
 
 def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
-    """Says why no token is possible where the highest logit is `top`; `failure`: of a constraint."""
-    sampling, where = row.request.sampling, f"row {row.index} of request {row.group}, draft position {position}"
+    """Says why no token is possible where the highest logit is `top`; `failure`: of a
+    constraint."""
+    sampling, where = (
+        row.request.sampling,
+        f"row {row.index} of request {row.group}, draft position {position}",
+    )
     if not math.isfinite(top):
         return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {top}")
     controls = [
@@ -149,13 +166,21 @@ def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
     if failure:
         return RequestError(f"{where}: {failure}")
     if row.request.constraints:
-        controls.append(f"constraints={[_name(constraint) for constraint in row.request.constraints]}")
-    return RequestError(f"{where}: no token is left possible by {', '.join(controls)}; relax one of them")
+        controls.append(
+            f"constraints={[_name(constraint) for constraint in row.request.constraints]}"
+        )
+    return RequestError(
+        f"{where}: no token is left possible by {', '.join(controls)}; relax one of them"
+    )
 
 
 def _name(constraint: Any) -> str:
     """A filter or grammar as it is written, another constraint by its class."""
-    return _short(constraint) if isinstance(constraint, Filter | Grammar) else type(constraint).__name__
+    return (
+        _short(constraint)
+        if isinstance(constraint, Filter | Grammar)
+        else type(constraint).__name__
+    )
 
 
 def _short(value: Any) -> str:

@@ -1,10 +1,12 @@
 """From logits to the declared distribution: one function for target, drafter and plain decoding.
 
-Speculative sampling returns samples of the target's declared distribution p whatever the drafter's q is, provided that p
-at a position depends on nothing but the position's logits and history. So every control is applied here, to both models,
-at each drafted position with the history that the position would have.
+Speculative sampling returns samples of the target's declared distribution p whatever the drafter's
+q is, provided that p at a position depends on nothing but the position's logits and history. So
+every control is applied here, to both models, at each drafted position with the history that the
+position would have.
 
-On a CPU a kernel in C computes them where there is a compiler (`shoal.sampling.native`), else operations of torch.
+On a CPU a kernel in C computes them where there is a compiler (`shoal.sampling.native`), else
+operations of torch.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from shoal.types.rounds import Faults
 from shoal.types.trees import Positions
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
-"""Weights [n, vocab] and the uniforms of a position each [n, ...] -> one token per row, [n] int64."""
+"""Weights [n, vocab] and the uniforms of a position each [n, ...] -> one token per row, [n]
+int64."""
 
 RACES: dict[Sampler, bool] = {exponential_race: True, inverse_transform: False}
 """The samplers that the kernels know, and whether they draw by an exponential race."""
 
 
 class Draws(NamedTuple):
-    """Of positions [rows, q]: tokens drawn, int64, and their probabilities; the highest probability at each, of greedy rows that at
-    temperature 1; the distributions p, [rows, q, vocab]. What was not asked for is None."""
+    """Of positions [rows, q]: tokens drawn, int64, and their probabilities; the highest probability
+    at each, of greedy rows that at temperature 1; the distributions p, [rows, q, vocab]. What was
+    not asked for is None."""
 
     tokens: Tensor
     probs: Tensor
@@ -41,21 +45,25 @@ class Draws(NamedTuple):
 
 
 def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = None) -> Tensor:
-    """The declared distribution of each (row, position), by the row's own `Sampling` in the order it documents.
+    """The declared distribution of each (row, position), by the row's own `Sampling` in the order
+    it documents.
 
-    Padding gets finite numbers that mean nothing. A greedy row is one-hot at its highest score, lowest id on a tie.
+    Padding gets finite numbers that mean nothing. A greedy row is one-hot at its highest score,
+    lowest id on a tie.
 
     Args:
         logits: [rows, q, vocab], any float dtype; -inf is allowed. Not modified.
         positions: the history of each (row, column), and which columns are padding.
-        faults: receives the reason where there is no distribution, instead of an error being raised; for padding only where the
-            logits themselves are at fault. Such a position then counts as padding.
+        faults: receives the reason where there is no distribution, instead of an error being
+            raised; for padding only where the logits themselves are at fault. Such a position then
+            counts as padding.
 
     Returns:
         [rows, q, vocab] float32, or float64 for float64 logits. Rows sum to 1 and hold no NaN.
 
     Raises:
-        RequestError: if a row's controls leave no token possible, or name ids outside the vocabulary.
+        RequestError: if a row's controls leave no token possible, or name ids outside the
+            vocabulary.
         BadLogits: if the logits themselves do (NaN, +inf, or -inf everywhere).
     """
     drawn = draws(logits, positions, None, None, faults, want_p=True)
@@ -64,13 +72,20 @@ def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = 
 
 
 def draws(
-    logits: Tensor, positions: Positions, sampler: Sampler | None, uniforms: Tensor | None, faults: Faults | None = None, *,
-    want_p: bool = False, want_highest: bool = False,
-) -> Draws:  # fmt: skip
+    logits: Tensor,
+    positions: Positions,
+    sampler: Sampler | None,
+    uniforms: Tensor | None,
+    faults: Faults | None = None,
+    *,
+    want_p: bool = False,
+    want_highest: bool = False,
+) -> Draws:
     """Tokens drawn from the `probabilities` of each (row, position).
 
     Args:
-        sampler: None: only greedy rows get tokens. uniforms: [rows, q, ...] float64.
+        sampler: None: only greedy rows get tokens.
+        uniforms: [rows, q, ...] float64.
         want_p, want_highest: beside the tokens.
     """
     samplings = [row.request.sampling for row in positions.rows]
@@ -78,39 +93,60 @@ def draws(
     if not (known and native.takes(logits, samplings)):
         return _by_torch(logits, positions, sampler, uniforms, faults, want_p, want_highest)
     scores = all_controlled(logits, positions, faults)
-    return _by_kernels(scores, samplings, logits, positions, sampler, uniforms, faults, want_p, want_highest)
+    return _by_kernels(
+        scores, samplings, logits, positions, sampler, uniforms, faults, want_p, want_highest
+    )
 
 
 def _by_kernels(
-    scores: Tensor, samplings: Sequence[Sampling], logits: Tensor, positions: Positions, sampler: Sampler | None,
-    uniforms: Tensor | None, faults: Faults | None, want_p: bool, want_highest: bool,
-) -> Draws:  # fmt: skip
+    scores: Tensor,
+    samplings: Sequence[Sampling],
+    logits: Tensor,
+    positions: Positions,
+    sampler: Sampler | None,
+    uniforms: Tensor | None,
+    faults: Faults | None,
+    want_p: bool,
+    want_highest: bool,
+) -> Draws:
     """`draws` from the scores after all other controls."""
     race = sampler is not None and RACES[sampler]
-    drawn = native.drawn(scores, samplings, uniforms, race=race, want_p=want_p, want_highest=want_highest)
+    drawn = native.drawn(
+        scores, samplings, uniforms, race=race, want_p=want_p, want_highest=want_highest
+    )
     if drawn.impossible:
         report(drawn.tokens < 0, logits, positions, faults)
-    return Draws(drawn.tokens.clamp_(min=0) if drawn.impossible else drawn.tokens, drawn.probs, drawn.highest, drawn.p)
+    return Draws(
+        drawn.tokens.clamp_(min=0) if drawn.impossible else drawn.tokens,
+        drawn.probs,
+        drawn.highest,
+        drawn.p,
+    )
 
 
 def pure_probabilities(
     logits: Tensor, temperature: Tensor, cut: Sampling, greedy: bool | None, candidates: int
 ) -> tuple[Tensor, Tensor | None]:
-    """`probabilities` of one position as a function of tensors that looks at no value: it can be compiled and captured.
+    """`probabilities` of one position as a function of tensors that looks at no value: it can be
+    compiled and captured.
 
     Args:
-        logits: [rows, vocab]; rows without a finite highest logit give nonsense. temperature: [rows], 0 = greedy, else not tiny.
+        logits: [rows, vocab]; rows without a finite highest logit give nonsense.
+        temperature: [rows], 0 = greedy, else not tiny.
         cut: its top_k, top_p, min_p and typical_p hold for all rows; nothing else of it is read.
         greedy: whether all rows are; None = some.
         candidates: how many the tokens that stay are chosen from (`truncation.listed_softmax`).
 
     Returns:
-        [rows, vocab] float32, or float64 for float64 logits. And for which rows so many candidates suffice, [rows] bool;
-        None = for all. The others have a distribution over candidates that is not the declared one.
+        [rows, vocab] float32, or float64 for float64 logits. And for which rows so many candidates
+        suffice, [rows] bool; None = for all. The others have a distribution over candidates that is
+        not the declared one.
     """
     if greedy:
         return _one_hot(logits.to(width(logits))), None
-    heat = (temperature if greedy is False else torch.where(temperature > 0, temperature, 1.0)).to(width(logits))
+    heat = (temperature if greedy is False else torch.where(temperature > 0, temperature, 1.0)).to(
+        width(logits)
+    )
     scores = logits / heat[:, None]  # in the wider of both formats
     if cut.truncates:
         probs, enough = truncation.listed_softmax(scores, cut, candidates)
@@ -119,7 +155,9 @@ def pure_probabilities(
     if greedy is False:
         return probs, enough
     hot = temperature > 0
-    return torch.where(hot[:, None], probs, _one_hot(scores)), None if enough is None else enough | ~hot
+    return torch.where(
+        hot[:, None], probs, _one_hot(scores)
+    ), None if enough is None else enough | ~hot
 
 
 def _one_hot(scores: Tensor) -> Tensor:
@@ -127,13 +165,20 @@ def _one_hot(scores: Tensor) -> Tensor:
 
 
 def _by_torch(
-    logits: Tensor, positions: Positions, sampler: Sampler | None, uniforms: Tensor | None, faults: Faults | None, want_p: bool,
+    logits: Tensor,
+    positions: Positions,
+    sampler: Sampler | None,
+    uniforms: Tensor | None,
+    faults: Faults | None,
+    want_p: bool,
     want_highest: bool,
-) -> Draws:  # fmt: skip
+) -> Draws:
     """`draws`, rows of the same settings at a time."""
     allowed, rows = masks.allowed(positions, logits), groups(positions.rows)
     if len(rows) == 1:
-        return _of_group(logits, rows[0][0], positions, sampler, uniforms, allowed, faults, want_p, want_highest)
+        return _of_group(
+            logits, rows[0][0], positions, sampler, uniforms, allowed, faults, want_p, want_highest
+        )
     shape, dtype = logits.shape[:2], width(logits)
     every = Draws(
         torch.empty(shape, dtype=torch.long, device=logits.device),
@@ -145,7 +190,9 @@ def _by_torch(
         index = torch.tensor(members, device=logits.device)
         mask, own = (None if values is None else values[index] for values in (allowed, uniforms))
         some = positions.of_rows(members)
-        found = _of_group(logits[index], sampling, some, sampler, own, mask, faults, want_p, want_highest)
+        found = _of_group(
+            logits[index], sampling, some, sampler, own, mask, faults, want_p, want_highest
+        )
         for values, part in zip(every, found, strict=True):
             if values is not None and part is not None:
                 values[index] = part
@@ -153,30 +200,53 @@ def _by_torch(
 
 
 def _of_group(
-    logits: Tensor, sampling: Sampling, positions: Positions, sampler: Sampler | None, uniforms: Tensor | None,
-    allowed: Tensor | None, faults: Faults | None, want_p: bool, want_highest: bool,
-) -> Draws:  # fmt: skip
+    logits: Tensor,
+    sampling: Sampling,
+    positions: Positions,
+    sampler: Sampler | None,
+    uniforms: Tensor | None,
+    allowed: Tensor | None,
+    faults: Faults | None,
+    want_p: bool,
+    want_highest: bool,
+) -> Draws:
     """`draws` of rows that share one `Sampling` but for seed and grammar."""
     scores = controlled(logits, sampling, positions, allowed, faults)
     if (sampler is None or sampler in RACES) and native.takes(scores, [sampling]):
         # Their bits must not depend on what other rows of the batch ask for.
-        return _by_kernels(scores, [sampling], logits, positions, sampler, uniforms, faults, want_p, want_highest)
+        return _by_kernels(
+            scores, [sampling], logits, positions, sampler, uniforms, faults, want_p, want_highest
+        )
     if sampling.greedy:
         tokens = _best(scores, logits, positions, faults)
         p = None
         if want_p:
-            p = torch.zeros(logits.shape, dtype=width(logits), device=logits.device).scatter_(-1, tokens[..., None], 1.0)
+            p = torch.zeros(logits.shape, dtype=width(logits), device=logits.device).scatter_(
+                -1, tokens[..., None], 1.0
+            )
         top = scores.softmax(-1, dtype=width(logits)).amax(-1) if want_highest else None
-        return Draws(tokens, torch.ones(tokens.shape, dtype=width(logits), device=logits.device), top, p)
-    p = _distribution(_at_temperature(scores.to(width(logits)), sampling.temperature), logits, sampling, positions, faults)
+        return Draws(
+            tokens, torch.ones(tokens.shape, dtype=width(logits), device=logits.device), top, p
+        )
+    p = _distribution(
+        _at_temperature(scores.to(width(logits)), sampling.temperature),
+        logits,
+        sampling,
+        positions,
+        faults,
+    )
     top = p.amax(-1) if want_highest else None
     if sampler is None or uniforms is None:
-        return Draws(torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device), p[..., 0], top, p)
+        return Draws(
+            torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device), p[..., 0], top, p
+        )
     tokens = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(logits.shape[:2])
     return Draws(tokens, p.gather(-1, tokens[..., None]).squeeze(-1), top, p if want_p else None)
 
 
-def _distribution(scores: Tensor, logits: Tensor, sampling: Sampling, positions: Positions, faults: Faults | None) -> Tensor:
+def _distribution(
+    scores: Tensor, logits: Tensor, sampling: Sampling, positions: Positions, faults: Faults | None
+) -> Tensor:
     """Of scores after temperature, [rows, q, vocab]."""
     truncates = sampling.truncates
     if not truncates:
@@ -185,12 +255,15 @@ def _distribution(scores: Tensor, logits: Tensor, sampling: Sampling, positions:
             return probs
     scores = possible(scores, logits, positions, faults)
     return (
-        truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape) if truncates else scores.softmax(-1)
+        truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
+        if truncates
+        else scores.softmax(-1)
     )
 
 
 def _best(scores: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """The token of the highest score at each position, the lowest id on a tie, of greedy rows: [rows, q] int64."""
+    """The token of the highest score at each position, the lowest id on a tie, of greedy rows:
+    [rows, q] int64."""
     values, tokens = highest(scores)
     return tokens if finite(values) else highest(possible(scores, logits, positions, faults))[1]
 
@@ -200,6 +273,7 @@ def _at_temperature(scores: Tensor, temperature: float) -> Tensor:
         return scores
     limits = torch.finfo(scores.dtype)
     if temperature < 1e-6:
-        # Dividing by so little overflows; relative to the highest score, only scores that do not matter can.
+        # Dividing by so little overflows; relative to the highest score, only scores that do not
+        # matter can.
         scores = scores - scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     return scores / min(max(temperature, limits.tiny), limits.max)

@@ -1,4 +1,5 @@
-"""Tokens drawn from weights by given uniforms, by inverse transform or by an exponential race; the token of the highest score."""
+"""Tokens drawn from weights by given uniforms, by inverse transform or by an exponential race; the
+token of the highest score."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from torch import Tensor
 _BLOCK = 256
 """Tokens whose weights are summed before one of them is searched for."""
 _ONE_LEVEL = 4096
-"""Largest vocabulary whose cumulative sums take less time than the further operations of a search in two levels."""
+"""Largest vocabulary whose cumulative sums take less time than the further operations of a search
+in two levels."""
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to rounding.
+    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to
+    rounding.
 
-    Cumulative sums over a large vocabulary would take most of the time, so there the search has two levels: a block of `_BLOCK`
-    tokens by the blocks' sums, then a token inside it.
+    Cumulative sums over a large vocabulary would take most of the time, so there the search has two
+    levels: a block of `_BLOCK` tokens by the blocks' sums, then a token inside it.
 
     Args:
         weights: non-negative, not all zero, need not sum to one; [rows, vocab].
@@ -36,7 +39,9 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
     """`draw` by uniforms [rows, 1], [rows, 1] int64."""
-    share = uniforms.clamp(max=1 - 2.0**-52)  # one unit below 1 the product may round up to the total
+    share = uniforms.clamp(
+        max=1 - 2.0**-52
+    )  # one unit below 1 the product may round up to the total
     vocab = weights.shape[-1]
     if vocab <= _ONE_LEVEL:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
@@ -55,9 +60,11 @@ def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest score of each position [..., vocab], NaN if one is, and the lowest id that has it: two tensors [...].
+    """The highest score of each position [..., vocab], NaN if one is, and the lowest id that has
+    it: two tensors [...].
 
-    Over a large vocabulary by way of the highest scores of blocks: torch finds values many times faster than their indices.
+    Over a large vocabulary by way of the highest scores of blocks: torch finds values many times
+    faster than their indices.
     """
     vocab = scores.shape[-1]
     if vocab <= _ONE_LEVEL:
@@ -69,11 +76,14 @@ def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
         tops = torch.cat([tops, scores[..., whole:].amax(-1, keepdim=True)], dim=-1)
     values, block = tops.max(-1, keepdim=True)
     ids = (block * _BLOCK + torch.arange(_BLOCK, device=scores.device)).clamp_(max=vocab - 1)
-    return values.squeeze(-1), ids.gather(-1, scores.gather(-1, ids).argmax(-1, keepdim=True)).squeeze(-1)
+    return values.squeeze(-1), ids.gather(
+        -1, scores.gather(-1, ids).argmax(-1, keepdim=True)
+    ).squeeze(-1)
 
 
 def finite(values: Tensor) -> bool:
-    """Whether none is NaN or infinite: then their sum is not, either. One value read from the device."""
+    """Whether none is NaN or infinite: then their sum is not, either. One value read from the
+    device."""
     return math.isfinite(float(values.sum(dtype=torch.float64)))
 
 
@@ -83,15 +93,20 @@ def _block_sums(weights: Tensor) -> Tensor:
     # Converted first: torch's sum into another dtype is not vectorised.
     sums = weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)
     rest = weights[:, whole:]
-    return torch.cat([sums, rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1) if rest.shape[-1] else sums
+    return (
+        torch.cat([sums, rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1)
+        if rest.shape[-1]
+        else sums
+    )
 
 
 def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tensor:
     """The first index whose cumulative weight exceeds the row's threshold, [rows, 1] int64.
 
-    Where a device's sums are not monotone by rounding, or the threshold is not below the last of them, that may be an index without
-    weight. The first index that has some is taken instead: its sum is the first above 0, whatever the rounding. A row without any
-    weight, such as the padding of a captured round, gets the last index.
+    Where a device's sums are not monotone by rounding, or the threshold is not below the last of
+    them, that may be an index without weight. The first index that has some is taken instead: its
+    sum is the first above 0, whatever the rounding. A row without any weight, such as the padding
+    of a captured round, gets the last index.
     """
     last = weights.shape[-1] - 1
     index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=last)
@@ -100,10 +115,12 @@ def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tens
 
 
 def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row, such that similar distributions mostly give the same token for the same numbers; [rows] int64.
+    """One token per row, such that similar distributions mostly give the same token for the same
+    numbers; [rows] int64.
 
-    Token i belongs to bucket i modulo the number of buckets. The exponential race (the Gumbel-max trick) over the buckets' sums
-    draws a bucket, and inverse transform a token of it. The token has the distribution of the weights.
+    Token i belongs to bucket i modulo the number of buckets. The exponential race (the Gumbel-max
+    trick) over the buckets' sums draws a bucket, and inverse transform a token of it. The token has
+    the distribution of the weights.
 
     Args:
         weights: non-negative, not all zero, need not sum to one; [rows, vocab].
@@ -114,4 +131,8 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
     speed = padded.unflatten(-1, (-1, buckets)).sum(dim=-2, dtype=torch.float64)
     bucket = (speed / uniforms[:, 1:]).argmax(dim=-1, keepdim=True)
     ids = bucket + torch.arange(0, vocab, buckets, device=weights.device)
-    return ids.gather(1, _drawn(padded.gather(1, ids), uniforms[:, :1])).squeeze(1).clamp_(max=vocab - 1)
+    return (
+        ids.gather(1, _drawn(padded.gather(1, ids), uniforms[:, :1]))
+        .squeeze(1)
+        .clamp_(max=vocab - 1)
+    )

@@ -1,7 +1,9 @@
-"""Distributions, draws and verdicts by the kernels in C: one call for all positions, instead of some ten operations of torch each.
+"""Distributions, draws and verdicts by the kernels in C: one call for all positions, instead of
+some ten operations of torch each.
 
-A position's bits depend on its own scores, settings and uniforms alone, not on what is computed beside it. They are not torch's,
-which rounds differently: rows of the same settings are always computed by one of both.
+A position's bits depend on its own scores, settings and uniforms alone, not on what is computed
+beside it. They are not torch's, which rounds differently: rows of the same settings are always
+computed by one of both.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ class Drawn(NamedTuple):
     """Of positions [rows, q].
 
     Attributes:
-        tokens: int64; 0 where nothing was drawn, -1 where there is no distribution. probs: of the tokens.
-        highest: the highest probabilities, of greedy rows those at temperature 1; None unless asked for.
+        tokens: int64; 0 where nothing was drawn, -1 where there is no distribution.
+        probs: of the tokens.
+        highest: the highest probabilities, of greedy rows those at temperature 1; None unless asked
+            for.
         p: the distributions, [rows, q, vocab]; None unless asked for. All three are float32.
         impossible: how many positions have no distribution.
     """
@@ -43,8 +47,10 @@ class Verified(NamedTuple):
     """The verdict on chains.
 
     Attributes:
-        accepted: drafts, [rows] int64. token: that follows them, [rows] int64; -1 where there is no distribution.
-        probs: of both, [rows, m + 1] float32. logprobs: of both by the scores alone, natural logarithms, shaped like `probs`.
+        accepted: drafts, [rows] int64.
+        token: that follows them, [rows] int64; -1 where there is no distribution.
+        probs: of both, [rows, m + 1] float32.
+        logprobs: of both by the scores alone, natural logarithms, shaped like `probs`.
         impossible: how many rows have no token.
     """
 
@@ -57,25 +63,39 @@ class Verified(NamedTuple):
 
 def takes(scores: Tensor, samplings: Sequence[Sampling]) -> bool:
     """Whether the kernels compute these distributions."""
-    return scores.device.type == "cpu" and scores.dtype in SUFFIXES and known(samplings) and not missing()
+    return (
+        scores.device.type == "cpu"
+        and scores.dtype in SUFFIXES
+        and known(samplings)
+        and not missing()
+    )
 
 
 def known(samplings: Sequence[Sampling]) -> bool:
     """Whether the kernels know all of these settings."""
-    return all(sampling.typical_p >= 1 for sampling in {id(each): each for each in samplings}.values())
+    return all(
+        sampling.typical_p >= 1 for sampling in {id(each): each for each in samplings}.values()
+    )
 
 
 def drawn(
-    scores: Tensor, samplings: Sequence[Sampling], uniforms: Tensor | None = None, *, race: bool = False, want_p: bool = False,
+    scores: Tensor,
+    samplings: Sequence[Sampling],
+    uniforms: Tensor | None = None,
+    *,
+    race: bool = False,
+    want_p: bool = False,
     want_highest: bool = False,
-) -> Drawn:  # fmt: skip
-    """The declared distributions after temperature, top_k, top_p and min_p, and tokens drawn from them.
+) -> Drawn:
+    """The declared distributions after temperature, top_k, top_p and min_p, and tokens drawn from
+    them.
 
     Args:
         scores: after all other controls, [rows, q, vocab] float32 or bfloat16. Not modified.
         samplings: of the rows, or one for all.
-        uniforms: [rows, q, ...] float64: of an exponential race, or the first of each position for an inverse transform
-            (`shoal.sampling.drawing`); None: nothing is drawn but the tokens of greedy rows.
+        uniforms: [rows, q, ...] float64: of an exponential race, or the first of each position for
+            an inverse transform (`shoal.sampling.drawing`); None: nothing is drawn but the tokens
+            of greedy rows.
 
     Raises:
         MemoryError.
@@ -92,13 +112,22 @@ def drawn(
 
 
 def verified(
-    scores: Tensor, samplings: Sequence[Sampling], tree: DraftTree, uniforms: Tensor, *, race: bool, rejection: bool
+    scores: Tensor,
+    samplings: Sequence[Sampling],
+    tree: DraftTree,
+    uniforms: Tensor,
+    *,
+    race: bool,
+    rejection: bool,
 ) -> Verified:
-    """What is accepted of chains: by rejection sampling, or as far as the target says the same itself.
+    """What is accepted of chains: by rejection sampling, or as far as the target says the same
+    itself.
 
     Args:
-        scores: see `drawn`, [rows, m + 1, vocab]. uniforms: [rows, m + 1, ...].
-        race: draws by an exponential race. rejection: with the tree's q, but for greedy rows.
+        scores: see `drawn`, [rows, m + 1, vocab].
+        uniforms: [rows, m + 1, ...].
+        race: draws by an exponential race.
+        rejection: with the tree's q, but for greedy rows.
 
     Raises:
         MemoryError.
@@ -111,19 +140,30 @@ def verified(
     q = [_dense(each) for each in tree.q or ()] if rejection else []
     addresses = (ctypes.c_void_p * len(q))(*(each.data_ptr() for each in q))
     work = Verdicts(
-        block, q[0].stride(0) if q else 0, drafts.data_ptr(), lengths.data_ptr(), ctypes.addressof(addresses) if q else None,
-        accepted.data_ptr(), token.data_ptr(), probs.data_ptr(), logprobs.data_ptr(),
-    )  # fmt: skip
+        block,
+        q[0].stride(0) if q else 0,
+        drafts.data_ptr(),
+        lengths.data_ptr(),
+        ctypes.addressof(addresses) if q else None,
+        accepted.data_ptr(),
+        token.data_ptr(),
+        probs.data_ptr(),
+        logprobs.data_ptr(),
+    )
     impossible = _done(library().verify(ctypes.byref(work)))
     del held
     return Verified(accepted, token, probs, logprobs, impossible)
 
 
-def block_of(scores: Tensor, settings: Any, uniforms: Tensor | None, race: bool) -> tuple[Block, Any]:
-    """Positions [rows, q, vocab] as the kernels have them, and what must live as long as they are used.
+def block_of(
+    scores: Tensor, settings: Any, uniforms: Tensor | None, race: bool
+) -> tuple[Block, Any]:
+    """Positions [rows, q, vocab] as the kernels have them, and what must live as long as they are
+    used.
 
     Args:
-        settings: see `settings_of`. uniforms, race: see `drawn`.
+        settings: see `settings_of`.
+        uniforms, race: see `drawn`.
     """
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     uniforms = uniforms if uniforms is None or uniforms.stride(-1) == 1 else uniforms.contiguous()
@@ -131,16 +171,28 @@ def block_of(scores: Tensor, settings: Any, uniforms: Tensor | None, race: bool)
     strides = (0, 0) if uniforms is None else uniforms.stride()[:2]
     buckets = uniforms.shape[-1] - 1 if race and uniforms is not None else 0
     block = Block(
-        rows, columns, vocab, torch.get_num_threads(), scores.dtype == torch.bfloat16, buckets, len(settings) > 1,
-        *scores.stride()[:2], *strides, ctypes.addressof(settings), scores.data_ptr(), _address(uniforms),
-    )  # fmt: skip
+        rows,
+        columns,
+        vocab,
+        torch.get_num_threads(),
+        scores.dtype == torch.bfloat16,
+        buckets,
+        len(settings) > 1,
+        *scores.stride()[:2],
+        *strides,
+        ctypes.addressof(settings),
+        scores.data_ptr(),
+        _address(uniforms),
+    )
     return block, (scores, uniforms, settings)
 
 
 def settings_of(samplings: Sequence[Sampling]) -> Any:
     """What the kernels know of the rows' settings; of one row where all have the same."""
     first = samplings[0]
-    return _settings((_key(first),) if all(each is first for each in samplings) else tuple(map(_key, samplings)))
+    return _settings(
+        (_key(first),) if all(each is first for each in samplings) else tuple(map(_key, samplings))
+    )
 
 
 def _key(sampling: Sampling) -> tuple[float, float, float, int]:

@@ -1,4 +1,5 @@
-"""The steps that read the tokens before a position: bias, penalties, bans, and the caller's own processors.
+"""The steps that read the tokens before a position: bias, penalties, bans, and the caller's own
+processors.
 
 `shoal.types.trees.Positions` says what comes before each position. Nothing is done at padding.
 """
@@ -21,31 +22,50 @@ from shoal.types.counts import TokenCounts
 from shoal.types.rounds import Faults
 from shoal.types.trees import Positions
 
-_POSITION_INDEPENDENT = frozenset({
-    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
-    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization",
-    "SuppressTokensLogitsProcessor",
-})  # fmt: skip
-"""Transformers processors that read neither input_ids nor the other rows: one call does the whole block."""
+_POSITION_INDEPENDENT = frozenset(
+    {
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TopHLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "SuppressTokensLogitsProcessor",
+    }
+)
+"""Transformers processors that read neither input_ids nor the other rows: one call does the whole
+block."""
 
 
 def require_ids(sampling: Sampling, vocab: int) -> None:
     """Checks the token ids the caller named.
 
     Raises:
-        RequestError: if logit_bias or bad_words name an id that a model of this vocabulary does not have.
+        RequestError: if logit_bias or bad_words name an id that a model of this vocabulary does not
+            have.
     """
-    for name, ids in (("logit_bias", sampling.logit_bias), ("bad_words", itertools.chain.from_iterable(sampling.bad_words))):
+    for name, ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("bad_words", itertools.chain.from_iterable(sampling.bad_words)),
+    ):
         wrong = [token for token in ids if not 0 <= token < vocab]
         if wrong:
-            raise RequestError(f"{name} names token id {wrong[0]}, expected ids in [0, {vocab}), the model's vocabulary")
+            raise RequestError(
+                f"{name} names token id {wrong[0]}, expected ids in [0, {vocab}), the model's "
+                f"vocabulary"
+            )
 
 
 def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) -> None:
-    """Applies logit_bias, the three penalties, no_repeat_ngram, bad_words and min_new_tokens to `scores` in place.
+    """Applies logit_bias, the three penalties, no_repeat_ngram, bad_words and min_new_tokens to
+    `scores` in place.
 
-    repetition_penalty: Keskar et al. 2019, "CTRL". presence_penalty, frequency_penalty: OpenAI's API reference; they
-    count output tokens only.
+    repetition_penalty: Keskar et al. 2019, "CTRL". presence_penalty, frequency_penalty: OpenAI's
+    API reference; they count output tokens only.
 
     Args:
         scores: [rows, q, vocab] float32 or float64, contiguous.
@@ -57,7 +77,9 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
     require_ids(sampling, scores.shape[-1])
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
-        scores[..., ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+        scores[..., ids] += torch.tensor(
+            list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device
+        )
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
         seen = [row.counts.upto(row.tokens) for row in rows]
@@ -95,23 +117,27 @@ def _replace(
     positions: Positions,
     change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Puts change(score, count) for the score of every token that occurs before a position, in place.
+    """Puts change(score, count) for the score of every token that occurs before a position, in
+    place.
 
     Args:
         scores: [rows, q, vocab], contiguous.
-        committed: per row, how often each token occurs before its draft. Only the draft's own tokens are counted here.
+        committed: per row, how often each token occurs before its draft. Only the draft's own
+            tokens are counted here.
         change: of scores [m] and counts [m], both of scores' dtype, to scores [m].
     """
     flat = scores.view(-1)
     parts = [_committed_counts(scores, committed), _draft_counts(scores, committed, positions)]
     before = [flat.index_select(0, index) for index, _ in parts]
-    # The second part repeats entries of the first with the draft counted in, so it must be written after it.
+    # The second part repeats entries of the first with the draft counted in, so it must be written
+    # after it.
     for (index, count), score in zip(parts, before, strict=True):
         flat.index_copy_(0, index, change(score, count))
 
 
 def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple[Tensor, Tensor]:
-    """Flat indices into scores [rows, q, vocab], and counts, of every row's committed tokens at each of its positions."""
+    """Flat indices into scores [rows, q, vocab], and counts, of every row's committed tokens at
+    each of its positions."""
     (n, q, vocab), device = scores.shape, scores.device
     ids = _joined([counts.ids for counts in committed], device)
     count = _joined([counts.counts for counts in committed], device)
@@ -125,8 +151,11 @@ def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple
     return (position * vocab + ids[:, None]).flatten(), count.to(scores.dtype).repeat_interleave(q)
 
 
-def _draft_counts(scores: Tensor, committed: Sequence[TokenCounts], positions: Positions) -> tuple[Tensor, Tensor]:
-    """The same for the tokens of the drafts, each position counting the drafted tokens before it and the committed ones."""
+def _draft_counts(
+    scores: Tensor, committed: Sequence[TokenCounts], positions: Positions
+) -> tuple[Tensor, Tensor]:
+    """The same for the tokens of the drafts, each position counting the drafted tokens before it
+    and the committed ones."""
     q, vocab = scores.shape[1:]
     index: list[int] = []
     counts: list[int] = []
@@ -141,8 +170,11 @@ def _draft_counts(scores: Tensor, committed: Sequence[TokenCounts], positions: P
     return _ints(index, scores.device), _ints(counts, scores.device).to(scores.dtype)
 
 
-def _bans(sampling: Sampling, positions: Positions, q: int, vocab: int) -> tuple[list[int], list[int]]:
-    """Ids impossible everywhere, and flat indices into [rows, q, vocab] of those impossible at one position."""
+def _bans(
+    sampling: Sampling, positions: Positions, q: int, vocab: int
+) -> tuple[list[int], list[int]]:
+    """Ids impossible everywhere, and flat indices into [rows, q, vocab] of those impossible at one
+    position."""
     always = [word[0] for word in sampling.bad_words if len(word) == 1]
     words: dict[int, list[list[int]]] = defaultdict(list)
     for word in sampling.bad_words:
@@ -154,7 +186,11 @@ def _bans(sampling: Sampling, positions: Positions, q: int, vocab: int) -> tuple
         for j, path in positions.paths(b, q):
             history[len(row.tokens) :] = path
             end = len(history)
-            banned = _would_repeat(history, end, sampling.no_repeat_ngram) if sampling.no_repeat_ngram else set()
+            banned = (
+                _would_repeat(history, end, sampling.no_repeat_ngram)
+                if sampling.no_repeat_ngram
+                else set()
+            )
             for word in words.get(history[-1], ()):
                 if end >= len(word) - 1 and history[end - len(word) + 1 :] == word[:-1]:
                     banned.add(word[-1])
@@ -165,7 +201,8 @@ def _bans(sampling: Sampling, positions: Positions, q: int, vocab: int) -> tuple
 
 
 def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
-    """The tokens that would complete, after history[:end], an n-gram of `size` that occurs in it."""
+    """The tokens that would complete, after history[:end], an n-gram of `size` that occurs in
+    it."""
     if size == 1:
         return set(history[:end])
     found: set[int] = set()
@@ -182,18 +219,24 @@ def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
     return found
 
 
-def process(scores: Tensor, processors: Sequence[Any], positions: Positions, faults: Faults | None = None) -> Tensor:
-    """Runs Transformers `LogitsProcessor`s, or other pure functions of (ids, scores), in their order.
+def process(
+    scores: Tensor, processors: Sequence[Any], positions: Positions, faults: Faults | None = None
+) -> Tensor:
+    """Runs Transformers `LogitsProcessor`s, or other pure functions of (ids, scores), in their
+    order.
 
-    Each is called once per (row, position), rows first, with the exact ids before the position (int64 [1, length]) and
-    scores [1, vocab]; those of `_POSITION_INDEPENDENT` once on the whole block, with empty ids.
+    Each is called once per (row, position), rows first, with the exact ids before the position
+    (int64 [1, length]) and scores [1, vocab]; those of `_POSITION_INDEPENDENT` once on the whole
+    block, with empty ids.
 
     Args:
         scores: [rows, q, vocab] float32 or float64, contiguous, the caller's to lose.
-        faults: receives what a processor raised, by row and column, whose scores are then left as they were.
+        faults: receives what a processor raised, by row and column, whose scores are then left as
+            they were.
 
     Raises:
-        RequestError: without `faults`, if a processor raises, or returns something else than scores of the shape it was given.
+        RequestError: without `faults`, if a processor raises, or returns something else than scores
+            of the shape it was given.
     """
     n, q, vocab = scores.shape
     for independent, run in itertools.groupby(processors, key=position_independent):
@@ -226,12 +269,17 @@ def _chain(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> Tensor:
     shape, dtype = scores.shape, scores.dtype
     for processor in processors:
         try:
-            scores = processor(ids.clone(), scores)  # a copy: it may write into its ids, which others are still to read
+            scores = processor(
+                ids.clone(), scores
+            )  # a copy: it may write into its ids, which others are still to read
         except RequestError:
             raise
         except Exception as error:  # of what a user wrote
             raise RequestError(f"processor {name_of(processor)} failed: {error!r:.200}") from error
         if not isinstance(scores, Tensor) or scores.shape != shape:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise RequestError(f"processor {name_of(processor)} must return scores of shape {tuple(shape)}, got {got}")
+            raise RequestError(
+                f"processor {name_of(processor)} must return scores of shape {tuple(shape)}, "
+                f"got {got}"
+            )
     return scores.to(dtype).contiguous()

@@ -1,6 +1,8 @@
-"""Processors must be pure functions of (ids, scores): they are also called for drafts that are rejected, in any order.
+"""Processors must be pure functions of (ids, scores): they are also called for drafts that are
+rejected, in any order.
 
-What a processor remembers of such calls would bend the distribution in silence, so each is tried before anything is computed.
+What a processor remembers of such calls would bend the distribution in silence, so each is tried
+before anything is computed.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from torch import Tensor
 
 from shoal.errors import RequestError
 
-_STATEFUL = frozenset({"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"})
-"""Transformers processors known to go by their earlier calls; the first holds a model, which nobody wants copied."""
+_STATEFUL = frozenset(
+    {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
+)
+"""Transformers processors known to go by their earlier calls; the first holds a model, which nobody
+wants copied."""
 
 
 def require_stateless(processors: Sequence[Any]) -> None:
@@ -26,17 +31,26 @@ def require_stateless(processors: Sequence[Any]) -> None:
 
 
 def require_pure(
-    processors: Sequence[Any], prompt_ids: Sequence[int], eos: Collection[int], vocab: int, device: Any
+    processors: Sequence[Any],
+    prompt_ids: Sequence[int],
+    eos: Collection[int],
+    vocab: int,
+    device: Any,
 ) -> None:
-    """Calls copies of the processors, in their order, on the prompt, on a continuation of it, and on the prompt again.
+    """Calls copies of the processors, in their order, on the prompt, on a continuation of it, and
+    on the prompt again.
 
-    A processor that cannot be copied is called itself. State that shows only later than in the third call is not found.
+    A processor that cannot be copied is called itself. State that shows only later than in the
+    third call is not found.
 
     Args:
-        eos: ids after which processors are not called. vocab: size of the scores. device: of the ids and scores.
+        eos: ids after which processors are not called.
+        vocab: size of the scores.
+        device: of the ids and scores.
 
     Raises:
-        RequestError: a processor, by its class's name, answered differently the second time, failed, or returned no scores.
+        RequestError: a processor, by its class's name, answered differently the second time,
+            failed, or returned no scores.
     """
     if not processors:
         return
@@ -46,7 +60,9 @@ def require_pure(
     scores = torch.arange(vocab, device=device).mul(0.618034).remainder(1.0).mul(4.0)[None]
     first = _outputs(copies, ids, scores)
     _outputs(copies, _continued(ids, first[-1], eos), scores.flip(-1))
-    for processor, before, after in zip(processors, first, _outputs(copies, ids, scores), strict=True):
+    for processor, before, after in zip(
+        processors, first, _outputs(copies, ids, scores), strict=True
+    ):
         if not torch.equal(before.nan_to_num(), after.nan_to_num()):
             raise _refusal(processor)
 
@@ -58,7 +74,8 @@ def name_of(processor: Any) -> str:
 
 def _refusal(processor: Any) -> RequestError:
     return RequestError(
-        f"processor {name_of(processor)} is not supported: it goes by its calls before, or by chance, and is also called for "
+        f"processor {name_of(processor)} is not supported: it goes by its calls before, or by "
+        f"chance, and is also called for "
         "drafts that are rejected; make it a pure function of (ids, scores)"
     )
 
@@ -80,11 +97,15 @@ def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Ten
         except RequestError:
             raise
         except Exception as error:
-            raise RequestError(f"processor {name_of(processor)} failed on the prompt: {error!r:.200}") from error
+            raise RequestError(
+                f"processor {name_of(processor)} failed on the prompt: {error!r:.200}"
+            ) from error
         if not isinstance(after, Tensor) or after.shape != scores.shape:
             got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
             wanted = tuple(scores.shape)
-            raise RequestError(f"processor {name_of(processor)} must return scores of shape {wanted}, got {got}")
+            raise RequestError(
+                f"processor {name_of(processor)} must return scores of shape {wanted}, got {got}"
+            )
         outputs.append(after.float().clone())
     return outputs
 

@@ -1,4 +1,5 @@
-"""RPG, repetition penalisation by grammar (Dong et al., ACL 2025, arXiv 2505.10402), as a logits processor in log space.
+"""RPG, repetition penalisation by grammar (Dong et al., ACL 2025, arXiv 2505.10402), as a logits
+processor in log space.
 
 Two kinds of repetition at the end of the tokens are found. Of tokens: the last L tokens are the L before them, n times over. Of
 structure: the last k lines have the token types of the k lines before them, n times over, where all names are of one type and so
@@ -36,9 +37,26 @@ _LEXEMES = re.compile(
 _KEYWORDS = frozenset(word.encode() for word in [*keyword.kwlist, "print"])
 OPENERS = frozenset(
     word.encode()
-    for word in ("assert", "class", "def", "elif", "else", "except", "for", "from", "if", "import", "print", "return",
-                 "try", "while", "with", "#", "@")
-)  # fmt: skip
+    for word in (
+        "assert",
+        "class",
+        "def",
+        "elif",
+        "else",
+        "except",
+        "for",
+        "from",
+        "if",
+        "import",
+        "print",
+        "return",
+        "try",
+        "while",
+        "with",
+        "#",
+        "@",
+    )
+)
 """First lexemes of lines before which a program may as well end."""
 
 
@@ -46,7 +64,9 @@ class Repetition(NamedTuple):
     """What would go on.
 
     Attributes:
-        token: that would begin the next repetition. times: how often what it begins has been repeated, >= 1. opens: a statement.
+        token: that would begin the next repetition.
+        times: how often what it begins has been repeated, >= 1.
+        opens: a statement.
     """
 
     token: int
@@ -57,22 +77,32 @@ class Repetition(NamedTuple):
 class GrammarRepetitionPenalty:
     """A logits processor, pure in (ids, scores), for `Sampling.processors`.
 
-    The prompt counts as text before, so what it repeats at its end is penalised as well. Python's keywords are told apart; names of
-    other languages' keywords count as names.
+    The prompt counts as text before, so what it repeats at its end is penalised as well. Python's
+    keywords are told apart; names of other languages' keywords count as names.
 
     Args:
-        tokenizer: of the model. eos: ids that end a text; None = the tokenizer's.
-        decay, ending: in (0, 1]; 1 = no penalty, EOS as it is. The paper has 0.9 and 0.8; 0.9 stops half of the
-            loops of the bundled target, 0.7 all of them (`benchmarks/repetition.py`).
+        tokenizer: of the model.
+        eos: ids that end a text; None = the tokenizer's.
+        decay, ending: in (0, 1]; 1 = no penalty, EOS as it is. The paper has 0.9 and 0.8; 0.9 stops
+            half of the loops of the bundled target, 0.7 all of them (`benchmarks/repetition.py`).
 
     Raises:
         RequestError: decay or ending is outside of (0, 1].
     """
 
-    def __init__(self, tokenizer: Any, *, eos: Sequence[int] | None = None, decay: float = 0.7, ending: float = 0.8) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        eos: Sequence[int] | None = None,
+        decay: float = 0.7,
+        ending: float = 0.8,
+    ) -> None:
         for name, value in (("decay", decay), ("ending", ending)):
             if not 0 < value <= 1:
-                raise RequestError(f"{name} of a repetition penalty must be in (0, 1], got {value!r}")
+                raise RequestError(
+                    f"{name} of a repetition penalty must be in (0, 1], got {value!r}"
+                )
         own = getattr(tokenizer, "eos_token_id", None)
         self._eos = list(eos) if eos is not None else [] if own is None else [own]
         self._spelled = token_bytes(tokenizer)
@@ -83,7 +113,9 @@ class GrammarRepetitionPenalty:
         changed = scores.clone()
         found, changed = self.repetitions(ids[0, -WINDOW:].tolist()), scores.clone()
         for token in {each.token for each in found if each.token < scores.shape[-1]}:
-            changed[0, token] -= self._penalty * max(each.times for each in found if each.token == token)
+            changed[0, token] -= self._penalty * max(
+                each.times for each in found if each.token == token
+            )
         for each in found:
             if each.opens:
                 changed[0, self._eos] += self._ending * each.times
@@ -103,7 +135,10 @@ class GrammarRepetitionPenalty:
 
     def _structure(self, tokens: Sequence[int]) -> Repetition | None:
         """The repetition of lines that ends where the tokens do, blanks of a next line aside."""
-        at_start = next((b"\n" in text for text in map(self._text, reversed(tokens)) if text.strip(b" \t\r")), False)
+        at_start = next(
+            (b"\n" in text for text in map(self._text, reversed(tokens)) if text.strip(b" \t\r")),
+            False,
+        )
         if not at_start:
             return None
         pieces = [self._text(token) for token in tokens]
@@ -123,7 +158,8 @@ class GrammarRepetitionPenalty:
 
 
 class Line(NamedTuple):
-    """A line of a text. start: offset of its first byte that is no blank. types: see `types_of`; none of a blank line."""
+    """A line of a text. start: offset of its first byte that is no blank. types: see `types_of`;
+    none of a blank line."""
 
     start: int
     types: tuple[bytes, ...]
@@ -141,7 +177,8 @@ def _lines(text: bytes) -> list[Line]:
 def types_of(line: bytes) -> tuple[bytes, ...]:
     """The token types of one line; strings and comments are told by their line alone.
 
-    Keywords and signs stand for themselves, others are "name", "number", "string" and, of a comment, "#".
+    Keywords and signs stand for themselves, others are "name", "number", "string" and, of a
+    comment, "#".
     """
     types = []
     for found in _LEXEMES.finditer(line):
@@ -156,7 +193,8 @@ def types_of(line: bytes) -> tuple[bytes, ...]:
 
 
 def repeated(items: Sequence[Any]) -> tuple[int, int]:
-    """The shortest L for which the last L items are the L before them, and how often these are repeated; (0, 0) if none."""
+    """The shortest L for which the last L items are the L before them, and how often these are
+    repeated; (0, 0) if none."""
     back = list(items[::-1])
     length = 0
     while True:

@@ -1,4 +1,5 @@
-"""The scores of a draft tree by the target: its logits, and the declared distributions where a decision needs them."""
+"""The scores of a draft tree by the target: its logits, and the declared distributions where a
+decision needs them."""
 
 from __future__ import annotations
 
@@ -19,15 +20,19 @@ from shoal.types.trees import DraftTree, Positions
 class Scores:
     """The scores of the m + 1 columns of a pass (`shoal.types.trees`).
 
-    Distributions may be asked for until the round is committed, as they depend on the tokens before it.
+    Distributions may be asked for until the round is committed, as they depend on the tokens before
+    it.
 
     Attributes:
         logits: raw, [rows, m + 1, vocab].
         positions: the positions that the columns score.
-        faults: columns that were asked for and have no distribution, some of them on paths that may be rejected.
+        faults: columns that were asked for and have no distribution, some of them on paths that may
+            be rejected.
         named: makes of a fault the error that users see.
-        hidden: the target's hidden states that the drafter reads, [rows, m + 1, layers * width]; None where it reads none.
-        columns: logits of all columns of a pass with probes (`shoal.types.trees.Probes`), [rows, columns, vocab]; else None.
+        hidden: the target's hidden states that the drafter reads, [rows, m + 1, layers * width];
+            None where it reads none.
+        columns: logits of all columns of a pass with probes (`shoal.types.trees.Probes`), [rows,
+            columns, vocab]; else None.
     """
 
     logits: Tensor
@@ -50,10 +55,17 @@ class Scores:
         """Keeps the first fault of each column."""
         for row, columns in faults.items():
             own = self.faults.setdefault(row, {})
-            own.update({column: self.named(error) for column, error in columns.items() if column not in own})
+            own.update(
+                {
+                    column: self.named(error)
+                    for column, error in columns.items()
+                    if column not in own
+                }
+            )
 
     def p(self) -> Tensor:
-        """Returns the declared distributions, [rows, m + 1, vocab] (`shoal.sampling.distributions.probabilities`)."""
+        """Returns the declared distributions, [rows, m + 1, vocab]
+        (`shoal.sampling.distributions.probabilities`)."""
         faults: Faults = {}
         probs = distributions.probabilities(self.logits, self.positions, faults)
         self.note(faults)
@@ -61,14 +73,17 @@ class Scores:
 
 
 def drawn(scores: Scores, sampler: Sampler, uniforms: Tensor) -> Draws:
-    """Draws a token of each column (`shoal.sampling.distributions.draws`) by the uniforms [rows, m + 1, ...]."""
+    """Draws a token of each column (`shoal.sampling.distributions.draws`) by the uniforms [rows, m
+    + 1, ...]."""
     faults: Faults = {}
     found = distributions.draws(scores.logits, scores.positions, sampler, uniforms, faults)
     scores.note(faults)
     return found
 
 
-def by_kernel(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor, *, rejection: bool) -> Verdict | None:
+def by_kernel(
+    tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor, *, rejection: bool
+) -> Verdict | None:
     """Decides on chains by the kernel in C, which stops at a row's first rejection.
 
     Args:
@@ -82,7 +97,11 @@ def by_kernel(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tenso
         The verdict; None for trees, and for distributions that the kernel does not compute.
     """
     samplings = [row.request.sampling for row in scores.positions.rows]
-    if tree.branches or sampler not in distributions.RACES or not native.takes(scores.logits, samplings):
+    if (
+        tree.branches
+        or sampler not in distributions.RACES
+        or not native.takes(scores.logits, samplings)
+    ):
         return None
     faults: Faults = {}
     controlled = controls.all_controlled(scores.logits, scores.positions, faults)
@@ -90,7 +109,9 @@ def by_kernel(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tenso
     found = native.verified(controlled, samplings, tree, uniforms, race=race, rejection=rejection)
     if found.impossible:
         reached = torch.arange(tree.m + 1) == found.accepted[:, None]
-        controls.report((found.token < 0)[:, None] & reached, scores.logits, scores.positions, faults)
+        controls.report(
+            (found.token < 0)[:, None] & reached, scores.logits, scores.positions, faults
+        )
         found.token.clamp_(min=0)
     scores.note(faults)
     raw = found.logprobs if controlled is scores.logits else None

@@ -1,4 +1,5 @@
-"""The highest scores of a large vocabulary, and the last of them that a mass needs, without sorting the vocabulary."""
+"""The highest scores of a large vocabulary, and the last of them that a mass needs, without sorting
+the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 _HALVINGS = 10
-"""Steps of a bisection, after which a few hundred tokens of a vocabulary of 150,000 are left between its bounds."""
+"""Steps of a bisection, after which a few hundred tokens of a vocabulary of 150,000 are left
+between its bounds."""
 _MOST_HALVINGS = 200
 """Enough for the bounds to be neighbouring numbers, between which only equal keys are left."""
 _BETWEEN = 1024
@@ -18,8 +20,9 @@ _SUMMED = 256
 
 
 def largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor, bool]:
-    """The `width` highest scores of each row [n, vocab] and their ids, highest first; or all, and True, if width is near
-    vocab. Equal scores: lowest id first in a full list, in any order in a short one."""
+    """The `width` highest scores of each row [n, vocab] and their ids, highest first; or all, and
+    True, if width is near vocab. Equal scores: lowest id first in a full list, in any order in a
+    short one."""
     if 2 * width > scores.shape[-1]:
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
         return values, ids, True
@@ -27,16 +30,25 @@ def largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor, bool]:
 
 
 def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """torch.topk for a long last dimension, in two levels: the `width` highest of the maxima of disjoint columns hold the
-    `width` highest scores, and both selections are much shorter than one over the vocabulary."""
+    """torch.topk for a long last dimension, in two levels: the `width` highest of the maxima of
+    disjoint columns hold the `width` highest scores, and both selections are much shorter than one
+    over the vocabulary."""
     n, vocab = scores.shape
     depth = 1 << round(0.5 * math.log2(vocab / width))
     if depth < 4:
         values, ids = scores.topk(width, dim=-1)
         return values, ids
     stride = vocab // depth
-    columns = scores[:, : depth * stride].reshape(n, depth, stride).amax(1).topk(width, dim=-1, sorted=False).indices
-    ids = (columns[:, None] + torch.arange(0, depth * stride, stride, device=scores.device)[:, None]).flatten(1)
+    columns = (
+        scores[:, : depth * stride]
+        .reshape(n, depth, stride)
+        .amax(1)
+        .topk(width, dim=-1, sorted=False)
+        .indices
+    )
+    ids = (
+        columns[:, None] + torch.arange(0, depth * stride, stride, device=scores.device)[:, None]
+    ).flatten(1)
     rest = torch.arange(depth * stride, vocab, device=scores.device)
     ids = torch.cat([ids, rest.expand(n, -1)], dim=-1)
     values, order = scores.gather(-1, ids).topk(width, dim=-1)
@@ -44,8 +56,8 @@ def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tuple[Tensor, Tensor]:
-    """Of tokens in descending order of their keys [n, vocab], the last that is needed until their weights hold `mass`: its key, and
-    how many tokens of that very key are needed; each [n, 1].
+    """Of tokens in descending order of their keys [n, vocab], the last that is needed until their
+    weights hold `mass`: its key, and how many tokens of that very key are needed; each [n, 1].
 
     By bisection, without sorting. What is found for a row does not depend on other rows.
 
@@ -53,14 +65,20 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
         low: keys of which at least one is below all that are needed, or one of them; [n, 1].
     """
     high = torch.nextafter(keys.amax(-1, keepdim=True), low.new_full((), torch.inf))
-    above = torch.zeros(low.shape, dtype=torch.float64, device=low.device)  # the weight of the keys from `high` on
+    above = torch.zeros(
+        low.shape, dtype=torch.float64, device=low.device
+    )  # the weight of the keys from `high` on
     unfinished = torch.ones_like(low, dtype=torch.bool)
     scratch = torch.empty_like(weights)
     for step in range(1, _MOST_HALVINGS + 1):
         middle = low + (high - low) / 2
         held = row_sums(torch.ge(keys, middle, out=scratch).mul_(weights))
         up, down = unfinished & (held >= mass), unfinished & (held < mass)
-        low, high, above = torch.where(up, middle, low), torch.where(down, middle, high), torch.where(down, held, above)
+        low, high, above = (
+            torch.where(up, middle, low),
+            torch.where(down, middle, high),
+            torch.where(down, held, above),
+        )
         if step >= _HALVINGS:
             counts = [row_sums(torch.ge(keys, bound, out=scratch)).long() for bound in (low, high)]
             count = counts[0] - counts[1]
@@ -76,17 +94,24 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
     limit = values.gather(-1, last)
     taken = last + 1 - (values > limit).sum(-1, keepdim=True)
     # More than can be listed are all equal: how many are needed follows from the weight of one.
-    return limit, torch.where(count > _BETWEEN, ((mass - above) / weight.gather(-1, last)).ceil().long(), taken)
+    return limit, torch.where(
+        count > _BETWEEN, ((mass - above) / weight.gather(-1, last)).ceil().long(), taken
+    )
 
 
 def weights_from(keys: Tensor, limit: Tensor, weights: Tensor) -> Tensor:
-    """The weights [n, vocab] whose keys are not below the row's limit [n, 1], and 0 elsewhere. Products of numbers take a fifth of
-    the time of a selection by truth values."""
+    """The weights [n, vocab] whose keys are not below the row's limit [n, 1], and 0 elsewhere.
+    Products of numbers take a fifth of the time of a selection by truth values."""
     return torch.ge(keys, limit, out=torch.empty_like(weights)).mul_(weights)
 
 
 def row_sums(weights: Tensor) -> Tensor:
     """Sums of the rows of [n, vocab], [n, 1] float64."""
     whole = weights.shape[-1] // _SUMMED * _SUMMED
-    sums = weights[:, :whole].unflatten(-1, (-1, _SUMMED)).sum(-1).sum(-1, keepdim=True, dtype=torch.float64)
+    sums = (
+        weights[:, :whole]
+        .unflatten(-1, (-1, _SUMMED))
+        .sum(-1)
+        .sum(-1, keepdim=True, dtype=torch.float64)
+    )
     return sums + weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)

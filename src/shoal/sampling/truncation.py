@@ -1,8 +1,9 @@
 """The steps that read one position's scores alone: top_k, top_p, min_p, typical_p.
 
-Which tokens stay is decided as Transformers' warpers decide it, ties included. The work is done on each position's
-highest-scoring candidates, sorted, instead of the whole vocabulary. Where a mass decides and the kept set does not provably end
-inside that list, the lowest score that is kept is found by bisection; no vocabulary is sorted.
+Which tokens stay is decided as Transformers' warpers decide it, ties included. The work is done on
+each position's highest-scoring candidates, sorted, instead of the whole vocabulary. Where a mass
+decides and the kept set does not provably end inside that list, the lowest score that is kept is
+found by bisection; no vocabulary is sorted.
 """
 
 from __future__ import annotations
@@ -14,27 +15,31 @@ from shoal.config import Sampling
 from shoal.sampling.selection import largest, last_needed, row_sums, weights_from
 
 _FIRST = 64
-"""Candidates tried first where a mass decides: enough for a peaked distribution, cheap when they are not."""
+"""Candidates tried first where a mass decides: enough for a peaked distribution, cheap when they
+are not."""
 _TIES = 16
 """Candidates beyond top_k, so that a few ties with the k-th score do not force a wider list."""
 _LISTED = 1024
-"""Candidates of a list that cannot be widened by what is found: 64 are often too few of a flat distribution, and to select 1024 of
-a vocabulary costs little more."""
+"""Candidates of a list that cannot be widened by what is found: 64 are often too few of a flat
+distribution, and to select 1024 of a vocabulary costs little more."""
 _WIDEN = 4
 _TOGETHER = 1 << 19
 """Scores computed together on a CPU: the temporaries of more leave its caches."""
 
 
 def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Softmax over the tokens that top_k, top_p, min_p and typical_p keep, in this order; 0 elsewhere.
+    """Softmax over the tokens that top_k, top_p, min_p and typical_p keep, in this order; 0
+    elsewhere.
 
-    top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration". min_p: Nguyen et al. 2024, "Turning Up
-    the Heat". typical_p: Meister et al. 2022, "Locally Typical Sampling". Each step renormalises over what the one
-    before kept. Ties: top_k keeps all scores equal to the k-th; top_p takes the lower id first (Transformers leaves the
-    choice to an unstable sort); typical_p keeps all tokens as typical as the last one.
+    top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration". min_p: Nguyen et
+    al. 2024, "Turning Up the Heat". typical_p: Meister et al. 2022, "Locally Typical Sampling".
+    Each step renormalises over what the one before kept. Ties: top_k keeps all scores equal to the
+    k-th; top_p takes the lower id first (Transformers leaves the choice to an unstable sort);
+    typical_p keeps all tokens as typical as the last one.
 
     Args:
-        scores: [n, vocab] float, after temperature; each row's highest score is finite. Not modified.
+        scores: [n, vocab] float, after temperature; each row's highest score is finite. Not
+            modified.
 
     Returns:
         [n, vocab] probabilities, same dtype.
@@ -46,7 +51,9 @@ def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
     if rows > together and scores.device.type == "cpu":
         truncated = torch.empty_like(scores)
         for start in range(0, rows, together):
-            truncated[start : start + together] = truncated_softmax(scores[start : start + together], sampling)
+            truncated[start : start + together] = truncated_softmax(
+                scores[start : start + together], sampling
+            )
         return truncated
     probs = scores.softmax(-1)
     if sampling.top_p < 1:
@@ -55,12 +62,12 @@ def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def listed_softmax(scores: Tensor, sampling: Sampling, candidates: int) -> tuple[Tensor, Tensor]:
-    """`truncated_softmax` from so many highest scores of each row, whether or not they suffice: the work does not depend on the
-    scores, so that it can be captured in a graph.
+    """`truncated_softmax` from so many highest scores of each row, whether or not they suffice: the
+    work does not depend on the scores, so that it can be captured in a graph.
 
     Returns:
-        Probabilities [n, vocab], and whether they are those of `truncated_softmax`, [n] bool. Where they are not they are still a
-        distribution, over candidates of the list.
+        Probabilities [n, vocab], and whether they are those of `truncated_softmax`, [n] bool. Where
+        they are not they are still a distribution, over candidates of the list.
     """
     if sampling.top_k or sampling.top_p < 1:
         values, ids, complete = largest(scores, candidates)
@@ -78,7 +85,8 @@ def listed_softmax(scores: Tensor, sampling: Sampling, candidates: int) -> tuple
 
 
 def first_candidates(sampling: Sampling) -> int:
-    """Candidates that `listed_softmax` starts with: twice as many as top_k, as 16-bit logits have many ties."""
+    """Candidates that `listed_softmax` starts with: twice as many as top_k, as 16-bit logits have
+    many ties."""
     return max(_LISTED, 2 * sampling.top_k)
 
 
@@ -100,17 +108,23 @@ def _min_p(probs: Tensor, min_p: float) -> Tensor:
     return probs.div_(row_sums(probs).to(probs.dtype))
 
 
-def _truncate(scores: Tensor, sampling: Sampling, width: int, before: Tensor | None = None) -> Tensor:
-    """`truncated_softmax` from the `width` highest scores of each row [n, vocab], from more where they do not suffice.
+def _truncate(
+    scores: Tensor, sampling: Sampling, width: int, before: Tensor | None = None
+) -> Tensor:
+    """`truncated_softmax` from the `width` highest scores of each row [n, vocab], from more where
+    they do not suffice.
 
     before: softmax of the scores; needed when top_p comes without top_k.
     """
     values, ids, complete = largest(scores, width)
     if sampling.top_p < 1 and not complete:
         ids = _lower_id_first(values, ids)
-    listed, lowest = _of_list(values, ids, sampling, None if before is None else before.amax(-1, keepdim=True))
+    listed, lowest = _of_list(
+        values, ids, sampling, None if before is None else before.amax(-1, keepdim=True)
+    )
     probs = torch.zeros_like(scores).scatter_(-1, ids, listed)
-    # Outside the list no score is above the list's last; where the first cut kept that one, it may have ties out there.
+    # Outside the list no score is above the list's last; where the first cut kept that one, it may
+    # have ties out there.
     if complete or not bool((short := lowest <= values[:, -1]).any()):
         return probs
     rows = short.nonzero().squeeze(1)
@@ -121,11 +135,14 @@ def _truncate(scores: Tensor, sampling: Sampling, width: int, before: Tensor | N
     return probs.index_copy_(0, rows, _min_and_typical(kept, sampling, width))
 
 
-def _of_list(values: Tensor, ids: Tensor, sampling: Sampling, peak: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What top_k, top_p, min_p and typical_p make of a descending list of scores [n, m]: probabilities [n, m], and the lowest score
-    that the first of them keeps, [n].
+def _of_list(
+    values: Tensor, ids: Tensor, sampling: Sampling, peak: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What top_k, top_p, min_p and typical_p make of a descending list of scores [n, m]:
+    probabilities [n, m], and the lowest score that the first of them keeps, [n].
 
-    peak: the highest probability [n, 1] of a softmax over the vocabulary; needed when top_p comes without top_k.
+    peak: the highest probability [n, 1] of a softmax over the vocabulary; needed when top_p comes
+    without top_k.
     """
     kept = end = _keep_top_k(values, sampling.top_k) if sampling.top_k else values
     if sampling.top_p < 1:
@@ -136,13 +153,18 @@ def _of_list(values: Tensor, ids: Tensor, sampling: Sampling, peak: Tensor | Non
         kept = _keep_min_p(kept, sampling.min_p)
     if sampling.typical_p < 1:
         probs = kept.softmax(-1)
-        kept = kept.masked_fill(_typical(probs, sampling.typical_p, probs.shape[-1]) == 0, -torch.inf)
+        kept = kept.masked_fill(
+            _typical(probs, sampling.typical_p, probs.shape[-1]) == 0, -torch.inf
+        )
     return kept.softmax(-1), _lowest(end)
 
 
 def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
-    """Probabilities [n, vocab] of the highest scores until they hold `top_p`, the lower id first of equal ones; 0 elsewhere."""
-    limit, taken = last_needed(scores, probs, top_p, scores.amax(-1, keepdim=True) + _never_needed(probs, top_p))
+    """Probabilities [n, vocab] of the highest scores until they hold `top_p`, the lower id first of
+    equal ones; 0 elsewhere."""
+    limit, taken = last_needed(
+        scores, probs, top_p, scores.amax(-1, keepdim=True) + _never_needed(probs, top_p)
+    )
     kept = weights_from(scores, limit, probs)
     ties = torch.eq(scores, limit, out=torch.empty_like(scores))
     split = (row_sums(ties) > taken).squeeze(1).nonzero().squeeze(1)
@@ -153,33 +175,41 @@ def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
 
 
 def _never_needed(probs: Tensor, mass: float) -> Tensor:
-    """A logarithm [n, 1]: all tokens that are so much less probable than the first hold less than 1 - mass together."""
+    """A logarithm [n, 1]: all tokens that are so much less probable than the first hold less than 1
+    - mass together."""
     least = max((1 - mass) / (2 * probs.shape[-1]), torch.finfo(probs.dtype).tiny)
     return (least / probs.amax(-1, keepdim=True)).log_()
 
 
 def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
-    """Probabilities [n, m] of the tokens whose surprise is nearest the entropy, until they hold `mass`; 0 elsewhere."""
+    """Probabilities [n, m] of the tokens whose surprise is nearest the entropy, until they hold
+    `mass`; 0 elsewhere."""
     nearness, entropy, limit, enough = _typical_limit(probs, mass, width)
     if 2 * width <= probs.shape[-1] and not bool(enough.all()):
         rows = enough.logical_not().nonzero().squeeze(1)
         some, own = probs.index_select(0, rows), entropy[rows]
-        # Improbable tokens are the farthest from the entropy, but for those that are more probable than it.
-        far = torch.maximum(-_never_needed(some, mass) - some.amax(-1, keepdim=True).log() - own, own)
+        # Improbable tokens are the farthest from the entropy, but for those that are more probable
+        # than it.
+        far = torch.maximum(
+            -_never_needed(some, mass) - some.amax(-1, keepdim=True).log() - own, own
+        )
         limit.index_copy_(0, rows, last_needed(nearness.index_select(0, rows), some, mass, -far)[0])
     return _kept_typical(probs, nearness, limit)
 
 
 def _typical_limit(probs: Tensor, mass: float, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How near each surprise is to the entropy, highest for the nearest [n, m]; the entropy [n, 1]; the least nearness that is kept
-    [n, 1], found among the `width` nearest tokens; whether these suffice [n]."""
+    """How near each surprise is to the entropy, highest for the nearest [n, m]; the entropy [n, 1];
+    the least nearness that is kept [n, 1], found among the `width` nearest tokens; whether these
+    suffice [n]."""
     logp = probs.log()
     entropy = (logp * probs).nansum(-1, keepdim=True).neg_()
     nearness = logp.add_(entropy).abs_().neg_()
     nearest, ids, complete = largest(nearness, width)
     cumulative = probs.gather(-1, ids).cumsum(-1)
     needed = (cumulative < mass).sum(-1, keepdim=True).clamp_(max=nearest.shape[-1] - 1)
-    enough = torch.ones_like(needed[:, 0], dtype=torch.bool) if complete else cumulative[:, -1] >= mass
+    enough = (
+        torch.ones_like(needed[:, 0], dtype=torch.bool) if complete else cumulative[:, -1] >= mass
+    )
     return nearness, entropy, nearest.gather(-1, needed), enough
 
 
@@ -196,7 +226,9 @@ def _lower_id_first(values: Tensor, ids: Tensor) -> Tensor:
 def _in_order(values: Tensor, ids: Tensor) -> Tensor:
     """The same, without asking whether any are equal."""
     ids, order = ids.sort(dim=-1)
-    return ids.gather(-1, values.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
+    return ids.gather(
+        -1, values.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices
+    )
 
 
 def _lowest(kept: Tensor) -> Tensor:
@@ -210,7 +242,8 @@ def _keep_top_k(values: Tensor, k: int) -> Tensor:
 
 
 def _keep_top_p(values: Tensor, mass: Tensor | None, top_p: float) -> Tensor:
-    """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of the mass; by default, of its own."""
+    """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of the mass; by
+    default, of its own."""
     cumulative = (values - values[:, :1]).exp_().cumsum(-1)
     mass = cumulative[:, -1:] if mass is None else mass
     enough_before = torch.nn.functional.pad(cumulative[:, :-1] >= top_p * mass, (1, 0))

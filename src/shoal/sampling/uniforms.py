@@ -1,13 +1,15 @@
 """Counter-based uniforms keyed by (row seed, position, purpose).
 
-A row's seed is a hash of what was asked (`group_seed`, `row_seed`). Its uniforms are a pure function of that seed and of where the
-token stands in the row, so it cannot depend on its neighbours, on the order of the batch, on compaction or on when the row joined.
-Nothing here keeps state.
+A row's seed is a hash of what was asked (`group_seed`, `row_seed`). Its uniforms are a pure
+function of that seed and of where the token stands in the row, so it cannot depend on its
+neighbours, on the order of the batch, on compaction or on when the row joined. Nothing here keeps
+state.
 
-Why one key per position and not per draw is exact: whatever a round draws at positions beyond its first rejection is
-thrown away without having influenced anything committed, so the next round may use the same numbers again. A controller that
-learns from what was thrown away (`shoal.lookahead.controller.Controller.adaptive`) breaks that argument; its rounds are
-numbered, and every one has numbers of its own.
+Why one key per position and not per draw is exact: whatever a round draws at positions beyond its
+first rejection is thrown away without having influenced anything committed, so the next round may
+use the same numbers again. A controller that learns from what was thrown away
+(`shoal.lookahead.controller.Controller.adaptive`) breaks that argument; its rounds are numbered,
+and every one has numbers of its own.
 """
 
 from __future__ import annotations
@@ -24,25 +26,30 @@ class Purpose(IntEnum):
     """What a uniform is for; different purposes at one position are independent."""
 
     TOKEN = 1
-    """Drawing the token at this position: by the drafter from q, or by the target from p as bonus or plain token. A
-    round does one or the other, never both, so a drafter with q = p reproduces plain decoding token for token."""
+    """Drawing the token at this position: by the drafter from q, or by the target from p as bonus
+    or plain token. A round does one or the other, never both, so a drafter with q = p reproduces
+    plain decoding token for token."""
     ACCEPT = 2
     """Accepting or rejecting the draft at this position."""
     REPLACE = 3
     """Drawing the replacement from norm(max(p - q, 0))."""
     RESAMPLE = 4
-    """Choosing which rows of a request go on, by the number of the first one's round (`shoal.engine.resampling`)."""
+    """Choosing which rows of a request go on, by the number of the first one's round
+    (`shoal.engine.resampling`)."""
     TREE = 1024
-    """The first of two for each draw of a draft tree, the next child's token and its place: of a position only a tree that begins
-    there draws by these."""
+    """The first of two for each draw of a draft tree, the next child's token and its place: of a
+    position only a tree that begins there draws by these."""
     CHECK = 1 << 20
-    """The first for draws instead of a token that a check refused (`shoal.constraints.check`), of which there may be many."""
+    """The first for draws instead of a token that a check refused (`shoal.constraints.check`), of
+    which there may be many."""
     BUCKET = 16
-    """The first of `BUCKETS`: exponential variates of `shoal.sampling.drawing.exponential_race`, for the coupled rule."""
+    """The first of `BUCKETS`: exponential variates of `shoal.sampling.drawing.exponential_race`,
+    for the coupled rule."""
 
 
 BUCKETS = 64
-"""Buckets of the exponential race. The more there are, the more often two similar distributions give the same token."""
+"""Buckets of the exponential race. The more there are, the more often two similar distributions
+give the same token."""
 
 
 _RACE = np.array([Purpose.TOKEN, *range(Purpose.BUCKET, Purpose.BUCKET + BUCKETS)])
@@ -52,7 +59,8 @@ _ROUND = np.uint64(0xD1B54A32D192ED03)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that avalanches."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that
+    avalanches."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -61,7 +69,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def uniforms(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Uniforms in [0, 1) with 53 random bits, one per broadcast element of (seeds, positions, purpose)."""
+    """Uniforms in [0, 1) with 53 random bits, one per broadcast element of (seeds, positions,
+    purpose)."""
     with np.errstate(over="ignore"):  # wrapping multiplication is the point
         state = _mix(np.asarray(seeds, dtype=np.int64).astype(np.uint64) + _GOLDEN)
         state = _mix(state + np.asarray(positions, dtype=np.int64).astype(np.uint64) * _GOLDEN)
@@ -72,28 +81,35 @@ def uniforms(
 def round_uniforms(
     seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int, rounds: npt.ArrayLike | None = None
 ) -> npt.NDArray[np.float64]:
-    """All uniforms of a round, [rows, width, 3]: by position from each row's first open one, by purpose (TOKEN, ACCEPT, REPLACE).
+    """All uniforms of a round, [rows, width, 3]: by position from each row's first open one, by
+    purpose (TOKEN, ACCEPT, REPLACE).
 
     Args:
-        seeds, firsts: of the rows, [rows]. width: positions, the longest draft plus one.
-        rounds: None, or the number of each row's round: then no number is used in two rounds, whatever was thrown away.
+        seeds, firsts: of the rows, [rows].
+        width: positions, the longest draft plus one.
+        rounds: None, or the number of each row's round: then no number is used in two rounds,
+            whatever was thrown away.
     """
     keys = np.asarray(seeds, dtype=np.int64)
     if rounds is not None:
         with np.errstate(over="ignore"):
-            keys = _mix(keys.astype(np.uint64) + np.asarray(rounds, dtype=np.int64).astype(np.uint64) * _ROUND).astype(
-                np.int64
-            )
+            keys = _mix(
+                keys.astype(np.uint64)
+                + np.asarray(rounds, dtype=np.int64).astype(np.uint64) * _ROUND
+            ).astype(np.int64)
     positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
     return uniforms(keys[:, None, None], positions[..., None], _PURPOSES)
 
 
-def race_uniforms(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> npt.NDArray[np.float64]:
-    """What `shoal.sampling.drawing.exponential_race` draws by, [rows, width, 1 + BUCKETS]: a uniform in [0, 1), then exponential
-    variates > 0.
+def race_uniforms(
+    seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int
+) -> npt.NDArray[np.float64]:
+    """What `shoal.sampling.drawing.exponential_race` draws by, [rows, width, 1 + BUCKETS]: a
+    uniform in [0, 1), then exponential variates > 0.
 
     Args:
-        seeds, firsts: of the rows, [rows]: seed, first open position. width: positions.
+        seeds, firsts: of the rows, [rows]: seed, first open position.
+        width: positions.
     """
     positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
     drawn = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
@@ -101,26 +117,36 @@ def race_uniforms(seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int) -> np
     return drawn
 
 
-def tree_uniforms(seeds: npt.ArrayLike, firsts: npt.ArrayLike, draws: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def tree_uniforms(
+    seeds: npt.ArrayLike, firsts: npt.ArrayLike, draws: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
     """What draws of a tree are made by, two uniforms in [0, 1) each, [n, 2].
 
-    They belong to the position that the tree begins at, whatever the position of the draw, so that no round has those of another:
-    whether a node has a further child may depend on what is drawn below, and that would bend the distribution of a round which drew
-    by the same numbers.
+    They belong to the position that the tree begins at, whatever the position of the draw, so that
+    no round has those of another: whether a node has a further child may depend on what is drawn
+    below, and that would bend the distribution of a round which drew by the same numbers.
 
     Args:
-        seeds, firsts: of the rows, [n]: seed, first open position. draws: number of the draw in the row's tree, [n].
+        seeds, firsts: of the rows, [n]: seed, first open position.
+        draws: number of the draw in the row's tree, [n].
     """
     purposes = Purpose.TREE + 2 * np.asarray(draws, dtype=np.int64)[:, None] + np.arange(2)
-    return uniforms(np.asarray(seeds, dtype=np.int64)[:, None], np.asarray(firsts, dtype=np.int64)[:, None], purposes)
+    return uniforms(
+        np.asarray(seeds, dtype=np.int64)[:, None],
+        np.asarray(firsts, dtype=np.int64)[:, None],
+        purposes,
+    )
 
 
 def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
-    """The seed of a group of rows, in [0, 2**64): a hash of what was asked, so that nothing else in the call can matter.
+    """The seed of a group of rows, in [0, 2**64): a hash of what was asked, so that nothing else in
+    the call can matter.
 
     Args:
-        seed: of the request, any integer. prompt_ids: of the prompt, each in int64.
-        occurrence: how often the same prompt stands before it in the call (`shoal.types.requests.occurrences`).
+        seed: of the request, any integer.
+        prompt_ids: of the prompt, each in int64.
+        occurrence: how often the same prompt stands before it in the call
+            (`shoal.types.requests.occurrences`).
     """
     head = f"{seed} {occurrence} ".encode()  # no two pairs give the same bytes
     ids = np.asarray(prompt_ids, dtype="<i8").tobytes()
@@ -130,5 +156,7 @@ def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
 def row_seed(group: int, row: int) -> int:
     """The seed of row `row` of the group with the seed `group`, in [0, 2**63)."""
     with np.errstate(over="ignore"):
-        mixed = int(_mix(_mix(np.array([group], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0])
+        mixed = int(
+            _mix(_mix(np.array([group], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0]
+        )
     return mixed >> 1  # non-negative int64

@@ -1,7 +1,9 @@
-"""`shoal serve` and `shoal batch`: OpenAI's API for many samples at once. Needs the extra `shoal[serve]`.
+"""`shoal serve` and `shoal batch`: OpenAI's API for many samples at once. Needs the extra
+`shoal[serve]`.
 
-A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (parsed_request) and a `Submission`
-(submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat` (api_formats) writes as JSON.
+A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (parsed_request)
+and a `Submission` (submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat`
+(api_formats) writes as JSON.
 
 handler.py           `ApiHandler.handle`: the one path for HTTP and files; responses.py: its answer, whole or as events
 request_models.py    fields of requests; message_models.py: of messages and tools; request_fields.py: their types;

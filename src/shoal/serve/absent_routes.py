@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-HAVE = "this server generates text, by /v1/completions, /v1/chat/completions and /v1/responses; /openapi.json lists all its paths"
+HAVE = (
+    "this server generates text, by /v1/completions, /v1/chat/completions and /v1/responses; "
+    "/openapi.json lists all its paths"
+)
 KEPT = "kept answers or conversations here: send the whole conversation with each request"
 FILES = "files or batches over HTTP: `shoal batch INPUT OUTPUT` answers a file of requests"
 VECTORS = "embeddings, rankings or scores of texts here"
 ABSENT = {
-    "/v1/embeddings": VECTORS, "/v1/rerank": VECTORS, "/v1/score": VECTORS, "/v1/classify": VECTORS, "/v1/pooling": VECTORS,
-    "/embeddings": VECTORS, "/embed": VECTORS, "/rerank": VECTORS, "/score": VECTORS, "/classify": VECTORS, "/pooling": VECTORS,
+    "/v1/embeddings": VECTORS,
+    "/v1/rerank": VECTORS,
+    "/v1/score": VECTORS,
+    "/v1/classify": VECTORS,
+    "/v1/pooling": VECTORS,
+    "/embeddings": VECTORS,
+    "/embed": VECTORS,
+    "/rerank": VECTORS,
+    "/score": VECTORS,
+    "/classify": VECTORS,
+    "/pooling": VECTORS,
     "/v1/moderations": "moderation of texts here",
-    "/v1/audio": "speech or transcriptions here", "/v1/images": "images here", "/v1/videos": "videos here",
+    "/v1/audio": "speech or transcriptions here",
+    "/v1/images": "images here",
+    "/v1/videos": "videos here",
     "/v1/realtime": "sessions of speech or WebSockets here",
-    "/v1/files": FILES, "/v1/batches": FILES, "/v1/uploads": FILES,
-    "/v1/responses": KEPT, "/v1/conversations": KEPT, "/v1/chat/completions": KEPT,
-    "/v1/assistants": "assistants here", "/v1/threads": KEPT, "/v1/vector_stores": "stores of documents here",
+    "/v1/files": FILES,
+    "/v1/batches": FILES,
+    "/v1/uploads": FILES,
+    "/v1/responses": KEPT,
+    "/v1/conversations": KEPT,
+    "/v1/chat/completions": KEPT,
+    "/v1/assistants": "assistants here",
+    "/v1/threads": KEPT,
+    "/v1/vector_stores": "stores of documents here",
     "/v1/containers": "containers for code here",
     "/v1/fine_tuning": "fine-tuning over HTTP: `shoal train` trains drafters",
     "/v1/evals": "evaluations over HTTP: see `shoal eval`",
-    "/v1/messages": "Anthropic's API here", "/api": "Ollama's API here", "/v1beta": "Gemini's API here",
-    "/completion": "paths of llama.cpp's server but /infill", "/generate": "paths of text-generation-inference here",
-}  # fmt: skip
+    "/v1/messages": "Anthropic's API here",
+    "/api": "Ollama's API here",
+    "/v1beta": "Gemini's API here",
+    "/completion": "paths of llama.cpp's server but /infill",
+    "/generate": "paths of text-generation-inference here",
+}
 """What there is not, by path; also of all paths below it."""
 OWN = ("completions", "chat/completions", "responses", "models")
 
@@ -31,12 +54,24 @@ def reason(method: str, path: str, allowed: str | None) -> str:
     Args:
         allowed: methods that the path takes, separated by commas; None = there is no such path.
     """
-    found = next((what for start, what in ABSENT.items() if f"{path}/".startswith(f"{start}/")), None)
+    found = next(
+        (what for start, what in ABSENT.items() if f"{path}/".startswith(f"{start}/")), None
+    )
     if allowed is not None:
         hint = "" if found is not KEPT else f"; there are no {found}"
         return f"this path takes {allowed}, not {method}{hint}; /openapi.json lists all paths"
     if path.removeprefix("/v1").startswith("/v1/"):
-        return "the path has /v1 twice: leave it out of the client's base URL, or out of the path; /openapi.json lists all paths"
+        return (
+            "the path has /v1 twice: leave it out of the client's base URL, or out of the "
+            "path; /openapi.json lists all paths"
+        )
     if any(f"{path}/".startswith(f"/{name}/") for name in OWN):
-        return f"paths of the API begin with /v1: {path} is /v1{path} here; /openapi.json lists all paths"
-    return f"this server has no such path; {HAVE.split('; ')[1]}" if found is None else f"there are no {found}; {HAVE}"
+        return (
+            f"paths of the API begin with /v1: {path} is /v1{path} here; /openapi.json lists "
+            f"all paths"
+        )
+    return (
+        f"this server has no such path; {HAVE.split('; ')[1]}"
+        if found is None
+        else f"there are no {found}; {HAVE}"
+    )

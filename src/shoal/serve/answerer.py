@@ -1,4 +1,5 @@
-"""What a worker of a batch does. Nothing is imported here that takes time: what a worker needs comes with its configuration."""
+"""What a worker of a batch does. Nothing is imported here that takes time: what a worker needs
+comes with its configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LOG = logging.getLogger(__name__)
 
 
 class Answerer:
-    """A worker. Results and errors are returned as a pickled list: an error that is raised would be wrapped in Ray's traceback."""
+    """A worker. Results and errors are returned as a pickled list: an error that is raised would be
+    wrapped in Ray's traceback."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -29,11 +31,13 @@ class Answerer:
         return self._config.offline()
 
     def load(self) -> bytes:
-        """Loads the pair, which may take minutes. A death while loading is not counted against a line."""
+        """Loads the pair, which may take minutes. A death while loading is not counted against a
+        line."""
         return self._results(lambda got: self._pair)
 
     def answer(self, lines: bytes) -> bytes:
-        """Answers the lines of a block, all or none: the results of a worker that is killed are lost with it."""
+        """Answers the lines of a block, all or none: the results of a worker that is killed are
+        lost with it."""
         return self._results(lambda got: self._pair.answer(pickle.loads(lines), got.append))
 
     def _results(self, work: Callable[[list[Json | ShoalError]], object]) -> bytes:
@@ -42,5 +46,9 @@ class Answerer:
             work(got)
         except Exception as error:
             LOG.exception("a block failed")  # to Ray's log of this process
-            got = [error if isinstance(error, ShoalError) else InternalError(f"{type(error).__name__}: {error}")]
+            got = [
+                error
+                if isinstance(error, ShoalError)
+                else InternalError(f"{type(error).__name__}: {error}")
+            ]
         return pickle.dumps(got)

@@ -19,8 +19,14 @@ MAX_REPORTED_ERRORS = 10
 """Validation errors of one body that an answer contains."""
 MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 800, 100
 """Both may quote the request."""
-PATH = re.compile(r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)")
-ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+PATH = re.compile(
+    r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)"
+)
+ERROR_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
 """`type` by status; other statuses have "invalid_request_error", or "server_error" from 500 on."""
 
 
@@ -28,28 +34,45 @@ class ApiError(HTTPException):
     """An error of a request, with its HTTP status.
 
     Attributes:
-        param: the invalid field. code: a short name for programs.
+        param: the invalid field.
+        code: a short name for programs.
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(status, cut(public(message) if status >= 500 else message, MAX_MESSAGE_CHARACTERS), headers)
+    ) -> None:
+        super().__init__(
+            status,
+            cut(public(message) if status >= 500 else message, MAX_MESSAGE_CHARACTERS),
+            headers,
+        )
         self.param, self.code = None if param is None else cut(param, MAX_PARAM_CHARACTERS), code
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the answer."""
-        kind = ERROR_TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+        kind = ERROR_TYPES.get(
+            self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error"
+        )
+        return {
+            "error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> Response:
         """The answer, in ASCII: a message may quote halves of surrogate pairs."""
-        return Response(json.dumps(self.body()), self.status_code, self.headers, media_type="application/json")
+        return Response(
+            json.dumps(self.body()), self.status_code, self.headers, media_type="application/json"
+        )
 
 
 def public(message: str) -> str:
-    """A message without the directories of the server's paths: only the last part of each path is left."""
+    """A message without the directories of the server's paths: only the last part of each path is
+    left."""
     return PATH.sub(r"\1", message)
 
 
@@ -78,34 +101,50 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):
-        code = "invalid_json" if error.status_code == 400 else None  # FastAPI raises 400 only for JSON that it cannot parse
+        code = (
+            "invalid_json" if error.status_code == 400 else None
+        )  # FastAPI raises 400 only for JSON that it cannot parse
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
     if isinstance(error, ShoalError):
         return ApiError(500, str(error), code="internal_error")
-    return ApiError(500, f"an internal error ({type(error).__name__}); the server's log has more", code="internal_error")
+    return ApiError(
+        500,
+        f"an internal error ({type(error).__name__}); the server's log has more",
+        code="internal_error",
+    )
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Pydantic's errors of the first invalid field. An unknown field goes first: it may be the reason why another is missing."""
+    """Pydantic's errors of the first invalid field. An unknown field goes first: it may be the
+    reason why another is missing."""
     first = min(errors, key=lambda error: error["type"] != "unknown_field")
     kind, param = first["type"], _path(first, body)
     if kind == "unknown_field":
-        return ApiError(400, f"unknown or unsupported field {param!r}", param=param, code="unknown_field")
+        return ApiError(
+            400, f"unknown or unsupported field {param!r}", param=param, code="unknown_field"
+        )
     if not param:
-        return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+        return ApiError(
+            400, "the body must be a JSON object, sent as application/json", code="invalid_json"
+        )
     found = [(_path(error, body), error["msg"]) for error in errors[:MAX_REPORTED_ERRORS]]
     reasons = dict.fromkeys(
-        f"{cut(path, MAX_PARAM_CHARACTERS)}: {what}" for path, what in found if f"{path}.".startswith(f"{param}.")
+        f"{cut(path, MAX_PARAM_CHARACTERS)}: {what}"
+        for path, what in found
+        if f"{path}.".startswith(f"{param}.")
     )
     return ApiError(400, "; or: ".join(reasons), param=param, code="invalid_value")
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:
-    """The path of an error in the body. Pydantic's location also has the tags of union members, which are left out."""
+    """The path of an error in the body. Pydantic's location also has the tags of union members,
+    which are left out."""
     path, here, loc = [], body, error["loc"]
     inner = error.get("ctx", {}).get("at")
     for part in loc[1:]:
-        inside = (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int))
+        inside = (isinstance(here, dict) and part in here) or (
+            isinstance(here, list) and isinstance(part, int)
+        )
         missing = part == loc[-1] and inner is None and isinstance(here, dict)
         if inside or missing:
             path.append(str(part))
@@ -114,13 +153,20 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Answers the exceptions of requests as errors of the API; `shoal.serve.exchanges` does so with all others."""
+    """Answers the exceptions of requests as errors of the API; `shoal.serve.exchanges` does so with
+    all others."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException) and not isinstance(error, ApiError) and error.status_code in (404, 405):
+        if (
+            isinstance(error, HTTPException)
+            and not isinstance(error, ApiError)
+            and error.status_code in (404, 405)
+        ):
             allowed = (error.headers or {}).get("Allow") if error.status_code == 405 else None
             message = absent_routes.reason(request.method, request.url.path, allowed)
-            error = ApiError(error.status_code, message, code="unknown_route", headers=error.headers)
+            error = ApiError(
+                error.status_code, message, code="unknown_route", headers=error.headers
+            )
         return api_error_of(error).response()
 
     for kind in (HTTPException, RequestError, RequestValidationError):

@@ -1,4 +1,5 @@
-"""The formats of the two APIs: how a sample becomes a choice of an answer, whole or as the chunks of a stream."""
+"""The formats of the two APIs: how a sample becomes a choice of an answer, whole or as the chunks
+of a stream."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ class ApiFormat(ABC):
     """Writes one choice of an answer, whole or chunk by chunk.
 
     Args:
-        index: of the choice. parsed: the request, which says what its choices have.
+        index: of the choice.
+        parsed: the request, which says what its choices have.
 
     Attributes:
-        prompt_in_choice: whether what is told of a prompt stands in its choices; otherwise in the answer.
+        prompt_in_choice: whether what is told of a prompt stands in its choices; otherwise in the
+            answer.
     """
 
     request_model: ClassVar[type[BaseRequest]]
@@ -54,7 +57,8 @@ class ApiFormat(ABC):
         self._echoed, self._echo_length = 0, 0
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
-        """The chunk before any sample's text, with the role or the echoed prompt; None if there is none."""
+        """The chunk before any sample's text, with the role or the echoed prompt; None if there is
+        none."""
         fields = self._first_fields(echo)
         if fields is None:
             return None
@@ -65,15 +69,20 @@ class ApiFormat(ABC):
 
     def chunk(self, update: RowUpdate) -> Json:
         """The choice of a streamed chunk."""
-        return self._choice(update, self._chunk_fields(update.text, update.sample is not None), update.tokens)
+        return self._choice(
+            update, self._chunk_fields(update.text, update.sample is not None), update.tokens
+        )
 
     def whole(self, update: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
         """The whole choice, from the update of its end."""
         self._echo(echo, prompt)
-        return self._choice(update, self._text_fields(echo + update.text), [*prompt, *update.tokens])
+        return self._choice(
+            update, self._text_fields(echo + update.text), [*prompt, *update.tokens]
+        )
 
     def _echo(self, echo: str, prompt: Sequence[TokenUpdate]) -> None:
-        """Notes what comes back of the prompt: so many characters, and the log-probabilities of so many tokens."""
+        """Notes what comes back of the prompt: so many characters, and the log-probabilities of so
+        many tokens."""
         self._echoed, self._echo_length = len(prompt), len(echo)
 
     def _choice(self, update: RowUpdate, fields: Json, tokens: Sequence[TokenUpdate]) -> Json:
@@ -81,7 +90,12 @@ class ApiFormat(ABC):
         reason = FINISH_REASONS[update.sample.finish_reason] if update.sample else None
         if reason == "stop" and self._calls is not None and self._calls.found:
             reason = "tool_calls"
-        choice = {"index": self._index, **fields, "logprobs": self._logprobs(tokens), "finish_reason": reason}
+        choice = {
+            "index": self._index,
+            **fields,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": reason,
+        }
         self._text_offset += sum(len(token.text) for token in tokens)
         if update.error is not None:
             choice["error"] = public(str(update.error))
@@ -98,7 +112,11 @@ class ApiFormat(ABC):
     @property
     def reasoning_tokens(self) -> int:
         """Tokens so far that begin within the reasoning, once it is known where that ends."""
-        return 0 if self._reasoning is None else sum(start < self._reasoning.characters for start in self._starts)
+        return (
+            0
+            if self._reasoning is None
+            else sum(start < self._reasoning.characters for start in self._starts)
+        )
 
     def _note_starts(self, tokens: Sequence[TokenUpdate]) -> None:
         """Notes where in the sample's text its tokens begin."""
@@ -111,23 +129,40 @@ class ApiFormat(ABC):
         self._counted += len(update.tokens)
         tokens = [
             {
-                "id": token.id, "text": token.text, "logprob": finite(token.logprob),
-                "from_draft": token.drafter is not None, "drafter": token.drafter,
+                "id": token.id,
+                "text": token.text,
+                "logprob": finite(token.logprob),
+                "from_draft": token.drafter is not None,
+                "drafter": token.drafter,
             }
             for token in update.tokens
-        ]  # fmt: skip
-        by_round = {"by_round": [self._round(done) for done in update.by_round]} if self._parsed.rounds else {}
+        ]
+        by_round = (
+            {"by_round": [self._round(done) for done in update.by_round]}
+            if self._parsed.rounds
+            else {}
+        )
         return {
-            "tokens": tokens, "mean_logprob": finite(self._logprob_sum / self._counted) if self._counted else None,
-            "committed": update.committed, "drafted": update.drafted, "accepted": update.accepted, "rounds": update.rounds,
+            "tokens": tokens,
+            "mean_logprob": finite(self._logprob_sum / self._counted) if self._counted else None,
+            "committed": update.committed,
+            "drafted": update.drafted,
+            "accepted": update.accepted,
+            "rounds": update.rounds,
             **by_round,
-        }  # fmt: skip
+        }
 
     def _round(self, done: RoundUpdate) -> Json:
         rejected = [
-            {"id": id, "text": name_and_bytes(self._tokenizer, id)[0], "drafter": name} for id, name in done.rejected
+            {"id": id, "text": name_and_bytes(self._tokenizer, id)[0], "drafter": name}
+            for id, name in done.rejected
         ]
-        return {"start": done.start, "committed": done.committed, "accepted": done.accepted, "rejected": rejected}
+        return {
+            "start": done.start,
+            "committed": done.committed,
+            "accepted": done.accepted,
+            "rejected": rejected,
+        }
 
     def _logprobs(self, tokens: Sequence[TokenUpdate]) -> Json | None:
         return None if self._top_logprobs is None else self._logprob_fields(tokens)
@@ -152,7 +187,12 @@ class CompletionFormat(ApiFormat):
     """/v1/completions."""
 
     request_model, prompt_field = CompletionRequest, "prompt"
-    id_prefix, object_name, chunk_name, prompt_in_choice = "cmpl-", "text_completion", "text_completion", True
+    id_prefix, object_name, chunk_name, prompt_in_choice = (
+        "cmpl-",
+        "text_completion",
+        "text_completion",
+        True,
+    )
 
     def _first_fields(self, echo: str | None) -> Json | None:
         return None if echo is None else {"text": echo}
@@ -167,21 +207,26 @@ class CompletionFormat(ApiFormat):
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._by_name(token) or None for token in tokens] if self._top_logprobs else None,
+            "top_logprobs": [self._by_name(token) or None for token in tokens]
+            if self._top_logprobs
+            else None,
             "text_offset": self._offsets(tokens),
         }
 
     def _offsets(self, tokens: Sequence[TokenUpdate]) -> list[int]:
         """Where in the choice's text the tokens begin.
 
-        Those of an echoed prompt lie within it, and the others behind it, also where its text is not what its tokens write: it has
-        special tokens, or begins a character that the sample completes.
+        Those of an echoed prompt lie within it, and the others behind it, also where its text is
+        not what its tokens write: it has special tokens, or begins a character that the sample
+        completes.
         """
         prompt, own = tokens[: self._echoed], tokens[self._echoed :]
         starts = accumulate((len(token.text) for token in prompt), initial=0)
         found = [min(start, self._echo_length) for start in starts][:-1]
         begin = self._echo_length if prompt else self._text_offset
-        return [*found, *accumulate((len(token.text) for token in own), initial=begin)][: len(tokens)]
+        return [*found, *accumulate((len(token.text) for token in own), initial=begin)][
+            : len(tokens)
+        ]
 
     def _by_name(self, token: TokenUpdate) -> dict[str, float | None]:
         """The alternatives of a token; of several tokens with one name the most probable."""
@@ -198,7 +243,12 @@ class ChatFormat(ApiFormat):
     """/v1/chat/completions."""
 
     request_model, prompt_field = ChatRequest, "messages"
-    id_prefix, object_name, chunk_name, prompt_in_choice = "chatcmpl-", "chat.completion", "chat.completion.chunk", False
+    id_prefix, object_name, chunk_name, prompt_in_choice = (
+        "chatcmpl-",
+        "chat.completion",
+        "chat.completion.chunk",
+        False,
+    )
 
     def _first_fields(self, echo: str | None) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -211,7 +261,9 @@ class ChatFormat(ApiFormat):
         if reasoning:
             delta |= _named(reasoning)
         if calls:
-            delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls, before)]
+            delta["tool_calls"] = [
+                {"index": i, **_call(call)} for i, call in enumerate(calls, before)
+            ]
         return {"delta": delta}
 
     def _text_fields(self, text: str) -> Json:
@@ -227,11 +279,16 @@ class ChatFormat(ApiFormat):
     def _logprob_fields(self, tokens: Sequence[TokenUpdate]) -> Json:
         def entry(token: int, logprob: float | None) -> Json:
             name, text = name_and_bytes(self._tokenizer, token)
-            return {"token": name, "logprob": finite(logprob), "bytes": None if text is None else list(text)}
+            return {
+                "token": name,
+                "logprob": finite(logprob),
+                "bytes": None if text is None else list(text),
+            }
 
         return {
             "content": [
-                entry(token.id, token.logprob) | {"top_logprobs": [entry(*pair) for pair in self._alternatives(token)]}
+                entry(token.id, token.logprob)
+                | {"top_logprobs": [entry(*pair) for pair in self._alternatives(token)]}
                 for token in tokens
             ]
         }
@@ -243,7 +300,8 @@ def _named(reasoning: str) -> Json:
 
 
 def _call(call: Call) -> Json:
-    """A call of a tool, under a fresh id of nine characters, as the templates of Mistral want them."""
+    """A call of a tool, under a fresh id of nine characters, as the templates of Mistral want
+    them."""
     return {
         "id": secrets.token_hex(5)[:9],
         "type": "function",

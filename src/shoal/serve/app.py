@@ -1,4 +1,5 @@
-"""The application: the routes of the API and what stands before them. Nothing here touches a model."""
+"""The application: the routes of the API and what stands before them. Nothing here touches a
+model."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ from shoal.serve.token_routes import DetokenizeRequest, TokenizeRequest, token_r
 
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
 
-REQUESTS = (CompletionRequest, ChatRequest, ResponsesRequest, InfillRequest, TokenizeRequest, DetokenizeRequest)
+REQUESTS = (
+    CompletionRequest,
+    ChatRequest,
+    ResponsesRequest,
+    InfillRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 
 def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> FastAPI:
@@ -62,9 +70,13 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
             await run_in_threadpool(worker.stop)
 
     app = FastAPI(
-        title="shoal", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        title="shoal",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         summary="Many samples at once, by exact batched speculative sampling.",
-    )  # fmt: skip
+    )
     app.state.worker, app.state.draining = worker, False
     app.state.metrics, app.state.metrics_text = metrics, metrics.text
     api_errors.install(app)
@@ -73,7 +85,11 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     app.include_router(page())
     app.add_middleware(HostCheck, hosts=settings.hosts)
     if settings.origins:
-        anything: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [*openapi.HEADERS]}
+        anything: dict[str, Any] = {
+            "allow_methods": ["*"],
+            "allow_headers": ["*"],
+            "expose_headers": [*openapi.HEADERS],
+        }
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
     app.add_middleware(Exchanges, ended=(metrics.request_ended, logs.log))
     openapi.install(app, REQUESTS)
@@ -94,10 +110,16 @@ def _key_check(keys: Collection[str]) -> Callable[..., Awaitable[None]]:
 
     async def authorised(
         request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not is_valid_key(keys, given.credentials if given else ""):
-            message = "the API key is wrong" if given else "an API key is needed: send 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            message = (
+                "the API key is wrong"
+                if given
+                else "an API key is needed: send 'Authorization: Bearer KEY'"
+            )
+            raise ApiError(
+                401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
         request.state.owner = owner_of(given.credentials if given else "")
 
     return authorised
@@ -107,12 +129,18 @@ def _answer_routes(handler: ApiHandler) -> APIRouter:
     """What the model answers."""
     router = APIRouter()
 
-    @router.post(COMPLETIONS, response_model=None, **openapi.described(CompletionRequest, response_models.Completion))
+    @router.post(
+        COMPLETIONS,
+        response_model=None,
+        **openapi.described(CompletionRequest, response_models.Completion),
+    )
     async def completions(request: Request) -> Response:
         """Continues texts."""
         return await _answer(handler, request, COMPLETIONS)
 
-    @router.post(CHAT, response_model=None, **openapi.described(ChatRequest, response_models.ChatCompletion))
+    @router.post(
+        CHAT, response_model=None, **openapi.described(ChatRequest, response_models.ChatCompletion)
+    )
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
         return await _answer(handler, request, CHAT)
@@ -131,8 +159,13 @@ def _answer_routes(handler: ApiHandler) -> APIRouter:
 
 
 async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
-    fields, owner = await bodies.read(request, handler.settings.max_body), getattr(request.state, "owner", "")
-    response = await (handler.infill(fields, owner) if path == INFILL else handler.handle(path, fields, owner))
+    fields, owner = (
+        await bodies.read(request, handler.settings.max_body),
+        getattr(request.state, "owner", ""),
+    )
+    response = await (
+        handler.infill(fields, owner) if path == INFILL else handler.handle(path, fields, owner)
+    )
     headers, request.state.computed = response.parsed.headers, response.computed
     if response.parsed.stream:
         events = response.events()
@@ -140,13 +173,19 @@ async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
     return await _unless_gone(request, response.whole(), headers)
 
 
-async def _unless_gone(request: Request, answer: Awaitable[Json], headers: Mapping[str, str]) -> Response:
+async def _unless_gone(
+    request: Request, answer: Awaitable[Json], headers: Mapping[str, str]
+) -> Response:
     """The answer; if the client disconnects before, the answer is cancelled."""
     wanted = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(wanted.result(), headers=headers) if wanted.done() else Response(status_code=CLIENT_GONE)
+        return (
+            JSONResponse(wanted.result(), headers=headers)
+            if wanted.done()
+            else Response(status_code=CLIENT_GONE)
+        )
     finally:
         gone.cancel()
         wanted.cancel()
@@ -158,18 +197,23 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events, and closes their generator when the client disconnects, so that its rows end.
+    """Sends server-sent events, and closes their generator when the client disconnects, so that its
+    rows end.
 
     Args:
-        first: the first event, awaited before there is a response: an error until then has a status.
+        first: the first event, awaited before there is a response: an error until then has a
+            status.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]
+    ) -> None:
         self._events = events
         super().__init__(
-            _chained(first, events), headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers}
+            _chained(first, events),
+            headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers},
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

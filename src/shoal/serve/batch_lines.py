@@ -1,4 +1,5 @@
-"""Lines of batch files. A request has the API's own fields and an id, or is a line of OpenAI's batch API; results correspond."""
+"""Lines of batch files. A request has the API's own fields and an id, or is a line of OpenAI's
+batch API; results correspond."""
 
 from __future__ import annotations
 
@@ -30,9 +31,12 @@ class BatchLine:
     """One line of the input.
 
     Attributes:
-        number: from 1. text: as it was read.
-        id: the value of "id" or "custom_id"; "line-NUMBER" if it is missing or neither a text nor an integer.
-        seeded: whether it has a seed. enveloped: whether it is one of OpenAI's batch lines.
+        number: from 1.
+        text: as it was read.
+        id: the value of "id" or "custom_id"; "line-NUMBER" if it is missing or neither a text nor
+            an integer.
+        seeded: whether it has a seed.
+        enveloped: whether it is one of OpenAI's batch lines.
     """
 
     number: int
@@ -55,7 +59,9 @@ class BatchLine:
         try:
             fields = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the line is not valid JSON: {error}", code="invalid_json") from error
+            raise ApiError(
+                400, f"the line is not valid JSON: {error}", code="invalid_json"
+            ) from error
         if not isinstance(fields, dict):
             raise ApiError(400, "the line must be a JSON object", code="invalid_json")
         if _is_enveloped(fields):
@@ -78,11 +84,21 @@ class BatchLine:
         return self._wrapped(api_error.status_code, api_error.body())
 
     def _wrapped(self, status: int | None, body: Json) -> Json:
-        """A result of OpenAI's batch API; without a status, `body` is the error of a line that was no request."""
+        """A result of OpenAI's batch API; without a status, `body` is the error of a line that was
+        no request."""
         key = secrets.token_hex(12)
-        response = None if status is None else {"status_code": status, "request_id": f"req_{key}", "body": body}
+        response = (
+            None
+            if status is None
+            else {"status_code": status, "request_id": f"req_{key}", "body": body}
+        )
         error = body if status is None else None
-        return {"id": f"batch_req_{key}", "custom_id": self.id, "response": response, "error": error}
+        return {
+            "id": f"batch_req_{key}",
+            "custom_id": self.id,
+            "response": response,
+            "error": error,
+        }
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
@@ -99,7 +115,9 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
                     continue
                 line = _line(number, text)
                 if line.id in seen:
-                    raise RequestError(f"{path}: lines {seen[line.id]} and {number} have the same id {line.id!r}")
+                    raise RequestError(
+                        f"{path}: lines {seen[line.id]} and {number} have the same id {line.id!r}"
+                    )
                 seen[line.id] = number
                 yield line
     except OSError as error:
@@ -122,13 +140,23 @@ def _line(number: int, text: str) -> BatchLine:
 def _unwrapped(fields: Json) -> tuple[str, Json]:
     """Path and fields of one of OpenAI's batch lines. Raises LineError."""
     if unknown := [name for name in fields if name not in ENVELOPE and fields[name] is not None]:
-        raise LineError(400, f"unknown field {unknown[0]!r} beside custom_id, method, url and body", code="unknown_field")
+        raise LineError(
+            400,
+            f"unknown field {unknown[0]!r} beside custom_id, method, url and body",
+            code="unknown_field",
+        )
     if not isinstance(fields.get("custom_id"), str):
         raise LineError(400, "custom_id must be a text", code="invalid_custom_id")
     if fields.get("method") != "POST":
-        raise LineError(400, f"method must be 'POST', got {fields.get('method')!r}", code="invalid_method")
+        raise LineError(
+            400, f"method must be 'POST', got {fields.get('method')!r}", code="invalid_method"
+        )
     if fields.get("url") not in URLS:
-        raise LineError(400, f"url must be one of {', '.join(URLS)}, got {fields.get('url')!r}", code="invalid_url")
+        raise LineError(
+            400,
+            f"url must be one of {', '.join(URLS)}, got {fields.get('url')!r}",
+            code="invalid_url",
+        )
     if not isinstance(fields.get("body"), dict):
         raise LineError(400, "body must be a JSON object", code="invalid_body")
     return fields["url"], fields["body"]
@@ -148,7 +176,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-# ── output lines ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output lines ──────────────────────────────────────────────────────────────────────────────────
 
 
 def id_of(entry: object) -> str | int | None:

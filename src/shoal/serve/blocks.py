@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from shoal.serve.batch_lines import BatchLine
 
 MAX_BLOCK_LINES = 64
-"""Larger blocks repeat more work when a worker dies; in smaller ones more slots of the worker's batch are empty at the end."""
+"""Larger blocks repeat more work when a worker dies; in smaller ones more slots of the worker's
+batch are empty at the end."""
 BLOCKS_PER_WORKER = 4
 """If there are enough lines; faster workers take more of them."""
 MAX_DEATHS = 3

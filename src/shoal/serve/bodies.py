@@ -19,7 +19,8 @@ from shoal.serve.api_errors import ApiError
 
 T = TypeVar("T", bound=BaseModel)
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Bytes of a too large body that are read and dropped: a client still sending when the connection closes never reads the answer."""
+"""Bytes of a too large body that are read and dropped: a client still sending when the connection
+closes never reads the answer."""
 BODY_TIMEOUT_SECONDS = 60.0
 """Time within which a body must arrive."""
 CLIENT_GONE = 499
@@ -65,17 +66,23 @@ def validated(model: type[T], fields: dict[str, Any]) -> T:
         return model.model_validate(fields)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found], body=fields) from error
+        raise RequestValidationError(
+            [{**one, "loc": ("body", *one["loc"])} for one in found], body=fields
+        ) from error
 
 
 def _not_an_object() -> ApiError:
-    return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+    return ApiError(
+        400, "the body must be a JSON object, sent as application/json", code="invalid_json"
+    )
 
 
 def _is_json(content_type: str) -> bool:
     """Browsers send these types to another origin only if the server allows it (CORS)."""
     kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
 
 
 async def _received(request: Request, max_bytes: int) -> bytes:
@@ -88,5 +95,7 @@ async def _received(request: Request, max_bytes: int) -> bytes:
         elif size > MAX_DISCARDED_BYTES:
             break
     if size > max_bytes:
-        raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large", headers=CLOSE)
+        raise ApiError(
+            413, f"the body is larger than {max_bytes} bytes", code="body_too_large", headers=CLOSE
+        )
     return bytes(body)

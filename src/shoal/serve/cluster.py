@@ -1,7 +1,8 @@
-"""The server in several processes on Ray, each with a pair of its own. Needs the extra `shoal[ray]`.
+"""The server in several processes on Ray, each with a pair of its own. Needs the extra
+`shoal[ray]`.
 
-Ray Serve puts replicas behind one address, adds and removes them, and restarts those whose engine has stopped. `shoal.serve.pool`
-does the same for batches.
+Ray Serve puts replicas behind one address, adds and removes them, and restarts those whose engine
+has stopped. `shoal.serve.pool` does the same for batches.
 """
 
 from __future__ import annotations
@@ -38,12 +39,17 @@ from shoal.serve.serve_config import ServeConfig
 
 LOG = logging.getLogger(__name__)
 DEPLOYMENT = "shoal"
-OPTIONS: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "include_dashboard": False}
+OPTIONS: dict[str, Any] = {
+    "logging_level": logging.WARNING,
+    "log_to_driver": False,
+    "include_dashboard": False,
+}
 
 
 @dataclass(frozen=True)
 class Share:
-    """The resources of each process: CPUs, which are also its threads, and GPUs, which may be a fraction of one."""
+    """The resources of each process: CPUs, which are also its threads, and GPUs, which may be a
+    fraction of one."""
 
     cpus: float = 1
     gpus: float = 0
@@ -56,9 +62,11 @@ class Share:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connects to a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started for the length of the context.
+    """Connects to a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started
+    for the length of the context.
 
-    A cluster started here listens on the loopback address only, and needs a token (Ray makes one; from Ray 2.60 on by default).
+    A cluster started here listens on the loopback address only, and needs a token (Ray makes one;
+    from Ray 2.60 on by default).
     """
     if ray.is_initialized():
         yield
@@ -92,13 +100,20 @@ def _connect() -> None:
 
 
 def warn_if_too_small(share: Share) -> None:
-    """Logs a warning if no machine of the cluster has the resources of a process: Ray waits for one without a message."""
+    """Logs a warning if no machine of the cluster has the resources of a process: Ray waits for one
+    without a message."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(has.get("CPU", 0) >= share.cpus and has.get("GPU", 0) >= share.gpus for has in machines):
-        LOG.warning("no machine of this cluster has %g CPUs and %g GPUs: waiting for one", share.cpus, share.gpus)
+    if not any(
+        has.get("CPU", 0) >= share.cpus and has.get("GPU", 0) >= share.gpus for has in machines
+    ):
+        LOG.warning(
+            "no machine of this cluster has %g CPUs and %g GPUs: waiting for one",
+            share.cpus,
+            share.gpus,
+        )
 
 
-# ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a server ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -106,10 +121,13 @@ class Replicas:
     """Autoscaling and limits of the replicas.
 
     Attributes:
-        least, most: number of replicas. wanted: requests per replica, running and waiting, above which another one is started.
-        open: most requests of a replica; as many wait in front of it, and more are answered with 503.
+        least, most: number of replicas.
+        wanted: requests per replica, running and waiting, above which another one is started.
+        open: most requests of a replica; as many wait in front of it, and more are answered with
+            503.
         drain: seconds that open requests have when a replica is removed.
-        up_after, down_after: seconds for which the demand must ask for more, or fewer, before replicas are added, or removed.
+        up_after, down_after: seconds for which the demand must ask for more, or fewer, before
+            replicas are added, or removed.
     """
 
     least: int = 1
@@ -122,13 +140,18 @@ class Replicas:
 
     @property
     def autoscaling(self) -> dict[str, Any]:
-        """Ray Serve's autoscaling_config. Demand is averaged over the shorter delay, half a minute at most as by default."""
+        """Ray Serve's autoscaling_config. Demand is averaged over the shorter delay, half a minute
+        at most as by default."""
         period = min(30.0, max(1.0, min(self.up_after, self.down_after)))
         return {
-            "min_replicas": self.least, "max_replicas": self.most, "target_ongoing_requests": self.wanted,
-            "upscale_delay_s": self.up_after, "downscale_delay_s": self.down_after,
-            "look_back_period_s": period, "metrics_interval_s": period / 3,
-        }  # fmt: skip
+            "min_replicas": self.least,
+            "max_replicas": self.most,
+            "target_ongoing_requests": self.wanted,
+            "upscale_delay_s": self.up_after,
+            "downscale_delay_s": self.down_after,
+            "look_back_period_s": period,
+            "metrics_interval_s": period / 3,
+        }
 
 
 @dataclass(frozen=True)
@@ -139,14 +162,19 @@ class LogConfig:
     form: logs.LogFormat = "text"
 
 
-def deploy(config: ServeConfig, replicas: Replicas, share: Share, name: str, log: LogConfig) -> None:
-    """Deploys the server's application, and returns when it answers. `ray.serve.start` must have been called.
+def deploy(
+    config: ServeConfig, replicas: Replicas, share: Share, name: str, log: LogConfig
+) -> None:
+    """Deploys the server's application, and returns when it answers. `ray.serve.start` must have
+    been called.
 
     Args:
-        name: of the application, and of the actor that takes what it logs and counts; unique in the cluster.
+        name: of the application, and of the actor that takes what it logs and counts; unique in the
+            cluster.
 
     Raises:
-        RequestError: another application has the route already. ModelError: the replicas do not start, with the reason.
+        RequestError: another application has the route already. ModelError: the replicas do not
+            start, with the reason.
     """
 
     def app() -> FastAPI:
@@ -159,15 +187,21 @@ def deploy(config: ServeConfig, replicas: Replicas, share: Share, name: str, log
         return made
 
     deployment: Any = ray_serve.deployment(
-        ray_serve.ingress(app)(Replica), name=DEPLOYMENT, ray_actor_options=share.options, max_ongoing_requests=replicas.open,
-        max_queued_requests=replicas.open, graceful_shutdown_timeout_s=replicas.drain,
-        autoscaling_config=replicas.autoscaling, health_check_period_s=REPORT_SECONDS,
-    )  # fmt: skip
+        ray_serve.ingress(app)(Replica),
+        name=DEPLOYMENT,
+        ray_actor_options=share.options,
+        max_ongoing_requests=replicas.open,
+        max_queued_requests=replicas.open,
+        graceful_shutdown_timeout_s=replicas.drain,
+        autoscaling_config=replicas.autoscaling,
+        health_check_period_s=REPORT_SECONDS,
+    )
     try:
         ray_serve.run(deployment.bind(), name=name)
     except RayServeException as error:
         raise RequestError(
-            f"this cluster's Ray Serve has an application already: {str(error).strip().splitlines()[-1]}"
+            f"this cluster's Ray Serve has an application already: "
+            f"{str(error).strip().splitlines()[-1]}"
         ) from error
     except RuntimeError as error:  # the message has no reason
         message = ray_serve.status().applications[name].deployments[DEPLOYMENT].message
@@ -180,7 +214,8 @@ class Replica:
     app: FastAPI
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which starts a replica anew where this raises. Reports the metrics."""
+        """Called by Ray Serve, which starts a replica anew where this raises. Reports the
+        metrics."""
         if not self.app.state.worker.thread.alive:
             raise RuntimeError("the engine has stopped")
         with suppress(RayError, ValueError):  # whoever serves is about to end
@@ -205,9 +240,14 @@ class WithoutRequestId:
 
 
 def run(
-    config: ServeConfig, host: str, port: int, replicas: Replicas, share: Share, ready: Callable[[int], None],
+    config: ServeConfig,
+    host: str,
+    port: int,
+    replicas: Replicas,
+    share: Share,
+    ready: Callable[[int], None],
     log: LogConfig = LogConfig(),
-) -> None:  # fmt: skip
+) -> None:
     """Serves until SIGTERM or Ctrl-C; open requests then have `replicas.drain` seconds to finish.
 
     Args:
@@ -215,7 +255,8 @@ def run(
         ready: called with the port as soon as requests are answered.
 
     Raises:
-        RequestError: the port is taken, or the cluster's Ray Serve has another address, or another application has the route.
+        RequestError: the port is taken, or the cluster's Ray Serve has another address, or another
+            application has the route.
         KeyboardInterrupt: at the end, if it was Ctrl-C.
     """
     name = f"shoal-{secrets.token_hex(4)}"
@@ -241,7 +282,8 @@ def _logged(log: LogConfig) -> Iterator[None]:
 
 
 def _listen(host: str, port: int) -> tuple[int, bool]:
-    """Starts Ray Serve unless it runs already. Returns its port, and whether it was started here."""
+    """Starts Ray Serve unless it runs already. Returns its port, and whether it was started
+    here."""
     running = _get_global_client(raise_if_no_controller_running=False)
     if running is None:
         with bind(host, port) as free:
@@ -251,14 +293,16 @@ def _listen(host: str, port: int) -> tuple[int, bool]:
     has = running.http_config
     if (host, port or has.port) != (has.host, has.port):
         raise RequestError(
-            f"this cluster's Ray Serve listens at {has.host}:{has.port} already and cannot at {host}:{port} too: "
+            f"this cluster's Ray Serve listens at {has.host}:{has.port} already and cannot at "
+            f"{host}:{port} too: "
             f"give --host {has.host} --port {has.port}"
         )
     return has.port, False
 
 
 def _withdraw(name: str, drain: float, ours: bool) -> None:
-    """Deletes the application, and shuts down Ray Serve if it was started here and has no other application."""
+    """Deletes the application, and shuts down Ray Serve if it was started here and has no other
+    application."""
     for _ in range(1 + math.ceil(drain / 60)):
         with suppress(TimeoutError):  # Ray's own timeout is a minute
             ray_serve.delete(name)

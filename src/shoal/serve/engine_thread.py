@@ -1,7 +1,9 @@
-"""The one thread that owns the models. Between two rounds it runs the jobs that the event loop gave it.
+"""The one thread that owns the models. Between two rounds it runs the jobs that the event loop gave
+it.
 
-A failed pass fails all rows, and a new engine replaces the failed one. Any other error, and a second failed pass before a round has
-finished, ends the thread: no call is left without a result, later calls are rejected, and `shoal.serve.run` ends the process.
+A failed pass fails all rows, and a new engine replaces the failed one. Any other error, and a
+second failed pass before a round has finished, ends the thread: no call is left without a result,
+later calls are rejected, and `shoal.serve.run` ends the process.
 """
 
 from __future__ import annotations
@@ -36,18 +38,24 @@ class EngineThread:
     Args:
         make_engine: called now, and again after a failed pass.
         on_commits: called on the thread with the commits of a round.
-        on_failed_pass: called on the thread with an error message: the engine and all its rows are lost.
+        on_failed_pass: called on the thread with an error message: the engine and all its rows are
+            lost.
         on_end: called on the event loop when the thread has ended.
 
     Attributes:
-        stats: of all its engines. failure: the error that ended the thread.
-        busy_since: when the current round or job began, by `time.perf_counter`; None = the thread waits for a job.
+        stats: of all its engines.
+        failure: the error that ended the thread.
+        busy_since: when the current round or job began, by `time.perf_counter`; None = the thread
+            waits for a job.
     """
 
     def __init__(
-        self, make_engine: Callable[[], Engine], on_commits: Callable[[Iterable[Commit]], None],
-        on_failed_pass: Callable[[str], None], on_end: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        make_engine: Callable[[], Engine],
+        on_commits: Callable[[Iterable[Commit]], None],
+        on_failed_pass: Callable[[str], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self._make_engine, self._on_commits, self._on_failed_pass, self._on_end = (
             make_engine,
             on_commits,
@@ -66,13 +74,16 @@ class EngineThread:
 
     @property
     def engine(self) -> Engine:
-        """The current engine. Other threads may read its counters, and must not keep a reference to it.
+        """The current engine. Other threads may read its counters, and must not keep a reference to
+        it.
 
         Raises:
             ApiError: 503, while a failed engine is replaced.
         """
         if self._engine is None:
-            raise ApiError(503, "the engine failed, and a new one is being made", code="pass_failed")
+            raise ApiError(
+                503, "the engine failed, and a new one is being made", code="pass_failed"
+            )
         return self._engine
 
     @property
@@ -80,7 +91,7 @@ class EngineThread:
         """Whether rows can be decoded. False before or as soon as the last open call has failed."""
         return self._thread.is_alive() and not self._over
 
-    # ── called on the event loop ────────────────────────────────────────────────────────────────────────────────────
+    # ── called on the event loop ──────────────────────────────────────────────────────────────────
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread; `loop` receives the results of calls."""
@@ -127,7 +138,7 @@ class EngineThread:
             _settle(future, engine_stopped(), None)
         self._on_end()
 
-    # ── called on the thread ────────────────────────────────────────────────────────────────────────────────────────
+    # ── called on the thread ──────────────────────────────────────────────────────────────────────
 
     def notify(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Calls a function on the event loop, unless the loop is closed."""
@@ -146,8 +157,8 @@ class EngineThread:
             self.notify(self._end)
 
     def _run_jobs(self) -> bool:
-        """Runs the jobs that are queued now; later ones wait for a round. While no row is active it builds what rounds will need,
-        then blocks. False: stop."""
+        """Runs the jobs that are queued now; later ones wait for a round. While no row is active it
+        builds what rounds will need, then blocks. False: stop."""
         due = self._jobs.qsize()
         while due > 0 or self.engine.scheduler.idle:
             if not due and self._jobs.empty():
@@ -167,7 +178,10 @@ class EngineThread:
         rounds = self.stats.rounds
         try:
             commits = self.engine.step()
-        except (InternalError, OutOfStep):  # no new engine helps against a lost process of the model
+        except (
+            InternalError,
+            OutOfStep,
+        ):  # no new engine helps against a lost process of the model
             raise
         except ShoalError as error:
             reason = str(error)  # the error itself is not kept: its traceback refers to the engine
@@ -178,16 +192,20 @@ class EngineThread:
         self._replace_engine(reason)
 
     def _replace_engine(self, reason: str) -> None:
-        """After a failed pass the content of the caches is unknown: all rows fail, and a new engine takes the next ones.
+        """After a failed pass the content of the caches is unknown: all rows fail, and a new engine
+        takes the next ones.
 
         Raises:
-            ModelError: `MAX_FAILURES` passes in a row have failed, so a new engine would fail as well.
+            ModelError: `MAX_FAILURES` passes in a row have failed, so a new engine would fail as
+                well.
         """
         LOG.error("a pass failed, and the rows in it: %s", reason)
         self._on_failed_pass(reason)
         self._failures += 1
         if self._failures == MAX_FAILURES:
-            raise ModelError(f"{MAX_FAILURES} passes in a row have failed, the last one with: {reason}")
+            raise ModelError(
+                f"{MAX_FAILURES} passes in a row have failed, the last one with: {reason}"
+            )
         self._release_engine()
         self._engine = self._make_engine()
         self._engine.continue_stats(self.stats)
@@ -206,7 +224,9 @@ class EngineThread:
 
 def engine_stopped() -> ApiError:
     """The error of requests that have no engine."""
-    return ApiError(503, "the engine has stopped; this server must be restarted", code="engine_stopped")
+    return ApiError(
+        503, "the engine has stopped; this server must be restarted", code="engine_stopped"
+    )
 
 
 def _settle(future: asyncio.Future[T], error: Exception | None, result: T) -> None:

@@ -29,8 +29,10 @@ class Exchange:
 
     Attributes:
         id: what the client sent as x-request-id, or a new one; the answer has it.
-        status: of the answer; 499 if its client left before its end, 500 if the application raised. begun: its status is sent.
-        reason: the message of an error. seconds: from the request to the end of its answer.
+        status: of the answer; 499 if its client left before its end, 500 if the application raised.
+        begun: its status is sent.
+        reason: the message of an error.
+        seconds: from the request to the end of its answer.
     """
 
     scope: Scope
@@ -44,7 +46,8 @@ class Exchange:
 
     @property
     def route(self) -> str:
-        """The template of its path; "other" if no route fits, as clients could send any number of paths."""
+        """The template of its path; "other" if no route fits, as clients could send any number of
+        paths."""
         return getattr(self.scope.get("route"), "path", "other")
 
     @property
@@ -83,7 +86,8 @@ class Exchanges:
         self.app, self.ended = app, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards everything to the application, and answers what it raises, unless its answer has begun."""
+        """Forwards everything to the application, and answers what it raises, unless its answer has
+        begun."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,7 +1,7 @@
 """Gives freed memory back to the system while a server runs.
 
-Kept prompts come and go in many sizes. The C library keeps what is freed between pieces in use, in up to eight heaps per core; over
-an hour of load that grew to hundreds of MiB which nothing used.
+Kept prompts come and go in many sizes. The C library keeps what is freed between pieces in use, in
+up to eight heaps per core; over an hour of load that grew to hundreds of MiB which nothing used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ INTERVAL_SECONDS = 60.0
 
 @cache
 def trimmer() -> Callable[[], None] | None:
-    """Gives all free pages of the process's heaps back, on the calling thread and without the interpreter's lock; None where the C
-    library has no `malloc_trim` (it is glibc's)."""
+    """Gives all free pages of the process's heaps back, on the calling thread and without the
+    interpreter's lock; None where the C library has no `malloc_trim` (it is glibc's)."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):

@@ -1,8 +1,9 @@
 """Compiles grammars on trial, each in a process of its own with limits of time and memory.
 
-llguidance cannot be interrupted: a schema of three lines can take minutes, or all memory, and a failed allocation aborts its
-process. So the grammar of a request is compiled here first. `shoal.serve.grammars` runs this file as a script that imports nothing
-of shoal; it reads one line of JSON per grammar, and writes one line of JSON as the result.
+llguidance cannot be interrupted: a schema of three lines can take minutes, or all memory, and a
+failed allocation aborts its process. So the grammar of a request is compiled here first.
+`shoal.serve.grammars` runs this file as a script that imports nothing of shoal; it reads one line
+of JSON per grammar, and writes one line of JSON as the result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 WALL_SECONDS_PER_CPU_SECOND = 10
-"""The wall-clock limit is this many times the processor-time limit, because the machine may be busy."""
+"""The wall-clock limit is this many times the processor-time limit, because the machine may be
+busy."""
 
 
 def main() -> None:
@@ -30,7 +32,9 @@ def main() -> None:
     sys.path[:] = setup["path"]
     import llguidance
 
-    alphabet = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Alphabet(setup)), eos_token=setup["end"])
+    alphabet = llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(Alphabet(setup)), eos_token=setup["end"]
+    )
     limits = llguidance.LLParserLimits(verbose_errors=False, **setup["limits"])
 
     def read(grammar: str) -> str:
@@ -53,7 +57,11 @@ class Alphabet:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.tokens = [text.encode("latin-1") for text in setup["tokens"]]
-        self.special_token_ids, self.eos_token_id, self.bos_token_id = setup["special"], setup["end"], None
+        self.special_token_ids, self.eos_token_id, self.bos_token_id = (
+            setup["special"],
+            setup["end"],
+            None,
+        )
         special = set(self.special_token_ids)
         self._ids = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
         self._longest = max(map(len, self._ids), default=0)
@@ -74,7 +82,8 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
     """Compiles a grammar in a fork of this process.
 
     Args:
-        seconds: of processor time. size, stack: bytes of memory, and of the stack of the compiling thread.
+        seconds: of processor time.
+        size, stack: bytes of memory, and of the stack of the compiling thread.
 
     Returns:
         The outcome "ok", "refused" (then "why" is llguidance's error), "slow" or "large".
@@ -85,7 +94,9 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
         with suppress(BaseException):
             _set_limits(seconds, size + stack)
             threading.stack_size(stack)
-            reader = threading.Thread(target=lambda: os.write(theirs, b"=" + read(grammar).encode()[:2000]))
+            reader = threading.Thread(
+                target=lambda: os.write(theirs, b"=" + read(grammar).encode()[:2000])
+            )
             reader.start()
             reader.join()
         os._exit(0)
@@ -115,7 +126,8 @@ def _received(pipe: int, child: int, deadline: float) -> bytes:
 
 
 def _set_limits(seconds: int, size: int) -> None:
-    """Sets the limits of this process, and makes it the first that the kernel kills when memory runs out."""
+    """Sets the limits of this process, and makes it the first that the kernel kills when memory
+    runs out."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,5 @@
-"""Compiles the grammars of requests, each once, on a few threads and within limits of time and memory."""
+"""Compiles the grammars of requests, each once, on a few threads and within limits of time and
+memory."""
 
 from __future__ import annotations
 
@@ -28,14 +29,16 @@ CPU_SECONDS = 2
 MEMORY_BYTES = 2**27
 """Memory for one grammar."""
 LIMITS = {"max_lexer_states": 50_000}
-"""llguidance's own limits, which also hold in rounds, where no process is limited. A state of its lexer takes about a kilobyte."""
+"""llguidance's own limits, which also hold in rounds, where no process is limited. A state of its
+lexer takes about a kilobyte."""
 MAX_WAITING = 64
 """Grammars that may wait to be compiled; further requests are answered with 429."""
 MAX_REMEMBERED_REFUSALS = 256
 """Refused grammars whose error is kept, because a client often sends the same grammar again."""
 TOO_MUCH = {
     "slow": f"it takes more than {CPU_SECONDS} s of processor time to read; make it smaller",
-    "large": f"it takes more than {MEMORY_BYTES >> 20} MiB to read, or is nested too deeply; make it smaller",
+    "large": f"it takes more than {MEMORY_BYTES >> 20} MiB to read, or is nested too deeply; "
+    f"make it smaller",
 }
 
 
@@ -64,13 +67,15 @@ class GrammarReader:
         self._open: list[Probe] = []
 
     async def read(self, grammar: Grammar, seconds: float | None) -> GrammarConstraint:
-        """The grammar's constraint; as long as it is referenced, the engine finds the grammar compiled.
+        """The grammar's constraint; as long as it is referenced, the engine finds the grammar
+        compiled.
 
         Args:
             seconds: timeout; None = no timeout.
 
         Raises:
-            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 429, too many wait; 503, not compiled in time.
+            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 429, too many wait;
+                503, not compiled in time.
         """
         if grammar in self._refused:
             raise RequestError(self._refused[grammar])
@@ -83,7 +88,9 @@ class GrammarReader:
         try:
             return await asyncio.wait_for(asyncio.shield(reading.future), seconds)
         except asyncio.TimeoutError as error:
-            raise ApiError(503, f"the grammar was not read within {seconds} s", code="grammar_timeout") from error
+            raise ApiError(
+                503, f"the grammar was not read within {seconds} s", code="grammar_timeout"
+            ) from error
         except RequestError as error:
             self._refused[grammar] = str(error)
             while len(self._refused) > MAX_REMEMBERED_REFUSALS:
@@ -99,8 +106,15 @@ class GrammarReader:
     def _reading(self, grammar: Grammar) -> _Reading:
         if grammar not in self._readings:
             if len(self._readings) >= MAX_WAITING:
-                message = f"{MAX_WAITING} grammars wait to be read already; try again in {CPU_SECONDS} s"
-                raise ApiError(429, message, code="grammar_queue_full", headers={"retry-after": str(CPU_SECONDS)})
+                message = (
+                    f"{MAX_WAITING} grammars wait to be read already; try again in {CPU_SECONDS} s"
+                )
+                raise ApiError(
+                    429,
+                    message,
+                    code="grammar_queue_full",
+                    headers={"retry-after": str(CPU_SECONDS)},
+                )
             future = asyncio.get_running_loop().run_in_executor(self._pool, self._job, grammar)
             self._readings[grammar] = _Reading(future)
         return self._readings[grammar]
@@ -111,7 +125,7 @@ class GrammarReader:
         for probe in self._open:
             probe.close()
 
-    # ── on the pool's threads ───────────────────────────────────────────────────────────────────────────────────────
+    # ── on the pool's threads ─────────────────────────────────────────────────────────────────────
 
     def _job(self, grammar: Grammar) -> GrammarConstraint:
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
@@ -129,7 +143,8 @@ class GrammarReader:
 
 
 class Probe:
-    """A process of `shoal.serve.grammar_probe`; started at the first use, and again after it has ended."""
+    """A process of `shoal.serve.grammar_probe`; started at the first use, and again after it has
+    ended."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -139,11 +154,16 @@ class Probe:
         """Compiles a grammar on trial.
 
         Raises:
-            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 503, the process has ended.
+            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 503, the process has
+                ended.
         """
-        result = self._request({"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK})
+        result = self._request(
+            {"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK}
+        )
         if result is None:
-            raise ApiError(503, "the process that reads grammars has ended; try again", code="grammar_failed")
+            raise ApiError(
+                503, "the process that reads grammars has ended; try again", code="grammar_failed"
+            )
         why = result["why"] if result["outcome"] == "refused" else TOO_MUCH.get(result["outcome"])
         if why is not None:
             raise unusable(grammar, why)
@@ -168,10 +188,19 @@ class Probe:
             environment = os.environ | {"MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="utf-8", env=environment
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                env=environment,
             )
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"path": sys.path, "limits": LIMITS, **self._grammars.description}) + "\n")
+            self._process.stdin.write(
+                json.dumps({"path": sys.path, "limits": LIMITS, **self._grammars.description})
+                + "\n"
+            )
         return self._process
 
     def close(self) -> None:

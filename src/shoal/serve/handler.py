@@ -1,4 +1,5 @@
-"""`ApiHandler.handle`: from the fields of a request to its answer, for HTTP and for batch files alike."""
+"""`ApiHandler.handle`: from the fields of a request to its answer, for HTTP and for batch files
+alike."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class ApiHandler:
         make_engine: engines of `shoal`, see `EngineThread`.
 
     Attributes:
-        worker: the caller starts its thread, on its event loop. encoder: of prompts. context: tokens that the model takes.
+        worker: the caller starts its thread, on its event loop.
+        encoder: of prompts.
+        context: tokens that the model takes.
     """
 
     def __init__(self, shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> None:
@@ -44,17 +47,20 @@ class ApiHandler:
         self.worker = Worker(make_engine, settings.queue, self.metrics)
         engine, capacity = self.worker.thread.engine, self.worker.capacity
         self.context = engine.context
-        self.encoder = PromptEncoder(shoal.tokenizer, engine.target.vocab_size, settings.chat_template)
+        self.encoder = PromptEncoder(
+            shoal.tokenizer, engine.target.vocab_size, settings.chat_template
+        )
         self._builder = RequestBuilder(
             self.encoder, shoal.eos, engine.target.vocab_size, engine.context, capacity, settings
-        )  # fmt: skip
+        )
         self._parser = RequestParser(self._builder)
 
     async def handle(self, path: str, fields: dict[str, Any], owner: str = "") -> ApiResponse:
         """Validates a request, on another thread: long texts take time.
 
         Args:
-            path: of the API, a key of `FORMATS` or `RESPONSES`. fields: the JSON object of the body.
+            path: of the API, a key of `FORMATS` or `RESPONSES`.
+            fields: the JSON object of the body.
             owner: whose request it is (`shoal.types.requests.Request`).
 
         Raises:
@@ -64,26 +70,40 @@ class ApiHandler:
         if path == RESPONSES:
             request, parsed = await run_in_threadpool(self._parsed_items, fields)
             return ItemResponse(
-                self.worker, self.shoal.tokenizer, name, ItemFormat, self._owned(parsed, owner), request=request
+                self.worker,
+                self.shoal.tokenizer,
+                name,
+                ItemFormat,
+                self._owned(parsed, owner),
+                request=request,
             )
         api = FORMATS[path]
         parsed = await run_in_threadpool(self._parsed, api, fields)
         return ApiResponse(self.worker, self.shoal.tokenizer, name, api, self._owned(parsed, owner))
 
     async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:
-        """Validates a request of /infill. Raises ApiError, RequestError, RequestValidationError: it cannot be served."""
+        """Validates a request of /infill. Raises ApiError, RequestError, RequestValidationError: it
+        cannot be served."""
         request, (parsed, truncated) = await run_in_threadpool(self._parsed_infill, fields)
         parsed = self._owned(parsed, owner)
-        return InfillResponse(self.worker, self.shoal.tokenizer, self.settings.model, request, parsed, truncated)
+        return InfillResponse(
+            self.worker, self.shoal.tokenizer, self.settings.model, request, parsed, truncated
+        )
 
-    def _parsed_infill(self, fields: dict[str, Any]) -> tuple[InfillRequest, tuple[ParsedRequest, bool]]:
+    def _parsed_infill(
+        self, fields: dict[str, Any]
+    ) -> tuple[InfillRequest, tuple[ParsedRequest, bool]]:
         request = bodies.validated(InfillRequest, fields)
         return request, parsed_infill(self._builder, request)
 
     def require_model(self, name: str | None) -> None:
-        """Raises ApiError for a name that is not one of the served model's; None is the model itself."""
+        """Raises ApiError for a name that is not one of the served model's; None is the model
+        itself."""
         if name is not None and name not in self.settings.names:
-            message = f"there is no model {name!r} here; this server has {', '.join(map(repr, self.settings.names))}"
+            message = (
+                f"there is no model {name!r} here; this server has "
+                f"{', '.join(map(repr, self.settings.names))}"
+            )
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _parsed(self, api: type[ApiFormat], fields: dict[str, Any]) -> ParsedRequest:

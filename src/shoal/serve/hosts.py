@@ -1,7 +1,7 @@
 """Allowed host names, against DNS rebinding.
 
-The owner of another name can point it to this server, and a browser then takes pages under that name for pages of the server. The
-Host header of their requests still has that name.
+The owner of another name can point it to this server, and a browser then takes pages under that
+name for pages of the server. The Host header of their requests still has that name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ANY = "*"
 
 
 def hosts_of(bound: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Allowed names: those given; without any, only the loopback address itself if the server is bound to one, and else all."""
+    """Allowed names: those given; without any, only the loopback address itself if the server is
+    bound to one, and else all."""
     return tuple(given) or ((bound,) if is_loopback(bound) else (ANY,))
 
 
@@ -30,7 +31,8 @@ def is_loopback(host: str) -> bool:
 class HostCheck:
     """ASGI middleware that answers requests under other names with 403.
 
-    Addresses, localhost and a missing name are always allowed: rebinding needs a name that the attacker owns.
+    Addresses, localhost and a missing name are always allowed: rebinding needs a name that the
+    attacker owns.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -38,16 +40,24 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forwards everything else to the application."""
-        if scope["type"] == "http" and not self._knows(name := _name(Headers(scope=scope).get("host", ""))):
+        if scope["type"] == "http" and not self._knows(
+            name := _name(Headers(scope=scope).get("host", ""))
+        ):
             message = (
-                f"this server is not asked under the name {name!r}; start it with --allowed-host {name} if it should be"
+                f"this server is not asked under the name {name!r}; start it with "
+                f"--allowed-host {name} if it should be"
             )
             await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
     def _knows(self, name: str) -> bool:
-        return ANY in self.hosts or name in self.hosts or name in ("", "localhost") or _is_address(name)
+        return (
+            ANY in self.hosts
+            or name in self.hosts
+            or name in ("", "localhost")
+            or _is_address(name)
+        )
 
 
 def _name(host: str) -> str:

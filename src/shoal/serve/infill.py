@@ -25,13 +25,15 @@ STOP_TYPES = {"eos": "eos", "stop": "word"}
 
 
 class IndentLimit:
-    """Ends a text before the first line that is indented by fewer than `least` blanks; the line of the cursor is not looked at."""
+    """Ends a text before the first line that is indented by fewer than `least` blanks; the line of
+    the cursor is not looked at."""
 
     def __init__(self, least: int) -> None:
         self._least, self._held, self._blanks = least, "", -1
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What may be shown, and whether the text ends there. Line feeds and blanks wait for what follows them."""
+        """What may be shown, and whether the text ends there. Line feeds and blanks wait for what
+        follows them."""
         if not self._least:
             return text, False
         shown = ""
@@ -75,17 +77,23 @@ class InfillResponse:
     def computed(self) -> Json:
         """What was computed so far, for the log."""
         new = 0 if self._last is None else self._last.committed
-        return {"prompt_tokens": sum(map(len, self.parsed.prompts)), "completion_tokens": new, "samples": 1}
+        return {
+            "prompt_tokens": sum(map(len, self.parsed.prompts)),
+            "completion_tokens": new,
+            "samples": 1,
+        }
 
     async def whole(self) -> Json:
-        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`, or that of the row."""
+        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`,
+        or that of the row."""
         text = "".join([piece async for piece in self._pieces()])
         if self._reason == "time" and "\n" in text:  # llama.cpp ends at a line feed too
             text = text[: text.rindex("\n")]
         return self._selected(self._final(text))
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events. Raises ApiError, RequestError: before the first item, which is empty."""
+        """The answer as server-sent events. Raises ApiError, RequestError: before the first item,
+        which is empty."""
         pieces = self._pieces()
         try:
             async for piece in pieces:
@@ -96,7 +104,16 @@ class InfillResponse:
                     "tokens_predicted": self._last.committed if self._last else 0,
                     "tokens_evaluated": self._prompt_tokens,
                 }
-                yield event({"index": 0, "content": piece, "tokens": [], "stop": False, "id_slot": 0, **counts})
+                yield event(
+                    {
+                        "index": 0,
+                        "content": piece,
+                        "tokens": [],
+                        "stop": False,
+                        "id_slot": 0,
+                        **counts,
+                    }
+                )
         except Exception as error:
             if self._first_at is None:
                 raise
@@ -106,7 +123,7 @@ class InfillResponse:
             await pieces.aclose()
         yield event(self._selected(self._final("")))
 
-    # ── the row ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the row ───────────────────────────────────────────────────────────────────────────────────
 
     async def _pieces(self) -> AsyncGenerator[str]:
         """The text as it comes, first of all an empty one when the engine has accepted the row."""
@@ -136,7 +153,7 @@ class InfillResponse:
         self._last = update
         self._tokens += update.tokens
 
-    # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── JSON ──────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _reason(self) -> str | None:
@@ -150,11 +167,21 @@ class InfillResponse:
     def _final(self, content: str) -> Json:
         predicted = self._last.committed if self._last else 0
         body: Json = {
-            "index": 0, "content": content, "tokens": [], "id_slot": 0, "stop": True, "model": self.model,
-            "tokens_predicted": predicted, "tokens_evaluated": self._prompt_tokens, "has_new_line": "\n" in content,
-            "truncated": self.truncated, "stop_type": STOP_TYPES.get(self._reason or "", "limit"), "stopping_word": "",
-            "tokens_cached": 0, "timings": self._timings(predicted),
-        }  # fmt: skip
+            "index": 0,
+            "content": content,
+            "tokens": [],
+            "id_slot": 0,
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": self._prompt_tokens,
+            "has_new_line": "\n" in content,
+            "truncated": self.truncated,
+            "stop_type": STOP_TYPES.get(self._reason or "", "limit"),
+            "stopping_word": "",
+            "tokens_cached": 0,
+            "timings": self._timings(predicted),
+        }
         if self.parsed.top_logprobs is not None:
             body["completion_probabilities"] = [self._probability(token) for token in self._tokens]
         return body
@@ -163,29 +190,49 @@ class InfillResponse:
         """The prompt's time ends with the first tokens, waiting included."""
         now = time.perf_counter()
         first = self._first_at or now
-        parts = {"prompt": (self._prompt_tokens, first - self.started_at), "predicted": (predicted, now - first)}
+        parts = {
+            "prompt": (self._prompt_tokens, first - self.started_at),
+            "predicted": (predicted, now - first),
+        }
         timings: Json = {}
         for name, (count, seconds) in parts.items():
             timings |= {
-                f"{name}_n": count, f"{name}_ms": 1000 * seconds, f"{name}_per_token_ms": 1000 * seconds / max(count, 1),
+                f"{name}_n": count,
+                f"{name}_ms": 1000 * seconds,
+                f"{name}_per_token_ms": 1000 * seconds / max(count, 1),
                 f"{name}_per_second": count / max(seconds, 1e-9),
-            }  # fmt: skip
-        drafts = {"draft_n": self._last.drafted, "draft_n_accepted": self._last.accepted} if self._last else {}
+            }
+        drafts = (
+            {"draft_n": self._last.drafted, "draft_n_accepted": self._last.accepted}
+            if self._last
+            else {}
+        )
         return timings | drafts
 
     def _probability(self, token: TokenUpdate) -> Json:
         alternatives = token.top.raw[: self.parsed.top_logprobs] if token.top else ()
-        return self._named(token.id, token.logprob) | {"top_logprobs": [self._named(*pair) for pair in alternatives]}
+        return self._named(token.id, token.logprob) | {
+            "top_logprobs": [self._named(*pair) for pair in alternatives]
+        }
 
     def _named(self, token: int, logprob: float | None) -> Json:
         name, spelled = name_and_bytes(self.tokenizer, token)
-        return {"id": token, "token": name, "bytes": list(spelled or b""), "logprob": finite(logprob)}
+        return {
+            "id": token,
+            "token": name,
+            "bytes": list(spelled or b""),
+            "logprob": finite(logprob),
+        }
 
     def _selected(self, body: Json) -> Json:
         """The fields that were asked for, each by its path."""
         wanted = self.request.response_fields
         return (
-            body if wanted is None else {path: value for path in wanted if (value := _at(body, path.split("/"))) is not None}
+            body
+            if wanted is None
+            else {
+                path: value for path in wanted if (value := _at(body, path.split("/"))) is not None
+            }
         )
 
 
@@ -202,18 +249,35 @@ def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[Pars
         ApiError, RequestError: what cannot be served.
     """
     builder.require_members(request)
-    wanted = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else builder.settings.max_tokens
+    wanted = (
+        request.n_predict
+        if request.n_predict is not None and request.n_predict >= 0
+        else builder.settings.max_tokens
+    )
     max_tokens = min(wanted, builder.settings.max_tokens, builder.context // 2)
     prompt, truncated = builder.encoder.middle(request, builder.context - max_tokens)
     fields = {"prompt": "", "max_tokens": max_tokens, **request.completion()}
-    headers = {"x-shoal-clamped": f"n_predict={max_tokens}"} if max_tokens < wanted and request.n_predict is not None else {}
+    headers = (
+        {"x-shoal-clamped": f"n_predict={max_tokens}"}
+        if max_tokens < wanted and request.n_predict is not None
+        else {}
+    )
     if ignored := ", ".join(request.ignored):
         headers["x-shoal-ignored"] = ignored
     top_logprobs = min(request.n_probs, builder.settings.max_logprobs) if request.n_probs else None
     completion = validated(CompletionRequest, fields)
     parsed = builder.build(
-        completion, [prompt.ids], max_tokens, 1, 1, top_logprobs, () if max_tokens == 0 else None, headers
+        completion,
+        [prompt.ids],
+        max_tokens,
+        1,
+        1,
+        top_logprobs,
+        () if max_tokens == 0 else None,
+        headers,
     )
     before, behind = request.before_cursor, request.input_suffix
-    requests = [builder.encoder.dressed(one, request, before, behind, prompt.end) for one in parsed.requests]
+    requests = [
+        builder.encoder.dressed(one, request, before, behind, prompt.end) for one in parsed.requests
+    ]
     return replace(parsed, requests=requests), truncated

@@ -1,4 +1,5 @@
-"""The requests of /infill, as the clients of llama.cpp's server send them, what they mean here, and the answer."""
+"""The requests of /infill, as the clients of llama.cpp's server send them, what they mean here, and
+the answer."""
 
 from __future__ import annotations
 
@@ -38,10 +39,13 @@ class Excerpt(BaseModel):
 
 
 class InfillRequest(BaseModel):
-    """POST /infill. Unknown fields are passed over and named in x-shoal-ignored: clients send what their llama.cpp knew."""
+    """POST /infill. Unknown fields are passed over and named in x-shoal-ignored: clients send what
+    their llama.cpp knew."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-    input_prefix: Text = Field(description="The text before the cursor, up to its line or to the cursor.")
+    input_prefix: Text = Field(
+        description="The text before the cursor, up to its line or to the cursor."
+    )
     input_suffix: Text = Field(description="The text behind the cursor.")
     input_extra: Annotated[list[Excerpt], Field(max_length=1024, fail_fast=True)] | None = optional(
         "Parts of other files, which stand before all; the last ones are kept where not all fit."
@@ -50,8 +54,12 @@ class InfillRequest(BaseModel):
     n_predict: Annotated[int, Field(ge=-2, lt=2**63)] | None = optional(
         "Most new tokens; -1 or nothing: as many as the server allows."
     )
-    n_indent: NonNegative | None = optional("A line that is indented by fewer blanks ends the text, and is no part of it.")
-    n_probs: NonNegative | None = optional("Log-probabilities, and of that many most probable tokens.")
+    n_indent: NonNegative | None = optional(
+        "A line that is indented by fewer blanks ends the text, and is no part of it."
+    )
+    n_probs: NonNegative | None = optional(
+        "Log-probabilities, and of that many most probable tokens."
+    )
     t_max_prompt_ms: Annotated[float, Field(ge=0)] | None = optional(
         "Milliseconds for the prompt; added to those for the text."
     )
@@ -59,7 +67,8 @@ class InfillRequest(BaseModel):
         "Milliseconds for the text; what there is then is returned."
     )
     samplers: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = optional(
-        "Those of temperature, top_k, top_p, min_p, typ_p that apply; all, if the field is missing. Their order is ours."
+        "Those of temperature, top_k, top_p, min_p, typ_p that apply; all, if the field is "
+        "missing. Their order is ours."
     )
     temperature: float | None = optional("0.8; 0 or less: greedy.")
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = optional("40; 0 = off.")
@@ -69,7 +78,9 @@ class InfillRequest(BaseModel):
     repeat_penalty: float | None = optional("Of tokens in prompt or output; 1.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: Annotated[list[Stop], Field(max_length=64, fail_fast=True)] | None = optional("Strings that end the text.")
+    stop: Annotated[list[Stop], Field(max_length=64, fail_fast=True)] | None = optional(
+        "Strings that end the text."
+    )
     seed: int | None = optional("-1: another one each time.")
     stream: bool | None = optional("Send the text as it comes, as server-sent events.")
     response_fields: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = optional(
@@ -77,7 +88,8 @@ class InfillRequest(BaseModel):
     )
     align: bool | None = optional("The cursor may stand inside a token; true.")
     members: bool | None = optional(
-        "Python: only names that the value before it has follow a dot. Servers allow it with `--members` only.",
+        "Python: only names that the value before it has follow a dot. Servers allow it with "
+        "`--members` only."
     )
 
     @property
@@ -93,8 +105,13 @@ class InfillRequest(BaseModel):
 
     @property
     def ignored(self) -> Iterable[str]:
-        """Names of fields and samplers that were sent and have no effect, as many and such as a header can hold."""
-        unknown = [name for name, value in (self.model_extra or {}).items() if value is not None and name not in NO_EFFECT]
+        """Names of fields and samplers that were sent and have no effect, as many and such as a
+        header can hold."""
+        unknown = [
+            name
+            for name, value in (self.model_extra or {}).items()
+            if value is not None and name not in NO_EFFECT
+        ]
         samplers = [f"samplers.{name}" for name in self.samplers or () if name not in SAMPLERS]
         return [name for name in (*unknown, *samplers) if PLAIN_NAME.fullmatch(name)][:MAX_IGNORED]
 
@@ -106,9 +123,16 @@ class InfillRequest(BaseModel):
         """
         for name in ("grammar", "json_schema"):
             if (self.model_extra or {}).get(name):
-                raise ApiError(400, f"/infill takes no {name}: use /v1/completions", param=name, code="unknown_field")
+                raise ApiError(
+                    400,
+                    f"/infill takes no {name}: use /v1/completions",
+                    param=name,
+                    code="unknown_field",
+                )
         chosen = (
-            {*SAMPLERS.values()} if self.samplers is None else {SAMPLERS[name] for name in self.samplers if name in SAMPLERS}
+            {*SAMPLERS.values()}
+            if self.samplers is None
+            else {SAMPLERS[name] for name in self.samplers if name in SAMPLERS}
         )
         fields = {name: value for name in chosen if (value := self._given(name)) is not None}
         fields |= {
@@ -137,7 +161,8 @@ def _selected(schema: dict[str, Any]) -> None:
 
 
 class Infill(BaseModel):
-    """Answer of /infill; of a stream the last event, before which others bring the text. `response_fields` selects fields."""
+    """Answer of /infill; of a stream the last event, before which others bring the text.
+    `response_fields` selects fields."""
 
     model_config = ConfigDict(json_schema_extra=_selected)
     index: int
@@ -146,7 +171,9 @@ class Infill(BaseModel):
     id_slot: int
     stop: bool
     model: str
-    tokens_predicted: int = Field(description="Those that write removed characters of a partial token again included.")
+    tokens_predicted: int = Field(
+        description="Those that write removed characters of a partial token again included."
+    )
     tokens_evaluated: int
     has_new_line: bool
     truncated: bool = Field(description="The context did not hold all text that was sent.")

@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from shoal.serve.response_models import ChoiceUsage, ContentLogprob, Details, DraftUsage, PromptUsage
+from shoal.serve.response_models import (
+    ChoiceUsage,
+    ContentLogprob,
+    Details,
+    DraftUsage,
+    PromptUsage,
+)
 
 
 class OutputText(BaseModel):
@@ -95,7 +101,8 @@ class ReasoningOutput(BaseModel):
 
 
 class ItemAnswer(BaseModel):
-    """Answer of /v1/responses; of a stream the last event has it. Beside these it has the fields of the request."""
+    """Answer of /v1/responses; of a stream the last event has it. Beside these it has the fields of
+    the request."""
 
     id: str
     object: Literal["response"]

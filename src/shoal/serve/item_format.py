@@ -1,4 +1,5 @@
-"""The items of an answer of /v1/responses, and the events that tell of them: a message of text, calls of functions."""
+"""The items of an answer of /v1/responses, and the events that tell of them: a message of text,
+calls of functions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from shoal.serve.tool_calls import Call
 
 
 class ItemFormat(ChatFormat):
-    """What the updates of a sample bring for its items: the log-probabilities and details of a chat's choice."""
+    """What the updates of a sample bring for its items: the log-probabilities and details of a
+    chat's choice."""
 
     prompt_field, id_prefix, object_name = "input", "resp_", "response"
 
@@ -25,7 +27,11 @@ class ItemFormat(ChatFormat):
         """Reasoning, texts and calls in their order; the details so far are noted."""
         if self._parsed.details:
             new, before = self._details_of(update), self.details or {}
-            joined = {name: [*before.get(name, ()), *new[name]] for name in ("tokens", "by_round") if name in new}
+            joined = {
+                name: [*before.get(name, ()), *new[name]]
+                for name in ("tokens", "by_round")
+                if name in new
+            }
             self.details = new | joined
         ended = update.sample is not None
         reasoning, text = self._without_reasoning(update.text, ended)
@@ -38,7 +44,10 @@ class ItemFormat(ChatFormat):
     def logprobs(self, update: RowUpdate) -> list[Json]:
         """Of the tokens that an update brings; none if they were not asked for."""
         entries = (self._logprobs(update.tokens) or {"content": []})["content"]
-        return [_with_bytes(one) | {"top_logprobs": [*map(_with_bytes, one["top_logprobs"])]} for one in entries]
+        return [
+            _with_bytes(one) | {"top_logprobs": [*map(_with_bytes, one["top_logprobs"])]}
+            for one in entries
+        ]
 
 
 class Reasoning(NamedTuple):
@@ -72,7 +81,8 @@ class ItemWriter:
         return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
     def add(self, pieces: Sequence[str | Call | Reasoning], logprobs: Sequence[Json]) -> list[Json]:
-        """The events of what a sample goes on with; log-probabilities are those of the first text."""
+        """The events of what a sample goes on with; log-probabilities are those of the first
+        text."""
         events = []
         for piece in pieces:
             if isinstance(piece, Call):
@@ -90,35 +100,51 @@ class ItemWriter:
         begun = [] if self.items else self._open()
         return reasoned + begun + self._close(status)
 
-    # ── reasoning ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reasoning ─────────────────────────────────────────────────────────────────────────────────
 
     def _reason(self, text: str) -> list[Json]:
         events = []
         if not self._is_open:
             self._is_open = self._reasons = True
             self.items.append(
-                {"id": self._id("rs"), "type": "reasoning", "summary": [], "status": "in_progress", "content": []}
+                {
+                    "id": self._id("rs"),
+                    "type": "reasoning",
+                    "summary": [],
+                    "status": "in_progress",
+                    "content": [],
+                }
             )
             events.append(self._about("output_item.added", item=dict(self.items[-1])))
             self.items[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
-            events.append(self._about_part("content_part.added", part=dict(self.items[-1]["content"][0])))
+            events.append(
+                self._about_part("content_part.added", part=dict(self.items[-1]["content"][0]))
+            )
         self.items[-1]["content"][0]["text"] += text
         return [*events, self._about_part("reasoning_text.delta", delta=text)]
 
     def _end_reasoning(self) -> list[Json]:
         return self._close("completed") if self._reasons else []
 
-    # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages ──────────────────────────────────────────────────────────────────────────────────
 
     def _open(self) -> list[Json]:
         if self._is_open:
             return []
         self._is_open = True
         self.items.append(
-            {"id": self._id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+            {
+                "id": self._id("msg"),
+                "type": "message",
+                "role": "assistant",
+                "status": "in_progress",
+                "content": [],
+            }
         )
         added = self._about("output_item.added", item=dict(self.items[-1]))
-        self.items[-1]["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+        self.items[-1]["content"] = [
+            {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        ]
         return [added, self._about_part("content_part.added", part=self._part())]
 
     def _delta(self, text: str, logprobs: Sequence[Json]) -> Json:
@@ -150,17 +176,27 @@ class ItemWriter:
         part = self.items[-1]["content"][0]
         return {**part, "logprobs": list(part["logprobs"])}
 
-    # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── calls ─────────────────────────────────────────────────────────────────────────────────────
 
     def _call(self, call: Call) -> list[Json]:
-        """A call is told whole. Its id has nine characters, as the templates of Mistral want them."""
-        item = {"id": self._id("fc"), "type": "function_call", "call_id": secrets.token_hex(5)[:9], "name": call.name}
+        """A call is told whole. Its id has nine characters, as the templates of Mistral want
+        them."""
+        item = {
+            "id": self._id("fc"),
+            "type": "function_call",
+            "call_id": secrets.token_hex(5)[:9],
+            "name": call.name,
+        }
         self.items.append({**item, "arguments": call.arguments, "status": "completed"})
         where = {"item_id": item["id"]}
         return [
-            self._about("output_item.added", item={**item, "arguments": "", "status": "in_progress"}),
+            self._about(
+                "output_item.added", item={**item, "arguments": "", "status": "in_progress"}
+            ),
             self._about("function_call_arguments.delta", **where, delta=call.arguments),
-            self._about("function_call_arguments.done", **where, name=call.name, arguments=call.arguments),
+            self._about(
+                "function_call_arguments.done", **where, name=call.name, arguments=call.arguments
+            ),
             self._about("output_item.done", item=self.items[-1]),
         ]
 

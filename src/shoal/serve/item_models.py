@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shoal.serve.api_errors import ApiError
-from shoal.serve.message_models import Function, FunctionName, Message, NamedTool, SentCall, SentFunction, Tool, ToolName
+from shoal.serve.message_models import (
+    Function,
+    FunctionName,
+    Message,
+    NamedTool,
+    SentCall,
+    SentFunction,
+    Tool,
+    ToolName,
+)
 from shoal.serve.request_fields import (
     EmptyList,
     Ignored,
@@ -34,15 +43,20 @@ from shoal.serve.request_models import (
 
 NOT_KEPT = "This server keeps no answers: send the whole conversation as input"
 ABSENT = {
-    "previous_response_id": NOT_KEPT, "conversation": NOT_KEPT, "background": "This server keeps no answers to fetch later",
+    "previous_response_id": NOT_KEPT,
+    "conversation": NOT_KEPT,
+    "background": "This server keeps no answers to fetch later",
     "prompt": "This server keeps no prompts: send the text as input",
     "n": "An answer has one sample: /v1/chat/completions takes n",
-}  # fmt: skip
+}
 """Fields that a client may know and this server does not have, and why."""
 LOGPROBS = "message.output_text.logprobs"
 NAMES = {
-    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format", "logprobs": "top_logprobs",
-}  # fmt: skip
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
 """Fields of /v1/responses by what they are called in /v1/chat/completions."""
 MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
 """Of `metadata`: pairs, characters of a name and of a value."""
@@ -51,7 +65,12 @@ MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
 def _pairs(value: Any) -> Any:
     """Rejects the first pair of `metadata` that is not allowed."""
     for i, (name, text) in enumerate(value.items() if isinstance(value, dict) else ()):
-        if i == MAX_PAIRS or len(name) > MAX_NAME or not isinstance(text, str) or len(text) > MAX_VALUE:
+        if (
+            i == MAX_PAIRS
+            or len(name) > MAX_NAME
+            or not isinstance(text, str)
+            or len(text) > MAX_VALUE
+        ):
             limits = f"At most {MAX_PAIRS} texts of {MAX_VALUE} characters, by names of {MAX_NAME}"
             raise error_at(name, "metadata", limits)
     return value
@@ -69,7 +88,11 @@ class ContentPart(StrictModel):
     @classmethod
     def _text(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("type") not in ("input_text", "output_text"):
-            raise error_at("type", "unknown_part", "This server takes text: parts of the types input_text and output_text")
+            raise error_at(
+                "type",
+                "unknown_part",
+                "This server takes text: parts of the types input_text and output_text",
+            )
         return given
 
 
@@ -145,7 +168,9 @@ class ReasoningItem(StrictModel):
 
     def message(self) -> Message:
         """The same in a chat, where it belongs to the message that follows."""
-        return Message(role="assistant", reasoning_content="".join(part.text for part in self.content))
+        return Message(
+            role="assistant", reasoning_content="".join(part.text for part in self.content)
+        )
 
 
 def _kind(value: Any) -> str:
@@ -161,7 +186,8 @@ Item = Annotated[
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="This server takes items of the types message, function_call, function_call_output and reasoning",
+        custom_error_message="This server takes items of the types message, function_call, "
+        "function_call_output and reasoning",
     ),
 ]
 
@@ -175,7 +201,9 @@ class FunctionTool(Function):
     @classmethod
     def _no_other(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("type") != "function":
-            raise error_at("type", "unknown_tool", "This server has no tools of its own: it takes functions")
+            raise error_at(
+                "type", "unknown_tool", "This server has no tools of its own: it takes functions"
+            )
         return given
 
 
@@ -195,8 +223,8 @@ class FlatSchema(JsonSchema, JsonText):
 class TextOptions(StrictModel):
     """What the text has to be."""
 
-    format: Annotated[TextFormat | JsonFormat | FlatSchema, Field(discriminator="type")] | None = optional(
-        "Text, some JSON object, or JSON that fits a schema."
+    format: Annotated[TextFormat | JsonFormat | FlatSchema, Field(discriminator="type")] | None = (
+        optional("Text, some JSON object, or JSON that fits a schema.")
     )
     verbosity: Ignored = None
 
@@ -211,31 +239,49 @@ class ResponsesRequest(SampledRequest):
     """POST /v1/responses."""
 
     input: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("list")],
         Discriminator(text_or_list),
     ] = Field(description="A message of the user, or the items of a conversation.")
     instructions: Text | None = optional("A message of the system, before all others.")
-    max_output_tokens: Positive | None = optional("Most new tokens; clamped to what the server allows.")
+    max_output_tokens: Positive | None = optional(
+        "Most new tokens; clamped to what the server allows."
+    )
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = optional("What the model may call.")
+    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = optional(
+        "What the model may call."
+    )
     tool_choice: (
         Annotated[
-            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedFunction, Tag("named")],
+            Annotated[Literal["auto", "none", "required"], Tag("text")]
+            | Annotated[NamedFunction, Tag("named")],
             Discriminator(lambda value: "text" if isinstance(value, str) else "named"),
         ]
         | None
     ) = optional("auto: as the model likes; none; required: some tool; or one by its name.")
-    parallel_tool_calls: bool | None = optional("There may be several calls; true. Otherwise the first call counts.")
+    parallel_tool_calls: bool | None = optional(
+        "There may be several calls; true. Otherwise the first call counts."
+    )
     include: (
-        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)] | None
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(fail_fast=True),
+        ]
+        | None
     ) = optional("Log-probabilities of the tokens; the other value has no effect.")
-    top_logprobs: NonNegative | None = optional("And of that many most probable tokens; with the former.")
-    metadata: Annotated[dict[str, str], BeforeValidator(_pairs)] | None = optional("The answer has it too.")
+    top_logprobs: NonNegative | None = optional(
+        "And of that many most probable tokens; with the former."
+    )
+    metadata: Annotated[dict[str, str], BeforeValidator(_pairs)] | None = optional(
+        "The answer has it too."
+    )
     store: bool | None = optional("Answers are not kept, whatever this says.")
     background: Literal[False] | None = optional("Only false.")
     truncation: Literal["disabled"] | None = optional("What does not fit the context is refused.")
     stream_options: ItemStreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = optional("Further variables of the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Further variables of the chat template."
+    )
     reasoning: Ignored = None
     max_tool_calls: Ignored = None
 
@@ -252,11 +298,17 @@ class ResponsesRequest(SampledRequest):
     def ignored(self) -> list[str]:
         """Names of fields that were sent and have no effect."""
         parts = {"text": self.text, "stream_options": self.stream_options}
-        inner = [f"{name}.{field}" for name, part in parts.items() if part is not None for field in part.ignored_fields()]
+        inner = [
+            f"{name}.{field}"
+            for name, part in parts.items()
+            if part is not None
+            for field in part.ignored_fields()
+        ]
         return [*self.ignored_fields(), *inner, *(["store"] if self.store else [])]
 
     def messages(self) -> list[Message]:
-        """The conversation; calls belong to the message of the assistant before them, if there is one."""
+        """The conversation; calls belong to the message of the assistant before them, if there is
+        one."""
         said = [Message(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*said, Message(role="user", content=self.input)]
@@ -264,31 +316,47 @@ class ResponsesRequest(SampledRequest):
             message = item.message()
             last = said[-1] if said and said[-1].role == message.role == "assistant" else None
             reasoned = last is not None and last.content is None and not last.tool_calls
-            if last is not None and (isinstance(item, CallItem) or (isinstance(item, MessageItem) and reasoned)):
+            if last is not None and (
+                isinstance(item, CallItem) or (isinstance(item, MessageItem) and reasoned)
+            ):
                 calls = [*(last.tool_calls or ()), *(message.tool_calls or ())]
                 content = message.content if isinstance(item, MessageItem) else last.content
                 said[-1] = Message(
-                    role="assistant", content=content, reasoning_content=last.reasoned, tool_calls=calls or None
+                    role="assistant",
+                    content=content,
+                    reasoning_content=last.reasoned,
+                    tool_calls=calls or None,
                 )
             else:
                 said.append(message)
         return said
 
     def chat(self) -> ChatRequest:
-        """The request of /v1/chat/completions that means the same. Raises ApiError: log-probabilities beside calls."""
+        """The request of /v1/chat/completions that means the same. Raises ApiError:
+        log-probabilities beside calls."""
         logprobs = LOGPROBS in (self.include or ())
         if self.top_logprobs and not logprobs:
             raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
         if logprobs and self.tools and self.tool_choice != "none":
-            raise ApiError(400, "log-probabilities of a text with calls: /v1/chat/completions has them", param="include")
+            raise ApiError(
+                400,
+                "log-probabilities of a text with calls: /v1/chat/completions has them",
+                param="include",
+            )
         common = {name: getattr(self, name) for name in SampledRequest.model_fields}
         tools = [Tool(type="function", function=_function(tool)) for tool in self.tools or ()]
         return ChatRequest(
-            **common, messages=self.messages(), max_tokens=self.max_output_tokens, response_format=self._format(),
-            logprobs=logprobs, top_logprobs=self.top_logprobs if logprobs else None, tools=tools or None,
-            tool_choice=self._choice(), parallel_tool_calls=self.parallel_tool_calls,
+            **common,
+            messages=self.messages(),
+            max_tokens=self.max_output_tokens,
+            response_format=self._format(),
+            logprobs=logprobs,
+            top_logprobs=self.top_logprobs if logprobs else None,
+            tools=tools or None,
+            tool_choice=self._choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
             chat_template_kwargs=self.chat_template_kwargs,
-        )  # fmt: skip
+        )
 
     def _format(self) -> TextFormat | JsonFormat | SchemaFormat | None:
         forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedFunction)
@@ -296,7 +364,9 @@ class ResponsesRequest(SampledRequest):
         if not isinstance(wanted, FlatSchema):
             return wanted
         return SchemaFormat(
-            type="json_schema", whitespace=wanted.whitespace, json_schema=JsonSchema(schema=wanted.json_schema)
+            type="json_schema",
+            whitespace=wanted.whitespace,
+            json_schema=JsonSchema(schema=wanted.json_schema),
         )
 
     def _choice(self) -> Literal["auto", "none", "required"] | NamedTool | None:

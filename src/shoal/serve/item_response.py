@@ -26,7 +26,8 @@ ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequest:
-    """The request, parsed as the chat request that means the same. Raises ApiError, RequestError: it cannot be served."""
+    """The request, parsed as the chat request that means the same. Raises ApiError, RequestError:
+    it cannot be served."""
     with renamed():
         parsed = parser.parse(request.chat())
         if parsed.reasoning is not None and parsed.top_logprobs is not None:
@@ -66,7 +67,8 @@ class ItemResponse(ApiResponse):
     request: ResponsesRequest = field(kw_only=True)
 
     async def whole(self) -> Json:
-        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`, or that of the row."""
+        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`,
+        or that of the row."""
         submission, form, writer = self._submission(), self._form(), ItemWriter(self.key)
         async with self._serving(submission):
             [end] = [update async for update in self._updates(submission) if update is not None]
@@ -76,7 +78,8 @@ class ItemResponse(ApiResponse):
         return self._ended(form, writer, end.sample)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events. Raises ApiError, RequestError: before the first item; later errors are events."""
+        """The answer as server-sent events. Raises ApiError, RequestError: before the first item;
+        later errors are events."""
         submission, form, writer = self._submission(), self._form(), ItemWriter(self.key)
         sample = None
         async with self._serving(submission):
@@ -112,7 +115,7 @@ class ItemResponse(ApiResponse):
         events = writer.add(form.pieces(update), form.logprobs(update))
         return events if update.sample is None else events + writer.end(_item_status(update.sample))
 
-    # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── JSON ──────────────────────────────────────────────────────────────────────────────────────
 
     def _ended(self, form: ItemFormat, writer: ItemWriter, sample: Sample | None) -> Json:
         """The answer at its end."""
@@ -120,7 +123,9 @@ class ItemResponse(ApiResponse):
         status = STATUSES[FINISH_REASONS[sample.finish_reason]]
         return self._answer(writer, status) | {
             "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "usage": _usage(self._usage([sample], [sample], [form])),
             **({} if form.details is None else {"shoal": form.details}),
         }
@@ -129,23 +134,41 @@ class ItemResponse(ApiResponse):
         """The events of an answer that fails when its status has been sent."""
         events = writer.end("incomplete")
         said = {"code": ERROR_CODES.get(error.status_code, "server_error"), "message": error.detail}
-        return [*events, writer.event("failed", response=self._answer(writer, "failed") | {"error": said})]
+        return [
+            *events,
+            writer.event("failed", response=self._answer(writer, "failed") | {"error": said}),
+        ]
 
     def _answer(self, writer: ItemWriter, status: str) -> Json:
         asked = self.request
         choice, tools = asked.tool_choice or "auto", asked.tools or ()
         wanted = asked.text.format if asked.text and asked.text.format else None
         return {
-            "id": self.api.id_prefix + self.key, "object": self.api.object_name, "created_at": self.created,
-            "completed_at": None, "status": status, "background": False, "error": None, "incomplete_details": None,
-            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
-            "model": self.model, "output": list(writer.items), "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None, "store": False, "text": {"format": _dumped(wanted) or {"type": "text"}},
+            "id": self.api.id_prefix + self.key,
+            "object": self.api.object_name,
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self.model,
+            "output": list(writer.items),
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "text": {"format": _dumped(wanted) or {"type": "text"}},
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "tool_choice": _dumped(choice), "tools": [{"parameters": None, "strict": None, **_dumped(tool)} for tool in tools],
-            "top_logprobs": self.parsed.top_logprobs or 0, "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "truncation": "disabled", "usage": None,
-        }  # fmt: skip
+            "tool_choice": _dumped(choice),
+            "tools": [{"parameters": None, "strict": None, **_dumped(tool)} for tool in tools],
+            "top_logprobs": self.parsed.top_logprobs or 0,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
 
 
 def _item_status(sample: Sample) -> str:
@@ -164,8 +187,9 @@ def _usage(usage: Json) -> Json:
     cached = usage.pop("prompt_tokens_details")
     reasoning = usage.pop("completion_tokens_details", {"reasoning_tokens": 0})
     return {named.get(name, name): value for name, value in usage.items()} | {
-        "input_tokens_details": {**cached, "cache_write_tokens": 0}, "output_tokens_details": reasoning,
-    }  # fmt: skip
+        "input_tokens_details": {**cached, "cache_write_tokens": 0},
+        "output_tokens_details": reasoning,
+    }
 
 
 def _sent(events: Sequence[Json]) -> bytes:

@@ -17,10 +17,12 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 def read_keys(file: Path | None) -> dict[str, float]:
     """The keys in a file with their weights, without a file that of `VARIABLE`.
 
-    A line has a key, and a weight unless that is 1. Empty lines and those that begin with # are skipped.
+    A line has a key, and a weight unless that is 1. Empty lines and those that begin with # are
+    skipped.
 
     Raises:
-        RequestError: the file cannot be read, has no key or a wrong weight: the server must not start without its keys.
+        RequestError: the file cannot be read, has no key or a wrong weight: the server must not
+            start without its keys.
     """
     if file is None:
         key = os.environ.get(VARIABLE, "").strip()
@@ -29,7 +31,11 @@ def read_keys(file: Path | None) -> dict[str, float]:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the API keys in {str(file)!r}: {error}") from error
-    keys = dict(_key(line, f"{file}:{i}") for i, line in enumerate(lines, 1) if line and not line.startswith("#"))
+    keys = dict(
+        _key(line, f"{file}:{i}")
+        for i, line in enumerate(lines, 1)
+        if line and not line.startswith("#")
+    )
     if not keys:
         raise RequestError(f"{str(file)!r} holds no API key: write one a line")
     return keys

@@ -26,20 +26,34 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         return
     retry = {"retry-after": str(RETRY_SECONDS)}
     if scope["path"] in ("/health", "/ready"):
-        found: Response = JSONResponse(STATUS, 200) if scope["path"] == "/health" else JSONResponse(STATUS, 503, retry)
+        found: Response = (
+            JSONResponse(STATUS, 200)
+            if scope["path"] == "/health"
+            else JSONResponse(STATUS, 503, retry)
+        )
     else:
-        found = ApiError(503, "a model is being loaded: try again soon", code="loading", headers=retry).response()
+        found = ApiError(
+            503, "a model is being loaded: try again soon", code="loading", headers=retry
+        ).response()
     await found(scope, receive, send)
 
 
 @contextmanager
 def answered(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
-    """Answers on the socket for as long as the block lasts, on a thread; the socket stays open for the server that follows."""
+    """Answers on the socket for as long as the block lasts, on a thread; the socket stays open for
+    the server that follows."""
     options: dict[str, Any] = tls.uvicorn_options() if tls else {}
     config = uvicorn.Config(
-        answer, http=LimitedProtocol, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=1, **options,
-    )  # fmt: skip
+        answer,
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        **options,
+    )
     server = uvicorn.Server(config)
     own = listening.dup()  # uvicorn closes what it was given
     thread = threading.Thread(target=server.run, args=([own],), name="shoal-loading", daemon=True)

@@ -10,7 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from shoal.serve.request_fields import EmptyList, StrictModel, Text, error_at, optional, text_or_list
+from shoal.serve.request_fields import (
+    EmptyList,
+    StrictModel,
+    Text,
+    error_at,
+    optional,
+    text_or_list,
+)
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -57,8 +64,12 @@ class Function(StrictModel):
 
     name: ToolName
     description: Text | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments; none = there are no arguments.")
-    strict: bool | None = optional("Forced calls keep to the schema in any case; other calls are not forced to.")
+    parameters: dict[str, Any] | None = optional(
+        "A JSON schema of the arguments; none = there are no arguments."
+    )
+    strict: bool | None = optional(
+        "Forced calls keep to the schema in any case; other calls are not forced to."
+    )
 
 
 class Tool(StrictModel):
@@ -82,20 +93,26 @@ class NamedTool(StrictModel):
 
 
 class Message(StrictModel):
-    """One message of a conversation, in the form of an answer's message too: clients send those back."""
+    """One message of a conversation, in the form of an answer's message too: clients send those
+    back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Annotated[
-            Annotated[Text, Tag("text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
+            Annotated[Text, Tag("text")]
+            | Annotated[list[TextPart], Field(fail_fast=True), Tag("list")],
             Discriminator(text_or_list),
         ]
         | None
     ) = optional("May be missing only beside tool_calls.")
     name: Text | None = None
-    tool_calls: Annotated[list[SentCall], Field(fail_fast=True)] | None = optional("Calls that the assistant made.")
+    tool_calls: Annotated[list[SentCall], Field(fail_fast=True)] | None = optional(
+        "Calls that the assistant made."
+    )
     tool_call_id: Text | None = optional("Of a tool's message: the call that it answers.")
-    reasoning_content: Text | None = optional("Reasoning of the assistant; templates show it where their models want it.")
+    reasoning_content: Text | None = optional(
+        "Reasoning of the assistant; templates show it where their models want it."
+    )
     reasoning: Text | None = optional("Another name of reasoning_content.")
     annotations: EmptyList | None = None
 
@@ -114,11 +131,28 @@ class Message(StrictModel):
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it: the arguments of calls are objects."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        fields = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoned}
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content or ())
+        )
+        fields = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoned,
+        }
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.parsed}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.parsed},
+            }
             for call in self.tool_calls or ()
         ]
         sent = {name: value for name, value in fields.items() if value is not None}
-        return {"role": self.role, "content": content, **sent, **({"tool_calls": calls} if calls else {})}
+        return {
+            "role": self.role,
+            "content": content,
+            **sent,
+            **({"tool_calls": calls} if calls else {}),
+        }

@@ -1,4 +1,5 @@
-"""Metrics for Prometheus: the engine's figures, read on request, and counters and histograms of rows and requests."""
+"""Metrics for Prometheus: the engine's figures, read on request, and counters and histograms of
+rows and requests."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -58,31 +66,56 @@ class Metrics:
         )
         self._model = Info("model", "What is served", **own)
         self._queue = Histogram(
-            "request_queue_seconds", "From a request to the first slot of one of its rows", buckets=SECONDS, **own
+            "request_queue_seconds",
+            "From a request to the first slot of one of its rows",
+            buckets=SECONDS,
+            **own,
         )
         self._first = Histogram(
-            "time_to_first_token_seconds", "From a request to a row's first tokens", buckets=SECONDS, **own
+            "time_to_first_token_seconds",
+            "From a request to a row's first tokens",
+            buckets=SECONDS,
+            **own,
         )
         self._gap = Histogram(
-            "inter_token_seconds", "Of a row, from the tokens of a round to those of its next", buckets=PACES, **own
+            "inter_token_seconds",
+            "Of a row, from the tokens of a round to those of its next",
+            buckets=PACES,
+            **own,
         )
         self._pace = Histogram(
-            "time_per_output_token_seconds", "Of a row, the mean time of a token after its first round", buckets=PACES, **own
+            "time_per_output_token_seconds",
+            "Of a row, the mean time of a token after its first round",
+            buckets=PACES,
+            **own,
         )
-        self._seconds = Histogram("row_seconds", "From a request to a row's end", buckets=SECONDS, **own)
+        self._seconds = Histogram(
+            "row_seconds", "From a request to a row's end", buckets=SECONDS, **own
+        )
         self._tokens = Histogram("row_tokens", "Tokens of a row", buckets=TOKENS, **own)
-        self._length = Histogram("row_acceptance_length", "Tokens of a row per target pass", buckets=LENGTHS, **own)
+        self._length = Histogram(
+            "row_acceptance_length", "Tokens of a row per target pass", buckets=LENGTHS, **own
+        )
         self._rows = Counter("rows", "Rows ended", ["reason"], **own)
         self._answers = Counter("requests", "Requests answered", ["path", "status"], **own)
         self._duration = Histogram(
-            "request_seconds", "From a request to the end of its answer", ["path", "status"], buckets=SECONDS, **own
+            "request_seconds",
+            "From a request to the end of its answer",
+            ["path", "status"],
+            buckets=SECONDS,
+            **own,
         )
 
     def collect_from(self, worker: Worker, model: str) -> None:
         """Adds the figures of the worker's engine; `model`: the name that is served."""
         engine = worker.thread.engine
         drafter = "" if engine.drafter is None else name_of(engine.drafter)
-        about = {"model": model, "drafter": drafter, "device": str(engine.target.device), "dtype": str(engine.target.dtype)}
+        about = {
+            "model": model,
+            "drafter": drafter,
+            "device": str(engine.target.device),
+            "dtype": str(engine.target.dtype),
+        }
         self._model.info({name: value.removeprefix("torch.") for name, value in about.items()})
         self._registry.register(_Engine(worker))
 
@@ -124,12 +157,18 @@ class Metrics:
 
 
 def text_of(replicas: Mapping[str, Sequence[Metric]]) -> bytes:
-    """The metrics of several processes in Prometheus' text format, each sample with the label `replica`."""
+    """The metrics of several processes in Prometheus' text format, each sample with the label
+    `replica`."""
     together: dict[str, Metric] = {}
     for replica, families in replicas.items():
         for family in families:
-            found = together.setdefault(family.name, Metric(family.name, family.documentation, family.type, family.unit))
-            found.samples += [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
+            found = together.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type, family.unit)
+            )
+            found.samples += [
+                sample._replace(labels={**sample.labels, "replica": replica})
+                for sample in family.samples
+            ]
     registry = CollectorRegistry()
     registry.register(_Families(list(together.values())))
     return generate_latest(registry)
@@ -158,27 +197,47 @@ class _Engine(Collector):
         for name, what in COUNTED.items():
             yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))
         yield from _by_drafter(list(stats.by_drafter.items()))
-        seconds = CounterMetricFamily("shoal_stage_seconds", "Time by stage, the models' passes included", labels=["stage"])
+        seconds = CounterMetricFamily(
+            "shoal_stage_seconds", "Time by stage, the models' passes included", labels=["stage"]
+        )
         for stage in STAGES:
             seconds.add_metric([stage], getattr(stats, f"seconds_{stage}"))
         yield seconds
-        yield GaugeMetricFamily("shoal_acceptance_length", "Tokens per row and target pass so far", stats.acceptance_length)
-        yield GaugeMetricFamily("shoal_rows_capacity", "Most rows running and waiting", self._worker.capacity)
+        yield GaugeMetricFamily(
+            "shoal_acceptance_length",
+            "Tokens per row and target pass so far",
+            stats.acceptance_length,
+        )
+        yield GaugeMetricFamily(
+            "shoal_rows_capacity", "Most rows running and waiting", self._worker.capacity
+        )
         with suppress(ApiError):  # there is no engine while a failed one is replaced
             engine = self._worker.thread.engine
-            yield GaugeMetricFamily("shoal_rows_running", "Rows being decoded", len(engine.scheduler.running))
-            yield GaugeMetricFamily("shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting))
-            yield GaugeMetricFamily("shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used)
+            yield GaugeMetricFamily(
+                "shoal_rows_running", "Rows being decoded", len(engine.scheduler.running)
+            )
+            yield GaugeMetricFamily(
+                "shoal_rows_waiting", "Rows waiting", len(engine.scheduler.waiting)
+            )
+            yield GaugeMetricFamily(
+                "shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used
+            )
             kept = 0 if engine.kept_prefixes is None else engine.kept_prefixes.allocated_bytes
             yield GaugeMetricFamily(
-                "shoal_prefix_bytes", "Bytes allocated for prompts that are kept for later requests", kept
+                "shoal_prefix_bytes",
+                "Bytes allocated for prompts that are kept for later requests",
+                kept,
             )
-        yield GaugeMetricFamily("shoal_up", "1 while there is an engine to decode", float(self._worker.thread.alive))
+        yield GaugeMetricFamily(
+            "shoal_up", "1 while there is an engine to decode", float(self._worker.thread.alive)
+        )
 
 
 def _by_drafter(counts: Sequence[tuple[str, DraftCounts]]) -> Iterator[Metric]:
     for what in ("drafted", "accepted"):
-        family = CounterMetricFamily(f"shoal_drafter_{what}", f"{COUNTED[what]}, by drafter", labels=["drafter"])
+        family = CounterMetricFamily(
+            f"shoal_drafter_{what}", f"{COUNTED[what]}, by drafter", labels=["drafter"]
+        )
         for name, one in counts:
             family.add_metric([name], getattr(one, what))
         yield family

@@ -1,4 +1,5 @@
-"""What a model is called where its path must not be shown: a name, and a short identifier that depends on its files."""
+"""What a model is called where its path must not be shown: a name, and a short identifier that
+depends on its files."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ END_BYTES = 2**16
 
 
 def identity(model: str | Path, revision: str | None = None) -> str:
-    """For a directory, or a GGUF file, a digest of its files' sizes and ends; for a Hub id the id and the revision.
+    """For a directory, or a GGUF file, a digest of its files' sizes and ends; for a Hub id the id
+    and the revision.
 
-    Two training runs of one model differ in nearly all weights, so also in those at the ends of the files. A branch of the
-    Hub may move to another commit; a revision that is a commit does not.
+    Two training runs of one model differ in nearly all weights, so also in those at the ends of the
+    files. A branch of the Hub may move to another commit; a revision that is a commit does not.
     """
     directory = directory_of(model)
     file = Path(model) if directory is None and Path(model).is_file() else None
@@ -27,15 +29,18 @@ def identity(model: str | Path, revision: str | None = None) -> str:
     if directory is None:
         return f"{model}@{revision or 'main'}"
     found = hashlib.sha256()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in SUFFIXES and file.is_file()):
+    for file in sorted(
+        file for file in directory.iterdir() if file.suffix in SUFFIXES and file.is_file()
+    ):
         found.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         found.update(_ends(file))
     return f"sha256:{found.hexdigest()[:16]}"
 
 
 def people_call(model: str) -> str:
-    """A model or drafter without any path: a directory's last part, "bundled target" and "bundled drafter" for the bundled pair, a
-    drafter without its options, which may name files; a Hub id as it is."""
+    """A model or drafter without any path: a directory's last part, "bundled target" and "bundled
+    drafter" for the bundled pair, a drafter without its options, which may name files; a Hub id as
+    it is."""
     from shoal.models.loading import bundled
 
     for part in ("target", "drafter"):

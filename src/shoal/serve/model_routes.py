@@ -37,19 +37,34 @@ def model_routes(handler: ApiHandler) -> APIRouter:
 def _model(handler: ApiHandler, name: str) -> response_models.Model:
     shoal, settings, engine = handler.shoal, handler.settings, handler.worker.thread.engine
     about = {
-        "context": engine.context, "rows": engine.scheduler.capacity, "max_n": settings.max_n,
-        "max_tokens": settings.max_tokens, "speculation": shoal.drafter_name is not None, "seeds": settings.seeds,
+        "context": engine.context,
+        "rows": engine.scheduler.capacity,
+        "max_n": settings.max_n,
+        "max_tokens": settings.max_tokens,
+        "speculation": shoal.drafter_name is not None,
+        "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
-        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None, "syntax": LANGUAGES, "members": settings.members,
-        "loaded": shoal.loaded, "names": _names(shoal),
+        "fill_in_middle": middle_tokens(shoal.tokenizer) is not None,
+        "syntax": LANGUAGES,
+        "members": settings.members,
+        "loaded": shoal.loaded,
+        "names": _names(shoal),
         "lossy": engine.stats.lossy or None,
-    }  # fmt: skip
+    }
     return response_models.Model(
-        id=name, object="model", created=int(time.time()), owned_by="shoal", max_model_len=engine.context, shoal=about
-    )  # fmt: skip
+        id=name,
+        object="model",
+        created=int(time.time()),
+        owned_by="shoal",
+        max_model_len=engine.context,
+        shoal=about,
+    )
 
 
 def _names(shoal: Shoal) -> dict[str, str | None]:
     """What people call the two models, see `people_call`."""
     drafter = shoal.drafter_name
-    return {"target": people_call(shoal.target.name), "drafter": None if drafter is None else people_call(drafter)}
+    return {
+        "target": people_call(shoal.target.name),
+        "drafter": None if drafter is None else people_call(drafter),
+    }

@@ -1,4 +1,5 @@
-"""Batch files without HTTP: each line is answered by the `ApiHandler` that also serves HTTP requests."""
+"""Batch files without HTTP: each line is answered by the `ApiHandler` that also serves HTTP
+requests."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ class Offline:
     """A pair that answers lines as `shoal serve` answers requests.
 
     Args:
-        make_engine: engines of `shoal`, see `EngineThread`. settings: limits of a line's fields; `queue` is not used.
+        make_engine: engines of `shoal`, see `EngineThread`.
+        settings: limits of a line's fields; `queue` is not used.
 
     Attributes:
-        made: properties of the loaded target that change tokens; the field "shoal" of each result has them.
+        made: properties of the loaded target that change tokens; the field "shoal" of each result
+            has them.
     """
 
     def __init__(self, shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> None:

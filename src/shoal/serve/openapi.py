@@ -12,9 +12,18 @@ from pydantic.json_schema import models_json_schema
 from shoal.serve import response_models
 
 HEADERS: dict[str, dict[str, Any]] = {
-    "x-shoal-ignored": {"description": "Fields that were sent and have no effect.", "schema": {"type": "string"}},
-    "x-request-id": {"description": "The request's own, or one made for it.", "schema": {"type": "string"}},
-    "x-shoal-clamped": {"description": "Values that were lowered to this server's limit.", "schema": {"type": "string"}},
+    "x-shoal-ignored": {
+        "description": "Fields that were sent and have no effect.",
+        "schema": {"type": "string"},
+    },
+    "x-request-id": {
+        "description": "The request's own, or one made for it.",
+        "schema": {"type": "string"},
+    },
+    "x-shoal-clamped": {
+        "description": "Values that were lowered to this server's limit.",
+        "schema": {"type": "string"},
+    },
 }
 """Headers that say how an answer differs from the request."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -33,18 +42,24 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def described(request: type[BaseModel], answer: type[BaseModel], *, stream: bool = True) -> dict[str, Any]:
-    """A route's description: its body, and an answer that is one object, or, with `stream`, events that each hold a part of one."""
+def described(
+    request: type[BaseModel], answer: type[BaseModel], *, stream: bool = True
+) -> dict[str, Any]:
+    """A route's description: its body, and an answer that is one object, or, with `stream`, events
+    that each hold a part of one."""
     events: dict[str, Any] = {"content": {"text/event-stream": {}}} if stream else {}
     schema = {"$ref": f"#/components/schemas/{request.__name__}"}
     return {
         "responses": REFUSALS | {200: {"model": answer, "headers": HEADERS, **events}},
-        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        },
     }
 
 
 def install(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
-    """Adds the models of requests, and removes FastAPI's status 422: invalid bodies are answered with 400."""
+    """Adds the models of requests, and removes FastAPI's status 422: invalid bodies are answered
+    with 400."""
     generated = app.openapi
     _, models = models_json_schema(
         [(request, "validation") for request in requests],

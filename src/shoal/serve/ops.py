@@ -13,12 +13,16 @@ from shoal.serve.response_models import Health
 from shoal.serve.worker import Worker
 
 HUNG_PASS_SECONDS = 120.0
-"""A round that takes longer counts as stuck. Capturing rounds of a large model may take one or two minutes."""
-UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not now; the status says why."}}
+"""A round that takes longer counts as stuck. Capturing rounds of a large model may take one or two
+minutes."""
+UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "Not now; the status says why."}
+}
 
 
 def ops_routes(worker: Worker) -> APIRouter:
-    """`/health` and `/ready`, which some load balancers ask by HEAD, and `/metrics`, which the application's state writes."""
+    """`/health` and `/ready`, which some load balancers ask by HEAD, and `/metrics`, which the
+    application's state writes."""
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)
@@ -30,10 +34,13 @@ def ops_routes(worker: Worker) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=Health, responses=UNAVAILABLE)
     async def ready(request: Request) -> Response:
-        """Whether to send requests here: there is an engine, it gets on, and the server is not about to stop."""
+        """Whether to send requests here: there is an engine, it gets on, and the server is not
+        about to stop."""
         return _status(_unready(worker, request.app.state.draining))
 
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    @router.get(
+        "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}}
+    )
     async def prometheus(request: Request) -> Response:
         """What is counted, in Prometheus' text format."""
         return Response(await request.app.state.metrics_text(), media_type=CONTENT_TYPE_LATEST)

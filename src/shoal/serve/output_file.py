@@ -1,4 +1,5 @@
-"""The output of a batch: exactly one answer per line, also after interruptions, and no answer to a line that has changed."""
+"""The output of a batch: exactly one answer per line, also after interruptions, and no answer to a
+line that has changed."""
 
 from __future__ import annotations
 
@@ -15,25 +16,30 @@ from shoal.serve.api_paths import Json
 from shoal.serve.batch_lines import BatchLine, has_failed, id_of
 
 SYNC_LINES, SYNC_SECONDS = 64, 1.0
-"""Answers are synced to the disk after this many, or with the first one this long after the last sync."""
+"""Answers are synced to the disk after this many, or with the first one this long after the last
+sync."""
 
 
 class OutputFile:
     """An append-only JSON Lines file of answers, locked by one process at a time.
 
-    The field "shoal" of each answer has the digest of its line and the settings of its run. A damaged end, as a kill or a
-    crash of the machine leaves it, is truncated, and its lines are answered again. The target of a symbolic link is written.
+    The field "shoal" of each answer has the digest of its line and the settings of its run. A
+    damaged end, as a kill or a crash of the machine leaves it, is truncated, and its lines are
+    answered again. The target of a symbolic link is written.
 
     Args:
-        lines: of the input. settings: those that change tokens and are known before a model is loaded.
+        lines: of the input.
+        settings: those that change tokens and are known before a model is loaded.
         clock: in seconds, for the syncs.
 
     Attributes:
-        ids: of the lines that have an answer. failed: of those whose answer is an error. cut: bytes of the truncated end.
+        ids: of the lines that have an answer.
+        failed: of those whose answer is an error.
+        cut: bytes of the truncated end.
 
     Raises:
-        RequestError: the file cannot be written, another process writes it, or it has something other than answers to these
-            lines under these settings.
+        RequestError: the file cannot be written, another process writes it, or it has something
+            other than answers to these lines under these settings.
     """
 
     def __init__(
@@ -43,7 +49,11 @@ class OutputFile:
         settings: Mapping[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._lines, self._settings = path, {line.id: line for line in lines}, dict(settings)
+        self._path, self._lines, self._settings = (
+            path,
+            {line.id: line for line in lines},
+            dict(settings),
+        )
         self._clock, self._synced_at, self._unsynced = clock, clock(), 0
         self.ids: set[str | int] = set()
         self.failed: set[str | int] = set()
@@ -61,7 +71,8 @@ class OutputFile:
             raise
 
     def _keep(self, number: int, text: bytes) -> None:
-        """Registers an answer of an earlier run. Raises RequestError unless this run could have written it."""
+        """Registers an answer of an earlier run. Raises RequestError unless this run could have
+        written it."""
         where = f"{self._path}:{number}"
         try:
             entry = json.loads(text)
@@ -70,7 +81,8 @@ class OutputFile:
         named = id_of(entry)
         if named is None or not isinstance(made := entry.get("shoal"), dict):
             raise RequestError(
-                f"{where} is no answer of this version of shoal batch; give another output file, or remove the line"
+                f"{where} is no answer of this version of shoal batch; give another output "
+                f"file, or remove the line"
             )
         line = self._lines.get(named)
         if line is None or made.get("line") != line.digest:
@@ -80,11 +92,16 @@ class OutputFile:
                 else f"but line {line.number} of the input is another one now"
             )
             raise RequestError(
-                f"{where} answers the line {named!r}, {what}: give another output file, or the input that it belongs to"
+                f"{where} answers the line {named!r}, {what}: give another output file, or the "
+                f"input that it belongs to"
             )
         if named in self.ids:
-            raise RequestError(f"{where} is the second answer to the line {named!r}: remove one of them")
-        self.require({name: value for name, value in made.items() if name not in ("line", "notes")}, where)
+            raise RequestError(
+                f"{where} is the second answer to the line {named!r}: remove one of them"
+            )
+        self.require(
+            {name: value for name, value in made.items() if name not in ("line", "notes")}, where
+        )
         self._count(named, entry)
 
     def require(self, settings: Mapping[str, Any], where: str = "") -> None:
@@ -101,7 +118,8 @@ class OutputFile:
             if known != value:
                 before, now = (value, known) if where else (known, value)
                 raise RequestError(
-                    f"{where or self._path} was answered with {name} = {before!r}, this run has {now!r}: "
+                    f"{where or self._path} was answered with {name} = {before!r}, this run has "
+                    f"{now!r}: "
                     "give another output file, or the same settings to go on"
                 )
 
@@ -109,7 +127,8 @@ class OutputFile:
         """Appends an answer, unless its line has one; returns whether it was appended.
 
         Args:
-            entry: its field "shoal" may have "notes", and settings that are known only after loading.
+            entry: its field "shoal" may have "notes", and settings that are known only after
+                loading.
 
         Raises:
             RequestError: its settings differ from those before.
@@ -142,7 +161,12 @@ class OutputFile:
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _tb: TracebackType | None,
+    ) -> None:
         try:
             self._sync()
         finally:

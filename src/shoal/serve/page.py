@@ -1,4 +1,5 @@
-"""The playground, a client of the API: a page at / that draws samples and their drafts, a chat at /chat, an editor at /editor."""
+"""The playground, a client of the API: a page at / that draws samples and their drafts, a chat at
+/chat, an editor at /editor."""
 
 from __future__ import annotations
 
@@ -14,14 +15,21 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for "
+    "'script'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
 """The page runs only scripts of this server, and text of a model cannot become markup."""
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 
 
 def page() -> APIRouter:

@@ -1,4 +1,5 @@
-"""A request that the server can serve: prompts, requests of the engine, and what the answer shall hold."""
+"""A request that the server can serve: prompts, requests of the engine, and what the answer shall
+hold."""
 
 from __future__ import annotations
 
@@ -15,14 +16,18 @@ class ParsedRequest:
     """What a body has become, within the server's limits.
 
     Attributes:
-        prompts: their token ids. requests: one per prompt, of `drawn` rows each; none if nothing is to be generated.
+        prompts: their token ids.
+        requests: one per prompt, of `drawn` rows each; none if nothing is to be generated.
         drawn, returned: samples per prompt; fewer are returned than drawn with `best_of`.
-        top_logprobs: alternatives per token; None = no log-probabilities. echo: texts of the prompts, if they are returned.
-        headers: of the answer: what was ignored or clamped. deadline: end of the request's time, by `time.perf_counter`.
+        top_logprobs: alternatives per token; None = no log-probabilities.
+        echo: texts of the prompts, if they are returned.
+        headers: of the answer: what was ignored or clamped.
+        deadline: end of the request's time, by `time.perf_counter`.
         rules: what counts as a call of a tool; None = nothing does.
-        token_ids: whether ids of prompts and samples are returned. prompt_logprobs: alternatives per token of the prompts, if these
-            are scored for the answer.
-        grammar_field: of the request, which its grammar came from. reasoning: where samples reason; None = they do not.
+        token_ids: whether ids of prompts and samples are returned.
+        prompt_logprobs: alternatives per token of the prompts, if these are scored for the answer.
+        grammar_field: of the request, which its grammar came from.
+        reasoning: where samples reason; None = they do not.
     """
 
     prompts: Sequence[tuple[int, ...]]

@@ -22,14 +22,20 @@ LOG = logging.getLogger(__name__)
 
 
 def answer(
-    lines: Sequence[BatchLine], config: ServeConfig, done: Callable[[Json], None], workers: int, share: Share
+    lines: Sequence[BatchLine],
+    config: ServeConfig,
+    done: Callable[[Json], None],
+    workers: int,
+    share: Share,
 ) -> None:
-    """Answers lines as `Offline.answer` does, with several workers; `done` is called in this process.
+    """Answers lines as `Offline.answer` does, with several workers; `done` is called in this
+    process.
 
     A line that kills its workers is answered with an error, all others are answered.
 
     Raises:
-        ShoalError: what a worker raised, for example that a model does not exist; or workers died while they loaded.
+        ShoalError: what a worker raised, for example that a model does not exist; or workers died
+            while they loaded.
         Exception: what `done` raised.
     """
     with connected():
@@ -40,9 +46,13 @@ def answer(
 class _Pool:
     """The workers and the block of each; None while it loads."""
 
-    def __init__(self, blocks: Blocks, config: ServeConfig, share: Share, done: Callable[[Json], None]) -> None:
+    def __init__(
+        self, blocks: Blocks, config: ServeConfig, share: Share, done: Callable[[Json], None]
+    ) -> None:
         self._blocks, self._config, self._done = blocks, config, done
-        self._make: Any = ray.remote(Answerer).options(max_restarts=0, max_task_retries=0, **share.options)
+        self._make: Any = ray.remote(Answerer).options(
+            max_restarts=0, max_task_retries=0, **share.options
+        )
         self._busy: dict[Any, tuple[Any, Block | None]] = {}
         self._failed_loads = 0
         """Consecutive workers that died while they loaded."""
@@ -92,17 +102,24 @@ class _Pool:
             self._done(one)
 
     def _died(self, block: Block | None, error: RayError) -> None:
-        """Returns the block of a dead worker to the queue, and starts another worker if there are blocks."""
+        """Returns the block of a dead worker to the queue, and starts another worker if there are
+        blocks."""
         why = str(error).strip().splitlines()[0]
         if block is None:
             self._failed_loads += 1
             if self._failed_loads == MAX_DEATHS:
-                raise ModelError(f"{MAX_DEATHS} workers in succession died while they loaded the models: {why}")
+                raise ModelError(
+                    f"{MAX_DEATHS} workers in succession died while they loaded the models: {why}"
+                )
         else:
-            LOG.warning("a worker died with %d lines, which are asked again: %s", len(block.lines), why)
+            LOG.warning(
+                "a worker died with %d lines, which are asked again: %s", len(block.lines), why
+            )
             given_up = self._blocks.died(block)
             if given_up is not None:
-                message = f"this line was alone with {MAX_DEATHS} workers, and each of them died: {why}"
+                message = (
+                    f"this line was alone with {MAX_DEATHS} workers, and each of them died: {why}"
+                )
                 self._done(given_up.failure(LineError(500, message, code="worker_died")))
         if len(self._blocks):
             self._start()

@@ -34,7 +34,8 @@ class PromptEncoder:
         self._given_template = chat_template
 
     def encode(self, prompt: Prompt, suffix: str | None) -> tuple[int, ...]:
-        """Ids of a text, with a suffix those of a fill-in-the-middle prompt; ids are checked. Raises ApiError."""
+        """Ids of a text, with a suffix those of a fill-in-the-middle prompt; ids are checked.
+        Raises ApiError."""
         if suffix is not None:
             if not isinstance(prompt, str):
                 raise ApiError(400, "suffix needs a prompt that is a text", param="suffix")
@@ -49,30 +50,43 @@ class PromptEncoder:
 
     def encode_text(self, text: str, special: bool) -> tuple[int, ...]:
         """Ids of a text, with or without the special tokens that the tokenizer adds."""
-        return encoded(self._tokenizer, text) if special else tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return (
+            encoded(self._tokenizer, text)
+            if special
+            else tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        )
 
     def decode(self, ids: Sequence[int], field: str) -> str:
-        """The text of ids of the field of that name, special tokens included. Raises ApiError for ids that there are not."""
+        """The text of ids of the field of that name, special tokens included. Raises ApiError for
+        ids that there are not."""
         if ids and max(ids) >= self._vocab_size:
             message = f"{field} must be in 0..{self._vocab_size - 1}, got {max(ids)}"
             raise ApiError(400, message, param=field, code="invalid_value")
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def shown_tokens(self, request: BaseRequest) -> frozenset[int]:
-        """Special tokens that the request's texts show. Raises ApiError: the tokenizer cannot write them as asked."""
+        """Special tokens that the request's texts show. Raises ApiError: the tokenizer cannot write
+        them as asked."""
         if request.skip_special_tokens is not False:
             return frozenset()
         special = special_tokens(self._tokenizer)
         if request.spaces_between_special_tokens is False and special:
             token, name = next(iter(special.items()))
-            if self._tokenizer.decode([token, token], clean_up_tokenization_spaces=False) != 2 * name:
+            if (
+                self._tokenizer.decode([token, token], clean_up_tokenization_spaces=False)
+                != 2 * name
+            ):
                 message = "this model's tokenizer writes spaces between special tokens"
-                raise ApiError(400, message, param="spaces_between_special_tokens", code="invalid_value")
+                raise ApiError(
+                    400, message, param="spaces_between_special_tokens", code="invalid_value"
+                )
         return frozenset(special)
 
     def tokens_of(self, *names: str) -> frozenset[int]:
         """Special tokens of these names."""
-        return frozenset(token for token, name in special_tokens(self._tokenizer).items() if name in names)
+        return frozenset(
+            token for token, name in special_tokens(self._tokenizer).items() if name in names
+        )
 
     def names(self, ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them."""
@@ -93,7 +107,8 @@ class PromptEncoder:
             asked: the body.
             prompt: the text, or ids, before the new text.
             suffix: the text behind it; None = none.
-            end: the place in the ids of the prompt behind which the new text stands; None = not known.
+            end: the place in the ids of the prompt behind which the new text stands; None = not
+                known.
 
         Raises:
             ApiError: settings that do not go together, or a prompt that is no text.
@@ -106,14 +121,20 @@ class PromptEncoder:
             field = "members" if language is None else "syntax"
             if not isinstance(prompt, str):
                 raise ApiError(400, f"{field} needs a prompt that is a text", param=field)
-            syntax = Syntax(language or "python", prompt, suffix or "", language is not None, members)
-        dressing = Dressing(getattr(asked, "align", None), getattr(asked, "exact", None) or False, syntax)
+            syntax = Syntax(
+                language or "python", prompt, suffix or "", language is not None, members
+            )
+        dressing = Dressing(
+            getattr(asked, "align", None), getattr(asked, "exact", None) or False, syntax
+        )
         return dressing.applied(request, self._tokenizer, suffix, end, naming)
 
     def middle(self, request: InfillRequest, space: int) -> tuple[MiddlePrompt, bool]:
-        """The prompt of a text between two others, of at most so many tokens, and whether text was left out.
+        """The prompt of a text between two others, of at most so many tokens, and whether text was
+        left out.
 
-        The text next to the cursor goes first, then the last of the other files. Raises ApiError: the model cannot fill in.
+        The text next to the cursor goes first, then the last of the other files. Raises ApiError:
+        the model cannot fill in.
         """
         space -= RESERVED
         prefix, suffix = request.before_cursor, request.input_suffix
@@ -122,7 +143,9 @@ class PromptEncoder:
             prompt = middle_prompt(self._tokenizer, left, right)
             excerpts = [(one.filename or "", one.text) for one in request.input_extra or ()]
             found = (
-                middle_prompt(self._tokenizer, left, right, repository(self._tokenizer, excerpts[i:]))
+                middle_prompt(
+                    self._tokenizer, left, right, repository(self._tokenizer, excerpts[i:])
+                )
                 for i in range(len(excerpts))
             )
             prompt = next((one for one in found if len(one.ids) <= space), prompt)
@@ -130,14 +153,22 @@ class PromptEncoder:
 
     def text(self, prompt: Prompt) -> str:
         """The prompt's text, for `echo`."""
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+        return (
+            prompt
+            if isinstance(prompt, str)
+            else str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
+        )
 
     def template(self, *, tools: bool) -> str | None:
-        """The chat template of chats with or without tools. Raises RequestError: see `chat_template_of`."""
+        """The chat template of chats with or without tools. Raises RequestError: see
+        `chat_template_of`."""
         return self._given_template or chat_template_of(self._tokenizer, tools=tools)
 
-    def encode_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> tuple[int, ...]:
-        """Ids of a conversation as the chat template writes it. Raises RequestError, ApiError: see `write`."""
+    def encode_messages(
+        self, messages: Sequence[Message], variables: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """Ids of a conversation as the chat template writes it. Raises RequestError, ApiError: see
+        `write`."""
         return self.encode_text(self.write(messages, variables), special=False)
 
     def write(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
@@ -149,14 +180,20 @@ class PromptEncoder:
         template = self.template(tools=bool(variables.get("tools")))
         if template is None:
             raise RequestError(
-                "this model has no chat template: use /v1/completions, or start the server with --chat-template NAME or FILE"
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template NAME or FILE"
             )
         plain = [message.plain() for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                plain, chat_template=template, tokenize=False, **{"add_generation_prompt": True, **variables}
+                plain,
+                chat_template=template,
+                tokenize=False,
+                **{"add_generation_prompt": True, **variables},
             )
             self.encode_text(str(text), special=False)  # it may have written what is no text
             return str(text)
         except Exception as error:  # a template is a program that may raise anything
-            raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from error
+            raise ApiError(
+                400, f"the chat template refused the messages: {error}", param="messages"
+            ) from error

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with limits of time for requests and readers, and of the number of connections."""
+"""uvicorn's HTTP protocol with limits of time for requests and readers, and of the number of
+connections."""
 
 from __future__ import annotations
 
@@ -12,16 +13,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from shoal.serve.api_errors import ApiError
 from shoal.serve.bodies import BODY_TIMEOUT_SECONDS
 
-ARRIVAL_TIMEOUT_SECONDS: dict[Any, float] = {h11.IDLE: 15.0, h11.SEND_BODY: BODY_TIMEOUT_SECONDS + 5}
-"""Seconds for the headers and for the body of a request, by the state of h11. They are not restarted by bytes that arrive. Handlers
-that read a body have a slightly shorter timeout, and answer."""
+ARRIVAL_TIMEOUT_SECONDS: dict[Any, float] = {
+    h11.IDLE: 15.0,
+    h11.SEND_BODY: BODY_TIMEOUT_SECONDS + 5,
+}
+"""Seconds for the headers and for the body of a request, by the state of h11. They are not
+restarted by bytes that arrive. Handlers that read a body have a slightly shorter timeout, and
+answer."""
 READ_TIMEOUT_SECONDS, MIN_READ_BYTES = 30.0, 2**14
-"""A client must read this many bytes, or all that wait for it, in this many seconds; else the connection is closed. Through TLS it
-must read 48 KiB: of its transport's 64 KiB of encrypted bytes only a drop to 16 KiB is seen."""
+"""A client must read this many bytes, or all that wait for it, in this many seconds; else the
+connection is closed. Through TLS it must read 48 KiB: of its transport's 64 KiB of encrypted bytes
+only a drop to 16 KiB is seen."""
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. More than `limit_concurrency` of them are closed; uvicorn would keep them open and refuse their requests."""
+    """One connection. More than `limit_concurrency` of them are closed; uvicorn would keep them
+    open and refuse their requests."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -32,8 +39,8 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # pause_writing is called as soon as the socket's buffer is full. With high=0 the transports of TLS would call it when
-        # nothing waits, and never resume.
+        # pause_writing is called as soon as the socket's buffer is full. With high=0 the transports
+        # of TLS would call it when nothing waits, and never resume.
         transport.set_write_buffer_limits(high=1)
         if self._max_connections is not None and len(self.connections) > self._max_connections:
             message = f"this server has {self._max_connections} open connections, and takes no more"
@@ -69,7 +76,8 @@ class LimitedProtocol(H11Protocol):
         self._unread = self.loop.call_later(READ_TIMEOUT_SECONDS, self._check_reader, unread)
 
     def _check_reader(self, before: int) -> None:
-        """While writing is paused nothing is added to the buffer: what it lost has been read by the client."""
+        """While writing is paused nothing is added to the buffer: what it lost has been read by the
+        client."""
         if self.transport.get_write_buffer_size() > before - MIN_READ_BYTES:
             self.transport.abort()
         else:
@@ -87,7 +95,10 @@ class LimitedProtocol(H11Protocol):
             return
         self._stop_timer()
         if phase in ARRIVAL_TIMEOUT_SECONDS:
-            self._phase, self._timer = phase, self.loop.call_later(ARRIVAL_TIMEOUT_SECONDS[phase], self._time_out)
+            self._phase, self._timer = (
+                phase,
+                self.loop.call_later(ARRIVAL_TIMEOUT_SECONDS[phase], self._time_out),
+            )
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -96,7 +107,9 @@ class LimitedProtocol(H11Protocol):
 
     def _time_out(self) -> None:
         if self.conn.our_state is h11.IDLE:
-            self._refuse(ApiError(408, "the request did not arrive in time", code="request_timeout"))
+            self._refuse(
+                ApiError(408, "the request did not arrive in time", code="request_timeout")
+            )
         else:
             self.transport.close()
 
@@ -104,7 +117,11 @@ class LimitedProtocol(H11Protocol):
         """Answers instead of the application, and closes the connection."""
         content = json.dumps(error.body()).encode()
         length = str(len(content)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", length),
+            (b"connection", b"close"),
+        ]
         for event in (
             h11.Response(status_code=error.status_code, headers=headers),
             h11.Data(data=content),

@@ -1,4 +1,5 @@
-"""Reasoning in the texts of chat models: what stands between `<think>` and `</think>` before the answer, as templates write it."""
+"""Reasoning in the texts of chat models: what stands between `<think>` and `</think>` before the
+answer, as templates write it."""
 
 from __future__ import annotations
 
@@ -16,22 +17,27 @@ class ReasoningRules:
     """Where the samples of one request may reason.
 
     Attributes:
-        opened: the opening stands in the prompt, so samples begin inside of it. Otherwise they reason if they begin with it.
+        opened: the opening stands in the prompt, so samples begin inside of it. Otherwise they
+            reason if they begin with it.
     """
 
     opened: bool
 
     def allowed_before(self, grammar: Grammar, opening: str = "") -> Grammar:
-        """The grammar of a sample whose answer, and only that, is of a grammar; `opening`: stands before the answer, literally."""
+        """The grammar of a sample whose answer, and only that, is of a grammar; `opening`: stands
+        before the answer, literally."""
         inside = _up_to(CLOSING) + LINE_FEEDS
-        before = (inside if self.opened else f"(?:{_escaped(OPENING)}{inside})?") + _escaped(opening)
+        before = (inside if self.opened else f"(?:{_escaped(OPENING)}{inside})?") + _escaped(
+            opening
+        )
         if grammar.kind == "regex":
             return replace(grammar, text=f"{before}(?:{grammar.text})")
         return replace(grammar, before=before)
 
 
 def rules_of(template: str | None, prompt: str) -> ReasoningRules | None:
-    """Where samples may reason behind a prompt that a chat template wrote; None if its models do not, or have done so."""
+    """Where samples may reason behind a prompt that a chat template wrote; None if its models do
+    not, or have done so."""
     written = prompt.rstrip()
     if template is None or CLOSING not in template or written.endswith(CLOSING):
         return None
@@ -44,7 +50,8 @@ class ReasoningReader:
     Blanks around the reasoning, and before what follows, belong to neither.
 
     Attributes:
-        characters: of the text that belong to the reasoning, the words around it included; those so far while it goes on.
+        characters: of the text that belong to the reasoning, the words around it included; those so
+            far while it goes on.
     """
 
     def __init__(self, rules: ReasoningRules) -> None:
@@ -78,11 +85,18 @@ class ReasoningReader:
         found = self._waiting.find(CLOSING)
         self.characters = self._read
         if found >= 0:
-            shown, self._waiting = self._waiting[:found].rstrip(), self._waiting[found + len(CLOSING) :]
+            shown, self._waiting = (
+                self._waiting[:found].rstrip(),
+                self._waiting[found + len(CLOSING) :],
+            )
             self.characters -= len(self._waiting)
             self._inside, self._over = False, True
         else:
-            partial = 0 if ended else max(k for k in range(len(CLOSING)) if self._waiting.endswith(CLOSING[:k]))
+            partial = (
+                0
+                if ended
+                else max(k for k in range(len(CLOSING)) if self._waiting.endswith(CLOSING[:k]))
+            )
             shown = self._waiting[: len(self._waiting) - partial].rstrip()
             self._waiting = "" if ended else self._waiting[len(shown) :]
         shown = shown if self._begun else shown.lstrip()
@@ -95,13 +109,18 @@ def _escaped(text: str) -> str:
 
 
 def _up_to(word: str) -> str:
-    """A regular expression of texts that end with a word and hold it nowhere else; its first character is nowhere else in it.
+    """A regular expression of texts that end with a word and hold it nowhere else; its first
+    character is nowhere else in it.
 
-    Behind the first character, `again` leads to it once more, and `away` leads to where nothing of the word has been read.
+    Behind the first character, `again` leads to it once more, and `away` leads to where nothing of
+    the word has been read.
     """
     first, *rest = map(_escaped, word)
     again, away = first, f"[^{first}{rest[-1]}]"
     for character in reversed(rest[:-1]):
-        again, away = f"(?:{first}|{character}{again})", f"(?:[^{first}{character}]|{character}{away})"
+        again, away = (
+            f"(?:{first}|{character}{again})",
+            f"(?:[^{first}{character}]|{character}{away})",
+        )
     begin = f"{first}{again}*"
     return f"(?:[^{first}]|{begin}{away})*{begin}{''.join(rest)}"

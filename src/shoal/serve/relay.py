@@ -1,7 +1,7 @@
 """What replicas on Ray log, printed by the process that started them, as if it were one server.
 
-An actor keeps the lines until they are asked for, and the last metrics of each replica (`shoal.serve.replica_metrics`). It imports
-little, so that its process is small.
+An actor keeps the lines until they are asked for, and the last metrics of each replica
+(`shoal.serve.replica_metrics`). It imports little, so that its process is small.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ LAST_SECONDS = 10.0
 
 
 class Relay:
-    """The actor: replicas put lines, one process takes them; replicas report metrics, and get those of all."""
+    """The actor: replicas put lines, one process takes them; replicas report metrics, and get those
+    of all."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, bytes]] = {}
@@ -57,7 +58,9 @@ class Relay:
         """Takes a replica's metrics; returns those of all that have not ended."""
         now = time.monotonic()
         self._reports[replica] = now, metrics
-        self._reports = {name: one for name, one in self._reports.items() if now - one[0] < MAX_AGE_SECONDS}
+        self._reports = {
+            name: one for name, one in self._reports.items() if now - one[0] < MAX_AGE_SECONDS
+        }
         return {name: reported for name, (_, reported) in self._reports.items()}
 
     async def close(self) -> None:
@@ -67,10 +70,12 @@ class Relay:
 
 
 class Relayed(logging.Handler):
-    """In a replica: sends each line to the actor. Without one, to the replica's own stderr, which Ray keeps in a file.
+    """In a replica: sends each line to the actor. Without one, to the replica's own stderr, which
+    Ray keeps in a file.
 
     Args:
-        actor: its name. replica: added to the fields of each record.
+        actor: its name.
+        replica: added to the fields of each record.
     """
 
     def __init__(self, actor: str, replica: str) -> None:
@@ -96,8 +101,13 @@ def send_logs(actor: str, replica: str, level: str, form: logs.LogFormat) -> Non
 
 @contextmanager
 def printed_logs(actor: str) -> Iterator[None]:
-    """Prints what replicas send, on stderr, while the block lasts. Needs a connection to a cluster."""
-    lines: Any = ray.remote(Relay).options(name=actor, namespace=NAMESPACE, num_cpus=0, max_restarts=0).remote()
+    """Prints what replicas send, on stderr, while the block lasts. Needs a connection to a
+    cluster."""
+    lines: Any = (
+        ray.remote(Relay)
+        .options(name=actor, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
+        .remote()
+    )
     thread = threading.Thread(target=_print, args=(lines,), name="shoal-logs", daemon=True)
     thread.start()
     try:
@@ -111,5 +121,7 @@ def printed_logs(actor: str) -> Iterator[None]:
 def _print(lines: Any) -> None:
     with suppress(RayError):  # the actor has died, and with it what it had
         while (taken := ray.get(lines.take.remote())) is not None:
-            with suppress(OSError):  # the disk of the log is full: these lines are lost, later ones may have room
+            with suppress(
+                OSError
+            ):  # the disk of the log is full: these lines are lost, later ones may have room
                 print(*taken, sep="\n", file=sys.stderr, flush=True)

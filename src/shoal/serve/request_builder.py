@@ -1,4 +1,5 @@
-"""Requests of the engine, within the limits of one server: the context, the number of samples, the length of a sample."""
+"""Requests of the engine, within the limits of one server: the context, the number of samples, the
+length of a sample."""
 
 from __future__ import annotations
 
@@ -20,23 +21,39 @@ class RequestBuilder:
     """Makes requests for one model and one server; may be used by several threads.
 
     Args:
-        eos: end-of-text tokens of the model. vocab_size, context: numbers of tokens. capacity: most rows of a request.
+        eos: end-of-text tokens of the model.
+        vocab_size, context: numbers of tokens.
+        capacity: most rows of a request.
     """
 
     def __init__(
-        self, encoder: PromptEncoder, eos: Sequence[int], vocab_size: int, context: int, capacity: int, settings: Settings
+        self,
+        encoder: PromptEncoder,
+        eos: Sequence[int],
+        vocab_size: int,
+        context: int,
+        capacity: int,
+        settings: Settings,
     ) -> None:
         self.encoder, self.context, self.settings = encoder, context, settings
         self._eos, self._vocab_size, self._capacity = tuple(eos), vocab_size, capacity
 
     def build(
-        self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], max_tokens: int, drawn: int, returned: int,
-        top_logprobs: int | None, echo: Sequence[str] | None, headers: Mapping[str, str],
-    ) -> ParsedRequest:  # fmt: skip
+        self,
+        request: BaseRequest,
+        prompts: Sequence[tuple[int, ...]],
+        max_tokens: int,
+        drawn: int,
+        returned: int,
+        top_logprobs: int | None,
+        echo: Sequence[str] | None,
+        headers: Mapping[str, str],
+    ) -> ParsedRequest:
         """The request, with one of the engine for each prompt.
 
         Args:
-            max_tokens: 0 = nothing is to be generated. drawn, returned, top_logprobs, echo, headers: see `ParsedRequest`.
+            max_tokens: 0 = nothing is to be generated.
+            drawn, returned, top_logprobs, echo, headers: see `ParsedRequest`.
 
         Raises:
             ApiError, RequestError: a number is out of range, or fields contradict each other.
@@ -44,71 +61,107 @@ class RequestBuilder:
         require_range("max_tokens", max_tokens, 1 if echo is None else 0, self.settings.max_tokens)
         require_range("n" if drawn == returned else "best_of", drawn, 1, self.settings.max_n)
         require_range("logprobs", top_logprobs or 0, 0, self.settings.max_logprobs)
-        require_range("prompt_logprobs", request.prompt_logprobs or 0, 0, self.settings.max_logprobs)
+        require_range(
+            "prompt_logprobs", request.prompt_logprobs or 0, 0, self.settings.max_logprobs
+        )
         if request.prompt_logprobs is not None and request.stream:
-            raise ApiError(400, "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
+            raise ApiError(
+                400, "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
+            )
         seconds = min(request.time_budget or self.settings.timeout, self.settings.timeout)
         requests = [
-            self._engine_request(request, ids, drawn, max_tokens, top_logprobs or 0, occurrence, seconds)
+            self._engine_request(
+                request, ids, drawn, max_tokens, top_logprobs or 0, occurrence, seconds
+            )
             for ids, occurrence in zip(prompts, occurrences(prompts), strict=True)
             if max_tokens
         ]
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         return ParsedRequest(
-            prompts, requests, drawn, returned, top_logprobs, echo, stream=bool(request.stream),
+            prompts,
+            requests,
+            drawn,
+            returned,
+            top_logprobs,
+            echo,
+            stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             details=bool(request.shoal and (request.shoal.details or request.shoal.rounds)),
             rounds=bool(request.shoal and request.shoal.rounds),
-            headers={"x-shoal-ignored": ", ".join(request.ignored), **headers} if request.ignored else headers,
-            deadline=time.perf_counter() + seconds, token_ids=bool(request.return_token_ids),
-            prompt_logprobs=request.prompt_logprobs, grammar_field=(given_grammar(request) or ("grammar",))[0],
-        )  # fmt: skip
+            headers={"x-shoal-ignored": ", ".join(request.ignored), **headers}
+            if request.ignored
+            else headers,
+            deadline=time.perf_counter() + seconds,
+            token_ids=bool(request.return_token_ids),
+            prompt_logprobs=request.prompt_logprobs,
+            grammar_field=(given_grammar(request) or ("grammar",))[0],
+        )
 
     def _engine_request(
-        self, request: BaseRequest, ids: tuple[int, ...], n: int, max_tokens: int, top_logprobs: int, occurrence: int,
+        self,
+        request: BaseRequest,
+        ids: tuple[int, ...],
+        n: int,
+        max_tokens: int,
+        top_logprobs: int,
+        occurrence: int,
         seconds: float,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         draft = request.speculation
         return Request(
-            ids, n, sampling_of(request, self._vocab_size, self.settings),
-            limits_of(request, max_tokens, self._eos, self._vocab_size, seconds), top_logprobs=top_logprobs,
-            occurrence=occurrence, max_draft=0 if draft == "off" else draft if isinstance(draft, int) else None,
-            submitted_at=time.perf_counter(), shown_tokens=self.encoder.shown_tokens(request),
-        )  # fmt: skip
+            ids,
+            n,
+            sampling_of(request, self._vocab_size, self.settings),
+            limits_of(request, max_tokens, self._eos, self._vocab_size, seconds),
+            top_logprobs=top_logprobs,
+            occurrence=occurrence,
+            max_draft=0 if draft == "off" else draft if isinstance(draft, int) else None,
+            submitted_at=time.perf_counter(),
+            shown_tokens=self.encoder.shown_tokens(request),
+        )
 
     def truncated(
         self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], new: int
-    ) -> Sequence[tuple[int, ...]]:  # fmt: skip
+    ) -> Sequence[tuple[int, ...]]:
         """The last tokens of each prompt, as many as the request wants to be read.
 
         Args:
-            new: tokens that will follow, where that is as many as the context leaves. Raises ApiError.
+            new: tokens that will follow, where that is as many as the context leaves. Raises
+                ApiError.
         """
         most = request.truncate_prompt_tokens
         if most is None:
             return prompts
         if most == 0 or (isinstance(request, CompletionRequest) and request.suffix is not None):
-            message = "truncate_prompt_tokens must be at least 1, or -1, and does not go with suffix"
+            message = (
+                "truncate_prompt_tokens must be at least 1, or -1, and does not go with suffix"
+            )
             raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
         if most == -1:
             most = max(self.context - min(new, self.settings.max_tokens), 1)
         return [ids[-most:] for ids in prompts]
 
-    def clamped(self, max_tokens: int, prompts: Sequence[tuple[int, ...]]) -> tuple[int, dict[str, str]]:
-        """At most what the server and then the context allow, and the header that says so if it was lowered."""
+    def clamped(
+        self, max_tokens: int, prompts: Sequence[tuple[int, ...]]
+    ) -> tuple[int, dict[str, str]]:
+        """At most what the server and then the context allow, and the header that says so if it was
+        lowered."""
         if max_tokens <= self.settings.max_tokens:
             return max_tokens, {}
         most = max(1, min(self.settings.max_tokens, self.context - max(map(len, prompts))))
         return most, {"x-shoal-clamped": f"max_tokens={most}"}
 
     def require_context(self, param: str, prompts: Sequence[tuple[int, ...]], new: int) -> None:
-        """Prompts and their new tokens fit the model's context; the message is OpenAI's, which clients search for."""
+        """Prompts and their new tokens fit the model's context; the message is OpenAI's, which
+        clients search for."""
         longest = max(map(len, prompts))
         if longest + new > self.context:
             message = (
-                f"This model's maximum context length is {self.context} tokens. However, you requested {longest + new} tokens "
-                f"({longest} in the {param}, {new} in the completion). Please reduce the length of the {param} or completion."
+                f"This model's maximum context length is {self.context} tokens. However, you "
+                f"requested {longest + new} tokens "
+                f"({longest} in the {param}, {new} in the completion). Please reduce the length "
+                f"of the {param} or completion."
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
@@ -117,11 +170,17 @@ class RequestBuilder:
         rows = drawn * prompts
         if rows > self._capacity:
             param = "prompt" if prompts > drawn else "n"
-            raise ApiError(400, f"{rows} samples were asked for at once; this server takes {self._capacity}", param=param)
+            raise ApiError(
+                400,
+                f"{rows} samples were asked for at once; this server takes {self._capacity}",
+                param=param,
+            )
 
     def require_members(self, request: CompletionRequest | InfillRequest) -> None:
         if request.members and not self.settings.members:
-            raise ApiError(400, "members after a dot are off: start the server with --members", param="members")
+            raise ApiError(
+                400, "members after a dot are off: start the server with --members", param="members"
+            )
 
 
 def require_range(name: str, value: int, least: int, most: int) -> None:

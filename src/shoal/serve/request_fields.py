@@ -1,7 +1,8 @@
 """Types of request fields: validated strictly, in bounded time.
 
-Validation stops at the first invalid item of a list or object, and a union's member is chosen by the first element of the value:
-neither the cost of an invalid body nor the number of its errors grows with its size.
+Validation stops at the first invalid item of a list or object, and a union's member is chosen by
+the first element of the value: neither the cost of an invalid body nor the number of its errors
+grows with its size.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 IGNORED = "Accepted and ignored."
@@ -61,7 +71,8 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Bias = Annotated[dict[str, float], BeforeValidator(_numbers)]
 Stop = Annotated[Text, Field(max_length=512)]
 Stops = Annotated[
-    Annotated[Stop, Tag("text")] | Annotated[list[Stop], Field(max_length=64, fail_fast=True), Tag("list")],
+    Annotated[Stop, Tag("text")]
+    | Annotated[list[Stop], Field(max_length=64, fail_fast=True), Tag("list")],
     Discriminator(text_or_list),
 ]
 Ids = Annotated[list[NonNegative], Field(min_length=1, fail_fast=True)]
@@ -77,10 +88,14 @@ Ignored = Annotated[Any, Field(description=IGNORED)]
 
 
 class StrictModel(BaseModel):
-    """A JSON object. Unknown fields are rejected unless they are null, and values are not converted between types."""
+    """A JSON object. Unknown fields are rejected unless they are null, and values are not converted
+    between types."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra={"additionalProperties": {"type": "null"}}
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
     )
 
     @model_validator(mode="before")
@@ -98,4 +113,8 @@ class StrictModel(BaseModel):
     def ignored_fields(self) -> Iterable[str]:
         """Names of the fields that were sent and have no effect."""
         fields = type(self).model_fields.items()
-        return (name for name, field in fields if field.description == IGNORED and getattr(self, name) is not None)
+        return (
+            name
+            for name, field in fields
+            if field.description == IGNORED and getattr(self, name) is not None
+        )

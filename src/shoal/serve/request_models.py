@@ -1,4 +1,5 @@
-"""The requests of both APIs, field by field. Other fields are rejected by name; null means the default.
+"""The requests of both APIs, field by field. Other fields are rejected by name; null means the
+default.
 
 Docstrings and descriptions of the models are part of `/openapi.json`.
 """
@@ -38,13 +39,17 @@ class Extension(StrictModel):
     details: bool | None = optional(
         "Every choice also tells its tokens, which of them were accepted drafts, and how it fares."
     )
-    rounds: bool | None = optional("The details also tell each round: which drafts were accepted, and which rejected.")
+    rounds: bool | None = optional(
+        "The details also tell each round: which drafts were accepted, and which rejected."
+    )
 
 
 class Grammar(StrictModel):
     """What a sample must match as a whole."""
 
-    type: Literal["regex", "lark"] = Field(description="A regular expression, or a grammar in EBNF as Lark writes it.")
+    type: Literal["regex", "lark"] = Field(
+        description="A regular expression, or a grammar in EBNF as Lark writes it."
+    )
     text: Text = Field(min_length=1)
 
 
@@ -67,7 +72,8 @@ class JsonText(StrictModel):
     """What every kind of JSON may say."""
 
     whitespace: Literal["bounded", "compact", "any"] | None = optional(
-        "Between the symbols of the JSON: a space or a line break with its indent at most, nothing, any."
+        "Between the symbols of the JSON: a space or a line break with its indent at most, "
+        "nothing, any."
     )
 
 
@@ -90,7 +96,9 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 def _field_of(parameter: Parameter, default: float) -> tuple[Any, Any]:
     """Returns the type and the field of a request for a parameter of `shoal.Sampling`."""
     least = parameter.least if parameter.off is None else parameter.off
-    bounds = Field(ge=least, gt=parameter.above, le=parameter.most, lt=2**63 if parameter.whole else None)
+    bounds = Field(
+        ge=least, gt=parameter.above, le=parameter.most, lt=2**63 if parameter.whole else None
+    )
     number: Any = int if parameter.whole else float
     also = "" if parameter.off is None else f" {parameter.off} = the default, which is {default:g}."
     shown = parameter.help if "= off" in parameter.help else f"{parameter.help[:-1]}; {default:g}."
@@ -100,7 +108,8 @@ def _field_of(parameter: Parameter, default: float) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class SamplingFields(StrictModel):
-        """The fields that are read by name; all others are read by the declarations of `shoal.Sampling`."""
+        """The fields that are read by name; all others are read by the declarations of
+        `shoal.Sampling`."""
 
         temperature: float | None
         top_p: float | None
@@ -108,7 +117,11 @@ else:
     SamplingFields = create_model(
         "SamplingFields",
         __base__=StrictModel,
-        **{one.api: _field_of(one, getattr(Sampling, name)) for name, one in PARAMETERS.items() if one.api},
+        **{
+            one.api: _field_of(one, getattr(Sampling, name))
+            for name, one in PARAMETERS.items()
+            if one.api
+        },
     )
 
 
@@ -117,14 +130,16 @@ class SampledRequest(SamplingFields):
 
     model: str | None = optional("The served model's name, as /v1/models tells it.")
     exact: Literal["weights", "smc", "asap", "asap+smc"] | None = optional(
-        "Weigh samples so that they are samples of p given that all of the text is allowed (by a grammar, or `align`): "
-        "`usage.choices[].log_weight`. smc: and resample them while they run; it needs n of at least 2, and no stream. "
-        "asap: and draw them by what earlier samples have shown. asap+smc: both.",
+        "Weigh samples so that they are samples of p given that all of the text is allowed (by "
+        "a grammar, or `align`): "
+        "`usage.choices[].log_weight`. smc: and resample them while they run; it needs n of at "
+        "least 2, and no stream. "
+        "asap: and draw them by what earlier samples have shown. asap+smc: both."
     )
     logit_bias: Bias | None = optional("Token id, as a string -> value added to its score.")
     stop: Stops | None = optional("Strings that end a sample; the text is cut before them.")
-    stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024, fail_fast=True)] | None = optional(
-        "Token ids that end a sample, beside the model's own."
+    stop_token_ids: Annotated[list[NonNegative], Field(max_length=1024, fail_fast=True)] | None = (
+        optional("Token ids that end a sample, beside the model's own.")
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = optional(
         "The same seed and prompt give the same tokens, whoever else is served."
@@ -149,9 +164,13 @@ class BaseRequest(VllmFields, SampledRequest):
     """Fields of completions and chats: OpenAI's, vLLM's and shoal's own."""
 
     n: Positive | None = optional("Samples per prompt; 1.")
-    max_tokens: NonNegative | None = optional("Most new tokens of a sample; clamped to what the server allows.")
+    max_tokens: NonNegative | None = optional(
+        "Most new tokens of a sample; clamped to what the server allows."
+    )
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = optional("Text, some JSON object, or JSON that fits a schema.")
+    response_format: ResponseFormat | None = optional(
+        "Text, some JSON object, or JSON that fits a schema."
+    )
     metadata: Ignored = None
     store: Ignored = None
     prediction: Ignored = None
@@ -175,39 +194,59 @@ class CompletionRequest(BaseRequest):
     """POST /v1/completions."""
 
     prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
-    suffix: Text | None = optional("Fill in between prompt and suffix, with a model that was trained to.")
+    suffix: Text | None = optional(
+        "Fill in between prompt and suffix, with a model that was trained to."
+    )
     align: bool | None = optional(
-        "The prompt may end inside a token, whose bytes every sample writes again; the default is true with a suffix.",
+        "The prompt may end inside a token, whose bytes every sample writes again; the default "
+        "is true with a suffix."
     )
     syntax: Literal["python", "json"] | None = optional(
-        "No token is written after which the text between prompt and suffix cannot be completed to a program or a document, and "
-        "samples that do not end by themselves are cut where it parses; a stream has their text in the last chunk.",
+        "No token is written after which the text between prompt and suffix cannot be completed "
+        "to a program or a document, and "
+        "samples that do not end by themselves are cut where it parses; a stream has their text "
+        "in the last chunk."
     )
     members: bool | None = optional(
-        "Python: only names that the value before it has follow a dot. Servers allow it with `--members` only.",
+        "Python: only names that the value before it has follow a dot. Servers allow it with "
+        "`--members` only."
     )
     echo: bool | None = optional("The prompt comes back before each sample's text.")
     best_of: Positive | None = optional(
-        "Draw so many samples; the best n come back, best first: those not cut off, then by mean log-probability.",
+        "Draw so many samples; the best n come back, best first: those not cut off, then by "
+        "mean log-probability."
     )
-    logprobs: NonNegative | None = optional("Log-probabilities, and of that many most probable tokens.")
+    logprobs: NonNegative | None = optional(
+        "Log-probabilities, and of that many most probable tokens."
+    )
 
 
 class ChatRequest(BaseRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = optional("Text is all there is.")
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = optional(
+        "Text is all there is."
+    )
     max_completion_tokens: NonNegative | None = optional("Another name of max_tokens.")
     logprobs: bool | None = optional("Log-probabilities of the tokens.")
-    top_logprobs: NonNegative | None = optional("And of that many most probable tokens; with logprobs.")
-    chat_template_kwargs: dict[str, Any] | None = optional("Further variables of the chat template.")
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = optional("What the model may call.")
+    top_logprobs: NonNegative | None = optional(
+        "And of that many most probable tokens; with logprobs."
+    )
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Further variables of the chat template."
+    )
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = optional(
+        "What the model may call."
+    )
     tool_choice: (
         Annotated[
-            Annotated[Literal["auto", "none", "required"], Tag("text")] | Annotated[NamedTool, Tag("named")],
+            Annotated[Literal["auto", "none", "required"], Tag("text")]
+            | Annotated[NamedTool, Tag("named")],
             Discriminator(lambda value: "text" if isinstance(value, str) else "named"),
         ]
         | None
     ) = optional("auto: as the model likes; none; required: some tool; or one by its name.")
-    parallel_tool_calls: bool | None = optional("A sample may call several tools; true. Otherwise its first call counts.")
+    parallel_tool_calls: bool | None = optional(
+        "A sample may call several tools; true. Otherwise its first call counts."
+    )

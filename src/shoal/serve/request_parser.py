@@ -19,7 +19,8 @@ from shoal.serve.tools import call_rules, forced_grammar, shown_tools
 from shoal.types.requests import Request
 
 DEFAULT_MAX_TOKENS = 16
-"""`max_tokens` of a completion without the field; a chat answer may then be as long as the server allows."""
+"""`max_tokens` of a completion without the field; a chat answer may then be as long as the server
+allows."""
 
 
 class RequestParser:
@@ -31,7 +32,11 @@ class RequestParser:
     def parse(self, request: BaseRequest) -> ParsedRequest:
         """Raises ApiError or RequestError for what cannot be served."""
         if request.stream and "smc" in (request.exact or ""):
-            raise ApiError(400, f"exact {request.exact!r} replaces samples while they run: leave out stream", param="exact")
+            raise ApiError(
+                400,
+                f"exact {request.exact!r} replaces samples while they run: leave out stream",
+                param="exact",
+            )
         if isinstance(request, ChatRequest):
             parsed = self._chat(request)
             requests = [self._encoder.dressed(one, request) for one in parsed.requests]
@@ -39,7 +44,9 @@ class RequestParser:
             assert isinstance(request, CompletionRequest)
             parsed, given = self._completion(request)
             pairs = zip(parsed.requests, given, strict=False)
-            requests = [self._encoder.dressed(one, request, prompt, request.suffix) for one, prompt in pairs]
+            requests = [
+                self._encoder.dressed(one, request, prompt, request.suffix) for one, prompt in pairs
+            ]
         return replace(parsed, requests=requests)
 
     def _completion(self, request: CompletionRequest) -> tuple[ParsedRequest, Sequence[Prompt]]:
@@ -50,14 +57,24 @@ class RequestParser:
         self._builder.require_capacity(drawn, len(given))
         encoded = [self._encoder.encode(prompt, request.suffix) for prompt in given]
         wanted = request.max_tokens
-        prompts = self._builder.truncated(request, encoded, DEFAULT_MAX_TOKENS if wanted is None else wanted)
-        max_tokens, headers = self._builder.clamped(
-            min(DEFAULT_MAX_TOKENS, self._settings.max_tokens) if wanted is None else wanted, prompts
+        prompts = self._builder.truncated(
+            request, encoded, DEFAULT_MAX_TOKENS if wanted is None else wanted
         )
-        self._builder.require_context("prompt", prompts, min(max_tokens, 1) if wanted is None else max_tokens)
-        read = [ids if len(ids) < len(whole) else prompt for ids, whole, prompt in zip(prompts, encoded, given, strict=True)]
+        max_tokens, headers = self._builder.clamped(
+            min(DEFAULT_MAX_TOKENS, self._settings.max_tokens) if wanted is None else wanted,
+            prompts,
+        )
+        self._builder.require_context(
+            "prompt", prompts, min(max_tokens, 1) if wanted is None else max_tokens
+        )
+        read = [
+            ids if len(ids) < len(whole) else prompt
+            for ids, whole, prompt in zip(prompts, encoded, given, strict=True)
+        ]
         echo = [self._encoder.text(prompt) for prompt in read] if request.echo else None
-        parsed = self._builder.build(request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers)
+        parsed = self._builder.build(
+            request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers
+        )
         self._builder.require_members(request)
         return parsed, given
 
@@ -66,7 +83,9 @@ class RequestParser:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         given = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(given) > 1:
-            raise ApiError(400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+            raise ApiError(
+                400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens"
+            )
         n, top_logprobs = request.n or 1, (request.top_logprobs or 0) if request.logprobs else None
         self._builder.require_capacity(n, 1)
         if self._settings.turn_ends and not request.ignore_eos:
@@ -74,31 +93,48 @@ class RequestParser:
             request = request.model_copy(update={"stop": [*own, *self._settings.turn_ends]})
         rules, reasoning, ids = self._conversation(request)
         wanted = next(iter(given), None)
-        (ids,) = self._builder.truncated(request, [ids], self._builder.context // 2 if wanted is None else wanted)
+        (ids,) = self._builder.truncated(
+            request, [ids], self._builder.context // 2 if wanted is None else wanted
+        )
         if wanted is None:
             wanted = max(min(self._settings.max_tokens, self._builder.context - len(ids)), 1)
         max_tokens, headers = self._builder.clamped(wanted, [ids])
         self._builder.require_context("messages", [ids], max_tokens)
         parsed = self._builder.build(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
-        grammar = forced_grammar(request, rules, self._settings.max_grammar) if rules and rules.forced else None
+        grammar = (
+            forced_grammar(request, rules, self._settings.max_grammar)
+            if rules and rules.forced
+            else None
+        )
         field = "tools" if grammar is not None else parsed.grammar_field
         requests = [_under(one, grammar) for one in parsed.requests]
         parsed = replace(parsed, rules=rules, requests=requests, grammar_field=field)
         return parsed if reasoning is None else self._reasoned(parsed, reasoning, rules)
 
-    def _conversation(self, request: ChatRequest) -> tuple[CallRules | None, ReasoningRules | None, tuple[int, ...]]:
+    def _conversation(
+        self, request: ChatRequest
+    ) -> tuple[CallRules | None, ReasoningRules | None, tuple[int, ...]]:
         """What counts as a call, where samples reason, and the ids of the prompt."""
         encoder = self._encoder
         rules = call_rules(request, encoder.template(tools=bool(request.tools)))
-        variables = (request.chat_template_kwargs or {}) | ({"tools": shown_tools(request)} if rules else {})
+        variables = (request.chat_template_kwargs or {}) | (
+            {"tools": shown_tools(request)} if rules else {}
+        )
         written = encoder.write(request.messages, variables)
         reasoning = reasoning_of(encoder.template(tools=rules is not None), written)
         if rules is not None:
             rules = replace(rules, reasons=reasoning is not None)
-        return rules, reasoning, encoder.encode_text(written + (rules.begun if rules else ""), special=False)
+        return (
+            rules,
+            reasoning,
+            encoder.encode_text(written + (rules.begun if rules else ""), special=False),
+        )
 
-    def _reasoned(self, parsed: ParsedRequest, reasoning: ReasoningRules, rules: CallRules | None) -> ParsedRequest:
-        """With reasoning in the text, also where its ends are special tokens, and before what a grammar is about.
+    def _reasoned(
+        self, parsed: ParsedRequest, reasoning: ReasoningRules, rules: CallRules | None
+    ) -> ParsedRequest:
+        """With reasoning in the text, also where its ends are special tokens, and before what a
+        grammar is about.
 
         Raises:
             ApiError: a grammar would have to write special tokens.
@@ -109,7 +145,8 @@ class RequestParser:
             grammar = one.sampling.grammar
             if grammar is not None and ends:
                 message = (
-                    "this model reasons between special tokens, which no grammar can follow: let the template close them"
+                    "this model reasons between special tokens, which no grammar can "
+                    "follow: let the template close them"
                 )
                 raise ApiError(400, message, param=parsed.grammar_field, code="invalid_value")
             if grammar is not None:
@@ -120,14 +157,22 @@ class RequestParser:
 
 def _under(request: Request, grammar: Grammar | None) -> Request:
     """The request under a grammar, if there is one."""
-    return request if grammar is None else replace(request, sampling=replace(request.sampling, grammar=grammar))
+    return (
+        request
+        if grammar is None
+        else replace(request, sampling=replace(request.sampling, grammar=grammar))
+    )
 
 
 def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:
     if drawn < n:
         raise ApiError(400, f"best_of must be at least n = {n}, got {drawn}", param="best_of")
     if drawn > n and request.stream:
-        raise ApiError(400, "best_of cannot be streamed: which samples are best is known at the end", param="best_of")
+        raise ApiError(
+            400,
+            "best_of cannot be streamed: which samples are best is known at the end",
+            param="best_of",
+        )
     if request.echo and request.suffix is not None:
         raise ApiError(400, "echo does not go with suffix", param="echo")
 

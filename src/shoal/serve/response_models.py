@@ -1,4 +1,5 @@
-"""What clients get, for the API's own description and those who generate clients from it; of /v1/responses: item_answers.py."""
+"""What clients get, for the API's own description and those who generate clients from it; of
+/v1/responses: item_answers.py."""
 
 from __future__ import annotations
 
@@ -45,11 +46,13 @@ class ChoiceUsage(BaseModel):
     mean_logprob: float | None
     ended_by: str = Field(description="eos, stop, length, time, not started, cancelled or error.")
     finished: bool = Field(
-        description="It came to an end, max_tokens included, within its time budget; `best_of` prefers those that did."
+        description="It came to an end, max_tokens included, within its time budget; `best_of` "
+        "prefers those that did."
     )
     syntax: str | None = Field(
         None,
-        description="With `syntax`: complete (it ended by itself), cut (where it parses) or incomplete (it parses nowhere).",
+        description="With `syntax`: complete (it ended by itself), cut (where it parses) or "
+        "incomplete (it parses nowhere).",
     )
     log_weight: float | None = Field(None, description="With `exact`: natural log of its weight.")
     error: str | None = None
@@ -58,7 +61,9 @@ class ChoiceUsage(BaseModel):
 class PromptUsage(BaseModel):
     """Of the prompts' tokens."""
 
-    cached_tokens: int = Field(description="Copied from earlier requests that begin with the same tokens.")
+    cached_tokens: int = Field(
+        description="Copied from earlier requests that begin with the same tokens."
+    )
 
 
 class CompletionUsage(BaseModel):
@@ -74,7 +79,9 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptUsage
-    completion_tokens_details: CompletionUsage | None = Field(None, description="Of chats with models that reason.")
+    completion_tokens_details: CompletionUsage | None = Field(
+        None, description="Of chats with models that reason."
+    )
     by_drafter: dict[str, DraftUsage] = Field(description="Of all samples drawn.")
     lossy: str | None = Field(None, description="Only under a lossy --rule: what it changes.")
     choices: list[ChoiceUsage]
@@ -102,8 +109,13 @@ class Round(BaseModel):
     """One draft, verify, accept cycle of a choice."""
 
     start: int = Field(description="Place of its first token in the choice.")
-    committed: int = Field(description="Tokens it added; a stop string may have cut the last ones from the answer.")
-    accepted: int = Field(description="So many of them, the first, were drafts; the one after them is the target's own.")
+    committed: int = Field(
+        description="Tokens it added; a stop string may have cut the last ones from the answer."
+    )
+    accepted: int = Field(
+        description="So many of them, the first, were drafts; the one after them is the "
+        "target's own."
+    )
     rejected: list[RejectedDraft]
 
 
@@ -116,7 +128,9 @@ class Details(BaseModel):
     drafted: int
     accepted: int
     rounds: int
-    by_round: list[Round] | None = Field(None, description="Only if asked for: the rounds that this answer or chunk brings.")
+    by_round: list[Round] | None = Field(
+        None, description="Only if asked for: the rounds that this answer or chunk brings."
+    )
 
 
 class PromptLogprob(BaseModel):
@@ -140,9 +154,13 @@ class Choice(BaseModel):
     """What both kinds of choices have."""
 
     index: int
-    token_ids: list[int] | None = Field(None, description="Only with return_token_ids: of this answer or chunk.")
+    token_ids: list[int] | None = Field(
+        None, description="Only with return_token_ids: of this answer or chunk."
+    )
     finish_reason: Ending | None
-    error: str | None = Field(None, description="Why this sample failed, if it did; its text is what there was before.")
+    error: str | None = Field(
+        None, description="Why this sample failed, if it did; its text is what there was before."
+    )
     shoal: Details | None = None
 
 
@@ -202,7 +220,9 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"]
     content: str | None
-    reasoning_content: str | None = Field(None, description="What stands before the content, between <think> and </think>.")
+    reasoning_content: str | None = Field(
+        None, description="What stands before the content, between <think> and </think>."
+    )
     reasoning: str | None = Field(None, description="The same.")
     tool_calls: list[ToolCall] | None = None
 

@@ -27,7 +27,8 @@ EMPTY = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
 """The sample of a request for no tokens."""
 
 KEEP_ALIVE_SECONDS = 15.0
-"""A stream that has nothing to send for so long sends a comment, so that proxies do not close its connection."""
+"""A stream that has nothing to send for so long sends a comment, so that proxies do not close its
+connection."""
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -52,7 +53,8 @@ class ApiResponse:
         """The answer, once all rows have ended.
 
         Raises:
-            ApiError, RequestError: see `Worker.serving`; if every row failed, the error of the first.
+            ApiError, RequestError: see `Worker.serving`; if every row failed, the error of the
+                first.
         """
         parsed, submission = self.parsed, self._submission()
         async with self._serving(submission):
@@ -68,13 +70,18 @@ class ApiResponse:
         for form, update in zip(forms, returned, strict=True):
             prompt = update.index // parsed.drawn
             choice = form.whole(update, parsed.echo[prompt] if parsed.echo else "", echoed[prompt])
-            choices.append(choice | (self._of_prompt(prompt, scorings) if self.api.prompt_in_choice else {}))
-        usage = self._usage(samples, [update.sample for update in returned if update.sample is not None], forms)
+            choices.append(
+                choice | (self._of_prompt(prompt, scorings) if self.api.prompt_in_choice else {})
+            )
+        usage = self._usage(
+            samples, [update.sample for update in returned if update.sample is not None], forms
+        )
         of_prompt = {} if self.api.prompt_in_choice else self._of_prompt(0, scorings)
         return self._body(self.api.object_name, choices) | {"usage": usage} | of_prompt
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events. The first item, which may be empty, comes once the engine has accepted the rows.
+        """The answer as server-sent events. The first item, which may be empty, comes once the
+        engine has accepted the rows.
 
         Raises:
             ApiError, RequestError: before the first item, as `whole` does; later errors are events.
@@ -82,7 +89,11 @@ class ApiResponse:
         parsed, submission = self.parsed, self._submission()
         choices = [self._choice(index) for index in range(parsed.rows)]
         async with self._serving(submission):
-            unsent = set(range(parsed.rows if self.api.prompt_in_choice else 1)) if parsed.token_ids else set[int]()
+            unsent = (
+                set(range(parsed.rows if self.api.prompt_in_choice else 1))
+                if parsed.token_ids
+                else set[int]()
+            )
             yield self._first_events(choices, self._echoed(await self._scorings()), unsent)
             samples: dict[int, Sample] = {}
             try:
@@ -98,36 +109,50 @@ class ApiResponse:
                 return
         if parsed.include_usage:
             ended = [samples[index] for index in sorted(samples)]
-            yield event(self._body(self.api.chunk_name, []) | {"usage": self._usage(ended, ended, choices)})
+            yield event(
+                self._body(self.api.chunk_name, []) | {"usage": self._usage(ended, ended, choices)}
+            )
         yield b"data: [DONE]\n\n"
 
-    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── rows ──────────────────────────────────────────────────────────────────────────────────────
 
     def _submission(self) -> Submission:
         parsed = self.parsed
         self._submitted = Submission(
-            parsed.requests, parsed.rows, stream=parsed.stream, rounds=parsed.rounds, grammar_field=parsed.grammar_field,
-            detailed=parsed.details or parsed.token_ids or parsed.top_logprobs is not None or parsed.reasoning is not None,
-        )  # fmt: skip
+            parsed.requests,
+            parsed.rows,
+            stream=parsed.stream,
+            rounds=parsed.rounds,
+            grammar_field=parsed.grammar_field,
+            detailed=parsed.details
+            or parsed.token_ids
+            or parsed.top_logprobs is not None
+            or parsed.reasoning is not None,
+        )
         return self._submitted
 
     def computed(self) -> Json:
         """What was computed so far, for the log."""
         rows = [] if self._submitted is None else self._submitted.members
         return {
-            "prompt_tokens": sum(map(len, self.parsed.prompts)), "completion_tokens": sum(row.new_tokens for row in rows),
+            "prompt_tokens": sum(map(len, self.parsed.prompts)),
+            "completion_tokens": sum(row.new_tokens for row in rows),
             "samples": len(rows),
-        }  # fmt: skip
+        }
 
     @asynccontextmanager
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:
-        """`Worker.serving`, whose errors name the prompt's field: all other fields have been validated."""
+        """`Worker.serving`, whose errors name the prompt's field: all other fields have been
+        validated."""
         with naming(self.api.prompt_field):
             async with self.worker.serving(submission):
                 yield
 
-    async def _updates(self, submission: Submission, silence: float = math.inf) -> AsyncIterator[RowUpdate | None]:
-        """Of the submission, with None after so many seconds without one; if nothing is to be generated, of rows without tokens."""
+    async def _updates(
+        self, submission: Submission, silence: float = math.inf
+    ) -> AsyncIterator[RowUpdate | None]:
+        """Of the submission, with None after so many seconds without one; if nothing is to be
+        generated, of rows without tokens."""
         async for update in submission.updates_or_silence(silence):
             yield update
         if not self.parsed.requests:
@@ -149,7 +174,7 @@ class ApiResponse:
         pairs = zip(scorings, parsed.echo, strict=True)
         return [scoring.tokens(self.tokenizer, echo) for scoring, echo in pairs]
 
-    # ── JSON ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── JSON ──────────────────────────────────────────────────────────────────────────────────────
 
     def _choice(self, index: int) -> ApiFormat:
         return self.api(self.tokenizer, index, self.parsed)
@@ -163,7 +188,9 @@ class ApiResponse:
             ]
         if parsed.prompt_logprobs is not None:
             fields["prompt_logprobs"] = [
-                None if place is None else {str(token): self._ranked(token, *entry) for token, entry in place.items()}
+                None
+                if place is None
+                else {str(token): self._ranked(token, *entry) for token, entry in place.items()}
                 for place in scorings[prompt].ranked(parsed.prompt_logprobs)
             ]
         return fields
@@ -173,22 +200,30 @@ class ApiResponse:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": name}
 
     def _first_events(
-        self, choices: Sequence[ApiFormat], prompts: Sequence[Sequence[TokenUpdate]], unsent: set[int]
-    ) -> bytes:  # fmt: skip
+        self,
+        choices: Sequence[ApiFormat],
+        prompts: Sequence[Sequence[TokenUpdate]],
+        unsent: set[int],
+    ) -> bytes:
         echo: Sequence[str | None] = self.parsed.echo or [None] * len(prompts)
         chunks = [
-            choice.first_chunk(echo[index // self.parsed.drawn], prompts[index // self.parsed.drawn])
+            choice.first_chunk(
+                echo[index // self.parsed.drawn], prompts[index // self.parsed.drawn]
+            )
             for index, choice in enumerate(choices)
         ]
         return b"".join(self._chunk(chunk, unsent) for chunk in chunks if chunk is not None)
 
     def _chunk(self, choice: Json, unsent: set[int]) -> bytes:
-        """An event with a choice. unsent: choices whose next chunk has what is said of the prompt; it is removed from them."""
+        """An event with a choice. unsent: choices whose next chunk has what is said of the prompt;
+        it is removed from them."""
         index, of_prompt = choice["index"], Json()
         if index in unsent:
             unsent.remove(index)
             of_prompt = self._of_prompt(index // self.parsed.drawn)
-        body = self._body(self.api.chunk_name, [choice | of_prompt if self.api.prompt_in_choice else choice])
+        body = self._body(
+            self.api.chunk_name, [choice | of_prompt if self.api.prompt_in_choice else choice]
+        )
         return event(body | ({} if self.api.prompt_in_choice else of_prompt) | self._no_usage)
 
     @property
@@ -197,9 +232,17 @@ class ApiResponse:
 
     def _body(self, kind: str, choices: Sequence[Json]) -> Json:
         key = self.api.id_prefix + self.key
-        return {"id": key, "object": kind, "created": self.created, "model": self.model, "choices": list(choices)}
+        return {
+            "id": key,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+        }
 
-    def _usage(self, drawn: Sequence[Sample], returned: Sequence[Sample], forms: Sequence[ApiFormat]) -> Json:
+    def _usage(
+        self, drawn: Sequence[Sample], returned: Sequence[Sample], forms: Sequence[ApiFormat]
+    ) -> Json:
         """Tokens of all samples drawn, and the counters of each sample returned."""
         prompt = sum(map(len, self.parsed.prompts))
         completion = sum(len(sample.token_ids) for sample in drawn)
@@ -208,27 +251,43 @@ class ApiResponse:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": min(prompt, sum(sample.restored for sample in drawn))},
-            **({"completion_tokens_details": {"reasoning_tokens": reasoning}} if self.parsed.reasoning else {}),
+            "prompt_tokens_details": {
+                "cached_tokens": min(prompt, sum(sample.restored for sample in drawn))
+            },
+            **(
+                {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+                if self.parsed.reasoning
+                else {}
+            ),
             "by_drafter": as_dicts(total_by_drafter(sample.by_drafter for sample in drawn)),
             **({"lossy": lossy} if (lossy := self.worker.thread.engine.stats.lossy) else {}),
             "choices": [
                 {
-                    "index": index, "completion_tokens": len(sample.token_ids), "drafted": sample.drafted,
-                    "accepted": sample.accepted, "by_drafter": as_dicts(sample.by_drafter), "rounds": sample.rounds,
+                    "index": index,
+                    "completion_tokens": len(sample.token_ids),
+                    "drafted": sample.drafted,
+                    "accepted": sample.accepted,
+                    "by_drafter": as_dicts(sample.by_drafter),
+                    "rounds": sample.rounds,
                     "mean_logprob": finite(sample.mean_logprob),
-                    "ended_by": sample.finish_reason, "finished": sample.finished,
+                    "ended_by": sample.finish_reason,
+                    "finished": sample.finished,
                     **({} if sample.syntax is None else {"syntax": sample.syntax}),
-                    **({} if sample.log_weight is None else {"log_weight": finite(sample.log_weight)}),
+                    **(
+                        {}
+                        if sample.log_weight is None
+                        else {"log_weight": finite(sample.log_weight)}
+                    ),
                     "error": sample.error and public(sample.error),
                 }
                 for index, sample in enumerate(returned)
             ],
-        }  # fmt: skip
+        }
 
 
 def failure(error: ShoalError | None) -> Exception:
-    """The error of a request whose rows all failed: 400 for the request's fault, 500 for the model's, 503 for lack of memory."""
+    """The error of a request whose rows all failed: 400 for the request's fault, 500 for the
+    model's, 503 for lack of memory."""
     if isinstance(error, RequestError):
         return error
     return ApiError(500 if isinstance(error, BadLogits) else 503, str(error), code="row_failed")
@@ -239,7 +298,9 @@ def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
     if parsed.returned == parsed.drawn:
         return list(range(len(samples)))
     indices = {id(sample): index for index, sample in enumerate(samples)}
-    groups = [samples[start : start + parsed.drawn] for start in range(0, len(samples), parsed.drawn)]
+    groups = [
+        samples[start : start + parsed.drawn] for start in range(0, len(samples), parsed.drawn)
+    ]
     return [indices[id(sample)] for group in groups for sample in ranked(group)[: parsed.returned]]
 
 

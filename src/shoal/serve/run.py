@@ -22,16 +22,19 @@ from shoal.serve.tls import Tls
 from shoal.serve.worker import Worker
 
 NOTICE_SECONDS = 2.0
-"""Time between SIGTERM and the end of new connections. /ready fails meanwhile, so that balancers send requests elsewhere."""
+"""Time between SIGTERM and the end of new connections. /ready fails meanwhile, so that balancers
+send requests elsewhere."""
 GRACE_SECONDS = 5
 """Time for clients to read the samples that were cut at the end of the drain."""
 UNREAD_TIMEOUT_SECONDS = 30
-"""A client that acknowledges nothing for so long is disconnected, where the system has TCP_USER_TIMEOUT (Linux)."""
+"""A client that acknowledges nothing for so long is disconnected, where the system has
+TCP_USER_TIMEOUT (Linux)."""
 MAX_CONNECTIONS = 512
 """Most open connections; more if the server's capacity is larger."""
 KEEP_ALIVE_SECONDS = 100
-"""Time after which an idle connection is closed. Clients close theirs before (httpx after 5 s, aiohttp 15, nginx 60, Go 90): a
-server that is first may do so while a request is on its way, which then fails."""
+"""Time after which an idle connection is closed. Clients close theirs before (httpx after 5 s,
+aiohttp 15, nginx 60, Go 90): a server that is first may do so while a request is on its way, which
+then fails."""
 PROTOCOL: dict[str, Any] = {
     "http": LimitedProtocol, "ws": "none", "lifespan": "on", "limit_concurrency": MAX_CONNECTIONS,
     "timeout_keep_alive": KEEP_ALIVE_SECONDS,
@@ -49,31 +52,43 @@ def bind(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by its connections
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_TIMEOUT_SECONDS))
+        listening.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_TIMEOUT_SECONDS)
+        )
     try:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise RequestError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        raise RequestError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}"
+        ) from error
     return listening
 
 
 def run(
-    app: FastAPI, listening: socket.socket, drain: float, log_level: str, ready: Callable[[], None], tls: Tls | None = None,
+    app: FastAPI,
+    listening: socket.socket,
+    drain: float,
+    log_level: str,
+    ready: Callable[[], None],
+    tls: Tls | None = None,
     log_format: logs.LogFormat = "text",
-) -> None:  # fmt: skip
+) -> None:
     """Serves until SIGTERM or Ctrl-C, then drains.
 
-    After Ctrl-C at once, after SIGTERM `NOTICE_SECONDS` later, no new connections are accepted, and open requests have `drain`
-    seconds to finish. Samples that are unfinished then, or at a second signal, are returned as they are.
+    After Ctrl-C at once, after SIGTERM `NOTICE_SECONDS` later, no new connections are accepted, and
+    open requests have `drain` seconds to finish. Samples that are unfinished then, or at a second
+    signal, are returned as they are.
 
     Args:
         ready: called as soon as requests are answered.
-        tls: encrypts all connections; None = HTTP. log_format: see `shoal.serve.logs`.
+        tls: encrypts all connections; None = HTTP.
+        log_format: see `shoal.serve.logs`.
 
     Raises:
         KeyboardInterrupt: at the end, if it was Ctrl-C.
-        InternalError: the engine's thread has ended by an error, and open requests have failed: a supervisor should restart this.
+        InternalError: the engine's thread has ended by an error, and open requests have failed: a
+            supervisor should restart this.
     """
     worker: Worker = app.state.worker
     options = {**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)}
@@ -82,9 +97,13 @@ def run(
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         config = uvicorn.Config(
-            app, log_level=log_level, log_config=logs.config(log_level, log_format), access_log=False,
-            timeout_graceful_shutdown=math.ceil(drain + GRACE_SECONDS), **options,
-        )  # fmt: skip
+            app,
+            log_level=log_level,
+            log_config=logs.config(log_level, log_format),
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(drain + GRACE_SECONDS),
+            **options,
+        )
         _Server(config, drain, ready, app.state).run([listening])
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -95,9 +114,12 @@ def run(
 
 
 class _Server(uvicorn.Server):
-    """Reports readiness, cuts open samples at the end of the drain, and exits when the engine's thread has ended."""
+    """Reports readiness, cuts open samples at the end of the drain, and exits when the engine's
+    thread has ended."""
 
-    def __init__(self, config: uvicorn.Config, drain: float, ready: Callable[[], None], state: State) -> None:
+    def __init__(
+        self, config: uvicorn.Config, drain: float, ready: Callable[[], None], state: State
+    ) -> None:
         super().__init__(config)
         self._drain, self._ready, self._state = drain, ready, state
         self._exit_signal: tuple[int, float] | None = None  # the signal, and when it takes effect
@@ -119,10 +141,14 @@ class _Server(uvicorn.Server):
         timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first SIGTERM takes effect after `NOTICE_SECONDS`, Ctrl-C at once; a second signal cuts open samples."""
+        """The first SIGTERM takes effect after `NOTICE_SECONDS`, Ctrl-C at once; a second signal
+        cuts open samples."""
         self._state.draining = True
         if self._exit_signal is None:
-            self._exit_signal = sig, time.monotonic() + (NOTICE_SECONDS if sig == signal.SIGTERM else 0)
+            self._exit_signal = (
+                sig,
+                time.monotonic() + (NOTICE_SECONDS if sig == signal.SIGTERM else 0),
+            )
         elif not self._cut:
             self._cut = True
             self._exit_signal = self._exit_signal[0], 0.0

@@ -14,14 +14,19 @@ from shoal.serve.settings import Settings
 
 
 def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sampling:
-    """How the request's tokens are drawn. Raises ApiError or RequestError for a value that is not allowed."""
+    """How the request's tokens are drawn. Raises ApiError or RequestError for a value that is not
+    allowed."""
     given: dict[str, Any] = {
         name: value
         for name, one in PARAMETERS.items()
         if one.api and (value := getattr(request, one.api)) is not None and value != one.off
     }
     if request.seed is not None and not settings.seeds and request.temperature != 0:
-        raise ApiError(400, "this server runs under a --rule by which a seed cannot bring the same tokens", param="seed")
+        raise ApiError(
+            400,
+            "this server runs under a --rule by which a seed cannot bring the same tokens",
+            param="seed",
+        )
     bias = {_token_id(token): value for token, value in (request.logit_bias or {}).items()}
     param, grammar = given_grammar(request) or ("", None)
     if grammar is not None:
@@ -32,11 +37,14 @@ def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sa
     return sampling
 
 
-def limits_of(request: BaseRequest, max_tokens: int, eos: Sequence[int], vocab_size: int, seconds: float) -> Limits:
+def limits_of(
+    request: BaseRequest, max_tokens: int, eos: Sequence[int], vocab_size: int, seconds: float
+) -> Limits:
     """When the request's samples end. Raises ApiError for a value that is not allowed.
 
     Args:
-        eos: end-of-text tokens of the model. seconds: time budget.
+        eos: end-of-text tokens of the model.
+        seconds: time budget.
     """
     stop_ids = request.stop_token_ids or ()
     if unknown := [token for token in stop_ids if token >= vocab_size]:
@@ -44,16 +52,23 @@ def limits_of(request: BaseRequest, max_tokens: int, eos: Sequence[int], vocab_s
         raise ApiError(400, message, param="stop_token_ids", code="invalid_value")
     ends = stop_ids if request.ignore_eos else (*eos, *stop_ids)
     with naming("stop"):
-        return Limits(max_new_tokens=max_tokens, stop=request.stop or (), eos=ends, time_budget=seconds)
+        return Limits(
+            max_new_tokens=max_tokens, stop=request.stop or (), eos=ends, time_budget=seconds
+        )
 
 
 def require_size(text: str, most: int, param: str) -> None:
-    """Raises ApiError for a grammar of more characters than the server takes: it is compiled after admission, up to a second."""
+    """Raises ApiError for a grammar of more characters than the server takes: it is compiled after
+    admission, up to a second."""
     if len(text) > most:
-        raise ApiError(400, f"{param} has {len(text)} characters; this server takes {most}", param=param)
+        raise ApiError(
+            400, f"{param} has {len(text)} characters; this server takes {most}", param=param
+        )
 
 
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
-        raise ApiError(400, f"logit_bias: {text!r} is no token id", param="logit_bias", code="invalid_value")
+        raise ApiError(
+            400, f"logit_bias: {text!r} is no token id", param="logit_bias", code="invalid_value"
+        )
     return int(text)

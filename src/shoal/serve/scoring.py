@@ -25,11 +25,15 @@ POLL_SECONDS = 0.02
 """Interval at which the reservation of memory is tried again."""
 
 
-async def scored(worker: Worker, prompts: Sequence[Sequence[int]], top: int, deadline: float) -> list[Scoring]:
-    """Scores prompts one after the other, so that only one cache is needed beside those of the rows.
+async def scored(
+    worker: Worker, prompts: Sequence[Sequence[int]], top: int, deadline: float
+) -> list[Scoring]:
+    """Scores prompts one after the other, so that only one cache is needed beside those of the
+    rows.
 
     Args:
-        top: number of most probable tokens per position. deadline: by `time.perf_counter`.
+        top: number of most probable tokens per position.
+        deadline: by `time.perf_counter`.
 
     Raises:
         ApiError: 503, the deadline has passed. RequestError, ModelError: see `Scoring`.
@@ -38,16 +42,23 @@ async def scored(worker: Worker, prompts: Sequence[Sequence[int]], top: int, dea
         with anyio.fail_after(max(deadline - time.perf_counter(), 0)):
             return [await _scored(worker, ids, top) for ids in prompts]
     except TimeoutError as error:
-        message = "the prompts could not be scored within this request's time: send fewer or shorter ones, or allow more"
+        message = (
+            "the prompts could not be scored within this request's time: send fewer or "
+            "shorter ones, or allow more"
+        )
         raise ApiError(503, message, code="time_limit") from error
 
 
 async def _scored(worker: Worker, ids: Sequence[int], top: int) -> Scoring:
     async with worker.scoring:
         try:
-            while not await worker.thread.call(lambda: worker.thread.engine.reserve_tokens(len(ids))):
+            while not await worker.thread.call(
+                lambda: worker.thread.engine.reserve_tokens(len(ids))
+            ):
                 await asyncio.sleep(POLL_SECONDS)
-            scoring = await worker.thread.call(lambda: Scoring(worker.thread.engine.target, ids, top))
+            scoring = await worker.thread.call(
+                lambda: Scoring(worker.thread.engine.target, ids, top)
+            )
             while not scoring.done:
                 await worker.thread.call(scoring.advance)
             scoring.release()
@@ -66,14 +77,19 @@ class Scoring:
         done: whether all log-probabilities are computed.
 
     Raises:
-        RequestError: the prompt is empty, too long, or has ids outside of the vocabulary. ModelError: out of memory.
+        RequestError: the prompt is empty, too long, or has ids outside of the vocabulary.
+            ModelError: out of memory.
     """
 
     def __init__(self, target: Runner, ids: Sequence[int], top: int) -> None:
         if not ids or len(ids) > target.context:
-            raise RequestError(f"the prompt must have 1..{target.context} tokens to be scored, got {len(ids)}")
+            raise RequestError(
+                f"the prompt must have 1..{target.context} tokens to be scored, got {len(ids)}"
+            )
         if not all(0 <= token < target.vocab_size for token in ids):
-            raise RequestError(f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}")
+            raise RequestError(
+                f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}"
+            )
         self._ids, self._top = list(ids), top
         self._runner: Runner | None = target.fork_for_ordinary_passes()
         self._runner.reserve(1, len(ids))
@@ -91,18 +107,24 @@ class Scoring:
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Computes the next chunk: log-probabilities of its tokens and of the most probable ones, from the unprocessed logits."""
+        """Computes the next chunk: log-probabilities of its tokens and of the most probable ones,
+        from the unprocessed logits."""
         runner, start = self._runner, len(self._logprobs) - 1
         assert runner is not None
         block = torch.tensor([self._ids[start : start + CHUNK_TOKENS]], device=runner.device)
-        following = torch.tensor(self._ids[start + 1 : start + 1 + CHUNK_TOKENS], device=runner.device)
+        following = torch.tensor(
+            self._ids[start + 1 : start + 1 + CHUNK_TOKENS], device=runner.device
+        )
         logits = runner.feed([0], block, [block.shape[1]])[0, : len(following)]
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
         own = scores.gather(1, following[:, None])
         self._logprobs += own.squeeze(1).tolist()
         self._ranks += (scores > own).sum(-1).add(1).tolist()
         best = scores.topk(self._top)
-        pairs = [tuple(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+        pairs = [
+            tuple(zip(*row, strict=True))
+            for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
         self._tops += [TopLogprobs(pair, pair) for pair in pairs]
 
     def tokens(self, tokenizer: Any, echo: str) -> tuple[TokenUpdate, ...]:
@@ -110,11 +132,13 @@ class Scoring:
         text = self._read(tokenizer, echo)
         scores = zip(self._ids, self._logprobs, self._tops, strict=True)
         return tuple(
-            TokenUpdate(token, text.piece(i), logprob, None, best) for i, (token, logprob, best) in enumerate(scores)
+            TokenUpdate(token, text.piece(i), logprob, None, best)
+            for i, (token, logprob, best) in enumerate(scores)
         )
 
     def _read(self, tokenizer: Any, echo: str) -> Detokenizer:
-        """The prompt decoded token by token, with those special tokens that the text that comes back shows."""
+        """The prompt decoded token by token, with those special tokens that the text that comes
+        back shows."""
         special = frozenset(special_tokens(tokenizer))
         begins = {getattr(tokenizer, "bos_token_id", None)}
         every = (frozenset[int](), special - begins, special)
@@ -125,8 +149,8 @@ class Scoring:
         return max(texts, key=lambda text: (text.text == echo, _common(text.text, echo)))
 
     def ranked(self, count: int) -> list[dict[int, tuple[float, int]] | None]:
-        """For each token of the prompt, the log-probabilities and ranks, from 1, of itself and of the `count` most probable tokens
-        there; None for the first. Call when `done`."""
+        """For each token of the prompt, the log-probabilities and ranks, from 1, of itself and of
+        the `count` most probable tokens there; None for the first. Call when `done`."""
         return [None, *(self._ranked_at(i, count) for i in range(1, len(self._ids)))]
 
     def _ranked_at(self, i: int, count: int) -> dict[int, tuple[float, int]]:
@@ -135,7 +159,10 @@ class Scoring:
         assert best is not None
         others = enumerate(best.raw[:count], start=1)
         own = self._ids[i]
-        return {own: (logprob, self._ranks[i]), **{t: (value, rank) for rank, (t, value) in others if t != own}}
+        return {
+            own: (logprob, self._ranks[i]),
+            **{t: (value, rank) for rank, (t, value) in others if t != own},
+        }
 
 
 def _common(a: str, b: str) -> int:

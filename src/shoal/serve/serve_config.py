@@ -33,9 +33,12 @@ class ServeConfig:
     """How to load a pair, run its engine and answer requests; it can be pickled if `load` can.
 
     Attributes:
-        lookahead: see `Shoal.engine`. rule: a name of `shoal.sampling.acceptance.RULES`.
-        kv_bytes: memory for keys and values; None = a fraction of the free memory, see `shoal.models.available`.
-        prefix_bytes: how much of it is for prompts that are kept for later requests; None = `PREFIX_SHARE`.
+        lookahead: see `Shoal.engine`.
+        rule: a name of `shoal.sampling.acceptance.RULES`.
+        kv_bytes: memory for keys and values; None = a fraction of the free memory, see
+            `shoal.models.available`.
+        prefix_bytes: how much of it is for prompts that are kept for later requests; None =
+            `PREFIX_SHARE`.
     """
 
     load: Callable[[], Shoal]
@@ -59,9 +62,18 @@ class ServeConfig:
         def make() -> Engine:
             budget = kv_budget(shoal.target.device) if self.kv_bytes is None else self.kv_bytes
             kept, rows = divided(budget, self.prefix_bytes)
-            LOG.info("keys and values may take %s bytes", "any number of" if rows is None else f"{rows:,}")
+            LOG.info(
+                "keys and values may take %s bytes",
+                "any number of" if rows is None else f"{rows:,}",
+            )
             LOG.info("prompts that are kept for later requests may take %s bytes more", f"{kept:,}")
-            engine = shoal.engine(self.lookahead, RULES[self.rule](), kv_bytes=rows, prefix_bytes=kept, quantum=quantum)
+            engine = shoal.engine(
+                self.lookahead,
+                RULES[self.rule](),
+                kv_bytes=rows,
+                prefix_bytes=kept,
+                quantum=quantum,
+            )
             with LoadStages().stage("preparing", "pair"):
                 engine.prepare()
             return engine
@@ -77,7 +89,11 @@ def divided(budget: int | None, prefix_bytes: int | None) -> tuple[int, int | No
     """
     if budget is None:
         return (MOST_PREFIX_BYTES if prefix_bytes is None else prefix_bytes), None
-    kept = min(int(PREFIX_SHARE * budget), MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
+    kept = (
+        min(int(PREFIX_SHARE * budget), MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
+    )
     if kept >= budget:
-        raise RequestError(f"kept prompts may not take all {budget:,} bytes of keys and values: got {kept:,}")
+        raise RequestError(
+            f"kept prompts may not take all {budget:,} bytes of keys and values: got {kept:,}"
+        )
     return kept, budget - kept

@@ -14,18 +14,27 @@ class Settings:
     """Limits and defaults of a server, validated on creation.
 
     Attributes:
-        model: the name of the model in requests and answers. aliases: further names under which requests may ask for it.
-        queue: rows that may wait beyond those that are decoded. max_n: most samples of a prompt, `best_of` included.
-        max_tokens: most new tokens of a sample. max_logprobs: most alternatives per token. max_body: bytes of a request.
-        max_grammar: characters of a grammar or schema; the time to compile one may grow with their square.
-        timeout: seconds from a request's arrival after which its unfinished rows are returned as they are.
-        seeds: whether seeds are accepted: with the coupled rule the same seed gives the same tokens, whatever else is served.
-        keys: valid API keys of /v1; none = no key is needed. weights: of their owners (`shoal.serve.keys`), where other than 1.
+        model: the name of the model in requests and answers.
+        aliases: further names under which requests may ask for it.
+        queue: rows that may wait beyond those that are decoded.
+        max_n: most samples of a prompt, `best_of` included.
+        max_tokens: most new tokens of a sample.
+        max_logprobs: most alternatives per token.
+        max_body: bytes of a request.
+        max_grammar: characters of a grammar or schema; the time to compile one may grow with their
+            square.
+        timeout: seconds from a request's arrival after which its unfinished rows are returned as
+            they are.
+        seeds: whether seeds are accepted: with the coupled rule the same seed gives the same
+            tokens, whatever else is served.
+        keys: valid API keys of /v1; none = no key is needed.
+        weights: of their owners (`shoal.serve.keys`), where other than 1.
         origins: of pages that may send requests from a browser (CORS).
         hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
-        chat_template: replaces the tokenizer's. turn_ends: stop strings of all chats, beside their own.
-        members: whether requests may ask for `shoal.constraints.members`; it analyses what they send beside the packages of this
-            environment, and the other rows wait meanwhile.
+        chat_template: replaces the tokenizer's.
+        turn_ends: stop strings of all chats, beside their own.
+        members: whether requests may ask for `shoal.constraints.members`; it analyses what they
+            send beside the packages of this environment, and the other rows wait meanwhile.
     """
 
     model: str

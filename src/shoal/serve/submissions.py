@@ -1,4 +1,5 @@
-"""What crosses between the event loop and the engine's thread: a `Submission` one way, its `RowUpdate`s the other way."""
+"""What crosses between the event loop and the engine's thread: a `Submission` one way, its
+`RowUpdate`s the other way."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ MAX_UNREAD_BYTES = 4 * 2**20
 
 
 class TokenUpdate(NamedTuple):
-    """One token: `text` is what it adds to the row's text, `top` the most probable tokens at its position, if requested. `drafter`:
-    the name of the drafter whose draft it is; None for one of the target's own."""
+    """One token: `text` is what it adds to the row's text, `top` the most probable tokens at its
+    position, if requested. `drafter`: the name of the drafter whose draft it is; None for one of
+    the target's own."""
 
     id: int
     text: str
@@ -32,8 +34,8 @@ class TokenUpdate(NamedTuple):
 
 
 class RoundUpdate(NamedTuple):
-    """One round of a row: its first token is the row's token `start`; of the `committed` tokens the first `accepted` were drafts;
-    `rejected`: ids and drafters of the drafts that were not kept."""
+    """One round of a row: its first token is the row's token `start`; of the `committed` tokens the
+    first `accepted` were drafts; `rejected`: ids and drafters of the drafts that were not kept."""
 
     start: int
     committed: int
@@ -47,8 +49,11 @@ class RowUpdate:
 
     Attributes:
         index: of the row among those of its submission, prompt by prompt.
-        text, tokens: new ones; tokens only of a detailed submission, each as soon as all its text may be shown.
-        committed, drafted, accepted, rounds: totals of the row. sample: set when the row has ended. error: why it failed.
+        text, tokens: new ones; tokens only of a detailed submission, each as soon as all its text
+            may be shown.
+        committed, drafted, accepted, rounds: totals of the row.
+        sample: set when the row has ended.
+        error: why it failed.
         by_round: its rounds since the last update, of a submission with `rounds`.
     """
 
@@ -68,36 +73,60 @@ class RowUpdate:
         """Approximate bytes that the update takes until it is read."""
         alternatives = sum(0 if token.top is None else len(token.top.raw) for token in self.tokens)
         rejected = sum(len(done.rejected) for done in self.by_round)
-        return 500 + 4 * len(self.text) + 250 * len(self.tokens) + 100 * (alternatives + len(self.by_round) + rejected)
+        return (
+            500
+            + 4 * len(self.text)
+            + 250 * len(self.tokens)
+            + 100 * (alternatives + len(self.by_round) + rejected)
+        )
 
 
 class Submission:
     """The rows of one request in the engine, and the queue of their updates.
 
     Args:
-        requests: one per prompt; none if nothing is to be generated. rows: number of samples, which take capacity.
-        stream: updates after every round, not only at each row's end. detailed: updates have tokens. rounds: they have rounds.
+        requests: one per prompt; none if nothing is to be generated.
+        rows: number of samples, which take capacity.
+        stream: updates after every round, not only at each row's end.
+        detailed: updates have tokens.
+        rounds: they have rounds.
         grammar_field: of the request that its grammar came from, for messages.
 
     Attributes:
-        open: rows whose end has not been read. held: rows that take capacity. unread: bytes of updates in the inbox.
-        members, timeline: the rows in the engine, prompt by prompt, and their times; the engine thread's own.
+        open: rows whose end has not been read.
+        held: rows that take capacity.
+        unread: bytes of updates in the inbox.
+        members, timeline: the rows in the engine, prompt by prompt, and their times; the engine
+            thread's own.
         inbox: updates, or the error that ended all rows.
     """
 
     def __init__(
-        self, requests: Sequence[Request], rows: int, *, stream: bool, detailed: bool, rounds: bool = False,
+        self,
+        requests: Sequence[Request],
+        rows: int,
+        *,
+        stream: bool,
+        detailed: bool,
+        rounds: bool = False,
         grammar_field: str = "grammar",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.grammar_field = grammar_field
-        self.requests, self.rows, self.stream, self.detailed = list(requests), rows, stream, detailed
+        self.requests, self.rows, self.stream, self.detailed = (
+            list(requests),
+            rows,
+            stream,
+            detailed,
+        )
         self.open = sum(request.n for request in requests)
         self.members: list[Row] = []
         self.timeline = Timeline(self.open)
         self.held = self.unread = 0
         self.inbox: asyncio.Queue[list[RowUpdate] | Exception] = asyncio.Queue()
         self._sent_tokens = [0] * self.open
-        self._rounds: list[list[RoundUpdate]] | None = [[] for _ in range(self.open)] if rounds else None
+        self._rounds: list[list[RoundUpdate]] | None = (
+            [[] for _ in range(self.open)] if rounds else None
+        )
 
     async def updates(self) -> AsyncIterator[RowUpdate]:
         """All updates until the last row has ended.
@@ -126,7 +155,8 @@ class Submission:
                 yield update
 
     def put(self, updates: list[RowUpdate]) -> bool:
-        """Queues updates for the reader. False if more than `MAX_UNREAD_BYTES` of a stream wait: all of them are dropped then.
+        """Queues updates for the reader. False if more than `MAX_UNREAD_BYTES` of a stream wait:
+        all of them are dropped then.
 
         Without `stream` there is no limit: the server itself reads.
         """
@@ -138,7 +168,8 @@ class Submission:
         return True
 
     def update(self, index: int, commit: Commit) -> RowUpdate | None:
-        """A row's update after a commit, made on the engine's thread; None if the row has not ended and nothing is streamed."""
+        """A row's update after a commit, made on the engine's thread; None if the row has not ended
+        and nothing is streamed."""
         row, sample = commit.row, commit.sample
         by_round = self._new_rounds(index, commit)
         if sample is None and not self.stream:
@@ -146,7 +177,16 @@ class Submission:
         tokens = self._new_tokens(index, row, sample) if self.detailed else ()
         text = commit.text if self.stream or sample is None else sample.text
         return RowUpdate(
-            index, text, tokens, row.new_tokens, row.drafted, row.accepted, row.rounds, sample, row.error, by_round
+            index,
+            text,
+            tokens,
+            row.new_tokens,
+            row.drafted,
+            row.accepted,
+            row.rounds,
+            sample,
+            row.error,
+            by_round,
         )
 
     def _new_rounds(self, index: int, commit: Commit) -> tuple[RoundUpdate, ...]:
@@ -165,10 +205,19 @@ class Submission:
     def _new_tokens(self, index: int, row: Row, sample: Sample | None) -> tuple[TokenUpdate, ...]:
         """Tokens not sent yet whose text is complete and that no stop string can remove."""
         text = row.detokenizer
-        start, end = self._sent_tokens[index], len(sample.token_ids) if sample else text.covering(text.shown)
+        start, end = (
+            self._sent_tokens[index],
+            len(sample.token_ids) if sample else text.covering(text.shown),
+        )
         self._sent_tokens[index] = end
         tops: Sequence[TopLogprobs | None] = row.top_logprobs or [None] * row.new_tokens
         return tuple(
-            TokenUpdate(row.tokens[row.prompt_length + i], text.piece(i), row.logprobs[i], row.drafters[i], tops[i])
+            TokenUpdate(
+                row.tokens[row.prompt_length + i],
+                text.piece(i),
+                row.logprobs[i],
+                row.drafters[i],
+                tops[i],
+            )
             for i in range(start, end)
         )

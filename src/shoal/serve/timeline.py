@@ -23,7 +23,8 @@ class Timeline:
         """Tells the metrics what a row got in a round.
 
         Args:
-            index: of the row. now: the end of the round, by the clock of `Request.submitted_at`.
+            index: of the row.
+            now: the end of the round, by the clock of `Request.submitted_at`.
         """
         row, request = commit.row, commit.row.request
         if not self._started and row.started_at is not None:

@@ -23,7 +23,8 @@ class Tls:
     Attributes:
         certfile: the server's certificate and those between it and the authority, PEM.
         keyfile: its private key; None = in `certfile`.
-        password: opens an encrypted key. ca_certs: authorities whose clients are accepted, PEM.
+        password: opens an encrypted key.
+        ca_certs: authorities whose clients are accepted, PEM.
         client_certificates: whether clients have to show a certificate of `ca_certs`.
 
     Raises:
@@ -38,7 +39,9 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.ca_certs is None) != (self.client_certificates == "none"):
-            raise RequestError("clients' certificates are checked against ca_certs: give both or neither")
+            raise RequestError(
+                "clients' certificates are checked against ca_certs: give both or neither"
+            )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for file in (self.certfile, self.keyfile, self.ca_certs):
             if file is not None:
@@ -48,15 +51,19 @@ class Tls:
             try:
                 context.load_verify_locations(self.ca_certs)
             except ssl.SSLError as error:
-                raise RequestError(f"{str(self.ca_certs)!r} holds no certificate in PEM format: {error}") from error
+                raise RequestError(
+                    f"{str(self.ca_certs)!r} holds no certificate in PEM format: {error}"
+                ) from error
 
     def uvicorn_options(self) -> dict[str, Any]:
         """Keyword arguments of `uvicorn.Config`."""
         return {
-            "ssl_certfile": self.certfile, "ssl_keyfile": self.keyfile, "ssl_keyfile_password": self.password,
+            "ssl_certfile": self.certfile,
+            "ssl_keyfile": self.keyfile,
+            "ssl_keyfile_password": self.password,
             "ssl_ca_certs": None if self.ca_certs is None else str(self.ca_certs),
             "ssl_cert_reqs": _MODES[self.client_certificates],
-        }  # fmt: skip
+        }
 
     def _load_certificate(self, context: ssl.SSLContext) -> None:
         key = str(self.keyfile or self.certfile)
@@ -71,20 +78,33 @@ class Tls:
             context.load_cert_chain(self.certfile, self.keyfile, password)
         except (ssl.SSLError, ValueError) as error:  # ValueError: a password that is too long
             if asked and not self.password:
-                message = f"the key in {key!r} is encrypted: its password belongs in a file or in {PASSWORD_VARIABLE}"
+                message = (
+                    f"the key in {key!r} is encrypted: its password belongs in a file or "
+                    f"in {PASSWORD_VARIABLE}"
+                )
             elif asked:
                 message = f"the password does not open the key in {key!r}"
             elif getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
-                message = f"the key in {key!r} does not belong to the certificate in {str(self.certfile)!r}"
+                message = (
+                    f"the key in {key!r} does not belong to the certificate in "
+                    f"{str(self.certfile)!r}"
+                )
             elif self.keyfile is not None:
-                message = f"{str(self.certfile)!r} and {key!r} are no certificate and private key in PEM format: {error}"
+                message = (
+                    f"{str(self.certfile)!r} and {key!r} are no certificate and private "
+                    f"key in PEM format: {error}"
+                )
             else:
-                message = f"{key!r} does not hold a certificate and its private key in PEM format: {error}"
+                message = (
+                    f"{key!r} does not hold a certificate and its private key in PEM "
+                    f"format: {error}"
+                )
             raise RequestError(message) from error
 
 
 def read_password(file: Path | None) -> str | None:
-    """The password in the first line of a file; without a file, that in `PASSWORD_VARIABLE`, if there is one.
+    """The password in the first line of a file; without a file, that in `PASSWORD_VARIABLE`, if
+    there is one.
 
     Raises:
         RequestError: the file cannot be read.

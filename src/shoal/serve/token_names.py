@@ -15,19 +15,26 @@ BROKEN = "\ufffd"
 def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
     r"""A token's name, and its bytes in a text; None if the tokenizer does not have them.
 
-    The name is its text, spaces and special tokens included; for a part of a character, as OpenAI writes it, "bytes:\xe2\x82".
+    The name is its text, spaces and special tokens included; for a part of a character, as OpenAI
+    writes it, "bytes:\xe2\x82".
     """
     text = _decoded(tokenizer, token)
     if BROKEN not in text:
         return text, text.encode()
     piece = tokenizer.convert_ids_to_tokens(token)
     raw = None if piece is None else _bytes(piece)
-    return (text, None) if raw is None else ("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
+    return (
+        (text, None) if raw is None else ("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
+    )
 
 
 def _decoded(tokenizer: Any, token: int) -> str:
-    """The text of a token after another one: some tokenizers remove the space at the beginning of a text."""
-    once, twice = (str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False)) for times in (1, 2))
+    """The text of a token after another one: some tokenizers remove the space at the beginning of a
+    text."""
+    once, twice = (
+        str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
+        for times in (1, 2)
+    )
     return twice[len(once) :] if twice.startswith(once) and len(twice) > len(once) else once
 
 
@@ -36,4 +43,8 @@ def _bytes(piece: str) -> bytes | None:
     byte, known = fallback(piece), byte_letters()
     if byte is not None:
         return byte
-    return bytes(known[letter] for letter in piece) if all(letter in known for letter in piece) else None
+    return (
+        bytes(known[letter] for letter in piece)
+        if all(letter in known for letter in piece)
+        else None
+    )

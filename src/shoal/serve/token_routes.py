@@ -1,4 +1,5 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer, in the form of vLLM's server, for clients such as lm-eval."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer, in the form of vLLM's server,
+for clients such as lm-eval."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = optional("The served model's name, as /v1/models tells it.")
     prompt: Text | None = optional("A text; or `messages`.")
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = optional("A conversation.")
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = optional(
+        "A conversation."
+    )
     add_special_tokens: bool | None = optional(
         "Those that the tokenizer adds to a text; true. Chat templates write their own."
     )
-    add_generation_prompt: bool | None = optional("With messages: the beginning of an answer; true.")
+    add_generation_prompt: bool | None = optional(
+        "With messages: the beginning of an answer; true."
+    )
     return_token_strs: bool | None = optional("The tokens as the vocabulary writes them, too.")
-    chat_template_kwargs: dict[str, Any] | None = optional("Further variables of the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = optional(
+        "Further variables of the chat template."
+    )
 
 
 class Tokens(BaseModel):
@@ -57,21 +64,30 @@ class Detokenized(BaseModel):
 
 
 def token_routes(handler: ApiHandler) -> APIRouter:
-    """The three routes; encoding and decoding run on another thread, because long texts take time."""
+    """The three routes; encoding and decoding run on another thread, because long texts take
+    time."""
     router, most = APIRouter(), handler.settings.max_body
 
-    @router.post(TOKENIZE, response_model=Tokens, **described(TokenizeRequest, Tokens, stream=False))
+    @router.post(
+        TOKENIZE, response_model=Tokens, **described(TokenizeRequest, Tokens, stream=False)
+    )
     async def tokenize(request: Request) -> Tokens:
         """The token ids of a text or a conversation."""
         fields = bodies.validated(TokenizeRequest, await bodies.read(request, most))
         return await run_in_threadpool(_tokenized, handler, fields)
 
-    @router.post(DETOKENIZE, response_model=Detokenized, **described(DetokenizeRequest, Detokenized, stream=False))
+    @router.post(
+        DETOKENIZE,
+        response_model=Detokenized,
+        **described(DetokenizeRequest, Detokenized, stream=False),
+    )
     async def detokenize(request: Request) -> Detokenized:
         """The text of token ids."""
         fields = bodies.validated(DetokenizeRequest, await bodies.read(request, most))
         handler.require_model(fields.model)
-        return await run_in_threadpool(lambda: Detokenized(prompt=handler.encoder.decode(fields.tokens, "tokens")))
+        return await run_in_threadpool(
+            lambda: Detokenized(prompt=handler.encoder.decode(fields.tokens, "tokens"))
+        )
 
     @router.get(TOKENIZER_INFO, responses={401: REFUSALS[401]})
     async def tokenizer_info() -> dict[str, Any]:
@@ -93,7 +109,9 @@ def _tokenized(handler: ApiHandler, fields: TokenizeRequest) -> Tokens:
         }
         ids = encoder.encode_messages(fields.messages, variables)
     else:
-        ids = encoder.encode_text(fields.prompt or "", special=fields.add_special_tokens is not False)
+        ids = encoder.encode_text(
+            fields.prompt or "", special=fields.add_special_tokens is not False
+        )
     names = encoder.names(ids) if fields.return_token_strs else None
     return Tokens(count=len(ids), max_model_len=handler.context, tokens=list(ids), token_strs=names)
 
@@ -109,5 +127,7 @@ def information(tokenizer: Any, chat_template: str | None) -> dict[str, Any]:
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": len(tokenizer),
         "chat_template": chat_template or chat_template_of(tokenizer),
-        **{name: special.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+        **{
+            name: special.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        },
     }

@@ -1,7 +1,9 @@
-"""Calls of tools in the texts of chat models: where a text holds calls, in the format of the model's chat template.
+"""Calls of tools in the texts of chat models: where a text holds calls, in the format of the
+model's chat template.
 
-The formats are those of the templates of Hermes and Qwen (`<tool_call>{"name", "arguments"}</tool_call>`), Llama 3
-(`{"name", "parameters"}`) and Mistral (`[TOOL_CALLS] [{"name", "arguments"}]`).
+The formats are those of the templates of Hermes and Qwen (`<tool_call>{"name",
+"arguments"}</tool_call>`), Llama 3 (`{"name", "parameters"}`) and Mistral (`[TOOL_CALLS] [{"name",
+"arguments"}]`).
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ class CallFormat(NamedTuple):
     """How a family of models writes calls.
 
     Attributes:
-        opening: stands before a call, or before a list of calls. closing: stands behind it.
-        arguments: the name of the field of the arguments. listed: the calls are one list.
-        bare: a text may also begin with the JSON itself: the opening is a special token, which texts do not show.
+        opening: stands before a call, or before a list of calls.
+        closing: stands behind it.
+        arguments: the name of the field of the arguments.
+        listed: the calls are one list.
+        bare: a text may also begin with the JSON itself: the opening is a special token, which
+            texts do not show.
         begun: what stands in the prompt before a forced call.
-        between, behind: what stands between two forced calls and behind the last one; both empty where there is only one.
+        between, behind: what stands between two forced calls and behind the last one; both empty
+            where there is only one.
     """
 
     opening: str
@@ -35,18 +41,33 @@ class CallFormat(NamedTuple):
 
 
 HERMES = CallFormat(
-    "<tool_call>", "</tool_call>", "arguments", listed=False, bare=False, begun="<tool_call>\n",
-    between="\n</tool_call>\n<tool_call>\n", behind="\n</tool_call>",
-)  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "arguments",
+    listed=False,
+    bare=False,
+    begun="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    behind="\n</tool_call>",
+)
 LLAMA = CallFormat("<|python_tag|>", ";", "parameters", listed=False, bare=True, begun="")
 MISTRAL = CallFormat("[TOOL_CALLS]", "", "arguments", listed=True, bare=True, begun="[TOOL_CALLS] ")
-MARKS = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|python_tag|>": LLAMA, '"parameters":': LLAMA}
+MARKS = {
+    "<tool_call>": HERMES,
+    "[TOOL_CALLS]": MISTRAL,
+    "<|python_tag|>": LLAMA,
+    '"parameters":': LLAMA,
+}
 """Formats by what the text of a chat template holds; the first that is there goes."""
 
 
 def format_of(template: str | None) -> CallFormat | None:
     """The format in which a chat template writes calls; None if it writes none."""
-    return None if template is None else next((found for mark, found in MARKS.items() if mark in template), None)
+    return (
+        None
+        if template is None
+        else next((found for mark, found in MARKS.items() if mark in template), None)
+    )
 
 
 class Call(NamedTuple):
@@ -61,8 +82,10 @@ class CallRules:
     """What counts as a call in the samples of one request.
 
     Attributes:
-        names: of the tools; JSON that names another one is text. forced: the sample is a call from its first character on, behind
-            an opening that stands in the prompt. parallel: a sample may have several calls; otherwise the first one counts.
+        names: of the tools; JSON that names another one is text.
+        forced: the sample is a call from its first character on, behind an opening that stands in
+            the prompt.
+        parallel: a sample may have several calls; otherwise the first one counts.
         reasons: a forced sample may reason first, so that nothing of the call stands in the prompt.
     """
 
@@ -79,14 +102,16 @@ class CallRules:
 
     @property
     def begins(self) -> str:
-        """What a sample writes itself before a forced call. A special token is left out: the call is known without it."""
+        """What a sample writes itself before a forced call. A special token is left out: the call
+        is known without it."""
         return self.format.begun if self.forced and self.reasons and not self.format.bare else ""
 
 
 class CallReader:
     """Takes the text of one sample piece by piece, and separates calls from the other text.
 
-    A call is told when it is complete. What could be a call and is none comes out as text, character for character.
+    A call is told when it is complete. What could be a call and is none comes out as text,
+    character for character.
 
     Attributes:
         found: number of calls so far.
@@ -99,7 +124,8 @@ class CallReader:
         self.found = 0
 
     def feed(self, text: str, ended: bool) -> tuple[str, list[Call]]:
-        """What a piece adds: text that belongs to no call, and the calls that are complete. `ended`: it is the last piece."""
+        """What a piece adds: text that belongs to no call, and the calls that are complete.
+        `ended`: it is the last piece."""
         pieces = self.pieces(text, ended)
         shown = "".join(piece for piece in pieces if isinstance(piece, str))
         return shown, [piece for piece in pieces if isinstance(piece, Call)]
@@ -132,7 +158,11 @@ class CallReader:
         """Text up to the next opening, without what may yet become one."""
         opening, text = self._format.opening, self._waiting
         start = text.find(opening)
-        bare = self._format.bare and self._at_start and text.lstrip()[:1] == ("[" if self._format.listed else "{")
+        bare = (
+            self._format.bare
+            and self._at_start
+            and text.lstrip()[:1] == ("[" if self._format.listed else "{")
+        )
         if start >= 0 and not (bare and text.lstrip()[: len(opening)] != opening):
             self._raw, self._waiting, self._inside = opening, text[start + len(opening) :], True
             return text[:start]
@@ -144,7 +174,14 @@ class CallReader:
         kept = (
             0
             if ended
-            else next((k for k in range(min(len(opening) - 1, len(text)), 0, -1) if opening.startswith(text[-k:])), 0)
+            else next(
+                (
+                    k
+                    for k in range(min(len(opening) - 1, len(text)), 0, -1)
+                    if opening.startswith(text[-k:])
+                ),
+                0,
+            )
         )
         self._waiting = text[len(text) - kept :]
         self._at_start = self._at_start and not text[: len(text) - kept].strip()
@@ -185,7 +222,12 @@ class CallReader:
             if not isinstance(one, dict) or one.get("name") not in self._rules.names:
                 return None
             arguments: Any = next(
-                (one[name] for name in (self._format.arguments, "arguments", "parameters") if name in one), {}
+                (
+                    one[name]
+                    for name in (self._format.arguments, "arguments", "parameters")
+                    if name in one
+                ),
+                {},
             )
             if not isinstance(arguments, dict):
                 return None
@@ -193,7 +235,8 @@ class CallReader:
         return calls or None
 
     def _without_margins(self, shown: str, ended: bool) -> str:
-        """Text without the blanks before calls and at the end: they wait until other text follows."""
+        """Text without the blanks before calls and at the end: they wait until other text
+        follows."""
         text = self._blank + shown
         if ended and not self.found:
             return text
@@ -214,17 +257,27 @@ def forced_schema(rules: CallRules, parameters: dict[str, dict[str, Any]]) -> di
 
     Each tool's own schema stands under `$defs`, and its references lead there.
     """
-    own = {f"tool{i}": _moved(schema, f"#/$defs/tool{i}") for i, schema in enumerate(parameters.values())}
+    own = {
+        f"tool{i}": _moved(schema, f"#/$defs/tool{i}")
+        for i, schema in enumerate(parameters.values())
+    }
     calls = [
         {
-            "type": "object", "properties": {"name": {"const": name}, rules.format.arguments: {"$ref": f"#/$defs/tool{i}"}},
-            "required": ["name", rules.format.arguments], "additionalProperties": False,
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                rules.format.arguments: {"$ref": f"#/$defs/tool{i}"},
+            },
+            "required": ["name", rules.format.arguments],
+            "additionalProperties": False,
         }
         for i, name in enumerate(parameters)
-    ]  # fmt: skip
+    ]
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if rules.format.listed:
-        one = {"type": "array", "items": one, "minItems": 1} | ({} if rules.parallel else {"maxItems": 1})
+        one = {"type": "array", "items": one, "minItems": 1} | (
+            {} if rules.parallel else {"maxItems": 1}
+        )
     return {**one, "$defs": own}
 
 
@@ -239,7 +292,10 @@ def _moved(schema: Any, place: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        name: place + value[1:] if name == "$ref" and isinstance(value, str) and LOCAL.match(value)
-        else value if name in LITERAL else _moved(value, place)
+        name: place + value[1:]
+        if name == "$ref" and isinstance(value, str) and LOCAL.match(value)
+        else value
+        if name in LITERAL
+        else _moved(value, place)
         for name, value in schema.items()
-    }  # fmt: skip
+    }

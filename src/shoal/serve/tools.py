@@ -1,4 +1,5 @@
-"""The fields `tools` and `tool_choice` of a chat request: what counts as a call, and the grammar of a forced one."""
+"""The fields `tools` and `tool_choice` of a chat request: what counts as a call, and the grammar of
+a forced one."""
 
 from __future__ import annotations
 
@@ -27,9 +28,17 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
     choice = request.tool_choice
     chosen = [choice.function.name] if isinstance(choice, NamedTool) else names
     if choice == "required" and not names:
-        raise ApiError(400, "tool_choice is 'required', but there are no tools", param="tool_choice", code="invalid_value")
+        raise ApiError(
+            400,
+            "tool_choice is 'required', but there are no tools",
+            param="tool_choice",
+            code="invalid_value",
+        )
     if not set(chosen) <= set(names):
-        message = f"tool_choice names {chosen[0]!r}, which is not among tools: {', '.join(names) or 'there are none'}"
+        message = (
+            f"tool_choice names {chosen[0]!r}, which is not among tools: "
+            f"{', '.join(names) or 'there are none'}"
+        )
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
     if not names or choice == "none":
         return None
@@ -37,7 +46,10 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         raise ApiError(400, "two tools have the same name", param="tools", code="invalid_value")
     found = format_of(template)
     if found is None:
-        message = "this model's chat template writes no calls of tools; one that does is --chat-template hermes"
+        message = (
+            "this model's chat template writes no calls of tools; one that does is "
+            "--chat-template hermes"
+        )
         raise ApiError(400, message, param="tools", code="invalid_value")
     forced = choice == "required" or isinstance(choice, NamedTool)
     return CallRules(found, frozenset(chosen), forced, request.parallel_tool_calls is not False)
@@ -49,17 +61,22 @@ def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 def forced_grammar(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
-    """The grammar of a sample that is a call, or several where any tool may be called and the format has more than one.
+    """The grammar of a sample that is a call, or several where any tool may be called and the
+    format has more than one.
 
     Raises:
         ApiError: it is too long, or there is another grammar.
     """
     if given_grammar(request) is not None:
-        raise ApiError(400, "a forced call of a tool does not go with another grammar", param="tool_choice")
+        raise ApiError(
+            400, "a forced call of a tool does not go with another grammar", param="tool_choice"
+        )
     functions = [tool.function for tool in request.tools or () if tool.function.name in rules.names]
     schema = forced_schema(rules, {one.name: one.parameters or NO_ARGUMENTS for one in functions})
     text = json.dumps(schema)
     require_size(text, max_characters, "tools")
     if rules.parallel and request.tool_choice == "required":
-        return Grammar("json_schema", text, between=rules.format.between, behind=rules.format.behind)
+        return Grammar(
+            "json_schema", text, between=rules.format.between, behind=rules.format.behind
+        )
     return Grammar("json_schema", text)

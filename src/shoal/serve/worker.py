@@ -1,4 +1,5 @@
-"""Admits submissions, hands their rows to the engine's thread, and distributes the updates that come back."""
+"""Admits submissions, hands their rows to the engine's thread, and distributes the updates that
+come back."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ class Worker:
     """The submissions of a server and the engine that decodes their rows.
 
     Args:
-        make_engine: see `EngineThread`. queue: rows that may wait beyond those that are decoded.
+        make_engine: see `EngineThread`.
+        queue: rows that may wait beyond those that are decoded.
 
     Attributes:
-        thread: the engine's. capacity: most rows in the engine, decoded and waiting. rows: in it now, as the event loop knows.
+        thread: the engine's.
+        capacity: most rows in the engine, decoded and waiting.
+        rows: in it now, as the event loop knows.
         scoring: lock of prompt scoring: one prompt at a time takes memory beside the rows.
     """
 
@@ -42,11 +46,13 @@ class Worker:
         self.rows = 0
         self.scoring = asyncio.Lock()
         self._submissions: set[Submission] = set()
-        self._rows: dict[Row, tuple[Submission, int]] = {}  # the engine thread's: unfinished rows, with their index
+        self._rows: dict[
+            Row, tuple[Submission, int]
+        ] = {}  # the engine thread's: unfinished rows, with their index
         self._finished = 0
         self._grammars = GrammarReader(engine.validator.tokenizer, engine.validator.vocab_size)
 
-    # ── called on the event loop ────────────────────────────────────────────────────────────────────────────────────
+    # ── called on the event loop ──────────────────────────────────────────────────────────────────
 
     def stop(self) -> None:
         """Ends the thread after the current round; unfinished rows fail."""
@@ -54,15 +60,18 @@ class Worker:
         self._grammars.close()
 
     def cut(self) -> None:
-        """Ends all rows after the current round; their samples are returned as they are, marked "cancelled"."""
+        """Ends all rows after the current round; their samples are returned as they are, marked
+        "cancelled"."""
         self.thread.post(lambda: self._deliver(self.thread.engine.cancel(list(self._rows))))
 
     @asynccontextmanager
     async def serving(self, submission: Submission) -> AsyncIterator[None]:
-        """Keeps the submission's rows in the engine within the context; rows unfinished at its end are cancelled.
+        """Keeps the submission's rows in the engine within the context; rows unfinished at its end
+        are cancelled.
 
         Raises:
-            ApiError: too many rows (429), or no engine (503). RequestError: what the engine does not accept.
+            ApiError: too many rows (429), or no engine (503). RequestError: what the engine does
+                not accept.
         """
         self._admit(submission)
         self.rows += submission.rows
@@ -80,7 +89,8 @@ class Worker:
                 self.thread.post(lambda: self._cancel(submission))
 
     async def _read_grammars(self, submission: Submission) -> list[GrammarConstraint]:
-        """Reads the submission's grammars; the engine's thread finds them compiled as long as the returned list is kept."""
+        """Reads the submission's grammars; the engine's thread finds them compiled as long as the
+        returned list is kept."""
         constraints: list[GrammarConstraint] = []
         for request in submission.requests:
             grammar = request.sampling.grammar
@@ -91,23 +101,32 @@ class Worker:
         return constraints
 
     def _admit(self, submission: Submission) -> None:
-        """Raises ApiError (429) if the submission's rows exceed the capacity; Retry-After follows the pace so far."""
+        """Raises ApiError (429) if the submission's rows exceed the capacity; Retry-After follows
+        the pace so far."""
         excess = self.rows + submission.rows - self.capacity
         if excess > 0:
             stats = self.thread.stats
             pace = (stats.seconds_rounds + stats.seconds_prefill) / max(self._finished, 1)
             seconds = min(max(math.ceil(excess * pace), 1), MAX_RETRY_SECONDS)
-            message = f"{self.rows} samples run or wait already, and {self.capacity} may; try again in {seconds} s"
+            message = (
+                f"{self.rows} samples run or wait already, and {self.capacity} may; try "
+                f"again in {seconds} s"
+            )
             raise ApiError(429, message, code="queue_full", headers={"retry-after": str(seconds)})
 
     def _distribute(self, updates: dict[Submission, list[RowUpdate]]) -> None:
         for submission, items in updates.items():
             if submission not in self._submissions:
                 continue
-            self._release(submission, sum(item.sample is not None for item in items))  # whether or not they are read
+            self._release(
+                submission, sum(item.sample is not None for item in items)
+            )  # whether or not they are read
             if not submission.put(items):
                 self.thread.post(partial(self._cancel, submission))
-                self._fail([submission], ApiError(503, "the stream was not read, and is cut", code="stream_not_read"))
+                self._fail(
+                    [submission],
+                    ApiError(503, "the stream was not read, and is cut", code="stream_not_read"),
+                )
 
     def _fail(self, submissions: Iterable[Submission], error: Exception) -> None:
         for submission in submissions:
@@ -123,7 +142,7 @@ class Worker:
         """Fails all submissions: the engine's thread has ended."""
         self._fail(self._submissions, engine_stopped())
 
-    # ── called on the engine's thread ───────────────────────────────────────────────────────────────────────────────
+    # ── called on the engine's thread ─────────────────────────────────────────────────────────────
 
     def _submit(self, submission: Submission) -> None:
         needs_text = submission.stream or submission.detailed

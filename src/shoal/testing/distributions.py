@@ -1,7 +1,8 @@
 """Exact enumeration of the output distribution by the real acceptance code.
 
-Every decision of a round is a step function of its uniform, and p and q determine the steps. One evaluation per step, weighted
-by the step's width, integrates over all uniforms. No random number is drawn, so the result is exact up to rounding.
+Every decision of a round is a step function of its uniform, and p and q determine the steps. One
+evaluation per step, weighted by the step's width, integrates over all uniforms. No random number is
+drawn, so the result is exact up to rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from shoal.sampling import drawing
 from shoal.sampling.acceptance import rejection
 
 EDGE = 1e-6
-"""Share of a step's width in its two margins, which are evaluated too, so that a misplaced step is noticed."""
+"""Share of a step's width in its two margins, which are evaluated too, so that a misplaced step is
+noticed."""
 
 
 def draw_measure(weights: Tensor) -> Tensor:
@@ -27,13 +29,16 @@ def draw_measure(weights: Tensor) -> Tensor:
     for at, share in ((EDGE / 2, EDGE), (0.5, 1 - 2 * EDGE), (1 - EDGE / 2, EDGE)):
         left, width = steps[:, :-1], steps.diff(dim=-1)
         u = (left + at * width).clamp(max=1 - 2**-53)
-        token = drawing.draw(weights.repeat_interleave(vocab, dim=0), u.reshape(-1)).view(rows, vocab)
+        token = drawing.draw(weights.repeat_interleave(vocab, dim=0), u.reshape(-1)).view(
+            rows, vocab
+        )
         measure.scatter_add_(1, token, share * width)
     return measure
 
 
 def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
-    """The measure of uniforms that `rejection.acceptance_mask` accepts, for probabilities p and q of one shape, float64."""
+    """The measure of uniforms that `rejection.acceptance_mask` accepts, for probabilities p and q
+    of one shape, float64."""
     step = _threshold(p, q)
     measure = torch.zeros_like(p)
     for left, width in ((torch.zeros_like(step), step), (step, 1 - step)):
@@ -55,7 +60,8 @@ def _steps(p: Tensor) -> Tensor:
 
 
 def chain_rule(table: Tensor, horizon: int) -> Tensor:
-    """The distribution of `horizon` tokens drawn one by one from a Markov table after a prompt of zeros; [vocab] * horizon."""
+    """The distribution of `horizon` tokens drawn one by one from a Markov table after a prompt of
+    zeros; [vocab] * horizon."""
     order, vocab = table.dim() - 1, table.shape[-1]
     histories = _digits(torch.arange(vocab**horizon), horizon, vocab)
     padded = torch.nn.functional.pad(histories, (order, 0))
@@ -68,13 +74,16 @@ def chain_rule(table: Tensor, horizon: int) -> Tensor:
 def committed_distribution(
     target: Tensor, drafter: Tensor, horizon: int, lengths: Sequence[int], *, clip: bool = True
 ) -> Tensor:
-    """The distribution of the first `horizon` committed tokens over repeated rounds of the real acceptance code.
+    """The distribution of the first `horizon` committed tokens over repeated rounds of the real
+    acceptance code.
 
     Args:
-        target, drafter: Markov tables of one order, [vocab] * order + [vocab] float64; the prompt is zeros.
-        lengths: possible draft lengths of a round; a fixed function of the row's history chooses one, so the rows of one call
-            have different ones.
-        clip: no row drafts more than it may still commit, minus one, as in the engine. Otherwise surplus tokens are cut off.
+        target, drafter: Markov tables of one order, [vocab] * order + [vocab] float64; the prompt
+            is zeros.
+        lengths: possible draft lengths of a round; a fixed function of the row's history chooses
+            one, so the rows of one call have different ones.
+        clip: no row drafts more than it may still commit, minus one, as in the engine. Otherwise
+            surplus tokens are cut off.
 
     Returns:
         [vocab] * horizon float64.
@@ -96,7 +105,8 @@ def committed_distribution(
 
 @dataclass(frozen=True)
 class _Outcomes:
-    """Outcomes of a round: `drafts` [m, k], the verdict's `accepted` and `token` [m], their `row` and their `weight`."""
+    """Outcomes of a round: `drafts` [m, k], the verdict's `accepted` and `token` [m], their `row`
+    and their `weight`."""
 
     drafts: Tensor
     accepted: Tensor
@@ -106,7 +116,8 @@ class _Outcomes:
 
 
 def _advance(mass: list[Tensor], depth: int, codes: Tensor, outcomes: _Outcomes) -> None:
-    """Moves the outcomes' share of mass[depth] to the histories after their blocks; `codes` [m]: the histories before."""
+    """Moves the outcomes' share of mass[depth] to the histories after their blocks; `codes` [m]:
+    the histories before."""
     vocab, remaining = len(mass[1]), len(mass) - 1 - depth
     block = torch.cat([outcomes.drafts, outcomes.token[:, None]], dim=1)
     block[torch.arange(len(block)), outcomes.accepted] = outcomes.token
@@ -134,7 +145,8 @@ class _Pair:
         """All outcomes of one round, by the number of accepted drafts.
 
         Args:
-            histories: [rows, depth] new tokens so far. lengths: draft length of each row, [rows].
+            histories: [rows, depth] new tokens so far.
+            lengths: draft length of each row, [rows].
         """
         vocab, order, k = self.target.shape[-1], self.target.dim() - 1, int(lengths.max())
         every = _digits(torch.arange(vocab**k), k, vocab)
@@ -142,14 +154,25 @@ class _Pair:
         drafts, own = every.repeat(len(histories), 1), lengths[row]
         tokens = torch.nn.functional.pad(torch.cat([histories[row], drafts], dim=1), (order, 0))
         start = histories.shape[1]
-        contexts = [tuple(tokens[:, start + j : start + j + order].unbind(dim=1)) for j in range(k + 1)]
+        contexts = [
+            tuple(tokens[:, start + j : start + j + order].unbind(dim=1)) for j in range(k + 1)
+        ]
         inside = torch.arange(k) < own[:, None]
         of_draft = [(*context, drafts[:, j]) for j, context in enumerate(contexts[:k])]
         # Padding is drafted uniformly, which must not change the result.
-        made = _stack([self.drafted[index] for index in of_draft], len(row)).where(inside, 1 / vocab).prod(dim=1)
+        made = (
+            _stack([self.drafted[index] for index in of_draft], len(row))
+            .where(inside, 1 / vocab)
+            .prod(dim=1)
+        )
         passes = _stack([self.accepts[index] for index in of_draft], len(row))
-        step = _stack([_threshold(self.target[index], self.drafter[index]) for index in of_draft], len(row))
-        p, q = (torch.stack([table[context] for context in contexts], dim=1) for table in (self.target, self.drafter))
+        step = _stack(
+            [_threshold(self.target[index], self.drafter[index]) for index in of_draft], len(row)
+        )
+        p, q = (
+            torch.stack([table[context] for context in contexts], dim=1)
+            for table in (self.target, self.drafter)
+        )
         return [
             self._outcome(j, drafts, own, p, q, step, made * _run(passes, inside, j), row)
             for j in range(k + 1)
@@ -157,28 +180,49 @@ class _Pair:
         ]
 
     def _outcome(
-        self, j: int, drafts: Tensor, own: Tensor, p: Tensor, q: Tensor, step: Tensor, weight: Tensor, row: Tensor
+        self,
+        j: int,
+        drafts: Tensor,
+        own: Tensor,
+        p: Tensor,
+        q: Tensor,
+        step: Tensor,
+        weight: Tensor,
+        row: Tensor,
     ) -> _Outcomes:
-        """The outcomes with exactly the first j drafts accepted, evaluated at one uniform per step of the next token."""
+        """The outcomes with exactly the first j drafts accepted, evaluated at one uniform per step
+        of the next token."""
         u_accept = step / 2
         if j < drafts.shape[1]:
             u_accept[:, j] = (1 + step[:, j]) / 2
             u_accept[:, j + 1 :] = 0.0  # accepted, which must not count behind a rejection
         rest = (p[:, j] - q[:, j]).clamp(min=0)
         total = rest.sum(dim=-1, keepdim=True)
-        steps = torch.cat([_steps(p[:, j]), _steps(torch.where(total > 0, rest / total, p[:, j]))], dim=1).sort(dim=1).values
+        steps = (
+            torch.cat(
+                [_steps(p[:, j]), _steps(torch.where(total > 0, rest / total, p[:, j]))], dim=1
+            )
+            .sort(dim=1)
+            .values
+        )
         width = weight[:, None] * steps.diff(dim=1)
         at, which = (width > 0).nonzero().unbind(dim=1)
         u = ((steps[:, :-1] + steps[:, 1:]) / 2)[at, which]
         k = drafts.shape[1]
         verdict = rejection.reject_and_replace(
-            drafts[at], own[at], q[at, :k] if k else None, p[at], u_accept[at], u[:, None, None].expand(-1, k + 1, 2)
+            drafts[at],
+            own[at],
+            q[at, :k] if k else None,
+            p[at],
+            u_accept[at],
+            u[:, None, None].expand(-1, k + 1, 2),
         )
         return _Outcomes(drafts[at], verdict.accepted, verdict.token, row[at], width[at, which])
 
 
 def _run(passes: Tensor, inside: Tensor, j: int) -> Tensor:
-    """Probability that exactly the first j drafts are accepted, [rows]; 0 for rows that draft fewer than j."""
+    """Probability that exactly the first j drafts are accepted, [rows]; 0 for rows that draft fewer
+    than j."""
     run = passes[:, :j].where(inside[:, :j], 0.0).prod(dim=1)
     if j < passes.shape[1]:
         run = run * torch.where(inside[:, j], 1 - passes[:, j], 1.0)
@@ -186,7 +230,9 @@ def _run(passes: Tensor, inside: Tensor, j: int) -> Tensor:
 
 
 def _stack(columns: Sequence[Tensor], rows: int) -> Tensor:
-    return torch.stack(list(columns), dim=1) if columns else torch.ones(rows, 0, dtype=torch.float64)
+    return (
+        torch.stack(list(columns), dim=1) if columns else torch.ones(rows, 0, dtype=torch.float64)
+    )
 
 
 def _digits(codes: Tensor, length: int, base: int) -> Tensor:

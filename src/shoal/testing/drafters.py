@@ -34,23 +34,32 @@ class RandomTrees(Drafter):
     """Proposes trees of random shapes, whose tokens are drawn at random or guessed.
 
     Args:
-        vocab_size: of the tokens. seed: of shapes and tokens. max_nodes: most nodes of a tree.
-        guess: of a node's token, taken for half of the nodes; None = all tokens are drawn at random.
+        vocab_size: of the tokens.
+        seed: of shapes and tokens.
+        max_nodes: most nodes of a tree.
+        guess: of a node's token, taken for half of the nodes; None = all tokens are drawn at
+            random.
 
     Attributes:
         proposed: every tree so far: (drafts, parents) of each row.
     """
 
-    def __init__(self, vocab_size: int, seed: int = 0, max_nodes: int = 12, guess: Guess | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, seed: int = 0, max_nodes: int = 12, guess: Guess | None = None
+    ) -> None:
         self.vocab_size, self.max_nodes, self.guess = vocab_size, max_nodes, guess
         self.proposed: list[list[tuple[list[int], list[int]]]] = []
         self._random = random.Random(seed)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        trees = [self._tree(row, length) for row, length in zip(inputs.rows, inputs.lengths, strict=True)]
+        trees = [
+            self._tree(row, length) for row, length in zip(inputs.rows, inputs.lengths, strict=True)
+        ]
         self.proposed.append(trees)
         return DraftTree.of(
-            [drafts for drafts, _ in trees], [parents for _, parents in trees], device=inputs.uniforms.device
+            [drafts for drafts, _ in trees],
+            [parents for _, parents in trees],
+            device=inputs.uniforms.device,
         )
 
     def _tree(self, row: Row, most: int) -> tuple[list[int], list[int]]:
@@ -58,7 +67,9 @@ class RandomTrees(Drafter):
         parents: list[int] = []
         paths: list[list[int]] = [[]]
         for _ in range(self._random.randint(0, self.max_nodes) if most else 0):
-            parent = self._random.choice([node for node, path in enumerate(paths) if len(path) < most])
+            parent = self._random.choice(
+                [node for node, path in enumerate(paths) if len(path) < most]
+            )
             token = self._token([*row.tokens, *paths[parent]])
             parents.append(parent - 1)
             drafts.append(token)
@@ -72,7 +83,8 @@ class RandomTrees(Drafter):
 
 
 class _Recorded(Drafter):
-    """A drafter whose calls are recorded: which rows it was told of, and how many tokens it proposed."""
+    """A drafter whose calls are recorded: which rows it was told of, and how many tokens it
+    proposed."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.max_nodes, self.memory = inner, inner.max_nodes, inner.memory
@@ -100,7 +112,9 @@ class _Recorded(Drafter):
         tree = self.inner.propose(inputs)
         assert [row.tokens for row in inputs.rows] == before, "a drafter must not change rows"
         assert tree.q is None or not tree.branches, "a tree that branches has no q"
-        assert not tree.branches or max(map(len, tree.drafts)) <= self.max_nodes, "more nodes than max_nodes"
+        assert not tree.branches or max(map(len, tree.drafts)) <= self.max_nodes, (
+            "more nodes than max_nodes"
+        )
         self.nodes += sum(map(len, tree.drafts))
         return tree
 
@@ -117,9 +131,11 @@ class _Recorded(Drafter):
         self.inner.end(rows)
 
 
-def check_drafter(make: Callable[[], Drafter], vocab_size: int, lookahead: int = 4, target: Runner | None = None) -> int:
-    """Runs a drafter as the engine does: rows that join, end, are cancelled and cut by a time budget, prompts in chunks, a
-    constraint; greedy, and sampled by both rules.
+def check_drafter(
+    make: Callable[[], Drafter], vocab_size: int, lookahead: int = 4, target: Runner | None = None
+) -> int:
+    """Runs a drafter as the engine does: rows that join, end, are cancelled and cut by a time
+    budget, prompts in chunks, a constraint; greedy, and sampled by both rules.
 
     Args:
         make: a new drafter for a target of `vocab_size` tokens, whose continuations look random.
@@ -134,7 +150,12 @@ def check_drafter(make: Callable[[], Drafter], vocab_size: int, lookahead: int =
     """
     nodes = 0
     asked = scripted(hashed(vocab_size), vocab_size) if target is None else target
-    for rule, temperature in ((Coupled(), 1.0), (Coupled(), 0.0), (Rejection(), 0.0), (Rejection(), 1.0)):
+    for rule, temperature in (
+        (Coupled(), 1.0),
+        (Coupled(), 0.0),
+        (Rejection(), 0.0),
+        (Rejection(), 1.0),
+    ):
         recorded = _Recorded(make())
         found = _tokens(asked, recorded, rule, lookahead, temperature)
         assert not recorded.present, "rows have left that the drafter was not told of"
@@ -145,11 +166,17 @@ def check_drafter(make: Callable[[], Drafter], vocab_size: int, lookahead: int =
         if (
             isinstance(rule, Coupled) or not temperature
         ):  # else a q may change the tokens of a seed, never their distribution
-            assert found.whole == expected.whole, "a drafter must not change seeded or greedy tokens"
+            assert found.whole == expected.whole, (
+                "a drafter must not change seeded or greedy tokens"
+            )
             for one, other in zip(found.cut, expected.cut, strict=True):
                 shorter = min(len(one), len(other))
-                assert one[:shorter] == other[:shorter], "a drafter must not change the tokens of rows that are cut"
-        assert list(map(len, found.whole)) == list(map(len, expected.whole)), "a drafter must not change where rows end"
+                assert one[:shorter] == other[:shorter], (
+                    "a drafter must not change the tokens of rows that are cut"
+                )
+        assert list(map(len, found.whole)) == list(map(len, expected.whole)), (
+            "a drafter must not change where rows end"
+        )
         nodes += recorded.nodes
     return nodes
 
@@ -164,7 +191,13 @@ class _Tokens(NamedTuple):
 @cache
 def _plain_tokens(vocab_size: int, coupled: bool, temperature: float) -> _Tokens:
     """Those of the scripted target without a drafter: the same in every check, so decoded once."""
-    return _tokens(scripted(hashed(vocab_size), vocab_size), None, Coupled() if coupled else Rejection(), 0, temperature)
+    return _tokens(
+        scripted(hashed(vocab_size), vocab_size),
+        None,
+        Coupled() if coupled else Rejection(),
+        0,
+        temperature,
+    )
 
 
 class _NoRepeats(Constraint[int]):
@@ -184,15 +217,24 @@ class _NoRepeats(Constraint[int]):
 
 def _tokens(
     target: Runner, drafter: Drafter | None, rule: Rule, lookahead: int, temperature: float
-) -> _Tokens:  # fmt: skip
-    """Those of rows that join in turn, three at a time, and pause for each other. The third request has a constraint; two rows are
-    cut."""
+) -> _Tokens:
+    """Those of rows that join in turn, three at a time, and pause for each other. The third request
+    has a constraint; two rows are cut."""
     rounds = count()
     engine = Engine(
-        target, drafter, Fixed(lookahead), max_batch=3, rule=rule, chunk=2, quantum=4, clock=lambda: float(next(rounds))
-    )  # fmt: skip
+        target,
+        drafter,
+        Fixed(lookahead),
+        max_batch=3,
+        rule=rule,
+        chunk=2,
+        quantum=4,
+        clock=lambda: float(next(rounds)),
+    )
     late = Limits(max_new_tokens=50, time_budget=60.0)  # seconds are how often the clock was asked
-    cut = engine.submit(Request((1, 0), 1, Sampling(temperature=temperature, seed=9), late, submitted_at=0.0))
+    cut = engine.submit(
+        Request((1, 0), 1, Sampling(temperature=temperature, seed=9), late, submitted_at=0.0)
+    )
     rows: list[Row] = []
     for length in range(1, 5):
         prompt, sampling = (
@@ -200,7 +242,9 @@ def _tokens(
             Sampling(temperature=temperature, seed=length),
         )
         constraints = (_NoRepeats(),) if length == 3 else ()
-        rows += engine.submit(Request(prompt, 2, sampling, Limits(max_new_tokens=5 * length), constraints=constraints))
+        rows += engine.submit(
+            Request(prompt, 2, sampling, Limits(max_new_tokens=5 * length), constraints=constraints)
+        )
         engine.step()
     cut.append(rows.pop())
     engine.cancel(cut[1:])

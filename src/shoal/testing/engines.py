@@ -11,8 +11,11 @@ from shoal.lookahead.controller import Controller, Lookahead
 from shoal.models.runner import Runner
 
 
-def engine_of(target: Runner, draft: Runner | None, lookahead: Lookahead | Controller, **options: Any) -> Engine:
-    """An engine whose drafter is a model of its own, or that decodes plainly; options are those of `Engine`, and `prefix_bytes`."""
+def engine_of(
+    target: Runner, draft: Runner | None, lookahead: Lookahead | Controller, **options: Any
+) -> Engine:
+    """An engine whose drafter is a model of its own, or that decodes plainly; options are those of
+    `Engine`, and `prefix_bytes`."""
     prefix_bytes = options.pop("prefix_bytes", 0)
     if prefix_bytes:
         options["prefixes"] = PrefixMemory(target, draft, prefix_bytes)

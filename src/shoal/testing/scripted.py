@@ -1,8 +1,9 @@
 """Models whose next token is what a script says: a pure function of the row's token history.
 
-They quack like a Transformers model as far as `Runner` looks, and they know their history only through the cache they are given:
-token ids are stored as keys and positions as values, so a cell that is stale, lost or another row's changes what they say. What
-they say beyond a row's own tokens is NaN: whoever reads it is found out.
+They quack like a Transformers model as far as `Runner` looks, and they know their history only
+through the cache they are given: token ids are stored as keys and positions as values, so a cell
+that is stale, lost or another row's changes what they say. What they say beyond a row's own tokens
+is NaN: whoever reads it is found out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ History = Callable[[tuple[int, ...]], Tensor]
 """All tokens of a row so far -> logits [vocab] of the next one."""
 
 UNSAID = -50.0
-"""Logit of what a one-hot script does not say, the said token having 0: below any uniform's resolution, and still finite."""
+"""Logit of what a one-hot script does not say, the said token having 0: below any uniform's
+resolution, and still finite."""
 
 
 class ScriptedModel(torch.nn.Module):
@@ -32,7 +34,8 @@ class ScriptedModel(torch.nn.Module):
 
     Args:
         script: the logits after a history. It is called once per history and remembered.
-        vocab_size: width of the logits. dtype: of the logits.
+        vocab_size: width of the logits.
+        dtype: of the logits.
         features: the hidden state after a history, of whichever layer; None = the logits.
 
     Attributes:
@@ -40,13 +43,19 @@ class ScriptedModel(torch.nn.Module):
     """
 
     def __init__(
-        self, script: History, vocab_size: int, dtype: torch.dtype = torch.float64, features: History | None = None
+        self,
+        script: History,
+        vocab_size: int,
+        dtype: torch.dtype = torch.float64,
+        features: History | None = None,
     ) -> None:
         super().__init__()
         self.script = functools.cache(script)
         self.features = None if features is None else ScriptedModel(features, vocab_size, dtype)
         self.head = torch.nn.Linear(1, vocab_size, bias=False, dtype=dtype)
-        self.config = SimpleNamespace(_attn_implementation="eager", eos_token_id=None, model_type="scripted")
+        self.config = SimpleNamespace(
+            _attn_implementation="eager", eos_token_id=None, model_type="scripted"
+        )
         self.forwards = 0
         self.eval()
 
@@ -66,11 +75,18 @@ class ScriptedModel(torch.nn.Module):
         return lambda ids: ids[..., None].to(self.dtype)
 
     def forward(
-        self, tokens: Tensor | None, past_key_values: Any = None, use_cache: bool = False, position_ids: Tensor | None = None,
-        logits_to_keep: int = 0, output_hidden_states: bool = False, inputs_embeds: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        """tokens [rows, q], or their embeddings -> an object with `logits` [rows, q, vocab]; with a cache the rest of the history
-        comes from it. Hidden states are those of its `features`, whichever layer is asked for."""
+        self,
+        tokens: Tensor | None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+        inputs_embeds: Tensor | None = None,
+    ) -> Any:
+        """tokens [rows, q], or their embeddings -> an object with `logits` [rows, q, vocab]; with a
+        cache the rest of the history comes from it. Hidden states are those of its `features`,
+        whichever layer is asked for."""
         self.forwards += 1
         if inputs_embeds is not None:
             tokens = inputs_embeds[..., 0].long()
@@ -86,12 +102,18 @@ class ScriptedModel(torch.nn.Module):
             pairs = zip((ids, places), past_key_values.shared(), strict=True)
             ids, places = (plan.repeated(tail, shared) for tail, shared in pairs)
         ids, places = ids[:, 0, :, 0].long(), places[:, 0, :, 0].long()
-        states = _Same(self.features or self, ids, places, position_ids, plan) if output_hidden_states else None
+        states = (
+            _Same(self.features or self, ids, places, position_ids, plan)
+            if output_hidden_states
+            else None
+        )
         if logits_to_keep:  # a prompt's pass, whose logits nobody reads
             _check_places(places, position_ids, _own(plan))
             unread = torch.full((len(tokens), logits_to_keep, self.head.out_features), torch.nan)
             return SimpleNamespace(logits=unread, hidden_states=states)
-        return SimpleNamespace(logits=self._block(ids, places, position_ids, plan), hidden_states=states)
+        return SimpleNamespace(
+            logits=self._block(ids, places, position_ids, plan), hidden_states=states
+        )
 
     def _block(self, ids: Tensor, places: Tensor, positions: Tensor, plan: Any) -> Tensor:
         """What it says after the tokens of each column, [rows, q, vocab]; NaN in unused columns."""
@@ -102,15 +124,29 @@ class ScriptedModel(torch.nn.Module):
         return self._said(ids, positions).masked_fill(~own[..., None], torch.nan)
 
     def _said_in_trees(self, ids: Tensor, places: Tensor, plan: Any) -> Tensor:
-        """ids and places [rows, kv] long -> logits [rows, q, vocab] after the tokens that each column of a draft tree sees."""
-        whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed, parents=plan.parents)
+        """ids and places [rows, kv] long -> logits [rows, q, vocab] after the tokens that each
+        column of a draft tree sees."""
+        whole = Plan(
+            plan.slots,
+            plan.starts,
+            plan.counts,
+            plan.device,
+            packed=plan.packed,
+            parents=plan.parents,
+        )
         found: dict[tuple[int, int], Tensor] = {}
         for row, seen in enumerate(Masks(whole).visible(width=ids.shape[1])):
             for column in range(plan.counts[row]):
                 path, at = ids[row, seen[column]][None], places[row, seen[column]][None]
-                _check_places(at, plan.positions[row : row + 1, column : column + 1], torch.ones(1, 1, dtype=torch.bool))
+                _check_places(
+                    at,
+                    plan.positions[row : row + 1, column : column + 1],
+                    torch.ones(1, 1, dtype=torch.bool),
+                )
                 if path.shape[1] != int(plan.positions[row, column]) + 1:
-                    raise AssertionError(f"column {column} of row {row} sees {path.shape[1]} tokens")
+                    raise AssertionError(
+                        f"column {column} of row {row} sees {path.shape[1]} tokens"
+                    )
                 found[row, column] = self._said(path, torch.tensor([[path.shape[1] - 1]]))[0, 0]
         logits = torch.full((plan.rows, plan.q, *found[0, 0].shape), torch.nan, dtype=self.dtype)
         for place, said in found.items():
@@ -118,7 +154,8 @@ class ScriptedModel(torch.nn.Module):
         return logits
 
     def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids [rows, kv] long, positions [rows, q] -> logits [rows, q, vocab] after the tokens up to each position."""
+        """ids [rows, kv] long, positions [rows, q] -> logits [rows, q, vocab] after the tokens up
+        to each position."""
         rows = [
             torch.stack([self.script(tuple(history[: place + 1])) for place in places])
             for history, places in zip(ids.tolist(), positions.tolist(), strict=True)
@@ -127,13 +164,17 @@ class ScriptedModel(torch.nn.Module):
 
 
 class TableModel(ScriptedModel):
-    """A Markov chain of any order, vectorised: histories too short are taken as preceded by token 0.
+    """A Markov chain of any order, vectorised: histories too short are taken as preceded by token
+    0.
 
     Args:
-        table: probabilities of the next token given the last `order` ones, [vocab] * order + [vocab]. Zeros are allowed.
+        table: probabilities of the next token given the last `order` ones, [vocab] * order +
+            [vocab]. Zeros are allowed.
     """
 
-    def __init__(self, table: Tensor, dtype: torch.dtype = torch.float64, features: History | None = None) -> None:
+    def __init__(
+        self, table: Tensor, dtype: torch.dtype = torch.float64, features: History | None = None
+    ) -> None:
         super().__init__(self._after, table.shape[-1], dtype, features)
         self.table = table.log().to(dtype)
 
@@ -180,11 +221,12 @@ def _check_places(places: Tensor, positions: Tensor, own: Tensor) -> None:
     if bool(wrong.any()):
         row, cell = wrong.nonzero()[0].tolist()
         raise AssertionError(
-            f"row {row} of the pass sees in cell {cell} what was written at position {int(places[row, cell])}"
+            f"row {row} of the pass sees in cell {cell} what was written at position "
+            f"{int(places[row, cell])}"
         )
 
 
-# ── scripts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── scripts ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def one_hot(token: int, vocab_size: int) -> Tensor:
@@ -195,13 +237,15 @@ def one_hot(token: int, vocab_size: int) -> Tensor:
 
 
 def says(sequences: Iterable[Sequence[int]], vocab_size: int, otherwise: int = 0) -> History:
-    """Continues each of the sequences (prompt and continuation) wherever it is in one; elsewhere says `otherwise`."""
+    """Continues each of the sequences (prompt and continuation) wherever it is in one; elsewhere
+    says `otherwise`."""
     following = {tuple(s[:i]): s[i] for s in sequences for i in range(1, len(s))}
     return lambda ids: one_hot(following.get(ids, otherwise), vocab_size)
 
 
 def hashed(vocab_size: int, seed: int = 0, spread: float = 1.5) -> History:
-    """Logits N(0, spread²) that change completely with any token of the history, however far back."""
+    """Logits N(0, spread²) that change completely with any token of the history, however far
+    back."""
 
     drawn = _remembered_normals if vocab_size <= 512 else _normals
     return lambda ids: torch.from_numpy(drawn((seed, *ids), spread, vocab_size).copy())
@@ -217,7 +261,8 @@ _remembered_normals = functools.lru_cache(1 << 14)(_normals)
 
 
 def mixed(first: History, second: History, every: int = 2) -> History:
-    """Speaks as `first`, but as `second` after every history whose tokens sum to a multiple of `every`."""
+    """Speaks as `first`, but as `second` after every history whose tokens sum to a multiple of
+    `every`."""
     return lambda ids: (second if sum(ids) % every == 0 else first)(ids)
 
 
@@ -227,8 +272,8 @@ def oracle(target: History, vocab_size: int) -> History:
 
 
 def ahead(target: History, positions: int) -> History:
-    """Hidden states that know the future: what the target says of the next `positions` positions if each token is the most probable
-    one, side by side, [positions * vocab]."""
+    """Hidden states that know the future: what the target says of the next `positions` positions if
+    each token is the most probable one, side by side, [positions * vocab]."""
 
     def features(ids: tuple[int, ...]) -> Tensor:
         said = []
@@ -245,11 +290,12 @@ def adversary(target: History, vocab_size: int) -> History:
     return lambda ids: one_hot((int(target(ids).argmax()) + 1) % vocab_size, vocab_size)
 
 
-# ── runners ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runners ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def runner(model: Any, context: int = 4096, name: str = "scripted") -> Runner:
-    """A runner around a scripted (or any other) model, without checks; padded, so that unused columns are seen to be NaN."""
+    """A runner around a scripted (or any other) model, without checks; padded, so that unused
+    columns are seen to be NaN."""
     made = Runner(model, name, "interface", context)
     made.packs = False
     return made
@@ -267,7 +313,10 @@ def scripted(
 
 
 def table_model(
-    table: Tensor, context: int = 4096, dtype: torch.dtype = torch.float64, features: History | None = None
+    table: Tensor,
+    context: int = 4096,
+    dtype: torch.dtype = torch.float64,
+    features: History | None = None,
 ) -> Runner:
     """The runner of a `TableModel`."""
     return runner(TableModel(table, dtype, features), context)

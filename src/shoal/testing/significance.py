@@ -10,7 +10,8 @@ def chi_square(counts: Tensor, expected: Tensor, least: float = 5.0) -> float:
     """p-value of Pearson's test that `counts` come from `expected`.
 
     Args:
-        counts: observed, any shape. expected: probabilities of the same shape, sum 1.
+        counts: observed, any shape.
+        expected: probabilities of the same shape, sum 1.
         least: cells expected less often than this are pooled into one.
 
     Returns:
@@ -30,7 +31,8 @@ def independence(table: Tensor, least: float = 5.0) -> float:
     """p-value of Pearson's test that the two indices of a contingency table [a, b] are independent.
 
     Args:
-        least: every cell expects at least this many, because values too rare for that are pooled into one.
+        least: every cell expects at least this many, because values too rare for that are pooled
+            into one.
 
     Raises:
         ValueError: if one index has a single value left, so that nothing is tested.
@@ -38,13 +40,18 @@ def independence(table: Tensor, least: float = 5.0) -> float:
     rare = (least * float(table.sum())) ** 0.5
     table = _pooled(_pooled(table.double(), rare).T, rare)
     if min(table.shape) < 2:
-        raise ValueError(f"nothing to test: {table.shape[0]} x {table.shape[1]} values are frequent enough")
+        raise ValueError(
+            f"nothing to test: {table.shape[0]} x {table.shape[1]} values are frequent enough"
+        )
     expected = table.sum(dim=1, keepdim=True) * table.sum(dim=0, keepdim=True) / table.sum()
-    return _tail(((table - expected) ** 2 / expected).sum(), (table.shape[0] - 1) * (table.shape[1] - 1))
+    return _tail(
+        ((table - expected) ** 2 / expected).sum(), (table.shape[0] - 1) * (table.shape[1] - 1)
+    )
 
 
 def _pooled(table: Tensor, rare: float) -> Tensor:
-    """Rows with a sum below `rare` summed into one, which joins the smallest other row if it is still rare."""
+    """Rows with a sum below `rare` summed into one, which joins the smallest other row if it is
+    still rare."""
     small = table.sum(dim=1) < rare
     if not bool(small.any()):
         return table

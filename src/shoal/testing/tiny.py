@@ -1,7 +1,8 @@
-"""Tiny random models of every architecture shoal knows about, built from configs; a byte tokenizer that fits them.
+"""Tiny random models of every architecture shoal knows about, built from configs; a byte tokenizer
+that fits them.
 
-The weights are random but not small: logits spread over several units and greedy output does not repeat, so a wrong mask,
-position or cache column changes the output.
+The weights are random but not small: logits spread over several units and greedy output does not
+repeat, so a wrong mask, position or cache column changes the output.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ class Spec:
     """The config of one tiny architecture.
 
     Attributes:
-        config: name of the Transformers config class. options: its arguments beyond those of `names`.
-        names: "llama" for current argument names, "gpt2" for older ones, "" for the vocabulary only.
+        config: name of the Transformers config class.
+        options: its arguments beyond those of `names`.
+        names: "llama" for current argument names, "gpt2" for older ones, "" for the vocabulary
+            only.
         auto: Transformers' class that makes the model.
     """
 
@@ -43,14 +46,27 @@ class Spec:
 
 NAMES: dict[str, dict[str, Any]] = {
     "llama": {
-        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     },
-    "mha": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 128},
+    "mha": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
     "gpt2": {"n_embd": 32, "n_head": 4, "n_positions": 128},
     "": {},
-}  # fmt: skip
-LAYERS = {"llama": "num_hidden_layers", "mha": "num_hidden_layers", "gpt2": "n_layer", "": "num_hidden_layers"}
+}
+LAYERS = {
+    "llama": "num_hidden_layers",
+    "mha": "num_hidden_layers",
+    "gpt2": "n_layer",
+    "": "num_hidden_layers",
+}
 
 SLIDING: dict[str, Any] = {"sliding_window": WINDOW}
 QWEN_SLIDING: dict[str, Any] = {
@@ -72,7 +88,9 @@ ARCHITECTURES: dict[str, Spec] = {
     "mistral-sliding": Spec("MistralConfig", HEAD | SLIDING),
     "mixtral": Spec("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": Spec("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 24}),
-    "qwen2-moe-sliding": Spec("Qwen2MoeConfig", EXPERTS | QWEN_SLIDING | {"shared_expert_intermediate_size": 24}),
+    "qwen2-moe-sliding": Spec(
+        "Qwen2MoeConfig", EXPERTS | QWEN_SLIDING | {"shared_expert_intermediate_size": 24}
+    ),
     "qwen3-moe": Spec("Qwen3MoeConfig", EXPERTS | HEAD),
     "olmoe": Spec("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt2": Spec("GPT2Config", names="gpt2"),
@@ -84,32 +102,63 @@ ARCHITECTURES: dict[str, Spec] = {
     "gemma": Spec("GemmaConfig", HEAD),
     "gemma2": Spec(
         "Gemma2Config",
-        HEAD | MIXED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0},
+        HEAD
+        | MIXED
+        | {
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 30.0,
+        },
     ),
     "gemma3": Spec("Gemma3TextConfig", HEAD | MIXED | {"query_pre_attn_scalar": 8}),
     "phi": Spec("PhiConfig"),
     "phi3": Spec("Phi3Config", {"pad_token_id": 0, "sliding_window": WINDOW}),
     "olmo2": Spec("Olmo2Config"),
     "phimoe": Spec("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "smollm3": Spec("SmolLM3Config", MIXED | {"use_sliding_window": True, "no_rope_layers": [1, 0]}),
+    "smollm3": Spec(
+        "SmolLM3Config", MIXED | {"use_sliding_window": True, "no_rope_layers": [1, 0]}
+    ),
     "stablelm": Spec("StableLmConfig"),
     "cohere2": Spec("Cohere2Config", MIXED | {"logit_scale": 1.0}),
     "glm4": Spec("Glm4Config", HEAD | {"pad_token_id": 0}),
-    "granite": Spec("GraniteConfig", {"attention_multiplier": 0.35, "logits_scaling": 2.0, "residual_multiplier": 0.8}),
-    "gpt-oss": Spec("GptOssConfig", HEAD | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": Spec(
+        "GraniteConfig",
+        {"attention_multiplier": 0.35, "logits_scaling": 2.0, "residual_multiplier": 0.8},
+    ),
+    "gpt-oss": Spec(
+        "GptOssConfig", HEAD | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
     "deepseek-v3": Spec(
         "DeepseekV3Config",
         {
-            "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-            "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
-            "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
         },
     ),
     "codegen": Spec("CodeGenConfig", {"rotary_dim": 4, "n_ctx": 128}, names="gpt2"),
     "gptj": Spec("GPTJConfig", {"rotary_dim": 4}, names="gpt2"),
-    "falcon": Spec("FalconConfig", {"alibi": False, "multi_query": True, "new_decoder_architecture": False}, names="mha"),
-    "mpt": Spec("MptConfig", {"d_model": 32, "n_heads": 4, "max_seq_len": 128, "expansion_ratio": 2}, names=""),
-}  # fmt: skip
+    "falcon": Spec(
+        "FalconConfig",
+        {"alibi": False, "multi_query": True, "new_decoder_architecture": False},
+        names="mha",
+    ),
+    "mpt": Spec(
+        "MptConfig",
+        {"d_model": 32, "n_heads": 4, "max_seq_len": 128, "expansion_ratio": 2},
+        names="",
+    ),
+}
 """Architectures that shoal decodes."""
 
 REFUSED: dict[str, Spec] = {
@@ -117,7 +166,11 @@ REFUSED: dict[str, Spec] = {
     "gpt-neo": Spec(
         "GPTNeoConfig",
         {
-            "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128, "window_size": WINDOW,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_position_embeddings": 128,
+            "window_size": WINDOW,
             "attention_types": [[["global", "local"], 1]],
         },
         names="",
@@ -127,12 +180,22 @@ REFUSED: dict[str, Spec] = {
     "lfm2": Spec("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "qwen3-next": Spec(
         "Qwen3NextConfig",
-        EXPERTS | HEAD | {
-            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24,
+        EXPERTS
+        | HEAD
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 24,
         },
     ),
-    "rwkv": Spec("RwkvConfig", {"hidden_size": 32, "context_length": 128, "attention_hidden_size": 32}, names=""),
+    "rwkv": Spec(
+        "RwkvConfig",
+        {"hidden_size": 32, "context_length": 128, "attention_hidden_size": 32},
+        names="",
+    ),
     "t5": Spec(
         "T5Config",
         {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
@@ -141,30 +204,44 @@ REFUSED: dict[str, Spec] = {
     ),
     "llama4": Spec(
         "Llama4TextConfig",
-        HEAD | {
-            "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8,
+        HEAD
+        | {
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
             "layer_types": ["chunked_attention", "full_attention"],
         },
     ),
-}  # fmt: skip
+}
 """Architectures that cannot have rows of different lengths, or that are not causal LMs."""
 
 
-def tiny_model(architecture: str, *, seed: int = 0, vocab_size: int = VOCABULARY, layers: int = 2, **overrides: Any) -> Any:
+def tiny_model(
+    architecture: str,
+    *,
+    seed: int = 0,
+    vocab_size: int = VOCABULARY,
+    layers: int = 2,
+    **overrides: Any,
+) -> Any:
     """A random Transformers model of that architecture in float32, ready to decode.
 
     Args:
         architecture: a name in `ARCHITECTURES` or `REFUSED`.
-        seed: of the weights. layers: their number; architectures that mix layer types need two.
+        seed: of the weights.
+        layers: their number; architectures that mix layer types need two.
         overrides: further arguments of the config.
 
     Returns:
-        A `PreTrainedModel` in evaluation mode, without EOS, so that only limits and stop strings end a row.
+        A `PreTrainedModel` in evaluation mode, without EOS, so that only limits and stop strings
+        end a row.
     """
     spec = {**ARCHITECTURES, **REFUSED}[architecture]
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shape = {"vocab_size": vocab_size, LAYERS[spec.names]: layers, "tie_word_embeddings": False}
-    config = getattr(transformers, spec.config)(**{**special, **shape, **NAMES[spec.names], **spec.options, **overrides})
+    config = getattr(transformers, spec.config)(
+        **{**special, **shape, **NAMES[spec.names], **spec.options, **overrides}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for vectors with random initial values, such as GPT-OSS's sinks
         model = getattr(transformers, spec.auto).from_config(config, dtype=torch.float32)
@@ -173,7 +250,8 @@ def tiny_model(architecture: str, *, seed: int = 0, vocab_size: int = VOCABULARY
 
 
 def fill(model: Any, seed: int, std: float = STD) -> None:
-    """Random weights, the same on every machine: matrices N(0, std²), vectors with noise added to their initial values."""
+    """Random weights, the same on every machine: matrices N(0, std²), vectors with noise added to
+    their initial values."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -184,21 +262,31 @@ def fill(model: Any, seed: int, std: float = STD) -> None:
 
 
 def tiny_tokenizer() -> Any:
-    """One token per byte, then `SPECIALS`; no files. Every text is encoded and decoded without loss."""
+    """One token per byte, then `SPECIALS`; no files. Every text is encoded and decoded without
+    loss."""
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=SPECIALS[0], bos_token=SPECIALS[1], pad_token=SPECIALS[2]
+        tokenizer_object=tokenizer,
+        eos_token=SPECIALS[0],
+        bos_token=SPECIALS[1],
+        pad_token=SPECIALS[2],
     )
 
 
 def save_pair(
-    directory: Path, architecture: str = "llama", *, draft_architecture: str | None = None, seed: int = 0, **overrides: Any
+    directory: Path,
+    architecture: str = "llama",
+    *,
+    draft_architecture: str | None = None,
+    seed: int = 0,
+    **overrides: Any,
 ) -> tuple[Path, Path]:
-    """Saves a tiny target and a random one-layer drafter with their tokenizer, as `shoal.load` reads them.
+    """Saves a tiny target and a random one-layer drafter with their tokenizer, as `shoal.load`
+    reads them.
 
     Args:
         overrides: config arguments of the target.

@@ -1,7 +1,9 @@
-"""Tokenizers as real models have them, built in a moment: pieces with byte fallback, words with tags, 150,000 entries.
+"""Tokenizers as real models have them, built in a moment: pieces with byte fallback, words with
+tags, 150,000 entries.
 
-Each of them has what a tokenizer of one token a byte cannot show: merges, a space within a token, tokens that decoding joins
-or strips, tokens that are added to the vocabulary but not special, and special tokens that encoding puts before a text.
+Each of them has what a tokenizer of one token a byte cannot show: merges, a space within a token,
+tokens that decoding joins or strips, tokens that are added to the vocabulary but not special, and
+special tokens that encoding puts before a text.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from itertools import product
 from string import ascii_letters, digits
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +40,8 @@ CHAT = (
     "{{ bos_token }}{% for m in messages %}<|user|> {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""A chat template that writes the token before a text by itself, as those of Llama and Mistral do."""
+"""A chat template that writes the token before a text by itself, as those of Llama and Mistral
+do."""
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -46,9 +58,10 @@ def sentence_piece_tokenizer(kind: str = "llama") -> Any:
     """A tokenizer of SentencePiece's pieces, with byte fallback and a token before each text.
 
     Args:
-        kind: "llama": BPE, which writes a space before a text and strips it when it decodes (Llama 2, TinyLlama, Phi-3);
-            "gemma": BPE that does neither, with a run of spaces as an added token; "unigram": a unigram model behind a Metaspace,
-            which writes a space before a text.
+        kind: "llama": BPE, which writes a space before a text and strips it when it decodes (Llama
+            2, TinyLlama, Phi-3); "gemma": BPE that does neither, with a run of spaces as an added
+            token; "unigram": a unigram model behind a Metaspace, which writes a space before a
+            text.
     """
     if kind == "unigram":
         made = _unigram()
@@ -57,14 +70,21 @@ def sentence_piece_tokenizer(kind: str = "llama") -> Any:
     made.add_special_tokens(["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"])
     if kind == "gemma":
         made.add_tokens([AddedToken("▁" * 4, special=False)])
-    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
+    made.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=CHAT
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=CHAT,
     )
 
 
 def tagged_tokenizer() -> Any:
-    """A tokenizer of byte-level BPE with added tokens that are not special: `TAGS`, and a run of spaces, as Qwen3 has them."""
+    """A tokenizer of byte-level BPE with added tokens that are not special: `TAGS`, and a run of
+    spaces, as Qwen3 has them."""
     made = _byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)
@@ -72,14 +92,20 @@ def tagged_tokenizer() -> Any:
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in (*TAGS, " " * 8)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=[{"name": "default", "template": CHATML}, {"name": "tool_use", "template": CHATML_TOOLS}],
-    )  # fmt: skip
+        tokenizer_object=made,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=[
+            {"name": "default", "template": CHATML},
+            {"name": "tool_use", "template": CHATML_TOOLS},
+        ],
+    )
 
 
 def large_tokenizer() -> Any:
-    """A tokenizer of byte-level BPE with more than 150,000 entries: all words of up to three letters, many with a space before
-    them. Its chat templates are a list, and one of them is for tools."""
+    """A tokenizer of byte-level BPE with more than 150,000 entries: all words of up to three
+    letters, many with a space before them. Its chat templates are a list, and one of them is for
+    tools."""
     letters, vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet()), dict[str, int]()
     merges = [(a, b) for a, b in product(ascii_letters + digits, repeat=2)]
     merges += [(a + b, c) for a, b, c in product(ascii_letters, ascii_letters, ascii_letters)]
@@ -90,9 +116,14 @@ def large_tokenizer() -> Any:
     made = _byte_level(models.BPE(vocab=vocabulary, merges=merges))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=[{"name": "default", "template": CHATML}, {"name": "tool_use", "template": CHATML_TOOLS}],
-    )  # fmt: skip
+        tokenizer_object=made,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=[
+            {"name": "default", "template": CHATML},
+            {"name": "tool_use", "template": CHATML_TOOLS},
+        ],
+    )
 
 
 def _byte_level(model: Any) -> Tokenizer:
@@ -103,7 +134,8 @@ def _byte_level(model: Any) -> Tokenizer:
 
 
 def _pieces(before: bool) -> Tokenizer:
-    """BPE over "▁" without any other split; before: a space before each text, which decoding strips."""
+    """BPE over "▁" without any other split; before: a space before each text, which decoding
+    strips."""
     normalizer: Any = normalizers.Replace(" ", "▁")
     decoder: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if before:
@@ -116,24 +148,42 @@ def _pieces(before: bool) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=380, special_tokens=names, show_progress=False)
     trained.train_from_iterator([text for text in TEXTS if text.isascii()] * 4, trainer)
     learnt = trained.get_vocab()
-    pieces = sorted((piece for piece in learnt if "\n" not in piece), key=learnt.__getitem__)  # a line feed is a byte
+    pieces = sorted(
+        (piece for piece in learnt if "\n" not in piece), key=learnt.__getitem__
+    )  # a line feed is a byte
     order = {piece: i for i, piece in enumerate(pieces)}
     merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
     merges = [pair for pair in merges if all(part in order for part in (*pair, "".join(pair)))]
-    made = Tokenizer(models.BPE(order, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made = Tokenizer(
+        models.BPE(order, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
     made.normalizer = normalizer
     made.decoder = decoders.Sequence(decoder)
     return made
 
 
 def _unigram() -> Tokenizer:
-    words = sorted({word for text in TEXTS if text.isascii() for word in text.replace("\n", " ").split(" ") if word})
+    words = sorted(
+        {
+            word
+            for text in TEXTS
+            if text.isascii()
+            for word in text.replace("\n", " ").split(" ")
+            if word
+        }
+    )
     letters = sorted({letter for word in words for letter in word})
-    pieces: list[tuple[str, float]] = [(name, 0.0) for name in ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>")]
+    pieces: list[tuple[str, float]] = [
+        (name, 0.0) for name in ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>")
+    ]
     pieces += [(byte, -20.0) for byte in BYTES] + [("▁", -3.0)]
-    pieces += [(letter, -6.0) for letter in letters] + [(word, -7.0) for word in words if word not in letters]
+    pieces += [(letter, -6.0) for letter in letters] + [
+        (word, -7.0) for word in words if word not in letters
+    ]
     pieces += [(f"▁{word}", -6.5) for word in words]
     made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    made.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]
+    )
     return made

@@ -23,9 +23,18 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 # Tests and vendored packages, and packages that are mostly tables rather than code.
 EXCLUDED = {
-    "test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo",
-    "__pycache__", "__phello__",
-}  # fmt: skip
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "turtledemo",
+    "__pycache__",
+    "__phello__",
+}
 HELD_OUT_FILES = 20  # one file of the standard library in this many is held out
 MAX_PIECE = 4000  # characters
 FIM_SHARE = 0.1
@@ -118,7 +127,10 @@ def build_corpus(size: CorpusSize, seed: int) -> Corpus:
     rng = random.Random(seed)
     train = list(problem_documents(generate(seed, size.problems, "train"), rng))
     train += stdlib_pieces(False, size.stdlib_characters, seed)
-    train = [fill_in_middle(document, rng) if rng.random() < FIM_SHARE else document for document in train]
+    train = [
+        fill_in_middle(document, rng) if rng.random() < FIM_SHARE else document
+        for document in train
+    ]
     rng.shuffle(train)
     held_out = generate(seed, size.held_out_problems // 2, "templates")
     held_out += generate(seed, size.held_out_problems // 2, "constants")

@@ -27,7 +27,9 @@ def distillation_loss(teacher: nn.Module) -> Loss:
         with torch.no_grad():
             p = logits(teacher, tokens).flatten(0, 1)
         q = logits(student, tokens).flatten(0, 1)
-        divergence = F.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="batchmean")
+        divergence = F.kl_div(
+            q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
         rejection = 1 - acceptance(p, q).mean()
         labels = F.cross_entropy(q, tokens[:, 1:].flatten())
         return divergence + OVERLAP_WEIGHT * rejection + LABEL_WEIGHT * labels

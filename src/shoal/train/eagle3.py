@@ -1,9 +1,11 @@
-"""EAGLE-3 heads learn their target's distribution from its hidden states, and from their own where they will have no others.
+"""EAGLE-3 heads learn their target's distribution from its hidden states, and from their own where
+they will have no others.
 
-Li et al. 2025 (arXiv 2503.01840), section 3.2: "training-time test". A window is passed n times. In the first pass all states are
-the target's. In each further one a token's state is what the layer computed for the token before in the pass before, and attention
-sees the target's states up to where a draft would have begun, then those of the draft. The loss of a pass counts 0.8 of that of the
-pass before. The target's matrix to the vocabulary stays as it is.
+Li et al. 2025 (arXiv 2503.01840), section 3.2: "training-time test". A window is passed n times. In
+the first pass all states are the target's. In each further one a token's state is what the layer
+computed for the token before in the pass before, and attention sees the target's states up to where
+a draft would have begun, then those of the draft. The loss of a pass counts 0.8 of that of the pass
+before. The target's matrix to the vocabulary stays as it is.
 """
 
 from __future__ import annotations
@@ -33,18 +35,25 @@ class Eagle3Trainer(HeadsTrainer):
     def made(self) -> nn.Module:
         self.reads = self._reads()
         heads = Eagle3Heads(
-            layer_config(self.config), len(self.reads) * self.width, self._drafted, self.vocab_size,
+            layer_config(self.config),
+            len(self.reads) * self.width,
+            self._drafted,
+            self.vocab_size,
             self.target.get_input_embeddings(),
-        )  # fmt: skip
+        )
         if self._drafted < self.vocab_size:
             counts = Counter(self.samples.tokens(held_out=False).tolist())
-            often = sorted(range(self.vocab_size), key=lambda token: -counts[token])[: self._drafted]
+            often = sorted(range(self.vocab_size), key=lambda token: -counts[token])[
+                : self._drafted
+            ]
             heads.target_ids.copy_(torch.tensor(sorted(often)))
         for module in (heads.midlayer.self_attn.o_proj, heads.midlayer.mlp.down_proj):  # type: ignore[union-attr]
             nn.init.zeros_(module.weight)  # type: ignore[union-attr, arg-type]
         heads.fc.weight.data.zero_()
         heads.fc.weight.data[:, -self.width :] = torch.eye(self.width)
-        heads.lm_head.weight.data.copy_(self.target.get_output_embeddings().weight[heads.target_ids])
+        heads.lm_head.weight.data.copy_(
+            self.target.get_output_embeddings().weight[heads.target_ids]
+        )
         heads.lm_head.requires_grad_(False)
         return heads
 
@@ -59,11 +68,14 @@ class Eagle3Trainer(HeadsTrainer):
         return min(self.vocab_size, MOST_DRAFTED)
 
     def _passes(self, heads: Any, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each pass the logits over the draft vocabulary, (batch, positions, ids), and the target's of the same ids."""
+        """Of each pass the logits over the draft vocabulary, (batch, positions, ids), and the
+        target's of the same ids."""
         with torch.no_grad():
             found = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
             right = found.logits[:, 1:].index_select(-1, heads.target_ids)
-        states = heads.fc(torch.cat([found.hidden_states[layer] for layer in self.reads], dim=-1)[:, :-1])
+        states = heads.fc(
+            torch.cat([found.hidden_states[layer] for layer in self.reads], dim=-1)[:, :-1]
+        )
         positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None]
         attention = DraftedAttention()
         for number in range(self.training.heads):
@@ -72,7 +84,10 @@ class Eagle3Trainer(HeadsTrainer):
             states = F.pad(out, (0, 0, 1, 0))[:, :-1]
 
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
-        losses = [F.cross_entropy(q.flatten(0, 1), p.flatten(0, 1).softmax(-1)) for q, p in self._passes(heads, tokens)]
+        losses = [
+            F.cross_entropy(q.flatten(0, 1), p.flatten(0, 1).softmax(-1))
+            for q, p in self._passes(heads, tokens)
+        ]
         return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
 
     def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -85,25 +100,38 @@ class Eagle3Trainer(HeadsTrainer):
     def tensors(self) -> dict[str, Tensor]:
         ids = self.model.target_ids
         assert isinstance(ids, Tensor)
-        drafted = torch.zeros(self.vocab_size, dtype=torch.bool, device=ids.device).scatter(0, ids, True)
-        return super().tensors() | {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": drafted}
+        drafted = torch.zeros(self.vocab_size, dtype=torch.bool, device=ids.device).scatter(
+            0, ids, True
+        )
+        return super().tensors() | {
+            "d2t": ids - torch.arange(len(ids), device=ids.device),
+            "t2d": drafted,
+        }
 
     @property
     def config(self) -> dict[str, Any]:
         text = self.target.config.get_text_config()
         return {
-            "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": self.width,
-            "intermediate_size": 2 * self.width, "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            "head_dim": getattr(text, "head_dim", None) or self.width // text.num_attention_heads, "rms_norm_eps": 1e-6,
-            "max_position_embeddings": text.max_position_embeddings, "vocab_size": self.vocab_size,
-            "draft_vocab_size": self._drafted, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self._reads())},
-        }  # fmt: skip
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": self.width,
+            "intermediate_size": 2 * self.width,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None)
+            or text.num_attention_heads,
+            "head_dim": getattr(text, "head_dim", None) or self.width // text.num_attention_heads,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": text.max_position_embeddings,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self._drafted,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self._reads())},
+        }
 
 
 class DraftedAttention:
-    """The attention of each pass over a window, as a draft of as many tokens would see: position i of pass n the keys of pass 0
-    up to i - n, and of pass m that of i - n + m."""
+    """The attention of each pass over a window, as a draft of as many tokens would see: position i
+    of pass n the keys of pass 0 up to i - n, and of pass m that of i - n + m."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
@@ -121,7 +149,10 @@ class DraftedAttention:
         scores += [(query * _back(self._keys[m], number - m)).sum(-1, keepdim=True) for m in later]
         weights = (torch.cat(scores, dim=-1) * query.shape[-1] ** -0.5).softmax(-1)
         first = weights[..., : len(positions)] @ self._values[0]
-        drafted = [weights[..., len(positions) + m - 1, None] * _back(self._values[m], number - m) for m in later]
+        drafted = [
+            weights[..., len(positions) + m - 1, None] * _back(self._values[m], number - m)
+            for m in later
+        ]
         return torch.stack([first, *drafted]).sum(0).transpose(1, 2)
 
 

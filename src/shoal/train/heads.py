@@ -22,7 +22,8 @@ class HeadsTraining(Training):
     """How heads are trained.
 
     Attributes:
-        heads: positions ahead that they learn. layers: residual blocks of a Medusa head.
+        heads: positions ahead that they learn.
+        layers: residual blocks of a Medusa head.
     """
 
     heads: int = 4
@@ -37,7 +38,11 @@ class HeadsTrainer(StagedTrainer):
     """Name of the tensors' file."""
 
     def planned(self) -> Sequence[Stage]:
-        return [Stage("heads", self.loss, lambda: self.samples.tokens(held_out=False), self.training.steps)]
+        return [
+            Stage(
+                "heads", self.loss, lambda: self.samples.tokens(held_out=False), self.training.steps
+            )
+        ]
 
     @abstractmethod
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
@@ -59,8 +64,10 @@ class HeadsTrainer(StagedTrainer):
             for name, tensor in self.tensors().items()
         }
         config = self.config | {
-            "base_model_name_or_path": self.source or "bundled", "torch_dtype": "bfloat16", "steps": self.trainer.step,
+            "base_model_name_or_path": self.source or "bundled",
+            "torch_dtype": "bfloat16",
+            "steps": self.trainer.step,
             "accepted": [round(one.accepted, 4) for one in figures],
-        }  # fmt: skip
+        }
         save_file(tensors, self.out / self.file)
         (self.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

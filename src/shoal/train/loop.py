@@ -143,7 +143,11 @@ class _Meter:
         self.trainer = trainer
         self.log = trainer.checkpoint.with_suffix(".jsonl")
         self.task = self.progress.add_task(
-            trainer.checkpoint.stem, total=steps, completed=trainer.step, loss=float("nan"), rate=0.0
+            trainer.checkpoint.stem,
+            total=steps,
+            completed=trainer.step,
+            loss=float("nan"),
+            rate=0.0,
         )
         self.losses: list[float] = []
         self.tokens = 0

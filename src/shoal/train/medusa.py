@@ -1,8 +1,9 @@
-"""Medusa heads learn what their target would say further on, from its own samples; the target stays as it is (Medusa-1).
+"""Medusa heads learn what their target would say further on, from its own samples; the target stays
+as it is (Medusa-1).
 
-Cai et al. 2024 (arXiv 2401.10774), section 2.2.1, with the target's distribution at each position in place of the token that was
-sampled there: it says more per position. Head i counts 0.8^i of the first. Heads share the target's matrix to the vocabulary, which
-keeps them small.
+Cai et al. 2024 (arXiv 2401.10774), section 2.2.1, with the target's distribution at each position
+in place of the token that was sampled there: it says more per position. Head i counts 0.8^i of the
+first. Heads share the target's matrix to the vocabulary, which keeps them small.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ class MedusaTrainer(HeadsTrainer):
     file = FILES[0]
 
     def made(self) -> nn.Module:
-        return MedusaHeads(self.training.heads, self.training.layers, self.width, 0, self.target.get_output_embeddings())
+        return MedusaHeads(
+            self.training.heads,
+            self.training.layers,
+            self.width,
+            0,
+            self.target.get_output_embeddings(),
+        )
 
     def _said(self, heads: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each head its logits, and the target's of the same positions."""
@@ -35,7 +42,10 @@ class MedusaTrainer(HeadsTrainer):
 
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
         passes = self._said(heads, tokens)
-        losses = [F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1)) for said, right in passes]
+        losses = [
+            F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1))
+            for said, right in passes
+        ]
         return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
 
     def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -48,6 +58,9 @@ class MedusaTrainer(HeadsTrainer):
     @property
     def config(self) -> dict[str, Any]:
         return {
-            "model_type": "medusa", "medusa_num_heads": self.training.heads, "medusa_num_layers": self.training.layers,
-            "hidden_size": self.width, "vocab_size": self.vocab_size,
-        }  # fmt: skip
+            "model_type": "medusa",
+            "medusa_num_heads": self.training.heads,
+            "medusa_num_layers": self.training.layers,
+            "hidden_size": self.width,
+            "vocab_size": self.vocab_size,
+        }

@@ -55,11 +55,17 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(change, alpha=scale)
 
 
-def optimizers(model: nn.Module, matrix_lr: float = 0.02, vector_lr: float = 3e-3) -> list[torch.optim.Optimizer]:
+def optimizers(
+    model: nn.Module, matrix_lr: float = 0.02, vector_lr: float = 3e-3
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name and id(p) not in tables]
+    matrices = [
+        p
+        for name, p in named.items()
+        if p.ndim == 2 and "embed" not in name and id(p) not in tables
+    ]
     chosen = {id(p) for p in matrices}
     others = [p for p in named.values() if id(p) not in chosen]
     adam = torch.optim.AdamW(others, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0)

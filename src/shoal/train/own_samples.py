@@ -1,4 +1,5 @@
-"""What a target writes itself, for heads that learn from it: sampled once, in parts that survive an interruption."""
+"""What a target writes itself, for heads that learn from it: sampled once, in parts that survive an
+interruption."""
 
 from __future__ import annotations
 
@@ -30,27 +31,47 @@ class OwnSamples:
     """Prompts and what the target writes after them, in a directory.
 
     Args:
-        work: the directory. source: the target, as `shoal.load` takes it; None = the bundled one. count: samples.
-        prompts: their texts, over and over, those that the target can continue; without any, small programming problems.
-        new_tokens, temperature: of the continuations. fixed: further settings that the directory must have been begun with.
+        work: the directory.
+        source: the target, as `shoal.load` takes it; None = the bundled one.
+        count: samples.
+        prompts: their texts, over and over, those that the target can continue; without any, small
+            programming problems.
+        new_tokens, temperature: of the continuations.
+        fixed: further settings that the directory must have been begun with.
 
     Raises:
         RequestError: the directory has samples of other settings.
     """
 
     def __init__(
-        self, work: Path, source: str | None, prompts: Sequence[str], *, count: int, new_tokens: int, temperature: float,
+        self,
+        work: Path,
+        source: str | None,
+        prompts: Sequence[str],
+        *,
+        count: int,
+        new_tokens: int,
+        temperature: float,
         fixed: Mapping[str, object] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._work, self._source, self._count = work, source, count
         self._new_tokens, self._temperature = new_tokens, temperature
-        self._prompts = list(prompts) or [problem.prompt for problem in generate(SEED, count, "train")]
+        self._prompts = list(prompts) or [
+            problem.prompt for problem in generate(SEED, count, "train")
+        ]
         work.mkdir(parents=True, exist_ok=True)
-        settings: dict[str, Any] = {"target": source or "bundled", "samples": count, "new_tokens": new_tokens}
+        settings: dict[str, Any] = {
+            "target": source or "bundled",
+            "samples": count,
+            "new_tokens": new_tokens,
+        }
         settings |= {"temperature": temperature, "prompts": len(self._prompts), **fixed}
         known = work / "settings.json"
         if known.exists() and (before := json.loads(known.read_text(encoding="utf-8"))) != settings:
-            raise RequestError(f"{work} was begun with {before}, and not with {settings}: remove it, or give these again")
+            raise RequestError(
+                f"{work} was begun with {before}, and not with {settings}: remove it, or give "
+                f"these again"
+            )
         known.write_text(json.dumps(settings), encoding="utf-8")
 
     def write(self) -> None:
@@ -65,11 +86,21 @@ class OwnSamples:
                     self._write_part(pair, start)
 
     def _write_part(self, pair: Shoal, start: int) -> None:
-        texts = [self._prompts[i % len(self._prompts)] for i in range(start, min(start + PART, self._count))]
+        texts = [
+            self._prompts[i % len(self._prompts)]
+            for i in range(start, min(start + PART, self._count))
+        ]
         found = pair.generate(
-            texts, 1, max_new_tokens=self._new_tokens, temperature=self._temperature, seed=SEED + start
-        )  # fmt: skip
-        rows = [[*pair.tokenizer.encode(output.prompt), *output.samples[0].token_ids] for output in found]
+            texts,
+            1,
+            max_new_tokens=self._new_tokens,
+            temperature=self._temperature,
+            seed=SEED + start,
+        )
+        rows = [
+            [*pair.tokenizer.encode(output.prompt), *output.samples[0].token_ids]
+            for output in found
+        ]
         partial = self._file(start).with_suffix(".partial.npy")
         np.save(partial, np.array([token for row in rows for token in row], dtype=np.int32))
         partial.replace(self._file(start))
@@ -80,13 +111,22 @@ class OwnSamples:
     def tokens(self, *, held_out: bool) -> Tokens:
         """All samples in one row: those to learn from, or to measure on."""
         files = sorted(self._work.glob("samples-[0-9][0-9][0-9][0-9].npy"))
-        chosen = files[::HELD_OUT] if held_out else [file for i, file in enumerate(files) if i % HELD_OUT or len(files) == 1]
+        chosen = (
+            files[::HELD_OUT]
+            if held_out
+            else [file for i, file in enumerate(files) if i % HELD_OUT or len(files) == 1]
+        )
         return np.concatenate([np.load(file) for file in chosen])
 
 
 def _fitting(prompts: Sequence[str], pair: Shoal) -> list[str]:
     """Those that leave room for half as many new tokens. Raises RequestError: there are none."""
-    found = [text for text in prompts if 0 < 1.5 * len(pair.tokenizer.encode(text)) < pair.target.context]
+    found = [
+        text for text in prompts if 0 < 1.5 * len(pair.tokenizer.encode(text)) < pair.target.context
+    ]
     if not found:
-        raise RequestError(f"no prompt is short enough for {pair.target.name}, which holds {pair.target.context} tokens")
+        raise RequestError(
+            f"no prompt is short enough for {pair.target.name}, which holds "
+            f"{pair.target.context} tokens"
+        )
     return found

@@ -18,13 +18,7 @@ from shoal.problems.generator import generate
 from shoal.train.corpus import CorpusSize, Tokens, Windows, build_corpus, pack
 from shoal.train.distil import distillation_loss
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.models import (
-    build,
-    drafter_config,
-    export,
-    next_token_loss,
-    target_config,
-)
+from shoal.train.models import build, drafter_config, export, next_token_loss, target_config
 from shoal.train.sampling import sample
 from shoal.train.tokenizer import save_tokenizer, train_tokenizer
 
@@ -124,14 +118,18 @@ class PairTrainer:
             rows = (prompt + row for prompt, row in zip(prompts, written, strict=True))
             packed = np.array([token for row in rows for token in row], dtype=np.uint16)
             np.save(self.work / "samples.npy", packed)
-            console.log(f"samples: {len(packed):,} tokens, of which written {sum(map(len, written)):,}")
+            console.log(
+                f"samples: {len(packed):,} tokens, of which written {sum(map(len, written)):,}"
+            )
         return self.tokens("samples")
 
     def warm_drafter(self) -> Trainer:
         """The drafter, trained on the corpus alone."""
         model = build(drafter_config(), SEED).to(self.device)
         trainer = Trainer(model, next_token_loss, self.work / "drafter-warm.pt")
-        trainer.train(self.windows(self.tokens("train"), SEED + 1), Schedule(self.config.warm_steps))
+        trainer.train(
+            self.windows(self.tokens("train"), SEED + 1), Schedule(self.config.warm_steps)
+        )
         return trainer
 
     def train_drafter(self) -> Trainer:

@@ -1,9 +1,11 @@
-"""Prompt tokens of PPD learn what their target would say further on, from its own samples; the target stays as it is.
+"""Prompt tokens of PPD learn what their target would say further on, from its own samples; the
+target stays as it is.
 
-Chen et al. 2024 (arXiv 2405.18628), section 3.2: prompt tokens stand at many places of a window, each time behind all tokens
-before, and what the target says at the i-th is compared with what it says i positions on, where it sees the tokens that were there.
-Those of one place see none of another. The loss of the i-th counts 0.8^i of the first. Only the vectors learn: the window itself is
-computed once without gradients, and its keys and values are read.
+Chen et al. 2024 (arXiv 2405.18628), section 3.2: prompt tokens stand at many places of a window,
+each time behind all tokens before, and what the target says at the i-th is compared with what it
+says i positions on, where it sees the tokens that were there. Those of one place see none of
+another. The loss of the i-th counts 0.8^i of the first. Only the vectors learn: the window itself
+is computed once without gradients, and its keys and values are read.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from shoal.train.heads import DECAY, HeadsTrainer
 from shoal.train.stages import Stage
 
 LR = 10.0
-"""Times the usual learning rate, which is that of whole tables: a few vectors have to go further."""
+"""Times the usual learning rate, which is that of whole tables: a few vectors have to go
+further."""
 PLACES = 64
 """Places of a window, evenly spread, where prompt tokens stand; less in short windows."""
 
@@ -43,19 +46,28 @@ class PpdTrainer(HeadsTrainer):
         return nn.Embedding.from_pretrained(first.clone(), freeze=False)
 
     def _said(self, prompts: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each prompt token its logits at all places, (batch, places, vocab), and the target's of the same positions."""
+        """Of each prompt token its logits at all places, (batch, places, vocab), and the target's
+        of the same positions."""
         count, (batch, length) = self.training.heads, tokens.shape
         stride = max(1, -(-(length - count) // PLACES))
-        places = torch.arange(int(tokens.sum()) % stride, length - count, stride, device=tokens.device)
+        places = torch.arange(
+            int(tokens.sum()) % stride, length - count, stride, device=tokens.device
+        )
         with torch.no_grad():
             found = self.target(input_ids=tokens, use_cache=True)
         vectors = prompts(torch.arange(count, device=tokens.device)).repeat(len(places), 1)
         cache = cache_name(self.target)
         said = self.target(
-            inputs_embeds=vectors[None].expand(batch, -1, -1), use_cache=True, **{cache: found[cache]},
-            attention_mask=hidden_but_own(places, count, length).to(vectors.dtype).expand(batch, -1, -1, -1),
-            position_ids=(places[:, None] + 1 + torch.arange(count, device=tokens.device)).flatten()[None].expand(batch, -1),
-        ).logits.unflatten(1, (len(places), count))  # fmt: skip
+            inputs_embeds=vectors[None].expand(batch, -1, -1),
+            use_cache=True,
+            **{cache: found[cache]},
+            attention_mask=hidden_but_own(places, count, length)
+            .to(vectors.dtype)
+            .expand(batch, -1, -1, -1),
+            position_ids=(places[:, None] + 1 + torch.arange(count, device=tokens.device))
+            .flatten()[None]
+            .expand(batch, -1),
+        ).logits.unflatten(1, (len(places), count))
         for i in range(count):
             yield said[:, :, i], found.logits[:, places + 1 + i]
 
@@ -64,7 +76,10 @@ class PpdTrainer(HeadsTrainer):
 
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
         passes = self._said(heads, tokens)
-        losses = [F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1)) for said, right in passes]
+        losses = [
+            F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1))
+            for said, right in passes
+        ]
         return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
 
     def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -81,14 +96,19 @@ class PpdTrainer(HeadsTrainer):
     @property
     def config(self) -> dict[str, Any]:
         return {
-            "model_type": "ppd", "hidden_size": self.width, "vocab_size": self.vocab_size,
-            "accuracies": [[round(chance, 4) for chance in row] for row in self.accuracies().tolist()],
-        }  # fmt: skip
+            "model_type": "ppd",
+            "hidden_size": self.width,
+            "vocab_size": self.vocab_size,
+            "accuracies": [
+                [round(chance, 4) for chance in row] for row in self.accuracies().tolist()
+            ],
+        }
 
     @torch.inference_mode()
     def accuracies(self) -> Tensor:
-        """Of each prompt token, how often the target draws its most probable guess, its second, ..., [m, guesses], on samples that
-        were not learned from: what sizes of trees are chosen by."""
+        """Of each prompt token, how often the target draws its most probable guess, its second,
+        ..., [m, guesses], on samples that were not learned from: what sizes of trees are chosen
+        by."""
         windows = self._windows(self.samples.tokens(held_out=True))
         found = []
         for step in range(len(windows.rows) // windows.batch_size):
@@ -104,11 +124,16 @@ def _by_rank(q: Tensor, p: Tensor) -> Tensor:
 
 
 def hidden_but_own(places: Tensor, count: int, length: int) -> Tensor:
-    """The additive mask of `count` prompt tokens behind each place, over a window of so many tokens and themselves,
-    [1, 1, places * count, length + places * count]: they see the window up to their place, and their own place's tokens up to
-    themselves."""
-    places, number = places.repeat_interleave(count), torch.arange(len(places) * count, device=places.device)
+    """The additive mask of `count` prompt tokens behind each place, over a window of so many tokens
+    and themselves, [1, 1, places * count, length + places * count]: they see the window up to their
+    place, and their own place's tokens up to themselves."""
+    places, number = (
+        places.repeat_interleave(count),
+        torch.arange(len(places) * count, device=places.device),
+    )
     window = torch.arange(length, device=places.device) <= places[:, None]
     own = (places[:, None] == places) & (number[:, None] >= number)
     seen = torch.cat([window, own], dim=1)
-    return torch.zeros(seen.shape, device=places.device).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    return torch.zeros(seen.shape, device=places.device).masked_fill(
+        ~seen, torch.finfo(torch.float32).min
+    )[None, None]

@@ -75,13 +75,18 @@ class LoadedPair:
     def load(cls, directory: Path) -> LoadedPair:
         """Reads `target` and `drafter` below a directory."""
         target, drafter = (
-            LlamaForCausalLM.from_pretrained(directory / name, dtype=torch.float32).eval() for name in ("target", "drafter")
+            LlamaForCausalLM.from_pretrained(directory / name, dtype=torch.float32).eval()
+            for name in ("target", "drafter")
         )
-        return cls(target, drafter, Tokenizer.from_file(str(directory / "target" / "tokenizer.json")))
+        return cls(
+            target, drafter, Tokenizer.from_file(str(directory / "target" / "tokenizer.json"))
+        )
 
 
 @torch.inference_mode()
-def text_figures(pair: LoadedPair, text: str, tokens: Tokens, counted: npt.NDArray[np.bool_] | None = None) -> TextFigures:
+def text_figures(
+    pair: LoadedPair, text: str, tokens: Tokens, counted: npt.NDArray[np.bool_] | None = None
+) -> TextFigures:
     """The figures of one packed text, or of the tokens `counted` in it.
 
     The text is read in windows of `LENGTH` tokens.
@@ -121,7 +126,9 @@ def mixed(problems: TextFigures, stdlib: TextFigures) -> TextFigures:
         target_loss=mean(problems.target_loss, stdlib.target_loss),
         drafter_loss=mean(problems.drafter_loss, stdlib.drafter_loss),
         agreement=mean(problems.agreement, stdlib.agreement),
-        acceptance={key: mean(kept, stdlib.acceptance[key]) for key, kept in problems.acceptance.items()},
+        acceptance={
+            key: mean(kept, stdlib.acceptance[key]) for key, kept in problems.acceptance.items()
+        },
     )
 
 
@@ -149,7 +156,9 @@ def passes(function: str, problem: FunctionProblem) -> bool:
     """Runs the tests of a problem on a function in a fresh interpreter."""
     program = "\n".join([function, *problem.tests])
     try:
-        done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=TIMEOUT)
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", program], capture_output=True, timeout=TIMEOUT
+        )
     except (subprocess.TimeoutExpired, ValueError):
         return False
     return done.returncode == 0
@@ -170,10 +179,14 @@ def code_figures(
     prompts = [pair.tokenizer.encode(problem.prompt).ids for problem in problems]
     rows = sample(pair.target, prompts, temperature, SEED, NEW_TOKENS)
     functions = [
-        first_function(problem.prompt + pair.tokenizer.decode(row)) for problem, row in zip(problems, rows, strict=True)
+        first_function(problem.prompt + pair.tokenizer.decode(row))
+        for problem, row in zip(problems, rows, strict=True)
     ]
     valid = [is_valid(function) for function in functions]
-    passed = [ok and passes(function, problem) for ok, function, problem in zip(valid, functions, problems, strict=True)]
+    passed = [
+        ok and passes(function, problem)
+        for ok, function, problem in zip(valid, functions, problems, strict=True)
+    ]
     count = len(problems)
     shares = sum(valid) / count, sum(passed) / count
     samples = [Continuation(*both) for both in zip(prompts, rows, strict=True)]
@@ -187,11 +200,16 @@ def sample_figures(pair: LoadedPair, name: str, samples: Sequence[Continuation])
     return text_figures(pair, name, np.array(tokens, dtype=np.uint16), np.array(counted))
 
 
-def measure(directory: Path, tokens: int, samples: int) -> tuple[list[TextFigures], list[CodeFigures]]:
-    """All figures, on about `tokens` tokens of held-out problems and `samples` samples of the target."""
+def measure(
+    directory: Path, tokens: int, samples: int
+) -> tuple[list[TextFigures], list[CodeFigures]]:
+    """All figures, on about `tokens` tokens of held-out problems and `samples` samples of the
+    target."""
     pair = LoadedPair.load(directory)
     count = max(2, tokens // 150)
-    documents = [problem.document for split in SPLITS for problem in generate(SEED, count // 2, split)]
+    documents = [
+        problem.document for split in SPLITS for problem in generate(SEED, count // 2, split)
+    ]
     problems = text_figures(pair, "held-out problems", pack(documents, pair.tokenizer))
     pieces = list(stdlib_pieces(True, int(tokens * 1.5), SEED))
     stdlib = text_figures(pair, "held-out stdlib", pack(pieces, pair.tokenizer))
@@ -209,7 +227,14 @@ def measure(directory: Path, tokens: int, samples: int) -> tuple[list[TextFigure
 
 def text_table(rows: Sequence[TextFigures]) -> Table:
     """One line per kind of text."""
-    headings = ("text", "tokens", "target loss", "drafter loss", "agreement", *(f"T={t}" for t in TEMPERATURES))
+    headings = (
+        "text",
+        "tokens",
+        "target loss",
+        "drafter loss",
+        "agreement",
+        *(f"T={t}" for t in TEMPERATURES),
+    )
     table = Table(*headings, box=SIMPLE_HEAD, caption="T=...: acceptance at that temperature")
     for row in rows:
         losses = f"{row.target_loss:.3f}", f"{row.drafter_loss:.3f}"
@@ -220,7 +245,9 @@ def text_table(rows: Sequence[TextFigures]) -> Table:
 
 def code_table(rows: Sequence[CodeFigures]) -> Table:
     """One line per split and temperature."""
-    table = Table("held-out", "temperature", "samples", "parses", "passes its tests", box=SIMPLE_HEAD)
+    table = Table(
+        "held-out", "temperature", "samples", "parses", "passes its tests", box=SIMPLE_HEAD
+    )
     for row in rows:
         shares = f"{row.valid:.1%}", f"{row.passed:.1%}"
         table.add_row(row.split, f"{row.temperature}", str(row.samples), *shares)
@@ -236,7 +263,10 @@ def main(
     """Prints losses, agreement, acceptance, validity and pass rate of a pair."""
     texts, codes = measure(directory, tokens, samples)
     if as_json:
-        rows = {"texts": list(map(dataclasses.asdict, texts)), "codes": list(map(dataclasses.asdict, codes))}
+        rows = {
+            "texts": list(map(dataclasses.asdict, texts)),
+            "codes": list(map(dataclasses.asdict, codes)),
+        }
         print(json.dumps(rows, indent=2))
         return
     console = Console(width=WIDTH)

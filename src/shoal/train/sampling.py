@@ -37,10 +37,7 @@ def sample(
 
 
 def _continue(
-    model: LlamaForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    temperature: float,
-    new_tokens: int,
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int
 ) -> list[list[int]]:
     """One batch, padded on the left."""
     width = max(map(len, prompts))

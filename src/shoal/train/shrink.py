@@ -1,4 +1,5 @@
-"""A small model of a target's own architecture: its config with fewer layers and a smaller width."""
+"""A small model of a target's own architecture: its config with fewer layers and a smaller
+width."""
 
 from __future__ import annotations
 
@@ -11,18 +12,26 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from shoal.errors import RequestError
 
 FEED_FORWARD = (
-    "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "word_embed_proj_dim", "moe_intermediate_size",
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "word_embed_proj_dim",
+    "moe_intermediate_size",
     "shared_expert_intermediate_size",
-)  # fmt: skip
+)
 """Names that configs have for widths that follow that of the model."""
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
-def shrunk(config: PreTrainedConfig, layers: int | None = None, width: int | None = None) -> PreTrainedConfig:
-    """The config of a drafter: same vocabulary, same size of a head, tied embeddings (FastDraft, arXiv 2411.11055, section 3.1).
+def shrunk(
+    config: PreTrainedConfig, layers: int | None = None, width: int | None = None
+) -> PreTrainedConfig:
+    """The config of a drafter: same vocabulary, same size of a head, tied embeddings (FastDraft,
+    arXiv 2411.11055, section 3.1).
 
-    Heads keep their size, so that all that is said by position (rotary embeddings, scales of queries) stays as it is; a smaller
-    width has fewer of them.
+    Heads keep their size, so that all that is said by position (rotary embeddings, scales of
+    queries) stays as it is; a smaller width has fewer of them.
 
     Args:
         layers: None = an eighth of the target's.
@@ -40,7 +49,8 @@ def shrunk(config: PreTrainedConfig, layers: int | None = None, width: int | Non
         width = max(head, width - width % head)
     if width % head or width > full:
         raise RequestError(
-            f"--width must be a multiple of {head}, the width per head, and at most {full}, the target's; not {width}"
+            f"--width must be a multiple of {head}, the width per head, and at most {full}, the "
+            f"target's; not {width}"
         )
     if layers > depth:
         raise RequestError(f"--layers must be at most {depth}, those of the target; not {layers}")
@@ -51,27 +61,41 @@ def shrunk(config: PreTrainedConfig, layers: int | None = None, width: int | Non
             setattr(made, name, max(1, value * width // full))
         elif name in KV_HEADS and isinstance(value, int):
             few = heads * width // full
-            setattr(made, name, next(n for n in range(max(1, value * width // full), 0, -1) if few % n == 0))
-    made.num_hidden_layers, made.hidden_size, made.num_attention_heads = layers, width, heads * width // full
+            setattr(
+                made,
+                name,
+                next(n for n in range(max(1, value * width // full), 0, -1) if few % n == 0),
+            )
+    made.num_hidden_layers, made.hidden_size, made.num_attention_heads = (
+        layers,
+        width,
+        heads * width // full,
+    )
     made.tie_word_embeddings = True
     if hasattr(made, "quantization_config"):
         del made.quantization_config
     return made
 
 
-def small_model(target: PreTrainedModel, layers: int | None, width: int | None, seed: int) -> PreTrainedModel:
-    """A model of the shrunk config, in float32 and without dropout; what has the name and shape of a weight of the target begins
-    as that: embeddings and the first layers, if the width is the target's. Raises RequestError: see `shrunk`, or a width that
-    the architecture cannot have."""
+def small_model(
+    target: PreTrainedModel, layers: int | None, width: int | None, seed: int
+) -> PreTrainedModel:
+    """A model of the shrunk config, in float32 and without dropout; what has the name and shape of
+    a weight of the target begins as that: embeddings and the first layers, if the width is the
+    target's. Raises RequestError: see `shrunk`, or a width that the architecture cannot have."""
     config = shrunk(target.config, layers, width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             with torch.no_grad():
-                model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))  # a wrong number of heads shows here
+                model.eval()(
+                    input_ids=torch.zeros(1, 2, dtype=torch.long)
+                )  # a wrong number of heads shows here
         except (ValueError, TypeError, RuntimeError) as error:
-            raise RequestError(f"{type(target).__name__} cannot have this --width: {error}") from error
+            raise RequestError(
+                f"{type(target).__name__} cannot have this --width: {error}"
+            ) from error
     known = dict(target.named_parameters())
     for name, parameter in model.named_parameters():
         if name in known and known[name].shape == parameter.shape:

@@ -1,4 +1,5 @@
-"""What all trainings for a target have in common: its samples, stages that go on where they were stopped, measuring."""
+"""What all trainings for a target have in common: its samples, stages that go on where they were
+stopped, measuring."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Training:
 
     Attributes:
         samples, new_tokens, temperature: of the target's own texts.
-        steps: of the optimiser. length, batch: tokens of a window, windows of a step. lr: times the usual learning rates.
+        steps: of the optimiser.
+        length, batch: tokens of a window, windows of a step.
+        lr: times the usual learning rates.
     """
 
     samples: int = 2400
@@ -39,7 +42,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one drafted position, on samples of the target that were not learned from; given all tokens before.
+    """Of one drafted position, on samples of the target that were not learned from; given all
+    tokens before.
 
     Attributes:
         accepted: the chance that what is drafted there is accepted, at temperature 1.
@@ -57,7 +61,8 @@ class Stage:
     """A part of a training: a loss and the tokens that it is taken of.
 
     Attributes:
-        name: of its checkpoint, and in reports. lr: times the usual learning rates.
+        name: of its checkpoint, and in reports.
+        lr: times the usual learning rates.
     """
 
     name: str
@@ -76,16 +81,30 @@ class StagedTrainer(ABC):
     """The stages of a training, which go on where they were stopped.
 
     Args:
-        out: gets what is trained; its folder `training` keeps samples and checkpoints. source: see `OwnSamples`.
+        out: gets what is trained; its folder `training` keeps samples and checkpoints.
+        source: see `OwnSamples`.
         fixed: further settings that must be the same when the training goes on, by name.
     """
 
     def __init__(
-        self, out: Path, source: str | None, prompts: Sequence[str], training: Training, device: str = "cpu", **fixed: object
+        self,
+        out: Path,
+        source: str | None,
+        prompts: Sequence[str],
+        training: Training,
+        device: str = "cpu",
+        **fixed: object,
     ) -> None:
-        self.out, self.training, self.source, self.device = out, training, source, torch.device(device)
+        self.out, self.training, self.source, self.device = (
+            out,
+            training,
+            source,
+            torch.device(device),
+        )
         own = {name: getattr(training, name) for name in ("new_tokens", "temperature")}
-        self.samples = OwnSamples(out / "training", source, prompts, count=training.samples, fixed=fixed, **own)
+        self.samples = OwnSamples(
+            out / "training", source, prompts, count=training.samples, fixed=fixed, **own
+        )
 
     @property
     def source_name(self) -> str:
@@ -95,7 +114,9 @@ class StagedTrainer(ABC):
     def prepare(self) -> None:
         """Samples, the target, and what is trained as far as it was."""
         self.samples.write()
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source_name, dtype=torch.float32)
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.source_name, dtype=torch.float32
+        )
         self.target = target.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.width = target.config.get_text_config().hidden_size
         self.vocab_size = target.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
@@ -104,7 +125,12 @@ class StagedTrainer(ABC):
         self.trainer = self._trainer(self.stages[0])
 
     def _trainer(self, stage: Stage) -> Trainer:
-        return Trainer(self.model, stage.loss, self.out / "training" / f"{stage.name}.pt", self.training.lr * stage.lr)
+        return Trainer(
+            self.model,
+            stage.loss,
+            self.out / "training" / f"{stage.name}.pt",
+            self.training.lr * stage.lr,
+        )
 
     def train(self, report: Report | None = None) -> None:
         """All stages, each measured and reported at its end where somebody asks.
@@ -121,7 +147,11 @@ class StagedTrainer(ABC):
     def _known_figures(self, stage: Stage) -> list[Figures]:
         """Measured once: later stages change the model."""
         file = self.out / "training" / f"{stage.name}.json"
-        if file.exists() and (known := json.loads(file.read_text(encoding="utf-8")))["steps"] == self.trainer.step:
+        if (
+            file.exists()
+            and (known := json.loads(file.read_text(encoding="utf-8")))["steps"]
+            == self.trainer.step
+        ):
             return [Figures(**row) for row in known["figures"]]
         found = self.figures()
         rows = {"steps": self.trainer.step, "figures": [asdict(one) for one in found]}
@@ -136,8 +166,12 @@ class StagedTrainer(ABC):
 
     @property
     def window(self) -> tuple[int, int]:
-        """Tokens, and windows of a step: no more than the target's positions, or than memory for logits."""
-        length = min(self.training.length, getattr(self.target.config.get_text_config(), "max_position_embeddings", 1 << 30))
+        """Tokens, and windows of a step: no more than the target's positions, or than memory for
+        logits."""
+        length = min(
+            self.training.length,
+            getattr(self.target.config.get_text_config(), "max_position_embeddings", 1 << 30),
+        )
         return length, max(1, min(self.training.batch, MOST_LOGITS // (length * self.vocab_size)))
 
     @abstractmethod
@@ -150,7 +184,8 @@ class StagedTrainer(ABC):
 
     @abstractmethod
     def said(self, tokens: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Of each drafted position its logits over windows of tokens (batch, length), and the target's; (batch, places, ids)."""
+        """Of each drafted position its logits over windows of tokens (batch, length), and the
+        target's; (batch, places, ids)."""
 
     @abstractmethod
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
@@ -165,7 +200,9 @@ class StagedTrainer(ABC):
         """Of each drafted position."""
         windows = self._windows(self.samples.tokens(held_out=True))
         steps = range(len(windows.rows) // windows.batch_size)
-        found = [self._measured(torch.from_numpy(windows[step]).to(self.device)).cpu() for step in steps]
+        found = [
+            self._measured(torch.from_numpy(windows[step]).to(self.device)).cpu() for step in steps
+        ]
         return [Figures(*row) for row in torch.stack(found).mean(0).tolist()]
 
     def _measured(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Counts: how often each token occurs in a row so far, and what became of the tokens that a drafter proposed."""
+"""Counts: how often each token occurs in a row so far, and what became of the tokens that a drafter
+proposed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class TokenCounts:
     """Running counts over a list of tokens that only grows.
 
     Attributes:
-        ids: the tokens that occur, each once. counts: how often each occurs, in the same order. read: length of the list so far.
+        ids: the tokens that occur, each once.
+        counts: how often each occurs, in the same order.
+        read: length of the list so far.
     """
 
     def __init__(self, start: int = 0) -> None:

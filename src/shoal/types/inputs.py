@@ -28,7 +28,10 @@ def read_prompts(prompts: Prompts, tokenizer: Any) -> list[tuple[str | None, tup
     if isinstance(items, Sequence) and items and isinstance(items[0], int):
         items = [items]
     if not isinstance(items, Sequence) or not items:
-        raise RequestError(f"prompts must be a text, texts or lists of token ids, at least one, got {prompts!r:.200}")
+        raise RequestError(
+            f"prompts must be a text, texts or lists of token ids, at least one, got "
+            f"{prompts!r:.200}"
+        )
     found = []
     for place, item in enumerate(items):
         with of_prompt(place, len(items)):
@@ -43,7 +46,9 @@ def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
         try:
             return tuple(index(token) for token in item)
         except TypeError:
-            raise RequestError(f"a prompt must be a text or a list of token ids, got {item!r:.200}") from None
+            raise RequestError(
+                f"a prompt must be a text or a list of token ids, got {item!r:.200}"
+            ) from None
     if tokenizer is None:
         raise RequestError("a text prompt needs a tokenizer, and this model was given none")
     require_text(item, "the prompt")
@@ -51,8 +56,9 @@ def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The ids of a text that begins a document, with the special tokens that the tokenizer adds. BOS is not added to a text that
-    begins with it already, as one that a chat template has written does."""
+    """The ids of a text that begins a document, with the special tokens that the tokenizer adds.
+    BOS is not added to a text that begins with it already, as one that a chat template has written
+    does."""
     ids, bos = tuple(tokenizer.encode(text)), getattr(tokenizer, "bos_token_id", None)
     twice = bos is not None and ids[:2] == (bos, bos)
     if twice and tuple(tokenizer.encode(text, add_special_tokens=False))[: len(ids) - 1] == ids[1:]:
@@ -65,7 +71,8 @@ ANCHOR = "\n"
 
 
 def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
-    """The ids of a text that stands within a document: without the space that some tokenizers write before a text.
+    """The ids of a text that stands within a document: without the space that some tokenizers write
+    before a text.
 
     Args:
         encode: splits a text into tokens, without special ones around it.
@@ -77,7 +84,8 @@ def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[in
 
 
 def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
-    """The chat template of a tokenizer; None if it has none. Of several the one for tools, or else the default, as in Transformers.
+    """The chat template of a tokenizer; None if it has none. Of several the one for tools, or else
+    the default, as in Transformers.
 
     Args:
         tools: whether the chat has tools.
@@ -91,7 +99,9 @@ def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
     name = "tool_use" if tools and "tool_use" in own else "default"
     if name not in own:
         names = ", ".join(sorted(own))
-        raise RequestError(f"this model has the chat templates {names} and no default: name or give one")
+        raise RequestError(
+            f"this model has the chat templates {names} and no default: name or give one"
+        )
     return str(own[name])
 
 
@@ -101,14 +111,20 @@ def with_bad_words(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]
     words = [words] if isinstance(words, str) else words
     if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):
         return {**options, "bad_words": words} if "bad_words" in options else dict(options)
-    spelled = [ids for word in words for ids in (_spellings(word, tokenizer) if isinstance(word, str) else [word])]
+    spelled = [
+        ids
+        for word in words
+        for ids in (_spellings(word, tokenizer) if isinstance(word, str) else [word])
+    ]
     return {**options, "bad_words": spelled}
 
 
 def _spellings(word: str, tokenizer: Any) -> list[list[int]]:
     """A word's ids, without and with a space before it."""
     if tokenizer is None:
-        raise RequestError("bad_words that are texts need a tokenizer, and this model was given none")
+        raise RequestError(
+            "bad_words that are texts need a tokenizer, and this model was given none"
+        )
     require_text(word, "a bad word")
     encode = partial(tokenizer.encode, add_special_tokens=False)
     return [encoded_inside(encode, text) for text in (word, f" {word}")]

@@ -1,4 +1,5 @@
-"""The stages in which a pair is loaded, told to a callback, or to the logger "shoal", as they begin and end."""
+"""The stages in which a pair is loaded, told to a callback, or to the logger "shoal", as they begin
+and end."""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ class LoadStage:
     """A stage of `shoal.load`.
 
     Attributes:
-        name: "tokenizer"; "weights": read, or downloaded, and moved to the device; "packing": their order in memory is measured,
-            or they are quantised; "checking": the self-check; "passes": kernels are compiled or chosen; "preparing": a server's
-            engine; "ready": the last one.
+        name: "tokenizer"; "weights": read, or downloaded, and moved to the device; "packing": their
+            order in memory is measured, or they are quantised; "checking": the self-check;
+            "passes": kernels are compiled or chosen; "preparing": a server's engine; "ready": the
+            last one.
         model: "target", "draft", or "pair" for both.
-        seconds: None as it begins, then how long it took; of "ready", which has no beginning, the whole call.
+        seconds: None as it begins, then how long it took; of "ready", which has no beginning, the
+            whole call.
         stages: of "ready": all others, ended.
     """
 
@@ -45,7 +48,9 @@ class LoadStage:
         text = SENTENCES[self.name].format("draft model" if self.model == "draft" else self.model)
         if self.seconds is None:
             return f"{text} ..."
-        parts = ", ".join(f"{stage.model} {stage.name} {stage.seconds:.1f} s" for stage in self.stages)
+        parts = ", ".join(
+            f"{stage.model} {stage.name} {stage.seconds:.1f} s" for stage in self.stages
+        )
         return f"{text}: {self.seconds:.1f} s" + (f" ({parts})" if parts else "")
 
 
@@ -69,7 +74,8 @@ class LoadStages:
     """The stages of one call.
 
     Args:
-        progress: called as a stage begins and as it ends, not where it fails; what it raises ends the call. None = `log`.
+        progress: called as a stage begins and as it ends, not where it fails; what it raises ends
+            the call. None = `log`.
     """
 
     def __init__(self, progress: LoadProgress | None = None) -> None:
@@ -91,4 +97,6 @@ class LoadStages:
 
     def ready(self) -> None:
         """Tells that all is loaded."""
-        self._progress(LoadStage("ready", "pair", time.perf_counter() - self._began_at, tuple(self._ended)))
+        self._progress(
+            LoadStage("ready", "pair", time.perf_counter() - self._began_at, tuple(self._ended))
+        )

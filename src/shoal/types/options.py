@@ -1,4 +1,5 @@
-"""The keyword options of `generate` and `stream`: their types, and which setting each belongs to."""
+"""The keyword options of `generate` and `stream`: their types, and which setting each belongs
+to."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ SETTINGS: dict[str, type[Sampling] | type[Limits] | type[Speculation]] = {
 
 
 class Options(TypedDict, total=False):
-    """The fields of `Sampling`, `Limits` and `Speculation` by name, or these objects as a whole. A field that is not given has its
-    default. `tests/engine/test_library.py` checks that no field is missing here."""
+    """The fields of `Sampling`, `Limits` and `Speculation` by name, or these objects as a whole. A
+    field that is not given has its default. `tests/engine/test_library.py` checks that no field is
+    missing here."""
 
     temperature: Number
     top_k: Integer
@@ -53,43 +55,65 @@ class Options(TypedDict, total=False):
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[Sampling, Limits, Speculation]:
-    """The three settings that keyword options make. A setting given as a whole (`sampling=Sampling(...)`) is taken as it is.
+    """The three settings that keyword options make. A setting given as a whole
+    (`sampling=Sampling(...)`) is taken as it is.
 
     Raises:
-        RequestError: for an unknown name (with the nearest known one), a value out of range, or a field of a setting that is
-            given as a whole.
+        RequestError: for an unknown name (with the nearest known one), a value out of range, or a
+            field of a setting that is given as a whole.
     """
     known = [*SETTINGS, *(f.name for cls in SETTINGS.values() for f in fields(cls))]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
+            hint = (
+                f"; did you mean {near[0]!r}?"
+                if near
+                else f"; known options: {', '.join(sorted(known))}"
+            )
             raise RequestError(f"unknown option {name!r}{hint}")
     sampling, limits, speculation = (_setting(name, cls, options) for name, cls in SETTINGS.items())
     return sampling, limits, speculation
 
 
-def split_for_each(options: Mapping[str, Any], prompts: int) -> tuple[list[Sampling], list[Limits], Speculation]:
-    """As `split_options`, for so many prompts: `sampling` and `limits` may be lists with a setting for each of them.
+def split_for_each(
+    options: Mapping[str, Any], prompts: int
+) -> tuple[list[Sampling], list[Limits], Speculation]:
+    """As `split_options`, for so many prompts: `sampling` and `limits` may be lists with a setting
+    for each of them.
 
     Raises:
-        RequestError: as `split_options`; or there are more or fewer settings than prompts; an entry that is none names its prompt.
+        RequestError: as `split_options`; or there are more or fewer settings than prompts; an entry
+            that is none names its prompt.
     """
-    listed = {name: list_of(name, options[name], prompts) for name in ("sampling", "limits") if _is_list(options.get(name))}
+    listed = {
+        name: list_of(name, options[name], prompts)
+        for name in ("sampling", "limits")
+        if _is_list(options.get(name))
+    }
     common = {name: value for name, value in options.items() if name not in listed}
     settings = []
     for place in range(prompts if listed else 1):
         with of_prompt(place, prompts):
-            settings.append(split_options(common | {name: entries[place] for name, entries in listed.items()}))
+            settings.append(
+                split_options(common | {name: entries[place] for name, entries in listed.items()})
+            )
     settings *= 1 if listed else prompts
-    return [sampling for sampling, _, _ in settings], [limits for _, limits, _ in settings], settings[0][2]
+    return (
+        [sampling for sampling, _, _ in settings],
+        [limits for _, limits, _ in settings],
+        settings[0][2],
+    )
 
 
 def list_of(name: str, values: Iterable[Any], prompts: int) -> list[Any]:
     """The values as a list. Raises RequestError: they are not one for each prompt."""
     found = list(values)
     if len(found) != prompts:
-        raise RequestError(f"{name}= has {len(found)} entries for {prompts} prompts: give one for each, or one for all")
+        raise RequestError(
+            f"{name}= has {len(found)} entries for {prompts} prompts: give one for each, or one "
+            f"for all"
+        )
     return found
 
 
@@ -113,13 +137,17 @@ def _is_list(value: Any) -> bool:
 
 
 def _setting(name: str, cls: Any, options: Mapping[str, Any]) -> Any:
-    whole, own = options.get(name), {f.name: options[f.name] for f in fields(cls) if f.name in options}
+    whole, own = (
+        options.get(name),
+        {f.name: options[f.name] for f in fields(cls) if f.name in options},
+    )
     if whole is None:
         return cls(**own)
     if not isinstance(whole, cls):
         raise RequestError(f"{name} must be a shoal.{cls.__name__}, got {whole!r:.80}")
     if own:
         raise RequestError(
-            f"{' and '.join(own)} given beside {name}=, which has that already: put it into shoal.{cls.__name__}"
+            f"{' and '.join(own)} given beside {name}=, which has that already: put it into "
+            f"shoal.{cls.__name__}"
         )
     return whole

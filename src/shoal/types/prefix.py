@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt that is stored once: its tokens 0..length-1 lie in token slots base, base + 1, ... of the prefix store.
+    """A prompt that is stored once: its tokens 0..length-1 lie in token slots base, base + 1, ...
+    of the prefix store.
 
     Attributes:
         drafted: the drafter's cache stores it, too.

@@ -21,13 +21,19 @@ class Rollouts:
     """All samples of a run, a row each: those of the first prompt first, in row order.
 
     Attributes:
-        prompt_ids: [rows, longest prompt] int64, padded on the left. prompt_mask: the same shape, bool, True at tokens.
-        completion_ids: [rows, longest sample] int64, padded on the right. completion_mask: the same shape, bool.
-        logprobs: [rows, longest sample] float32: `Sample.logprobs`, 0.0 at padding: of the policy itself, at temperature 1.
-        sampling_logprobs: the same of `Sample.processed_logprobs`: of the distribution that was sampled from.
-        prompts: [rows] int64: the prompt of each row, which is its group. finished: [rows] bool: `Sample.finished`,
-            which a row that came to `max_new_tokens` is as well.
-        truncated: [rows] bool: the row did not end by itself, by an end-of-text token, a stop string or a complete grammar.
+        prompt_ids: [rows, longest prompt] int64, padded on the left.
+        prompt_mask: the same shape, bool, True at tokens.
+        completion_ids: [rows, longest sample] int64, padded on the right.
+        completion_mask: the same shape, bool.
+        logprobs: [rows, longest sample] float32: `Sample.logprobs`, 0.0 at padding: of the policy
+            itself, at temperature 1.
+        sampling_logprobs: the same of `Sample.processed_logprobs`: of the distribution that was
+            sampled from.
+        prompts: [rows] int64: the prompt of each row, which is its group.
+        finished: [rows] bool: `Sample.finished`, which a row that came to `max_new_tokens` is as
+            well.
+        truncated: [rows] bool: the row did not end by itself, by an end-of-text token, a stop
+            string or a complete grammar.
         log_weights: [rows] float32: `Sample.log_weight`, 0.0 where no weights were asked for.
     """
 
@@ -44,7 +50,8 @@ class Rollouts:
 
     @property
     def input_ids(self) -> Tensor:
-        """Prompts and samples, [rows, longest prompt + longest sample]: what a forward pass takes."""
+        """Prompts and samples, [rows, longest prompt + longest sample]: what a forward pass
+        takes."""
         return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
 
     @property
@@ -53,41 +60,69 @@ class Rollouts:
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1).long()
 
     def __repr__(self) -> str:
-        shapes = f"prompt_ids {list(self.prompt_ids.shape)}, completion_ids {list(self.completion_ids.shape)}"
+        shapes = (
+            f"prompt_ids {list(self.prompt_ids.shape)}, completion_ids "
+            f"{list(self.completion_ids.shape)}"
+        )
         tokens, truncated = int(self.completion_mask.sum()), int(self.truncated.sum())
-        return f"Rollouts({shapes}, {tokens} tokens, {truncated} rows truncated, {self.logprobs.device})"
+        return (
+            f"Rollouts({shapes}, {tokens} tokens, {truncated} rows truncated, "
+            f"{self.logprobs.device})"
+        )
 
 
 def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str) -> Rollouts:
-    """The samples of these outputs on a device; `pad_id` stands where a row has no token. No outputs, no rows.
+    """The samples of these outputs on a device; `pad_id` stands where a row has no token. No
+    outputs, no rows.
 
     Raises:
         RequestError: `pad_id` is no integer.
     """
     pad_id = plain(pad_id)
     if isinstance(pad_id, bool) or not isinstance(pad_id, int):
-        hint = "; a tokenizer without a pad token has None: its EOS token does as well" if pad_id is None else ""
+        hint = (
+            "; a tokenizer without a pad token has None: its EOS token does as well"
+            if pad_id is None
+            else ""
+        )
         raise RequestError(f"pad_id must be a token id, got {pad_id!r}{hint}")
-    rows = [(number, output.prompt_ids, sample) for number, output in enumerate(outputs) for sample in output.samples]
+    rows = [
+        (number, output.prompt_ids, sample)
+        for number, output in enumerate(outputs)
+        for sample in output.samples
+    ]
     prompt_ids, prompt_mask = _padded([list(ids) for _, ids, _ in rows], pad_id, left=True)
-    completion_ids, completion_mask = _padded([list(sample.token_ids) for *_, sample in rows], pad_id)
+    completion_ids, completion_mask = _padded(
+        [list(sample.token_ids) for *_, sample in rows], pad_id
+    )
     logprobs, _ = _padded([list(sample.logprobs) for *_, sample in rows], 0.0)
     sampling_logprobs, _ = _padded([list(sample.processed_logprobs) for *_, sample in rows], 0.0)
     made = Rollouts(
-        prompt_ids.long(), prompt_mask, completion_ids.long(), completion_mask, logprobs.float(), sampling_logprobs.float(),
+        prompt_ids.long(),
+        prompt_mask,
+        completion_ids.long(),
+        completion_mask,
+        logprobs.float(),
+        sampling_logprobs.float(),
         torch.tensor([number for number, *_ in rows], dtype=torch.int64),
         torch.tensor([sample.finished for *_, sample in rows], dtype=torch.bool),
-        torch.tensor([sample.finish_reason not in ("eos", "stop") for *_, sample in rows], dtype=torch.bool),
+        torch.tensor(
+            [sample.finish_reason not in ("eos", "stop") for *_, sample in rows], dtype=torch.bool
+        ),
         torch.tensor([sample.log_weight or 0.0 for *_, sample in rows], dtype=torch.float32),
-    )  # fmt: skip
+    )
     return Rollouts(**{name: tensor.to(device) for name, tensor in vars(made).items()})
 
 
-def _padded(rows: Sequence[Sequence[float]], value: float, *, left: bool = False) -> tuple[Tensor, Tensor]:
+def _padded(
+    rows: Sequence[Sequence[float]], value: float, *, left: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rows of one length, [rows, longest], and where they are no padding."""
     longest = max(map(len, rows), default=0)
     filled = [[value] * (longest - len(row)) for row in rows]
-    every = [[*fill, *row] if left else [*row, *fill] for row, fill in zip(rows, filled, strict=True)]
+    every = [
+        [*fill, *row] if left else [*row, *fill] for row, fill in zip(rows, filled, strict=True)
+    ]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
     places = torch.arange(longest)
     mask = places >= longest - lengths if left else places < lengths

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from shoal.types.stats import Stats
 
 FINISH_REASONS = ("eos", "stop", "length", "time", "not started", "cancelled", "error")
-"""Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the grammar if there is no EOS);
-max_new_tokens or the target's context; the time budget; the time budget before its first round, so that it is empty; a
-cancellation; an error of this row alone."""
+"""Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the
+grammar if there is no EOS); max_new_tokens or the target's context; the time budget; the time
+budget before its first round, so that it is empty; a cancellation; an error of this row alone."""
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """The most probable tokens at one position: (token id, log-probability) pairs, before and after processing."""
+    """The most probable tokens at one position: (token id, log-probability) pairs, before and after
+    processing."""
 
     raw: tuple[tuple[int, float], ...]
     processed: tuple[tuple[int, float], ...]
@@ -36,26 +37,33 @@ class Sample:
     Attributes:
         text: the new text, without the prompt, special tokens and anything from a stop string on.
         token_ids: the new tokens; an EOS that ended the row is the last one.
-        logprobs: natural-log probability of each token under the target's own distribution, *before* processing
-            (temperature 1, no penalties, no truncation).
-        processed_logprobs: the same under the declared distribution p, *after* processing; 0.0 everywhere if greedy.
+        logprobs: natural-log probability of each token under the target's own distribution,
+            *before* processing (temperature 1, no penalties, no truncation).
+        processed_logprobs: the same under the declared distribution p, *after* processing; 0.0
+            everywhere if greedy.
         mean_logprob: mean of `logprobs`; the ranking rule of BASS. NaN when there are no tokens.
-        finish_reason: one of `FINISH_REASONS`. error: the message, if that is "error"; the tokens before it are valid.
+        finish_reason: one of `FINISH_REASONS`.
+        error: the message, if that is "error"; the tokens before it are valid.
         finished_at: seconds from submission to the end of the round that ended the row.
-        in_time: False if that was later than its deadline. Such a row keeps its `finish_reason`, as its text is complete.
-        rounds, drafted, accepted, target_passes: counts of the row; the prompt's pass is not counted.
-        drafters: per token, the name of the drafter whose draft was accepted; None for a replacement or bonus.
+        in_time: False if that was later than its deadline. Such a row keeps its `finish_reason`, as
+            its text is complete.
+        rounds, drafted, accepted, target_passes: counts of the row; the prompt's pass is not
+            counted.
+        drafters: per token, the name of the drafter whose draft was accepted; None for a
+            replacement or bonus.
         by_drafter: tokens drafted and accepted, by the name of the drafter.
         top_logprobs: per token, when asked for.
-        log_weight: natural log of the sample's weight, where weights were asked for (`exact=True`); its law is p given the prompt's
-            characters once samples count by their weights.
-        log_allowed: natural log of the product of what p gave to the allowed tokens (under `exact="asap"` of what makes p of the
-            probabilities that tokens were drawn by); `log_weight` unless rows were resampled (`exact="smc"`).
-        restored: tokens of the prompt that were copied from an earlier row's (`shoal.engine.prefix_cache`); 0 where a sibling's row
-            has computed the prompt.
-        syntax: of a row under a check of its syntax. "complete": it ended by itself, and parses. "cut": it did not, and `text` is
-            cut, with its tokens, at the best place where it parses, by the mean log-probability of the tokens before the place and
-            of an EOS there. "incomplete": it parses nowhere. None: nothing checks it.
+        log_weight: natural log of the sample's weight, where weights were asked for (`exact=True`);
+            its law is p given the prompt's characters once samples count by their weights.
+        log_allowed: natural log of the product of what p gave to the allowed tokens (under
+            `exact="asap"` of what makes p of the probabilities that tokens were drawn by);
+            `log_weight` unless rows were resampled (`exact="smc"`).
+        restored: tokens of the prompt that were copied from an earlier row's
+            (`shoal.engine.prefix_cache`); 0 where a sibling's row has computed the prompt.
+        syntax: of a row under a check of its syntax. "complete": it ended by itself, and parses.
+            "cut": it did not, and `text` is cut, with its tokens, at the best place where it
+            parses, by the mean log-probability of the tokens before the place and of an EOS there.
+            "incomplete": it parses nowhere. None: nothing checks it.
     """
 
     text: str
@@ -81,8 +89,9 @@ class Sample:
 
     @property
     def ranking_logprob(self) -> float:
-        """What ranks it: `mean_logprob`; with a weight the mean log-probability under the declared distribution without the
-        constraint, which is that of its `processed_logprobs` and of `log_allowed`."""
+        """What ranks it: `mean_logprob`; with a weight the mean log-probability under the declared
+        distribution without the constraint, which is that of its `processed_logprobs` and of
+        `log_allowed`."""
         if self.log_allowed is None or not self.token_ids:
             return self.mean_logprob
         return (sum(self.processed_logprobs) + self.log_allowed) / len(self.token_ids)
@@ -94,20 +103,29 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """False if the time budget, a cancellation or an error cut the row, or if it ended after its deadline. Rankings and counts
-        of samples use this."""
-        return self.in_time and self.finish_reason not in ("time", "not started", "cancelled", "error")
+        """False if the time budget, a cancellation or an error cut the row, or if it ended after
+        its deadline. Rankings and counts of samples use this."""
+        return self.in_time and self.finish_reason not in (
+            "time",
+            "not started",
+            "cancelled",
+            "error",
+        )
 
     def __repr__(self) -> str:
-        shown = _short(self.text) if self.text or not self.token_ids else f"token_ids {_short(self.token_ids)}"
+        shown = (
+            _short(self.text)
+            if self.text or not self.token_ids
+            else f"token_ids {_short(self.token_ids)}"
+        )
         score = f"mean_logprob={self.mean_logprob:.3f}"
         return f"Sample({shown}, {self.finish_reason}, {len(self.token_ids)} tokens, {score})"
 
 
 def ranked(samples: Iterable[Sample]) -> list[Sample]:
-    """Best first: finished before unfinished, then by mean log-probability per token (BASS, mean-logP; with weights
-    `Sample.ranking_logprob`). An empty sample, whose mean
-    is NaN, comes last among the finished or the unfinished. Ties keep row order."""
+    """Best first: finished before unfinished, then by mean log-probability per token (BASS,
+    mean-logP; with weights `Sample.ranking_logprob`). An empty sample, whose mean is NaN, comes
+    last among the finished or the unfinished. Ties keep row order."""
 
     def key(sample: Sample) -> tuple[bool, float]:
         mean = sample.ranking_logprob
@@ -127,7 +145,11 @@ def log_mean(logs: Sequence[float]) -> float:
 def effective(logs: Sequence[float]) -> float:
     """Effective sample size of weights that are given by their logs, in 0..their number."""
     mean = log_mean(logs)
-    return 0.0 if mean == -math.inf else len(logs) * math.exp(2 * mean - log_mean([2 * each for each in logs]))
+    return (
+        0.0
+        if mean == -math.inf
+        else len(logs) * math.exp(2 * mean - log_mean([2 * each for each in logs]))
+    )
 
 
 @dataclass(frozen=True)
@@ -145,15 +167,15 @@ class Output:
 
     @property
     def effective_samples(self) -> float | None:
-        """How many samples of equal weight the weighted ones are worth, (sum of weights)² / sum of squares (Kong 1992), up to n;
-        0 where all weights are 0; None without weights."""
+        """How many samples of equal weight the weighted ones are worth, (sum of weights)² / sum of
+        squares (Kong 1992), up to n; 0 where all weights are 0; None without weights."""
         weights = self._weights()
         return None if weights is None else effective(weights)
 
     @property
     def log_mass(self) -> float | None:
-        """Natural log of the mean weight, an unbiased estimate of the probability that p gives to the allowed texts; None without
-        weights."""
+        """Natural log of the mean weight, an unbiased estimate of the probability that p gives to
+        the allowed texts; None without weights."""
         weights = self._weights()
         return None if weights is None else log_mean(weights)
 
@@ -162,8 +184,13 @@ class Output:
         return found or None
 
     def __repr__(self) -> str:
-        shown = f"prompt_ids {_short(self.prompt_ids)}" if self.prompt is None else _short(self.prompt)
-        return f"Output({shown}, {len(self.samples)} samples, {sum(s.finished for s in self.samples)} finished)"
+        shown = (
+            f"prompt_ids {_short(self.prompt_ids)}" if self.prompt is None else _short(self.prompt)
+        )
+        return (
+            f"Output({shown}, {len(self.samples)} samples, "
+            f"{sum(s.finished for s in self.samples)} finished)"
+        )
 
 
 @dataclass(frozen=True)
@@ -184,7 +211,10 @@ class Result(Sequence[Output]):
 
     def __repr__(self) -> str:
         samples = [sample for output in self.outputs for sample in output.samples]
-        return f"Result({len(self)} prompts, {len(samples)} samples, {sum(s.finished for s in samples)} finished, {self.stats!r})"
+        return (
+            f"Result({len(self)} prompts, {len(samples)} samples, "
+            f"{sum(s.finished for s in samples)} finished, {self.stats!r})"
+        )
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -196,7 +226,8 @@ class Result(Sequence[Output]):
         """All samples as padded tensors, for training: ids, masks and log-probabilities.
 
         Args:
-            pad_id: the id where a row has no token. device: where the tensors lie.
+            pad_id: the id where a row has no token.
+            device: where the tensors lie.
 
         Raises:
             RequestError: `pad_id` is no integer.
@@ -208,12 +239,16 @@ class Result(Sequence[Output]):
 
 @dataclass(frozen=True)
 class Increment:
-    """What one round added to one row, as `stream()` yields it. The texts of a row's increments, joined, are the sample's text.
+    """What one round added to one row, as `stream()` yields it. The texts of a row's increments,
+    joined, are the sample's text.
 
     Attributes:
-        prompt: index of the prompt. sample: index of the row in its group.
-        text: new text, maybe "". It never ends inside a UTF-8 character or inside the beginning of a stop string.
-        token_ids: tokens committed in this round. accepted: how many of them (the first ones) were drafted.
+        prompt: index of the prompt.
+        sample: index of the row in its group.
+        text: new text, maybe "". It never ends inside a UTF-8 character or inside the beginning of
+            a stop string.
+        token_ids: tokens committed in this round.
+        accepted: how many of them (the first ones) were drafted.
         finish_reason: set on the row's last increment, which also carries the `Sample`.
     """
 

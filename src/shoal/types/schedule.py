@@ -14,8 +14,8 @@ class PromptOrigin(Enum):
     """Where the prompt of a row that enters a slot comes from."""
 
     COMPUTE = auto()
-    """This row computes it, in `Round.chunks` of this round and maybe of later ones: into the prefix store if the row has a
-    prefix, else into its slot."""
+    """This row computes it, in `Round.chunks` of this round and maybe of later ones: into the
+    prefix store if the row has a prefix, else into its slot."""
     COPY = auto()
     """It is copied from another slot, before prompts are computed."""
     COPY_AFTER_COMPUTE = auto()
@@ -26,8 +26,8 @@ class PromptOrigin(Enum):
 
 @dataclass(frozen=True)
 class Admission:
-    """A row enters `row.slot`. `source`: the slot to copy its prompt from, for the two origins that copy. `restored`: tokens of a
-    prompt to compute that are kept of earlier rows."""
+    """A row enters `row.slot`. `source`: the slot to copy its prompt from, for the two origins that
+    copy. `restored`: tokens of a prompt to compute that are kept of earlier rows."""
 
     row: Row
     origin: PromptOrigin
@@ -37,7 +37,8 @@ class Admission:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or into the slot it has before the round's moves."""
+    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or into the slot it has
+    before the round's moves."""
 
     row: Row
     slot: int
@@ -56,8 +57,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Round:
-    """What the caches do before a round, in this order: copies (COPY), other admissions, chunks of prompts, copies of what they
-    complete (COPY_AFTER_COMPUTE), moves.
+    """What the caches do before a round, in this order: copies (COPY), other admissions, chunks of
+    prompts, copies of what they complete (COPY_AFTER_COMPUTE), moves.
 
     Attributes:
         rows: of the round, in slots 0, 1, ...

@@ -20,25 +20,34 @@ class Stats:
     Attributes:
         rounds: draft -> verify -> accept -> commit cycles of the batch.
         target_passes, draft_passes: forward passes over the batch, prompts not counted.
-        prefills: prompts computed by the target, one per group; more if a prompt lost its place to others while rows of its group
-            waited (`shoal.engine.scheduler`). prefill_tokens: their tokens. restored_tokens: those copied from earlier
-            rows instead.
-        prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt was long.
+        prefills: prompts computed by the target, one per group; more if a prompt lost its place to
+            others while rows of its group waited (`shoal.engine.scheduler`).
+        prefill_tokens: their tokens.
+        restored_tokens: those copied from earlier rows instead.
+        prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt
+            was long.
         row_rounds: target passes, summed over rows.
-        drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus tokens too.
+        drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus
+            tokens too.
         pauses: times that a row gave its slot to one of another request (`shoal.engine.fairness`).
         resampled: rows that became copies of others of their request (`exact="smc"`).
-        seconds_target, seconds_draft: inside the models' forward passes, on a GPU by its own events. seconds_prefill: both models,
-            prompts.
-        seconds_rounds: whole rounds without prefill; the time outside the two models is bookkeeping.
-        seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage, the models' passes included.
+        seconds_target, seconds_draft: inside the models' forward passes, on a GPU by its own
+            events.
+        seconds_prefill: both models, prompts.
+        seconds_rounds: whole rounds without prefill; the time outside the two models is
+            bookkeeping.
+        seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage,
+            the models' passes included.
         seconds: wall clock of the run.
-        by_drafter: tokens drafted and accepted, by the name of the drafter that proposed them; none where nothing was drafted.
-        loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`). These choices may change the tokens
-            of a seed, as they change rounding or drafts. Empty for an engine made by hand. A sum keeps the first that is not empty.
-        executors: passes of "target" and "draft", prompts included, by the name of the executor that computed them
-            (`shoal.models.executors`).
-        lossy: "" where tokens have the target's distribution; else the rule that was asked for, and what it changes.
+        by_drafter: tokens drafted and accepted, by the name of the drafter that proposed them; none
+            where nothing was drafted.
+        loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`). These
+            choices may change the tokens of a seed, as they change rounding or drafts. Empty for an
+            engine made by hand. A sum keeps the first that is not empty.
+        executors: passes of "target" and "draft", prompts included, by the name of the executor
+            that computed them (`shoal.models.executors`).
+        lossy: "" where tokens have the target's distribution; else the rule that was asked for, and
+            what it changes.
     """
 
     rounds: int = 0
@@ -71,7 +80,10 @@ class Stats:
     def __repr__(self) -> str:
         speed = f"acceptance_length={self.acceptance_length:.2f}, seconds={self.seconds:.3g}"
         speed += f", lossy={self.lossy!r}" if self.lossy else ""
-        return f"Stats(rounds={self.rounds}, drafted={self.drafted}, accepted={self.accepted}, committed={self.committed}, {speed})"
+        return (
+            f"Stats(rounds={self.rounds}, drafted={self.drafted}, accepted={self.accepted}, "
+            f"committed={self.committed}, {speed})"
+        )
 
     def __add__(self, other: Stats) -> Stats:
         return self._combined(other, operator.add)
@@ -131,7 +143,11 @@ class Stats:
         return counts | {name: getattr(self, name) for name in derived}
 
 
-def _by_name(mine: Mapping[str, T], theirs: Mapping[str, T], combine: Callable[[T, T], T], none: T) -> dict[str, T]:
+def _by_name(
+    mine: Mapping[str, T], theirs: Mapping[str, T], combine: Callable[[T, T], T], none: T
+) -> dict[str, T]:
     """Combines counts by name; names without counts are left out."""
-    combined = {name: combine(mine.get(name, none), theirs.get(name, none)) for name in {**mine, **theirs}}
+    combined = {
+        name: combine(mine.get(name, none), theirs.get(name, none)) for name in {**mine, **theirs}
+    }
     return {name: counts for name, counts in combined.items() if counts != none}

@@ -2,8 +2,9 @@
 
 Shapes: `rows` active rows, `m` the most nodes of a row's tree, `vocab` the target's vocabulary.
 
-A pass over a tree has m + 1 columns: column 0 is the row's last committed token, the root, and column 1 + i is node i. A chain,
-the draft of a single sequence, is the tree in which node j follows node j - 1.
+A pass over a tree has m + 1 columns: column 0 is the row's last committed token, the root, and
+column 1 + i is node i. A chain, the draft of a single sequence, is the tree in which node j follows
+node j - 1.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from shoal.types.siblings import Siblings
 
 @dataclass(frozen=True)
 class Probes:
-    """Columns of a pass that the drafter alone reads, behind the nodes of a tree. What they are fed is no token but a vector of the
-    drafter's (`shoal.models.runner.Runner.vectors`). No node sees them, and none of them stays in the cache.
+    """Columns of a pass that the drafter alone reads, behind the nodes of a tree. What they are fed
+    is no token but a vector of the drafter's (`shoal.models.runner.Runner.vectors`). No node sees
+    them, and none of them stays in the cache.
 
     Attributes:
         vectors: of each row's probes, the number of the vector.
-        after: of each row's probes, the column that it follows: 0 is the root, 1 + i node i of n, 1 + n + j its probe j. Columns
-            come before those that follow them.
+        after: of each row's probes, the column that it follows: 0 is the root, 1 + i node i of n, 1
+            + n + j its probe j. Columns come before those that follow them.
     """
 
     vectors: Sequence[Sequence[int]]
@@ -43,14 +45,16 @@ class DraftTree:
     Attributes:
         tokens: the nodes' tokens, [rows, m] int64; columns from a row's own length on are padding.
         lengths: nodes of each row, [rows] int64.
-        q: for each of the m nodes of a chain the distributions that its tokens were drawn from, [rows, vocab]; None without
-            `siblings` = point masses: tokens were chosen without a distribution, and verification is by exact match.
+        q: for each of the m nodes of a chain the distributions that its tokens were drawn from,
+            [rows, vocab]; None without `siblings` = point masses: tokens were chosen without a
+            distribution, and verification is by exact match.
         drafts: the same tokens without padding, one list per row.
-        parents: of each row's nodes, the node before it; -1 is the root. Parents come before their children. A chain's are
-            `range(-1, n - 1)`.
+        parents: of each row's nodes, the node before it; -1 is the root. Parents come before their
+            children. A chain's are `range(-1, n - 1)`.
         steps: positions the drafter looked at; more than the deepest node if it looked and stopped.
         siblings: how the nodes of all rows were drawn, where trees may branch and their q is known.
-        drafters: of each row's nodes, the names of the drafters that proposed them; None = the engine's drafter proposed all.
+        drafters: of each row's nodes, the names of the drafters that proposed them; None = the
+            engine's drafter proposed all.
         probes: columns that the drafter adds to the pass for itself; None = none.
     """
 
@@ -66,23 +70,40 @@ class DraftTree:
 
     @staticmethod
     def of(
-        drafts: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None, *, device: torch.device | None = None,
+        drafts: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+        *,
+        device: torch.device | None = None,
         steps: int = 0,
-    ) -> DraftTree:  # fmt: skip
+    ) -> DraftTree:
         """A tree of point masses from lists, one per row.
 
         Args:
-            drafts: tokens of the nodes. parents: of the nodes; None = every row has a chain. device: the target's; None = the CPU.
+            drafts: tokens of the nodes.
+            parents: of the nodes; None = every row has a chain.
+            device: the target's; None = the CPU.
 
         Raises:
-            InternalError: a parent does not come before its child, or a tree that branches has more than `MOST_NODES` nodes.
+            InternalError: a parent does not come before its child, or a tree that branches has more
+                than `MOST_NODES` nodes.
         """
         lists = [list(draft) for draft in drafts]
-        above = [_checked(p, len(d)) for p, d in zip(parents, lists, strict=True)] if parents else chains(lists)
+        above = (
+            [_checked(p, len(d)) for p, d in zip(parents, lists, strict=True)]
+            if parents
+            else chains(lists)
+        )
         m = max(map(len, lists))
         padded = [draft + [0] * (m - len(draft)) for draft in lists]
         tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(lists), m)
-        return DraftTree(tokens, torch.tensor([len(draft) for draft in lists], device=device), None, lists, above, steps)
+        return DraftTree(
+            tokens,
+            torch.tensor([len(draft) for draft in lists], device=device),
+            None,
+            lists,
+            above,
+            steps,
+        )
 
     @staticmethod
     def empty(rows: int, device: torch.device, steps: int = 0) -> DraftTree:
@@ -104,7 +125,8 @@ class DraftTree:
         return [_depths(parents) for parents in self.parents]
 
     def by_column(self, values: Tensor) -> Tensor:
-        """What holds for each position after the last committed token, [rows, depths, ...], for each column, [rows, m + 1, ...]."""
+        """What holds for each position after the last committed token, [rows, depths, ...], for
+        each column, [rows, m + 1, ...]."""
         if not self.branches:
             return values[:, : self.m + 1]
         padded = [depths + [0] * (self.m + 1 - len(depths)) for depths in self.depths]
@@ -125,7 +147,9 @@ def chains(drafts: Sequence[Sequence[int]]) -> list[range]:
 def _checked(parents: Sequence[int], nodes: int) -> Sequence[int]:
     """As they are, a chain's as a range."""
     if len(parents) != nodes or any(not -1 <= parent < node for node, parent in enumerate(parents)):
-        raise InternalError(f"{nodes} nodes need a parent each that comes before it, or -1, got {list(parents)}")
+        raise InternalError(
+            f"{nodes} nodes need a parent each that comes before it, or -1, got {list(parents)}"
+        )
     if list(parents) == list(range(-1, nodes - 1)):
         return range(-1, nodes - 1)
     if nodes > MOST_NODES:
@@ -142,10 +166,12 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions that a block of logits [rows, q, vocab] scores: which tokens come before each of them.
+    """The positions that a block of logits [rows, q, vocab] scores: which tokens come before each
+    of them.
 
     Args:
-        rows: one per row of the block. drafts: the tokens of each row's nodes.
+        rows: one per row of the block.
+        drafts: the tokens of each row's nodes.
         parents: of the nodes, as in `DraftTree`; None = chains.
         first: the column of the pass that the block begins with; other than 0 for chains only.
     """
@@ -162,10 +188,13 @@ class Positions:
 
     def parent(self, row: int, column: int) -> int:
         """The column before a column of the pass; -1 before the root."""
-        return column - 1 if self.parents is None or not column else self.parents[row][column - 1] + 1
+        return (
+            column - 1 if self.parents is None or not column else self.parents[row][column - 1] + 1
+        )
 
     def path(self, row: int, column: int) -> list[int]:
-        """The drafted tokens between the row's last committed token and a column's position, the column's own included."""
+        """The drafted tokens between the row's last committed token and a column's position, the
+        column's own included."""
         draft = self.drafts[row]
         if self.parents is None:
             return list(draft[:column])
@@ -176,10 +205,13 @@ class Positions:
         return path[::-1]
 
     def paths(self, row: int, q: int) -> list[tuple[int, Sequence[int]]]:
-        """The columns of the block [rows, q] that can matter, and the drafted tokens before each."""
+        """The columns of the block [rows, q] that can matter, and the drafted tokens before
+        each."""
         if self.parents is None:
             first, draft = self.first, self.drafts[row]
-            return [(column - first, draft[:column]) for column in self.columns(row)[first : first + q]]
+            return [
+                (column - first, draft[:column]) for column in self.columns(row)[first : first + q]
+            ]
         return [(column, self.path(row, column)) for column in self.columns(row)]
 
     def history(self, row: int, column: int) -> list[int]:
@@ -189,13 +221,18 @@ class Positions:
     def of_rows(self, rows: Sequence[int]) -> Positions:
         """The positions of some of the rows."""
         parents = None if self.parents is None else [self.parents[b] for b in rows]
-        return Positions([self.rows[b] for b in rows], [self.drafts[b] for b in rows], parents, self.first)
+        return Positions(
+            [self.rows[b] for b in rows], [self.drafts[b] for b in rows], parents, self.first
+        )
 
     def columns(self, row: int) -> list[int]:
-        """The columns of the pass whose distribution can matter: no padding, and none after a drafted EOS: the row ends there."""
+        """The columns of the pass whose distribution can matter: no padding, and none after a
+        drafted EOS: the row ends there."""
         eos, draft = self.rows[row].eos, self.drafts[row]
         if self.parents is None:
-            return list(range(1 + next((i for i, token in enumerate(draft) if token in eos), len(draft))))
+            return list(
+                range(1 + next((i for i, token in enumerate(draft) if token in eos), len(draft)))
+            )
         found = {0}
         for column, token in enumerate(draft, start=1):
             if token not in eos and self.parent(row, column) in found:

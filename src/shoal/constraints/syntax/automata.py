@@ -10,16 +10,19 @@ from typing import TypeVar
 from shoal.errors import RequestError
 
 MOST_STATES = 4096
-"""Of one automaton. Terminals of real grammars take some tens; a counted repetition of alternatives may take any number."""
+"""Of one automaton. Terminals of real grammars take some tens; a counted repetition of alternatives
+may take any number."""
 
 Item = TypeVar("Item", bound=Hashable)
 
 
 class Automaton:
-    """States are numbers, 0 is the first one. Every state is reached from it and reaches one that accepts.
+    """States are numbers, 0 is the first one. Every state is reached from it and reaches one that
+    accepts.
 
     Attributes:
-        moves: of each state, the next state for each of the 256 bytes, -1 for none. accepts: the states that accept.
+        moves: of each state, the next state for each of the 256 bytes, -1 for none.
+        accepts: the states that accept.
     """
 
     def __init__(self, moves: Sequence[Sequence[int]], accepts: frozenset[int]) -> None:
@@ -35,7 +38,9 @@ class Automaton:
         """The states that this byte leads from to one of these."""
         key = states, byte
         if key not in self._back:
-            self._back[key] = frozenset().union(*(self._before[state].get(byte, ()) for state in states))
+            self._back[key] = frozenset().union(
+                *(self._before[state].get(byte, ()) for state in states)
+            )
         return self._back[key]
 
     def leading(self, states: Iterable[int]) -> frozenset[int]:
@@ -59,7 +64,9 @@ class Automaton:
 
     def shortest(self) -> Automaton:
         """Of the texts that this accepts, those with no beginning that it accepts too."""
-        moves = [(-1,) * 256 if state in self.accepts else row for state, row in enumerate(self.moves)]
+        moves = [
+            (-1,) * 256 if state in self.accepts else row for state, row in enumerate(self.moves)
+        ]
         return _reached(moves, self.accepts)
 
 
@@ -72,7 +79,8 @@ def determinized(
     """The automaton of one that is in several states at a time.
 
     Args:
-        closure: with the states that are reached without reading. edges: first byte, last byte and next state.
+        closure: with the states that are reached without reading.
+        edges: first byte, last byte and next state.
 
     Raises:
         RequestError: more than `MOST_STATES` states.
@@ -98,8 +106,12 @@ def determinized(
             row += [after] * (end - low)
         moves.append(tuple(row))
         if len(order) > MOST_STATES:
-            raise RequestError(f"a terminal of the grammar needs an automaton of more than {MOST_STATES} states")
-    return _reached(moves, frozenset(number for number, states in enumerate(order) if any(map(accepts, states))))
+            raise RequestError(
+                f"a terminal of the grammar needs an automaton of more than {MOST_STATES} states"
+            )
+    return _reached(
+        moves, frozenset(number for number, states in enumerate(order) if any(map(accepts, states)))
+    )
 
 
 def repeated(parts: Sequence[Automaton], least: int) -> Automaton:
@@ -113,7 +125,8 @@ def followed(first: Automaton, parts: Sequence[Automaton]) -> Automaton:
 
 
 def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int) -> Automaton:
-    """Begins with one of `firsts`, or of `parts` if there are none; goes on with `parts`. States: automaton and its state."""
+    """Begins with one of `firsts`, or of `parts` if there are none; goes on with `parts`. States:
+    automaton and its state."""
     machines = [*parts, *firsts]
     begun = [(number, 0) for number in range(len(parts))]
     start = [(len(parts) + number, 0) for number in range(len(firsts))] or begun
@@ -124,7 +137,11 @@ def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int)
 
     def edges(item: tuple[int, int]) -> Iterator[tuple[int, int, tuple[int, int]]]:
         number, state = item
-        return ((low, high, (number, after)) for low, high, after in machines[number].runs(state) if number >= 0)
+        return (
+            (low, high, (number, after))
+            for low, high, after in machines[number].runs(state)
+            if number >= 0
+        )
 
     def accepts(item: tuple[int, int]) -> bool:
         return item[1] in machines[item[0]].accepts
@@ -134,14 +151,19 @@ def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int)
 
 
 def _reached(moves: Sequence[Sequence[int]], accepts: frozenset[int]) -> Automaton:
-    """Without the states that are not reached, or that reach no state that accepts. Raises RequestError: none is left."""
+    """Without the states that are not reached, or that reach no state that accepts. Raises
+    RequestError: none is left."""
     order, seen = [0], {0}
     for state in order:  # grows
-        order += [after for after in dict.fromkeys(moves[state]) if after >= 0 and after not in seen]
+        order += [
+            after for after in dict.fromkeys(moves[state]) if after >= 0 and after not in seen
+        ]
         seen.update(order)
     useful = Automaton(moves, accepts).leading(accepts & seen)
     if 0 not in useful:
         raise RequestError("a terminal of the grammar matches no text")
-    kept = {state: number for number, state in enumerate(state for state in order if state in useful)}
+    kept = {
+        state: number for number, state in enumerate(state for state in order if state in useful)
+    }
     rows = [tuple(kept.get(after, -1) for after in moves[state]) for state in kept]
     return Automaton(rows, frozenset(kept[state] for state in kept if state in accepts))

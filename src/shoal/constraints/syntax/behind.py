@@ -1,9 +1,10 @@
 """The text behind a cursor, read from its end: where symbols of a grammar that end in it begin.
 
-Places are 0 (before the text) to its length; `GAP` is a place somewhere in the text that is still to be written before it. The
-symbol of a parse tree that ends at a place begins at certain others: all that the chart of the text before needs to know.
-It is the product of the grammar with the automaton of "anything, then the text" (Bar-Hillel, Perles, Shamir 1961), of which only
-what is asked for is made.
+Places are 0 (before the text) to its length; `GAP` is a place somewhere in the text that is still
+to be written before it. The symbol of a parse tree that ends at a place begins at certain others:
+all that the chart of the text before needs to know. It is the product of the grammar with the
+automaton of "anything, then the text" (Bar-Hillel, Perles, Shamir 1961), of which only what is
+asked for is made.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from shoal.constraints.syntax.grammars import Grammar
 
 GAP = -1
 Places = frozenset[int]
-Item = tuple[int, int, int, tuple[int, int]]  # rule, symbols of its right side to the left, place, symbol and where it ends
+Item = tuple[
+    int, int, int, tuple[int, int]
+]  # rule, symbols of its right side to the left, place, symbol and where it ends
 
 
 class Behind:
@@ -35,7 +38,8 @@ class Behind:
 
     @staticmethod
     def _with_gap(places: Iterable[int]) -> Places:
-        """A symbol that ends right before the text may as well end in what is still to be written, which may be nothing."""
+        """A symbol that ends right before the text may as well end in what is still to be written,
+        which may be nothing."""
         found = frozenset(places)
         return found | {GAP} if 0 in found else found
 
@@ -47,7 +51,9 @@ class Behind:
         """Where the symbols of a rule from `dot` on begin if they end at one of the places."""
         key = rule, dot, places
         if key not in self._all_tails:
-            self._all_tails[key] = frozenset().union(*(self.tail_at(rule, dot, place) for place in places))
+            self._all_tails[key] = frozenset().union(
+                *(self.tail_at(rule, dot, place) for place in places)
+            )
         return self._all_tails[key]
 
     def tail_at(self, rule: int, dot: int, place: int) -> Places:
@@ -60,13 +66,19 @@ class Behind:
         return self._tails[key]
 
     def alive(self, terminal: int, places: Places) -> tuple[Places, Places]:
-        """The states of a terminal that ends at one of the places: those at the cursor if the text behind follows at once, and if
-        something may be written before."""
+        """The states of a terminal that ends at one of the places: those at the cursor if the text
+        behind follows at once, and if something may be written before."""
         key = terminal, places
         if key not in self._alive:
             automaton = self.grammar.terminals[terminal]
-            exact = frozenset().union(*(self._terminal(terminal, place)[1] for place in places if place != GAP))
-            gap = frozenset(range(len(automaton.moves))) if GAP in places else automaton.leading(exact)
+            exact = frozenset().union(
+                *(self._terminal(terminal, place)[1] for place in places if place != GAP)
+            )
+            gap = (
+                frozenset(range(len(automaton.moves)))
+                if GAP in places
+                else automaton.leading(exact)
+            )
             self._alive[key] = exact, gap
         return self._alive[key]
 
@@ -80,7 +92,8 @@ class Behind:
         return self._found[symbol, end]
 
     def _terminal(self, terminal: int, end: int) -> tuple[Places, Places]:
-        """Where a terminal begins that ends at a place, and the states at place 0 with which it ends there."""
+        """Where a terminal begins that ends at a place, and the states at place 0 with which it
+        ends there."""
         key = terminal, end
         if key not in self._ends:
             automaton = self.grammar.terminals[terminal]
@@ -95,7 +108,8 @@ class Behind:
         return self._ends[key]
 
     def _derive(self, symbol: int, end: int) -> None:
-        """Finds where a nonterminal begins that ends at a place, and whatever this needs: Earley's algorithm, backwards."""
+        """Finds where a nonterminal begins that ends at a place, and whatever this needs: Earley's
+        algorithm, backwards."""
         grammar, goals = self.grammar, self._found
         agenda: list[Item] = []
         seen: set[Item] = set()
@@ -104,7 +118,10 @@ class Behind:
         def ask(goal: tuple[int, int]) -> None:
             if goal not in goals:
                 goals[goal] = set()
-                agenda.extend((rule, len(grammar.rules[rule][1]), goal[1], goal) for rule in grammar.of[goal[0]])
+                agenda.extend(
+                    (rule, len(grammar.rules[rule][1]), goal[1], goal)
+                    for rule in grammar.of[goal[0]]
+                )
 
         ask((symbol, end))
         while agenda:
@@ -116,7 +133,9 @@ class Behind:
             if dot == 0 or place == GAP:
                 if place not in goals[goal]:
                     goals[goal].add(place)
-                    agenda += [(of, before, place, whose) for of, before, whose in waiting.get(goal, ())]
+                    agenda += [
+                        (of, before, place, whose) for of, before, whose in waiting.get(goal, ())
+                    ]
                 continue
             own = grammar.rules[rule][1][dot - 1]
             if own < len(grammar.terminals):

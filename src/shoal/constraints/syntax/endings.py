@@ -1,8 +1,9 @@
 """Whether some Python program ends with a text, as far as that can be told from its lines.
 
-A text begins in one of a few lexical states: in code, in a string, in a comment, behind a backslash. As it goes on to the end of
-the file, the brackets that it closes and does not open are those that are open before it, so each state says where its lines end.
-What follows the first line stands at indentations that are known, and is asked of the parser, with headers of blocks before it.
+A text begins in one of a few lexical states: in code, in a string, in a comment, behind a
+backslash. As it goes on to the end of the file, the brackets that it closes and does not open are
+those that are open before it, so each state says where its lines end. What follows the first line
+stands at indentations that are known, and is asked of the parser, with headers of blocks before it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,25 @@ from collections.abc import Iterator
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.viable import is_complete
 
-_STRINGS = [begun.replace("'", quote) for quote in "'\"" for begun in ("'", "'\\", "''", "'''", "'''\\", "'''a'", "'''a''")]
+_STRINGS = [
+    begun.replace("'", quote)
+    for quote in "'\""
+    for begun in ("'", "'\\", "''", "'''", "'''\\", "'''a'", "'''a''")
+]
 _STATES = ("", "#", "\\", *_STRINGS)
-"""What leads to the states in which a text may begin; of strings behind a backslash, two quotes, or some of the last quotes too."""
+"""What leads to the states in which a text may begin; of strings behind a backslash, two quotes, or
+some of the last quotes too."""
 _BEFORE = ("", "if a: a", "try: a", "try: a\n{0}except a: a", "for a in a: a", "@a")
 """Statements and lines that others have to follow; {0} is the indentation."""
 _FORMATTED = re.compile(r"[fF][rR]?['\"]|[rR][fF]['\"]")
 
 
 def ends_program(text: str) -> bool:
-    """False: no program ends with the text. True: one does, or nothing behind its first line shows that none does.
+    """False: no program ends with the text. True: one does, or nothing behind its first line shows
+    that none does.
 
-    From Python 3.12 on strings may stand within the fields of strings, which this does not follow: a text with f-strings, or one
-    that may begin in such a field, is then taken for possible.
+    From Python 3.12 on strings may stand within the fields of strings, which this does not follow:
+    a text with f-strings, or one that may begin in such a field, is then taken for possible.
     """
     if sys.version_info >= (3, 12):
         first = text.partition("\n")[0]
@@ -36,7 +43,8 @@ def ends_program(text: str) -> bool:
 
 
 def _ends(begun: str, text: str) -> bool:
-    """Whether the text may end a program if it begins in the state that these characters lead to."""
+    """Whether the text may end a program if it begins in the state that these characters lead
+    to."""
     lines = _lines(begun, text)
     return lines is not None and all(map(_parses, _segments(lines)))
 
@@ -67,7 +75,8 @@ def _lines(begun: str, text: str) -> list[str] | None:
 
 
 def _segments(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """The lines from each that is indented less than all before it, up to the next one; each with its indentation."""
+    """The lines from each that is indented less than all before it, up to the next one; each with
+    its indentation."""
     indent, segment = "", ""
     for line in lines:
         stripped = line.lstrip(" \t\f")
@@ -89,6 +98,8 @@ def _parses(found: tuple[str, str]) -> bool:
     """Whether statements at an indentation are a part of some program, behind some statement."""
     indent, segment = found
     header = "if a:\n" if indent else ""
-    if any(is_complete(f"{header}{indent}{before.format(indent)}\n{segment}") for before in _BEFORE):
+    if any(
+        is_complete(f"{header}{indent}{before.format(indent)}\n{segment}") for before in _BEFORE
+    ):
         return True
     return bool(indent) and is_complete("match a:\n" + segment)

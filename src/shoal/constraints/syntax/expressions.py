@@ -13,41 +13,54 @@ from shoal.constraints.syntax.automata import Automaton, determinized
 from shoal.errors import RequestError
 
 Ranges = tuple[tuple[int, int], ...]
-_parser: Any = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")  # that of `re` itself
+_parser: Any = import_module(
+    "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
+)  # that of `re` itself
 _SURROGATES = (0xD800, 0xDFFF)
 _ALL = "".join(map(chr, (*range(_SURROGATES[0]), *range(_SURROGATES[1] + 1, 0x110000))))
-_CATEGORIES = {"CATEGORY_" + name: code for name, code in zip(
-    ("DIGIT", "NOT_DIGIT", "SPACE", "NOT_SPACE", "WORD", "NOT_WORD"), (r"\d", r"\D", r"\s", r"\S", r"\w", r"\W"), strict=True
-)}  # fmt: skip
+_CATEGORIES = {
+    "CATEGORY_" + name: code
+    for name, code in zip(
+        ("DIGIT", "NOT_DIGIT", "SPACE", "NOT_SPACE", "WORD", "NOT_WORD"),
+        (r"\d", r"\D", r"\s", r"\S", r"\w", r"\W"),
+        strict=True,
+    )
+}
 
 
 @lru_cache(maxsize=1024)
 def automaton(pattern: str) -> Automaton:
     """What a regular expression matches whole.
 
-    Where a repetition is lazy (`.*?`) the texts are the shortest ones: those with no beginning that matches too, as a lexer, which
-    takes the first match, finds them.
+    Where a repetition is lazy (`.*?`) the texts are the shortest ones: those with no beginning that
+    matches too, as a lexer, which takes the first match, finds them.
 
     Raises:
-        RequestError: what is no regular expression, or looks ahead, looks behind at more than one character, refers back or asks
-            for the ends of words or lines; or an automaton that is too large.
+        RequestError: what is no regular expression, or looks ahead, looks behind at more than one
+            character, refers back or asks for the ends of words or lines; or an automaton that is
+            too large.
     """
     try:
         tree = _parser.parse(pattern)
         nfa = _Nfa()
         last = nfa.sequence(tree, nfa.new(), tree.state.flags)
     except (re.error, OverflowError, RecursionError) as error:
-        raise RequestError(f"the regular expression {pattern!r} of the grammar cannot be read: {error}") from None
+        raise RequestError(
+            f"the regular expression {pattern!r} of the grammar cannot be read: {error}"
+        ) from None
     found = nfa.determinized(last)
     return found.shortest() if nfa.lazy else found
 
 
 class _Nfa:
-    """States are numbers; a state behind a condition on the character before it is reached only where that holds.
+    """States are numbers; a state behind a condition on the character before it is reached only
+    where that holds.
 
     Attributes:
-        reads: characters that lead from a state to another. free: what is reached without reading. asked: of a state, which of
-            `looked` the character before has to be in, or not, to reach another.
+        reads: characters that lead from a state to another.
+        free: what is reached without reading.
+        asked: of a state, which of `looked` the character before has to be in, or not, to reach
+            another.
     """
 
     def __init__(self) -> None:
@@ -72,7 +85,9 @@ class _Nfa:
     def _one(self, name: str, value: Any, state: int, flags: int) -> int:
         after = self.new()
         if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-            self.reads[state].append((_ranges(_class(name, value), flags & (re.I | re.S | re.A)), after))
+            self.reads[state].append(
+                (_ranges(_class(name, value), flags & (re.I | re.S | re.A)), after)
+            )
         elif name == "SUBPATTERN":
             _group, added, removed, tree = value
             self.free[self.sequence(tree, state, (flags | added) & ~removed)].append(after)
@@ -109,14 +124,18 @@ class _Nfa:
             self.free[state].append(after)
 
     def determinized(self, last: int) -> Automaton:
-        """A state here: bytes of a character that are still to be read, the state behind them, and the character's classes."""
+        """A state here: bytes of a character that are still to be read, the state behind them, and
+        the character's classes."""
 
         def closure(states: set[Any]) -> set[Any]:
             open_ = list(states)
             while open_:
                 rest, state, classes = open_.pop()
                 if not rest:
-                    free = [*self.free[state], *(to for of, within, to in self.asked[state] if (of in classes) is within)]
+                    free = [
+                        *self.free[state],
+                        *(to for of, within, to in self.asked[state] if (of in classes) is within),
+                    ]
                     open_ += (more := {((), to, classes) for to in free} - states)
                     states |= more
             return states
@@ -198,7 +217,8 @@ def encoded(ranges: Ranges) -> tuple[Ranges, ...]:
 
 
 def _piece_end(low: int, high: int) -> int:
-    """The last character up to which UTF-8 is, byte by byte, every value between that of the first and of the last one."""
+    """The last character up to which UTF-8 is, byte by byte, every value between that of the first
+    and of the last one."""
     for last in (0x7F, 0x7FF, _SURROGATES[0] - 1, _SURROGATES[1], 0xFFFF):
         if low <= last:
             high = min(high, last)

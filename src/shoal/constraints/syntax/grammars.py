@@ -1,8 +1,9 @@
 """Grammars in lark's language, as rules over automata.
 
-The language of a grammar is that of its characters: any text that can be cut into terminals which its rules allow, with ignored
-terminals between them. It is that of lark's Earley parser with `lexer="dynamic_complete"`. A lexer that takes the longest match, or
-keywords before names, refuses some of these texts: see `shoal.constraints.syntax.middles`.
+The language of a grammar is that of its characters: any text that can be cut into terminals which
+its rules allow, with ignored terminals between them. It is that of lark's Earley parser with
+`lexer="dynamic_complete"`. A lexer that takes the longest match, or keywords before names, refuses
+some of these texts: see `shoal.constraints.syntax.middles`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ class Grammar:
     """Symbols are numbers: terminals first, then nonterminals; the last one is where a text begins.
 
     Attributes:
-        terminals: of each terminal, what it matches with ignored text behind it. rules: left side and right side.
-        of: of each nonterminal, its rules. nullable: the symbols that derive the empty text.
+        terminals: of each terminal, what it matches with ignored text behind it.
+        rules: left side and right side.
+        of: of each nonterminal, its rules.
+        nullable: the symbols that derive the empty text.
         parser: lark's LALR parser of the grammar; None where it is not LALR.
     """
 
@@ -55,8 +58,9 @@ def read_grammar(text: str) -> Grammar:
     """A grammar from its text in lark's language.
 
     Raises:
-        RequestError: lark is not installed, or refuses the grammar; or a terminal is not to be followed character by character
-            (`expressions.automaton`); or nothing can be derived from the start.
+        RequestError: lark is not installed, or refuses the grammar; or a terminal is not to be
+            followed character by character (`expressions.automaton`); or nothing can be derived
+            from the start.
     """
     try:
         import lark
@@ -70,11 +74,24 @@ def read_grammar(text: str) -> Grammar:
         parser = lark.Lark(text, parser="lalr")
     except lark.exceptions.LarkError:
         parser = None
-    ignored = [_matching(terminal) for terminal in found.terminals if terminal.name in found.ignore_tokens]
-    names = [terminal.name for terminal in found.terminals if terminal.name not in found.ignore_tokens]
-    own = {terminal.name: followed(_matching(terminal), ignored) for terminal in found.terminals if terminal.name in names}
-    rules = [(rule.origin.name, tuple((one.name, one.is_term) for one in rule.expansion)) for rule in found.rules]
-    return _compiled(own, rules, repeated(ignored, 1) if ignored else None, found.options.start[0], parser)
+    ignored = [
+        _matching(terminal) for terminal in found.terminals if terminal.name in found.ignore_tokens
+    ]
+    names = [
+        terminal.name for terminal in found.terminals if terminal.name not in found.ignore_tokens
+    ]
+    own = {
+        terminal.name: followed(_matching(terminal), ignored)
+        for terminal in found.terminals
+        if terminal.name in names
+    }
+    rules = [
+        (rule.origin.name, tuple((one.name, one.is_term) for one in rule.expansion))
+        for rule in found.rules
+    ]
+    return _compiled(
+        own, rules, repeated(ignored, 1) if ignored else None, found.options.start[0], parser
+    )
 
 
 def _matching(terminal: Any) -> Automaton:
@@ -97,7 +114,10 @@ def _compiled(
         numbers.setdefault((name, False), len(terminals) + len(numbers) - len(own))
     root = len(terminals) + len(numbers) - len(own)
     begun = numbers[start, False]
-    rules = [(numbers[name, False], tuple(numbers[one] for one in expansion)) for name, expansion in named]
+    rules = [
+        (numbers[name, False], tuple(numbers[one] for one in expansion))
+        for name, expansion in named
+    ]
     rules += [(root, (len(own), begun))] if lead else []
     rules.append((root, (begun,)))
     finite = _closed(rules, set(range(len(terminals))))

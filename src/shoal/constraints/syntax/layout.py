@@ -1,7 +1,9 @@
-"""Follows Python source character by character: strings, comments, brackets, lines; and keeps of it only what matters for what may
-follow: the headers of open blocks and the statement that is being written.
+"""Follows Python source character by character: strings, comments, brackets, lines; and keeps of it
+only what matters for what may follow: the headers of open blocks and the statement that is being
+written.
 
-Statements that have ended at the same indentation leave no trace in a parser's state, so that checks stay short in long files.
+Statements that have ended at the same indentation leave no trace in a parser's state, so that
+checks stay short in long files.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ CONTINUES = frozenset({"else", "elif", "except", "finally"})
 
 
 class Layout:
-    """Source up to a place. `feed` changes it: copy it first (`copy.copy`; it holds no mutable values).
+    """Source up to a place. `feed` changes it: copy it first (`copy.copy`; it holds no mutable
+    values).
 
     Args:
         forgets: statements that have ended are dropped.
 
     Attributes:
-        text: what is kept, without comments and blank lines. line: where in it the current logical line begins.
-        quote: of the string that is open, else "". opened: where its literal begins, prefix included.
-        comment: in one. joined: a backslash ends the text so far. blank: of the current line there is only indentation.
-        due: the next character drops the statement before this line's: what is kept so far is to be checked before.
+        text: what is kept, without comments and blank lines.
+        line: where in it the current logical line begins.
+        quote: of the string that is open, else "".
+        opened: where its literal begins, prefix included.
+        comment: in one.
+        joined: a backslash ends the text so far.
+        blank: of the current line there is only indentation.
+        due: the next character drops the statement before this line's: what is kept so far is to be
+            checked before.
     """
 
     def __init__(self, forgets: bool = True) -> None:
@@ -78,7 +86,9 @@ class Layout:
         elif character == self.quote[0]:
             self._run += 1
             if self._run == len(self.quote):
-                self._empty = self.quote if len(self.text) - self.opened == 2 + self._prefix_length() else ""
+                self._empty = (
+                    self.quote if len(self.text) - self.opened == 2 + self._prefix_length() else ""
+                )
                 self._empty = self._empty if len(self.quote) == 1 else ""
                 self.quote = ""
         else:
@@ -111,7 +121,8 @@ class Layout:
             self.line, self.blank = len(self.text), True
 
     def _begin_statement(self) -> None:
-        """The first word of a line is known: a statement that it follows at the same indentation has ended."""
+        """The first word of a line is known: a statement that it follows at the same indentation
+        has ended."""
         first, self.due, self._first = self._first, False, None
         if first is None or not self._forgets:
             return

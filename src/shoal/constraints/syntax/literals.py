@@ -1,8 +1,10 @@
-"""Whether a string literal that is open can be closed: escapes that mean nothing, and fields of f-strings that hold no expression.
+"""Whether a string literal that is open can be closed: escapes that mean nothing, and fields of
+f-strings that hold no expression.
 
-A tokenizer does not look into literals, and CPython 3.11 parses fields once all tokens are there: `f"{1 +}"` is found out behind
-its last quote. Here the literal is closed in the shortest way, and the parser asked about that; an expression that is not complete
-is asked about as one in brackets. From 3.12 on quotes of the literal's own kind may stand in a field; such strings are refused.
+A tokenizer does not look into literals, and CPython 3.11 parses fields once all tokens are there:
+`f"{1 +}"` is found out behind its last quote. Here the literal is closed in the shortest way, and
+the parser asked about that; an expression that is not complete is asked about as one in brackets.
+From 3.12 on quotes of the literal's own kind may stand in a field; such strings are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import NamedTuple
 
 from shoal.constraints.syntax.layout import Layout
 
-_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:N(?:\{[^}]*)?|x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}))\Z")
+_ESCAPE = re.compile(
+    r"(?<!\\)(?:\\\\)*(\\(?:N(?:\{[^}]*)?|x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}))\Z"
+)
 _DIGITS = {"x": 2, "u": 4, "U": 8}
 _LAMBDA = re.compile(r"(?<!\w)lambda\W\Z")
 _MOST_FIELDS = 2
@@ -27,8 +31,10 @@ class Field(NamedTuple):
     """Where an f-string's text ends.
 
     Attributes:
-        depth: fields that are open; 0 = in the text. part: of the innermost one: "expression", "conversion" (behind `!`), "after"
-            (behind an expression and `=`, or a conversion), "format"; in none "text", or "brace" behind one that may be doubled.
+        depth: fields that are open; 0 = in the text.
+        part: of the innermost one: "expression", "conversion" (behind `!`), "after" (behind an
+            expression and `=`, or a conversion), "format"; in none "text", or "brace" behind one
+            that may be doubled.
         start: where the expression begins.
     """
 
@@ -37,12 +43,16 @@ class Field(NamedTuple):
     start: int = 0
 
 
-def can_close(literal: str, quote: str, complete: Callable[[str], bool], begins: Callable[[Layout], bool]) -> bool:
+def can_close(
+    literal: str, quote: str, complete: Callable[[str], bool], begins: Callable[[Layout], bool]
+) -> bool:
     """Whether some text closes a literal.
 
     Args:
-        literal: from its prefix on. quote: the quotes that it began with.
-        complete: whether a text is a program. begins: whether it is the beginning of one.
+        literal: from its prefix on.
+        quote: the quotes that it began with.
+        complete: whether a text is a program.
+        begins: whether it is the beginning of one.
     """
     before, _, body = literal.partition(quote)
     prefix = before.lower()
@@ -63,18 +73,21 @@ def can_close(literal: str, quote: str, complete: Callable[[str], bool], begins:
 
 
 def _text(body: str, raw: bool) -> str:
-    """The text with its last escape complete, and a blank that parts its last quotes from those that end it."""
+    """The text with its last escape complete, and a blank that parts its last quotes from those
+    that end it."""
     found = None if raw else _ESCAPE.search(body)
     if found is None:
         return body + " "
     escape = found[1]
     digits = _DIGITS.get(escape[1:2])
-    return (body[: found.start(1)] if digits is None else body + "0" * (digits - len(escape) + 2)) + " "
+    return (
+        body[: found.start(1)] if digits is None else body + "0" * (digits - len(escape) + 2)
+    ) + " "
 
 
 def _expression_begins(
     body: str, field: Field, closed: Callable[[str], bool], begins: Callable[[Layout], bool]
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether an expression can be completed, and what stands before it can be closed."""
     if not closed(body[: field.start - 1] + " " + "}" * (field.depth - 1)):
         return False
@@ -86,7 +99,11 @@ def _expression_begins(
     layout = Layout(forgets=False)
     layout.feed("(")
     for character in text:
-        if not layout.feed(character) or layout.depth < 1 or (not _NEW and (layout.comment or character == "\\")):
+        if (
+            not layout.feed(character)
+            or layout.depth < 1
+            or (not _NEW and (layout.comment or character == "\\"))
+        ):
             return False
         if layout.depth == 1 and not layout.quote and _LAMBDA.search(layout.text):
             return False  # its colon would end the expression
@@ -118,12 +135,17 @@ def _field(body: str, raw: bool) -> Field | None:
                 return None
             place += 2
         else:
-            place += 2 if character == "\\" and not raw and body[place + 1 : place + 2] not in ("{", "}") else 1
+            place += (
+                2
+                if character == "\\" and not raw and body[place + 1 : place + 2] not in ("{", "}")
+                else 1
+            )
     return Field(depth, "format" if depth else "text")
 
 
 def _behind_expression(body: str, start: int, depth: int) -> int | Field | None:
-    """The place behind the `}` or `:` that ends an expression and its conversion; or where the text ends before that."""
+    """The place behind the `}` or `:` that ends an expression and its conversion; or where the text
+    ends before that."""
     place = _end_of_expression(body, start)
     if place is None or (place + 1 == len(body) and body[place] in "!="):
         return Field(depth, "expression", start)

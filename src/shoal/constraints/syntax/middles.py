@@ -1,13 +1,14 @@
 """Middles under any grammar, as a check of tokens (`shoal.constraints.check`).
 
-A token is refused only where no text of the grammar's language begins with what it makes and ends with the text behind: both
-quotients of Melcer, Fulton, Gouda and Qian (arXiv 2402.17988), over bytes, so a terminal may begin before the cursor and end behind
-it.
+A token is refused only where no text of the grammar's language begins with what it makes and ends
+with the text behind: both quotients of Melcer, Fulton, Gouda and Qian (arXiv 2402.17988), over
+bytes, so a terminal may begin before the cursor and end behind it.
 
-Limit: the language that is followed is that of characters (`shoal.constraints.syntax.grammars`). Where the grammar is LALR, a text
-ends only if lark's LALR parser takes the whole as well. Where the lexer of that parser decides more than the terminals say (a
-keyword that is also a name, two names without space between them), a text may be held for one that can be completed although the
-parser takes none of its completions; it then never ends.
+Limit: the language that is followed is that of characters (`shoal.constraints.syntax.grammars`).
+Where the grammar is LALR, a text ends only if lark's LALR parser takes the whole as well. Where the
+lexer of that parser decides more than the terminals say (a keyword that is also a name, two names
+without space between them), a text may be held for one that can be completed although the parser
+takes none of its completions; it then never ends.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ from shoal.types.requests import Row
 
 
 class GrammarText:
-    """A middle up to some token; never changed once made. What follows is found once, for all rows and drafts that come here.
+    """A middle up to some token; never changed once made. What follows is found once, for all rows
+    and drafts that come here.
 
     Attributes:
-        column: of the chart. written: the middle. healing: bytes of the text before the cursor that are still to be written again.
-        after: what follows a token; None = it may not. ends: `may_end`, once known.
+        column: of the chart.
+        written: the middle.
+        healing: bytes of the text before the cursor that are still to be written again.
+        after: what follows a token; None = it may not.
+        ends: `may_end`, once known.
     """
 
     __slots__ = ("after", "column", "ends", "healing", "written")
@@ -45,21 +50,35 @@ class GrammarMiddle(Cutting):
     """What may stand between two texts so that the whole is of a grammar's language.
 
     Args:
-        tokenizer: of the target. left, right: the text before and behind the middle. grammar: in lark's language, with a rule
-            `start`. healing: bytes of `left`'s end that the new tokens write again. name: of the grammar, in messages.
+        tokenizer: of the target.
+        left, right: the text before and behind the middle.
+        grammar: in lark's language, with a rule `start`.
+        healing: bytes of `left`'s end that the new tokens write again.
+        name: of the grammar, in messages.
 
     Raises:
-        RequestError: the grammar cannot be followed (`read_grammar`); no text of its language begins with `left`, none ends with
-            `right`, or none does both.
+        RequestError: the grammar cannot be followed (`read_grammar`); no text of its language
+            begins with `left`, none ends with `right`, or none does both.
     """
 
-    def __init__(self, tokenizer: Any, left: str, right: str, grammar: str, healing: int = 0, name: str = "grammar") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        left: str,
+        right: str,
+        grammar: str,
+        healing: int = 0,
+        name: str = "grammar",
+    ) -> None:
         self._grammar = read_grammar(grammar)
         self._bytes = token_bytes(tokenizer)
         self._left, self._right = (text.encode(errors="surrogatepass") for text in (left, right))
         behind = Behind(self._grammar, self._right)
         if not behind.ends():
-            raise RequestError(f"syntax={name!r}: the text behind the cursor is not the end of a text of the grammar")
+            raise RequestError(
+                f"syntax={name!r}: the text behind the cursor is not the end of a text of the "
+                f"grammar"
+            )
         self._quotients = Quotients(behind)
         column = _read(self._quotients, self._quotients.start(), self._left)
         if column is None:
@@ -79,16 +98,24 @@ class GrammarMiddle(Cutting):
             state.ends = not state.healing and self._is_complete(state.column, state.written)
         return state.ends
 
-    def best_end(self, tokens: Sequence[int], scores: Sequence[float], most: int) -> tuple[int, int] | None:
+    def best_end(
+        self, tokens: Sequence[int], scores: Sequence[float], most: int
+    ) -> tuple[int, int] | None:
         """See `Cutting`; the places of highest score are asked first."""
-        own = [(self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens]
+        own = [
+            (self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens
+        ]
         places, text = end_places(own, self._start.healing, scores, most)
         columns: list[Column | None] = [self._start.column]
         for character in text:
-            columns.append(_read(self._quotients, columns[-1], character.encode(errors="surrogatepass")))
+            columns.append(
+                _read(self._quotients, columns[-1], character.encode(errors="surrogatepass"))
+            )
         for _, size, count in places:
             column = columns[size]
-            if column is not None and self._is_complete(column, text[:size].encode(errors="surrogatepass")):
+            if column is not None and self._is_complete(
+                column, text[:size].encode(errors="surrogatepass")
+            ):
                 return size, count
         return None
 
@@ -98,7 +125,11 @@ class GrammarMiddle(Cutting):
             return None
         new = own[state.healing :]
         column = _read(self._quotients, state.column, new)
-        return None if column is None else GrammarText(column, state.written + new, max(0, state.healing - len(own)))
+        return (
+            None
+            if column is None
+            else GrammarText(column, state.written + new, max(0, state.healing - len(own)))
+        )
 
     def _is_complete(self, column: Column, written: bytes) -> bool:
         """By the chart, and by lark's own parser if it has one for the grammar."""

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 def end_places(
     written: Sequence[bytes], healing: int, scores: Sequence[float], most: int
 ) -> tuple[list[tuple[float, int, int]], str]:
-    """Places as score, characters before it and tokens that wrote them, highest score first; and the text.
+    """Places as score, characters before it and tokens that wrote them, highest score first; and
+    the text.
 
     Args:
-        written: what each token writes. healing: bytes that are written again, and are no part of the text.
+        written: what each token writes.
+        healing: bytes that are written again, and are no part of the text.
         scores, most: see `shoal.constraints.check.Cutting.best_end`.
     """
     places = [(scores[0], 0, 0)] if not healing else []

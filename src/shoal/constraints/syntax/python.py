@@ -1,7 +1,7 @@
 """Middles of Python programs, as a check of tokens (`shoal.constraints.check`).
 
-After Melcer, Fulton, Gouda and Qian (arXiv 2402.17988): a token is refused only where what it makes cannot be completed, and the
-text ends only where the whole parses.
+After Melcer, Fulton, Gouda and Qian (arXiv 2402.17988): a token is refused only where what it makes
+cannot be completed, and the text ends only where the whole parses.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ NEXT_LINES = 3
 
 
 class Middle:
-    """A middle up to some token; never changed once made. What follows is found once, for all rows and drafts that come here.
+    """A middle up to some token; never changed once made. What follows is found once, for all rows
+    and drafts that come here.
 
     Attributes:
-        layout: of the program up to here. text: of the middle. rest: bytes of a character that is not complete.
-        healing: bytes of the text before the cursor that are still to be written again (`shoal.constraints.alignment`).
-        after: what follows a token; None = it may not. refused: beginnings of texts that may not follow.
+        layout: of the program up to here.
+        text: of the middle.
+        rest: bytes of a character that is not complete.
+        healing: bytes of the text before the cursor that are still to be written again
+            (`shoal.constraints.alignment`).
+        after: what follows a token; None = it may not.
+        refused: beginnings of texts that may not follow.
         ends: `may_end`, once known.
     """
 
@@ -48,20 +53,27 @@ class PythonMiddle(Cutting):
     """What may stand between two texts so that the whole is a Python program.
 
     Args:
-        tokenizer: of the target. left, right: the text before and behind the middle. healing: bytes of `left`'s end that the new
-            tokens write again.
+        tokenizer: of the target.
+        left, right: the text before and behind the middle.
+        healing: bytes of `left`'s end that the new tokens write again.
 
     Raises:
-        RequestError: no program begins with `left`, or none ends with `right` (`ends_program`); or this is Python 3.10.
+        RequestError: no program begins with `left`, or none ends with `right` (`ends_program`); or
+            this is Python 3.10.
     """
 
     def __init__(self, tokenizer: Any, left: str, right: str, healing: int = 0) -> None:
         require_parser()
         whole, layout = Layout(forgets=False), Layout()
         if not (all(whole.feed(c) and layout.feed(c) for c in left) and is_viable(whole)):
-            raise RequestError("syntax='python': the text before the cursor is not the beginning of a Python program")
+            raise RequestError(
+                "syntax='python': the text before the cursor is not the beginning of a Python "
+                "program"
+            )
         if not ends_program(right):
-            raise RequestError("syntax='python': the text behind the cursor is not the end of a Python program")
+            raise RequestError(
+                "syntax='python': the text behind the cursor is not the end of a Python program"
+            )
         self._bytes, self._left, self._right = token_bytes(tokenizer), left, right
         self._next_lines = "".join(right.splitlines(keepends=True)[:NEXT_LINES])
         self._start = Middle(layout, "", b"", healing)
@@ -76,19 +88,26 @@ class PythonMiddle(Cutting):
 
     def may_end(self, state: Middle) -> bool:
         if state.ends is None:
-            state.ends = not (state.rest or state.healing) and is_complete(self._left + state.text + self._right)
+            state.ends = not (state.rest or state.healing) and is_complete(
+                self._left + state.text + self._right
+            )
         return state.ends
 
-    def best_end(self, tokens: Sequence[int], scores: Sequence[float], most: int) -> tuple[int, int] | None:
-        """See `Cutting`; the places of highest score are asked first, each by a parse of the whole."""
-        own = [(self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens]
+    def best_end(
+        self, tokens: Sequence[int], scores: Sequence[float], most: int
+    ) -> tuple[int, int] | None:
+        """See `Cutting`; the places of highest score are asked first, each by a parse of the
+        whole."""
+        own = [
+            (self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens
+        ]
         places, text = end_places(own, self._start.healing, scores, most)
         ends = (place for place in places if self._may_cut(text[: place[1]]))
         return next(((size, count) for _, size, count in ends), None)
 
     def _may_cut(self, text: str) -> bool:
-        """As `is_complete` of the whole; the first lines of the text behind are read with what is kept of that before, which is
-        less to parse and refuses most places."""
+        """As `is_complete` of the whole; the first lines of the text behind are read with what is
+        kept of that before, which is less to parse and refuses most places."""
         layout = self._start.layout.copy()
         for character in text + self._next_lines:
             if not layout.feed(character):
@@ -107,21 +126,31 @@ class PythonMiddle(Cutting):
             return None
         rest = decoder.getstate()[0]
         layout = self._written(state, text)
-        if layout is None or (rest and not (layout.quote or layout.comment or _begins_identifier(rest))):
+        if layout is None or (
+            rest and not (layout.quote or layout.comment or _begins_identifier(rest))
+        ):
             return None
         return Middle(layout, state.text + text, rest, healing)
 
     def _written(self, state: Middle, text: str) -> Layout | None:
         """The layout after more text, None if it may not follow.
 
-        What is refused is remembered by its shortest beginning that is refused: no text that begins like it is parsed again, so
-        refusals at one place cost a few parses per beginning and not per token.
+        What is refused is remembered by its shortest beginning that is refused: no text that begins
+        like it is parsed again, so refusals at one place cost a few parses per beginning and not
+        per token.
         """
         if state.refused and any(text[:end] in state.refused for end in range(1, len(text) + 1)):
             return None
         layout = _fed(state.layout, text)
         if layout is None:
-            end = bisect_left(range(1, len(text)), True, key=lambda size: _fed(state.layout, text[:size]) is None) + 1
+            end = (
+                bisect_left(
+                    range(1, len(text)),
+                    True,
+                    key=lambda size: _fed(state.layout, text[:size]) is None,
+                )
+                + 1
+            )
             state.refused.add(text[:end])
         return layout
 

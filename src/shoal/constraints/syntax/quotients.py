@@ -1,8 +1,9 @@
 """Two-sided quotients of a grammar: what may be written between two texts.
 
-A chart of Earley's algorithm over the text before the cursor, kept as a graph of stacks whose nodes never change: a column is all
-that the next byte needs. Each node knows at which places of the text behind it may end (`shoal.constraints.syntax.behind`), found
-from the root down, so whether the whole can be completed is told by the states of terminals alone, and a byte costs what its column
+A chart of Earley's algorithm over the text before the cursor, kept as a graph of stacks whose nodes
+never change: a column is all that the next byte needs. Each node knows at which places of the text
+behind it may end (`shoal.constraints.syntax.behind`), found from the root down, so whether the
+whole can be completed is told by the states of terminals alone, and a byte costs what its column
 holds, whatever the lengths of the texts.
 """
 
@@ -20,7 +21,9 @@ class Node:
     """A symbol that begins at some place before the cursor.
 
     Attributes:
-        ends: where it may end. waiters: what goes on behind it: rule, place in its right side, and the node of its left side.
+        ends: where it may end.
+        waiters: what goes on behind it: rule, place in its right side, and the node of its left
+            side.
         exact, gap: of a terminal, see `Behind.alive`.
     """
 
@@ -38,7 +41,8 @@ class Column:
     """The chart at a place.
 
     Attributes:
-        scans: terminals that are being read: terminal, state and node. ended: the text so far is in the language.
+        scans: terminals that are being read: terminal, state and node.
+        ended: the text so far is in the language.
         after: what follows a byte, found so far; None = it may not follow.
     """
 
@@ -52,7 +56,9 @@ class Closure:
     """What is predicted behind certain items, whichever nodes they belong to.
 
     Attributes:
-        ends: of each new node. waiters: of each new node, rule, place and whose: an item (from 0 on) or a new node (-1 - number).
+        ends: of each new node.
+        waiters: of each new node, rule, place and whose: an item (from 0 on) or a new node (-1 -
+            number).
         scans: terminals that begin, each with its node and its `Behind.alive`.
     """
 
@@ -70,8 +76,11 @@ class Quotients:
         self._root = Node(behind.last)
 
     def start(self) -> Column | None:
-        """The chart before the first byte; None: no text of the language ends with the text behind."""
-        return self._column({(rule, 0, self._root) for rule in self._grammar.of[self._grammar.start]}, [])
+        """The chart before the first byte; None: no text of the language ends with the text
+        behind."""
+        return self._column(
+            {(rule, 0, self._root) for rule in self._grammar.of[self._grammar.start]}, []
+        )
 
     def read(self, column: Column, byte: int) -> Column | None:
         """The chart one byte further; None: no text then leads to a text of the language."""
@@ -81,7 +90,9 @@ class Quotients:
 
     def may_end(self, column: Column) -> bool:
         """Whether the text so far and the text behind it are one of the language."""
-        return (column.ended and 0 in self._root.ends) or any(state in node.exact for _, state, node in column.scans)
+        return (column.ended and 0 in self._root.ends) or any(
+            state in node.exact for _, state, node in column.scans
+        )
 
     def _read(self, column: Column, byte: int) -> Column | None:
         scans, complete = [], []
@@ -109,7 +120,10 @@ class Quotients:
         return self._column(items, scans, ended)
 
     def _column(
-        self, items: set[tuple[int, int, Node]], scans: list[tuple[int, int, Node]], ended: bool = False
+        self,
+        items: set[tuple[int, int, Node]],
+        scans: list[tuple[int, int, Node]],
+        ended: bool = False,
     ) -> Column | None:
         """With what is predicted behind items of nodes that began before."""
         items, ended = self._over_nullable(items, ended)
@@ -122,10 +136,15 @@ class Quotients:
             if keys not in self._closures:
                 self._closures[keys] = self._closure(keys)
             scans = scans + self._made(self._closures[keys], [groups[key] for key in keys])
-        return Column(tuple(scans), ended, {}) if scans or (ended and 0 in self._root.ends) else None
+        return (
+            Column(tuple(scans), ended, {}) if scans or (ended and 0 in self._root.ends) else None
+        )
 
-    def _over_nullable(self, items: set[tuple[int, int, Node]], ended: bool) -> tuple[set[tuple[int, int, Node]], bool]:
-        """With what lies behind symbols that may be empty; an item at its end completes its node."""
+    def _over_nullable(
+        self, items: set[tuple[int, int, Node]], ended: bool
+    ) -> tuple[set[tuple[int, int, Node]], bool]:
+        """With what lies behind symbols that may be empty; an item at its end completes its
+        node."""
         found, open_ = set(items), list(items)
         while open_:
             rule, dot, node = open_.pop()
@@ -166,7 +185,9 @@ class Quotients:
             if symbol not in numbers:
                 numbers[symbol] = len(waiters)
                 waiters.append([])
-                open_ += [(own, 0, -1 - numbers[symbol]) for own in self._grammar.of.get(symbol, ())]
+                open_ += [
+                    (own, 0, -1 - numbers[symbol]) for own in self._grammar.of.get(symbol, ())
+                ]
             waiters[numbers[symbol]].append((rule, dot + 1, whose))
             if whose < 0 and symbol in self._grammar.nullable:
                 open_.append((rule, dot + 1, whose))
@@ -179,8 +200,11 @@ class Quotients:
                     scans.append((symbol, number, exact, gap))
         return Closure(ends, waiters, scans)
 
-    def _ends(self, keys: tuple[tuple[int, int, Places], ...], waiters: list[list[tuple[int, int, int]]]) -> list[Places]:
-        """Where new nodes may end: where what waits for them begins, which may itself be among them."""
+    def _ends(
+        self, keys: tuple[tuple[int, int, Places], ...], waiters: list[list[tuple[int, int, int]]]
+    ) -> list[Places]:
+        """Where new nodes may end: where what waits for them begins, which may itself be among
+        them."""
         ends: list[set[int]] = [set() for _ in waiters]
         below: list[list[tuple[int, int, int]]] = [[] for _ in waiters]
         open_: list[tuple[int, int]] = []

@@ -23,10 +23,12 @@ class Syntax:
     """What the new text has to fit in.
 
     Attributes:
-        language: one of `LANGUAGES`, a grammar in lark's language, or the path of one, which ends in ".lark".
-        left, right: the text before and behind the new one; None = the prompt and the suffix of the request. They are to be given
-            where a model sees only the nearest parts of a file.
-        parses: the whole has to parse. members: only names that jedi knows follow a dot (`shoal.constraints.members`), in Python.
+        language: one of `LANGUAGES`, a grammar in lark's language, or the path of one, which ends
+            in ".lark".
+        left, right: the text before and behind the new one; None = the prompt and the suffix of the
+            request. They are to be given where a model sees only the nearest parts of a file.
+        parses: the whole has to parse.
+        members: only names that jedi knows follow a dot (`shoal.constraints.members`), in Python.
     """
 
     language: str
@@ -40,7 +42,8 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
     """With the grammar in the place of its path.
 
     Raises:
-        RequestError: an unknown language, a file that cannot be read, or members of another language than Python.
+        RequestError: an unknown language, a file that cannot be read, or members of another
+            language than Python.
     """
     found = syntax if isinstance(syntax, Syntax) else Syntax(syntax)
     language = found.language
@@ -51,11 +54,14 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
             raise RequestError(f"the grammar {language} cannot be read: {error}") from None
     elif language not in LANGUAGES and ":" not in language:
         raise RequestError(
-            f"syntax must be one of {', '.join(LANGUAGES)}, a grammar in lark's language or the path of a .lark file, "
+            f"syntax must be one of {', '.join(LANGUAGES)}, a grammar in lark's language or the "
+            f"path of a .lark file, "
             f"got {language!r}"
         )
     if found.members and language != "python":
-        raise RequestError("members are those of Python: they do not go with the syntax of another language")
+        raise RequestError(
+            "members are those of Python: they do not go with the syntax of another language"
+        )
     return found
 
 
@@ -63,20 +69,26 @@ def _middle(language: str, tokenizer: Any, left: str, right: str, healing: int) 
     if language == "python":
         return PythonMiddle(tokenizer, left, right, healing)
     if language == "json":
-        grammar = files("shoal.constraints.syntax").joinpath("json.lark").read_text(encoding="utf-8")
+        grammar = (
+            files("shoal.constraints.syntax").joinpath("json.lark").read_text(encoding="utf-8")
+        )
         return GrammarMiddle(tokenizer, left, right, grammar, healing, name="json")
     return GrammarMiddle(tokenizer, left, right, language, healing)
 
 
-def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: str | None = None) -> Request:
-    """The request with the checks of its text, between the prompt's and the suffix's: that it can be completed to what parses,
-    and that members exist.
+def with_syntax(
+    request: Request, tokenizer: Any, syntax: str | Syntax, suffix: str | None = None
+) -> Request:
+    """The request with the checks of its text, between the prompt's and the suffix's: that it can
+    be completed to what parses, and that members exist.
 
-    A request that is aligned has to be so before: the bytes that its samples write again belong to the text before the cursor.
+    A request that is aligned has to be so before: the bytes that its samples write again belong to
+    the text before the cursor.
 
     Raises:
-        RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in `Syntax`; no program begins with
-            the text before, or ends with that behind; jedi or lark is needed and not installed; or members of another language.
+        RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in
+            `Syntax`; no program begins with the text before, or ends with that behind; jedi or lark
+            is needed and not installed; or members of another language.
     """
     found = read_syntax(syntax)
     left = request.prompt if found.left is None else found.left
@@ -85,8 +97,12 @@ def with_syntax(request: Request, tokenizer: Any, syntax: str | Syntax, suffix: 
         raise RequestError("syntax needs a tokenizer, and this model was given none")
     if left is None:
         raise RequestError("syntax needs prompts that are texts, or Syntax(left=...)")
-    healing = sum(len(own or b"") for own in map(token_bytes(tokenizer).__getitem__, request.removed))
-    checks: list[Any] = [_middle(found.language, tokenizer, left, right, healing)] if found.parses else []
+    healing = sum(
+        len(own or b"") for own in map(token_bytes(tokenizer).__getitem__, request.removed)
+    )
+    checks: list[Any] = (
+        [_middle(found.language, tokenizer, left, right, healing)] if found.parses else []
+    )
     if found.members:  # behind the parser: jedi is slower, and not asked about what does not parse
         checks.append(Members(tokenizer, left, right, healing=healing))
     return replace(request, constraints=(*request.constraints, *checks))

@@ -1,12 +1,13 @@
 """Whether Python source can be completed, by CPython's own parser.
 
-The left and right quotients of Python come apart. Let x be the beginning of some program, and r the end of some program: then x u
-and v r are programs for some u and v, and x u newline v r is one too, because a program is a sequence of statements. So a middle m
-can still be completed between l and r exactly if l m is the beginning of a program and r the end of one; r matters only for where a
-text may end, and there the parser reads l m r.
+The left and right quotients of Python come apart. Let x be the beginning of some program, and r the
+end of some program: then x u and v r are programs for some u and v, and x u newline v r is one too,
+because a program is a sequence of statements. So a middle m can still be completed between l and r
+exactly if l m is the beginning of a program and r the end of one; r matters only for where a text
+may end, and there the parser reads l m r.
 
-With the flag that `codeop` sets, the parser says "incomplete input" if it has read all tokens up to the end of the source before it
-found that some token does not fit, which is what is asked.
+With the flag that `codeop` sets, the parser says "incomplete input" if it has read all tokens up to
+the end of the source before it found that some token does not fit, which is what is asked.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ _WORD = re.compile(r"[^\W\d]\w*$")
 _NUMBER = re.compile(r"(?<!\w)(?:\d|\.\d)[\w.]*(?:(?<=[eE])[+-])?$")
 _OPERATOR = re.compile(r"[-+*/%@&|^=<>!:.]{1,2}$")
 _WORDS = (*keyword.kwlist, *keyword.softkwlist)
-_OPERATORS = (
-    "!= == <= >= += -= *= /= //= %= @= &= |= ^= <<= >>= **= -> := ... << >> ** //".split()
-)  # fmt: skip
+_OPERATORS = "!= == <= >= += -= *= /= //= %= @= &= |= ^= <<= >>= **= -> := ... << >> ** //".split()
 _PREFIXES = frozenset("r b f u br rb fr rf".split())
 
 
 def require_parser() -> None:
     """Raises RequestError: this Python's parser cannot say whether a program is incomplete."""
     if sys.version_info < (3, 11):
-        raise RequestError("syntax='python' needs Python 3.11 or later: older parsers do not tell incomplete from wrong")
+        raise RequestError(
+            "syntax='python' needs Python 3.11 or later: older parsers do not tell incomplete "
+            "from wrong"
+        )
 
 
 def is_complete(source: str) -> bool:
@@ -51,7 +53,9 @@ def is_viable(layout: Layout) -> bool:
     if layout.quote:
         literal = text[layout.opened :]
         prefix = literal[: len(literal) - len(literal.lstrip("rRbBfFuU"))]
-        if prefix.lower() not in ("", *_PREFIXES) or not _begins(text[: layout.opened] + _empty(prefix)):
+        if prefix.lower() not in ("", *_PREFIXES) or not _begins(
+            text[: layout.opened] + _empty(prefix)
+        ):
             return False
         return can_close(literal, layout.quote, is_complete, is_viable)
     if text.endswith(("'", '"')) and not is_complete(text[layout.opened :]):
@@ -82,13 +86,18 @@ def _longer(text: str) -> Iterator[str]:
             yield text[: number.end() - 1] + "..."
     if operator := _OPERATOR.search(text):
         for begun in {operator[0], operator[0][-1]}:
-            yield from (text[: -len(begun)] + other for other in _OPERATORS if other.startswith(begun) and other != begun)
+            yield from (
+                text[: -len(begun)] + other
+                for other in _OPERATORS
+                if other.startswith(begun) and other != begun
+            )
         if text[-1] == ".":
             yield text + "0"
 
 
 def _begins(text: str) -> bool:
-    """Whether some token may follow a text that ends within a line: the parser is to read on behind it."""
+    """Whether some token may follow a text that ends within a line: the parser is to read on behind
+    it."""
     return _parsed(text + "\\\n", _INCOMPLETE) != "wrong"
 
 
@@ -102,5 +111,10 @@ def _parsed(source: str, flags: int) -> str:
         return "program"
     except SyntaxError as error:
         return "incomplete" if flags and "incomplete input" in str(error.msg) else "wrong"
-    except (ValueError, OverflowError, MemoryError, RecursionError):  # a null character; nested too deep for the parser
+    except (
+        ValueError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ):  # a null character; nested too deep for the parser
         return "wrong"

@@ -1,9 +1,9 @@
-"""Bifurcated attention (Athiwaratkun et al., ICML 2024, arXiv 2403.08845): a prompt's keys and values are read once per pass, by
-the queries of all rows of its group together, and never repeated.
+"""Bifurcated attention (Athiwaratkun et al., ICML 2024, arXiv 2403.08845): a prompt's keys and
+values are read once per pass, by the queries of all rows of its group together, and never repeated.
 
-Each query attends to its group's prompt and to its own row's tail in two calls. The results, each a mean over its keys, are
-weighted by the softmax denominators they come with (log-sum-exp). That is exact for any number of queries per row, windows
-and sinks.
+Each query attends to its group's prompt and to its own row's tail in two calls. The results, each a
+mean over its keys, are weighted by the softmax denominators they come with (log-sum-exp). That is
+exact for any number of queries per row, windows and sinks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from shoal.models.attention.masks import additive
 from shoal.types.prefix import Prefix
 
 Part = tuple[Tensor, Tensor]
-"""Attention to some of the keys, [..., q, value dim], and the logarithm of its denominator, [..., q] float32 at least."""
+"""Attention to some of the keys, [..., q, value dim], and the logarithm of its denominator, [...,
+q] float32 at least."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The part of one prompt that some query of its group sees: cells first..end-1 of the shared store, where position p is cell
-    base + p; `rows` of the pass, as what indexes a tensor."""
+    """The part of one prompt that some query of its group sees: cells first..end-1 of the shared
+    store, where position p is cell base + p; `rows` of the pass, as what indexes a tensor."""
 
     rows: slice | Tensor
     base: int
@@ -37,7 +38,9 @@ def bifurcated(inputs: AttentionInputs) -> Tensor:
     rows, heads, q, dim = inputs.query.shape
     kv_heads, fold = inputs.key.shape[1], inputs.group
     query = inputs.query.reshape(rows, kv_heads, fold * q, dim)
-    out, log = _part(query, inputs.key, inputs.value, inputs.masks.bias(query.dtype, inputs.window, fold), inputs)
+    out, log = _part(
+        query, inputs.key, inputs.value, inputs.masks.bias(query.dtype, inputs.window, fold), inputs
+    )
     for shared in inputs.masks.once(("groups", inputs.window), lambda: _groups(inputs)):
         prompt = _prompt(query[shared.rows], shared, inputs)
         out[shared.rows], log[shared.rows] = _merged((out[shared.rows], log[shared.rows]), prompt)
@@ -53,17 +56,24 @@ def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
     assert inputs.shared_value is not None
     rows, kv_heads, folded, dim = query.shape
     fold = inputs.group
-    key, value = (t[shared.first : shared.end].transpose(0, 1)[None] for t in (inputs.shared_key, inputs.shared_value))
+    key, value = (
+        t[shared.first : shared.end].transpose(0, 1)[None]
+        for t in (inputs.shared_key, inputs.shared_value)
+    )
     bias = inputs.masks.once(
-        ("prompt", shared.first, query.dtype, inputs.window, fold), lambda: _prompt_bias(inputs, shared)
+        ("prompt", shared.first, query.dtype, inputs.window, fold),
+        lambda: _prompt_bias(inputs, shared),
     )
     together = query.transpose(0, 1).reshape(1, kv_heads, rows * folded, dim)
     out, log = _part(together, key, value, bias, inputs)
-    return out.view(kv_heads, rows, folded, -1).transpose(0, 1), log.view(kv_heads, rows, folded).transpose(0, 1)
+    return out.view(kv_heads, rows, folded, -1).transpose(0, 1), log.view(
+        kv_heads, rows, folded
+    ).transpose(0, 1)
 
 
 def _groups(inputs: AttentionInputs) -> list[Shared]:
-    """The prompts of the pass, each with its rows. One that all queries have left behind a sliding window is missing."""
+    """The prompts of the pass, each with its rows. One that all queries have left behind a sliding
+    window is missing."""
     of: dict[Prefix, list[int]] = {}
     for row, prefix in enumerate(inputs.plan.prefixes):
         if prefix is not None:
@@ -81,7 +91,8 @@ def _shared(inputs: AttentionInputs, prefix: Prefix, rows: list[int]) -> Shared:
 
 
 def _prompt_bias(inputs: AttentionInputs, shared: Shared) -> Tensor | None:
-    """The additive mask over a prompt for all queries of its group, [1, 1, rows * group * q, end - first]: 0 where visible.
+    """The additive mask over a prompt for all queries of its group, [1, 1, rows * group * q, end -
+    first]: 0 where visible.
 
     Returns:
         None when every query sees all of it, as without a window.
@@ -89,7 +100,9 @@ def _prompt_bias(inputs: AttentionInputs, shared: Shared) -> Tensor | None:
     if inputs.window is None:
         return None
     positions = inputs.plan.positions[shared.rows]  # [rows, q]
-    keys = torch.arange(shared.first - shared.base, shared.end - shared.base, device=positions.device)
+    keys = torch.arange(
+        shared.first - shared.base, shared.end - shared.base, device=positions.device
+    )
     seen = keys > positions[..., None] - inputs.window
     together = seen.repeat(1, inputs.group, 1).flatten(0, 1)[None]
     return None if bool(seen.all()) else additive(together, inputs.query.dtype)
@@ -101,15 +114,21 @@ def _merged(one: Part, other: Part) -> Part:
     return torch.lerp(out, other_out, weight), torch.logaddexp(log, other_log)
 
 
-def _part(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs) -> Part:
-    """query [b, kv heads, q, dim], key and value [b, kv heads, kv, dim], bias [b, 1, q, kv] or None."""
+def _part(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs
+) -> Part:
+    """query [b, kv heads, q, dim], key and value [b, kv heads, kv, dim], bias [b, 1, q, kv] or
+    None."""
     if query.device.type == "cpu" and inputs.softcap is None and key.shape[-1] == value.shape[-1]:
-        # What `scaled_dot_product_attention` calls on a CPU; the public function keeps the denominator to itself.
+        # What `scaled_dot_product_attention` calls on a CPU; the public function keeps the
+        # denominator to itself.
         part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=bias, scale=inputs.scale
         )
         return part
-    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * inputs.scale
+    scores = (query @ key.transpose(-1, -2)).to(
+        torch.promote_types(query.dtype, torch.float32)
+    ) * inputs.scale
     if inputs.softcap is not None:
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
     if bias is not None:

@@ -1,7 +1,9 @@
-"""One Triton kernel for a whole ragged pass: every row at its exact length, its group's shared prompt as a second range of keys.
+"""One Triton kernel for a whole ragged pass: every row at its exact length, its group's shared
+prompt as a second range of keys.
 
-`attend` works on plain tensors and asks nothing of the host, so that it may be captured in a CUDA graph; `fused` is the method of
-`shoal.models.attention` on top of it. The kernels are in `kernels.py`.
+`attend` works on plain tensors and asks nothing of the host, so that it may be captured in a CUDA
+graph; `fused` is the method of `shoal.models.attention` on top of it. The kernels are in
+`kernels.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ TRITON = (3, 6)
 """The oldest release in whose language the kernels are written."""
 
 STEP_BYTES = 32 * 1024
-"""Keys and values of one step of a program; two or three steps in flight and the queries fit into 99 KiB, the shared memory
-that a program may have on the smaller of today's GPUs."""
+"""Keys and values of one step of a program; two or three steps in flight and the queries fit into
+99 KiB, the shared memory that a program may have on the smaller of today's GPUs."""
 SHARE = 256
 """Fewest keys worth a program of their own."""
 MOST_SPLITS = 64
@@ -42,7 +44,8 @@ class Tiling:
     """How the work is cut; decided from shapes only.
 
     Attributes:
-        queries: folded queries per program. keys: keys per step. Powers of two, 16 at least.
+        queries: folded queries per program.
+        keys: keys per step. Powers of two, 16 at least.
         splits: programs that share the keys of one tile of queries.
         warps, stages: Triton's `num_warps` and `num_stages`.
     """
@@ -61,39 +64,57 @@ class Tiling:
 
 def available(query: Tensor) -> bool:
     """Whether the kernel runs well where the query is, in its dtype."""
-    return query.dtype in DTYPES and ((query.is_cuda and _multiplies(query.device)) or _interpreted()) and has_triton()
+    return (
+        query.dtype in DTYPES
+        and ((query.is_cuda and _multiplies(query.device)) or _interpreted())
+        and has_triton()
+    )
 
 
 def fused(inputs: AttentionInputs) -> Tensor:
     """The kernel; returns [rows, q, heads, value dim]; unused query columns come back zero.
 
     Raises:
-        RequestError: not on a CUDA device (nor in Triton's interpreter), without Triton, or in a dtype it does not have.
+        RequestError: not on a CUDA device (nor in Triton's interpreter), without Triton, or in a
+            dtype it does not have.
     """
     query = inputs.query
     if not available(query):
         raise RequestError(
-            "attention='fused' needs Triton, a CUDA device of compute capability 8.0 or later (or TRITON_INTERPRET=1, slow) and "
+            "attention='fused' needs Triton, a CUDA device of compute capability 8.0 or later "
+            "(or TRITON_INTERPRET=1, slow) and "
             "float32, bfloat16 or float16; "
-            f"got {query.device.type}, {query.dtype}{'' if has_triton() else ', no Triton 3.6'}; attention='auto' runs anywhere"
+            f"got {query.device.type}, "
+            f"{query.dtype}{'' if has_triton() else ', no Triton 3.6'}; attention='auto' runs "
+            f"anywhere"
         )
     shared = None
     if inputs.shared_key is not None and inputs.shared_value is not None:
         shared = inputs.shared_key, inputs.shared_value
     return attend(
-        query, inputs.key, inputs.value, inputs.masks.bounds, inputs.scale, shared=shared,
-        tree=inputs.masks.tree(inputs.window), window=inputs.window, softcap=inputs.softcap, sinks=inputs.sinks,
-    )  # fmt: skip
+        query,
+        inputs.key,
+        inputs.value,
+        inputs.masks.bounds,
+        inputs.scale,
+        shared=shared,
+        tree=inputs.masks.tree(inputs.window),
+        window=inputs.window,
+        softcap=inputs.softcap,
+        sinks=inputs.sinks,
+    )
 
 
 def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
-    """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU: a power of two, so that few kernels are compiled.
+    """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU: a power of two, so
+    that few kernels are compiled.
 
-    Tiles are as large as the registers of a program hold: with larger ones the compiler spills (tests/gpu/test_fused.py
-    reads it off the machine code).
+    Tiles are as large as the registers of a program hold: with larger ones the compiler spills
+    (tests/gpu/test_fused.py reads it off the machine code).
 
     Args:
-        query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim].
+        query: [rows, heads, q, dim].
+        key: [rows, kv heads, kv, dim].
         span: most keys a row may have.
         processors: multiprocessors of the GPU.
     """
@@ -104,30 +125,46 @@ def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: in
     keys = STEP_BYTES // ((_block(dim) + _block(value_dim)) * query.element_size())
     keys = max(16, min(64, 1 << (keys.bit_length() - 1)))
     wide = queries >= 32 and max(_block(dim), _block(value_dim)) >= 256
-    cut = Tiling(queries, keys, splits=1, warps=8 if single or wide else 4, stages=3 if queries <= 32 else 2)
+    cut = Tiling(
+        queries, keys, splits=1, warps=8 if single or wide else 4, stages=3 if queries <= 32 else 2
+    )
     programs = rows * key.shape[1] * cut.tiles(query, key)
     splits = max(1, min(-(-PROGRAMS * processors // programs), span // SHARE, MOST_SPLITS))
     return replace(cut, splits=1 << (splits.bit_length() - 1))
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, *, shared: tuple[Tensor, Tensor] | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scale: float,
+    *,
+    shared: tuple[Tensor, Tensor] | None = None,
     tree: tuple[Tensor, Tensor] | None = None,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, cut: Tiling | None = None,
-) -> Tensor:  # fmt: skip
-    """Ragged attention over a slot cache. Launches depend on shapes alone; lengths are read on the device.
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    cut: Tiling | None = None,
+) -> Tensor:
+    """Ragged attention over a slot cache. Launches depend on shapes alone; lengths are read on the
+    device.
 
-    Column j < counts[b] of row b is its token starts[b] + j, and sees the tokens up to itself. With a tree it stands at
-    positions[b, j], and sees the tokens before starts[b] and the columns whose bits are set in words[b, j]. Token t of row b is
-    cell bases[b] + t of the shared store if t < offsets[b], else key t - offsets[b] of row b.
+    Column j < counts[b] of row b is its token starts[b] + j, and sees the tokens up to itself. With
+    a tree it stands at positions[b, j], and sees the tokens before starts[b] and the columns whose
+    bits are set in words[b, j]. Token t of row b is cell bases[b] + t of the shared store if t <
+    offsets[b], else key t - offsets[b] of row b.
 
     Args:
         query: [rows, heads, q, dim] float32, bfloat16 or float16.
-        key: [rows, kv heads, kv, dim]. value: [rows, kv heads, kv, value dim]. Views of a larger store are fine.
+        key: [rows, kv heads, kv, dim].
+        value: [rows, kv heads, kv, value dim]. Views of a larger store are fine.
         bounds: starts, counts, offsets, bases; [4, rows] int32, contiguous, on the device.
         scale: multiplies the scores.
-        shared: keys [cells, kv heads, dim] and values [cells, kv heads, value dim] of shared prompts; None = every offset is 0.
-        tree: positions and words (restricted to the window), [rows, q] int64 each, contiguous; None = all rows are chains.
+        shared: keys [cells, kv heads, dim] and values [cells, kv heads, value dim] of shared
+            prompts; None = every offset is 0.
+        tree: positions and words (restricted to the window), [rows, q] int64 each, contiguous; None
+            = all rows are chains.
         window: most recent positions that a query sees, itself included; None = all.
         softcap: scores become softcap * tanh(scores / softcap); None = as they are.
         sinks: [heads], a logit each that takes probability and gives nothing; None = none.
@@ -152,18 +189,50 @@ def attend(
     logs = None if cut.splits == 1 else parts.new_empty(parts.shape[:-1])
     with torch.cuda.device_of(query):  # Triton launches on the current device
         kernels.attend[rows, kv_heads * cut.tiles(query, key), cut.splits](
-            query, key, value, shared_key, shared_value, sinks, bounds, positions, words, parts, logs, q, heads, scale,
-            EVERYTHING if window is None else window, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            *shared_strides, SOFTCAP=softcap, GROUP=heads // kv_heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_D=_block(dim),
-            BLOCK_V=_block(value_dim), BLOCK_Q=cut.queries, BLOCK_K=cut.keys, SPLITS=cut.splits,
-            num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            shared_key,
+            shared_value,
+            sinks,
+            bounds,
+            positions,
+            words,
+            parts,
+            logs,
+            q,
+            heads,
+            scale,
+            EVERYTHING if window is None else window,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *shared_strides,
+            SOFTCAP=softcap,
+            GROUP=heads // kv_heads,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_D=_block(dim),
+            BLOCK_V=_block(value_dim),
+            BLOCK_Q=cut.queries,
+            BLOCK_K=cut.keys,
+            SPLITS=cut.splits,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
         if cut.splits > 1:
             places = rows * q * heads
             kernels.combine[(places,)](
-                parts, logs, out, places, VALUE_DIM=value_dim, BLOCK_V=_block(value_dim), SPLITS=cut.splits,
-                BLOCK_S=_power(cut.splits), num_warps=joining_warps(cut.splits, value_dim),
-            )  # fmt: skip
+                parts,
+                logs,
+                out,
+                places,
+                VALUE_DIM=value_dim,
+                BLOCK_V=_block(value_dim),
+                SPLITS=cut.splits,
+                BLOCK_S=_power(cut.splits),
+                num_warps=joining_warps(cut.splits, value_dim),
+            )
     return out
 
 
@@ -190,18 +259,24 @@ def _dense(tensor: Tensor) -> Tensor:
 @cache
 def _processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; the interpreter is one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 @cache
 def _multiplies(device: torch.device) -> bool:
-    """Whether a GPU has the tensor cores that the kernels are compiled for; on older ones they spill and crawl."""
+    """Whether a GPU has the tensor cores that the kernels are compiled for; on older ones they
+    spill and crawl."""
     return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 @cache
 def has_triton() -> bool:
-    """Whether there is a Triton whose language the kernels are written in; torch before 2.10 brings an older one."""
+    """Whether there is a Triton whose language the kernels are written in; torch before 2.10 brings
+    an older one."""
     if importlib.util.find_spec("triton") is None:
         return False
     import triton

@@ -16,15 +16,19 @@ class AttentionInputs:
     """One layer's ragged attention.
 
     Attributes:
-        query: [rows, heads, q, dim]. key: [rows, kv heads, kv, dim]. value: [rows, kv heads, kv, value dim].
-            Index i of row b's keys is the token at position plan.offsets[b] + i (in a draft tree: of column i - plan.firsts[b]).
+        query: [rows, heads, q, dim].
+        key: [rows, kv heads, kv, dim].
+        value: [rows, kv heads, kv, value dim]. Index i of row b's keys is the token at position
+            plan.offsets[b] + i (in a draft tree: of column i - plan.firsts[b]).
         masks: which keys each query sees.
         scale: multiplies the scores.
         window: sliding window in tokens, or None.
         softcap: scores become softcap * tanh(scores / softcap) (Gemma 2), or None.
-        sinks: one extra logit per head that takes probability and gives nothing (GPT-OSS), [heads], or None.
-        shared_key, shared_value: the shared store, [cells, kv heads, dim] and [cells, kv heads, value dim]; the keys of row b
-            before plan.offsets[b] lie in the cells of plan.prefixes[b]. None when no row has a prefix.
+        sinks: one extra logit per head that takes probability and gives nothing (GPT-OSS), [heads],
+            or None.
+        shared_key, shared_value: the shared store, [cells, kv heads, dim] and [cells, kv heads,
+            value dim]; the keys of row b before plan.offsets[b] lie in the cells of
+            plan.prefixes[b]. None when no row has a prefix.
     """
 
     query: Tensor
@@ -43,14 +47,24 @@ class AttentionInputs:
         if self.shared_key is None or self.shared_value is None:
             return self
         plan = self.plan
-        whole = Plan(plan.slots, plan.starts, plan.counts, plan.device, packed=plan.packed, parents=plan.parents)
+        whole = Plan(
+            plan.slots,
+            plan.starts,
+            plan.counts,
+            plan.device,
+            packed=plan.packed,
+            parents=plan.parents,
+        )
         pairs = (self.key, self.shared_key), (self.value, self.shared_value)
         key, value = (plan.repeated(tail, shared)[:, :, : whole.kv] for tail, shared in pairs)
-        return replace(self, key=key, value=value, masks=Masks(whole), shared_key=None, shared_value=None)
+        return replace(
+            self, key=key, value=value, masks=Masks(whole), shared_key=None, shared_value=None
+        )
 
     @property
     def plan(self) -> Plan:
-        """The layout of an ordinary pass, with its numbers on the host. Raises InternalError in a captured pass, which has none."""
+        """The layout of an ordinary pass, with its numbers on the host. Raises InternalError in a
+        captured pass, which has none."""
         if not isinstance(self.masks.layout, Plan):
             raise InternalError("this attention method does not work in captured passes")
         return self.masks.layout

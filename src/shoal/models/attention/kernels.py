@@ -1,12 +1,15 @@
-"""The Triton kernels of `fused.py`; imported by it alone and only when it runs, because Triton is optional.
+"""The Triton kernels of `fused.py`; imported by it alone and only when it runs, because Triton is
+optional.
 
-`attend` is flash attention (Dao et al., arXiv 2205.14135) for a ragged block of queries over a slot cache. A program takes one row,
-one KV head, one tile of that head's queries (its GQA group folded into the query axis) and one share of the keys these queries
-see ("flash-decoding": with few rows the keys must be shared out, or most of the GPU idles). The keys lie in two ranges: the
-prompt that the row's group shares, then the row's own slot. `combine` joins the shares.
+`attend` is flash attention (Dao et al., arXiv 2205.14135) for a ragged block of queries over a slot
+cache. A program takes one row, one KV head, one tile of that head's queries (its GQA group folded
+into the query axis) and one share of the keys these queries see ("flash-decoding": with few rows
+the keys must be shared out, or most of the GPU idles). The keys lie in two ranges: the prompt that
+the row's group shares, then the row's own slot. `combine` joins the shares.
 
-Nothing outside the two ranges is loaded, so no garbage can reach a result. Only `bounds`, read on the device, says how long rows
-are: launches depend on shapes alone and may be captured in a CUDA graph.
+Nothing outside the two ranges is loaded, so no garbage can reach a result. Only `bounds`, read on
+the device, says how long rows are: launches depend on shapes alone and may be captured in a CUDA
+graph.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -17,8 +20,12 @@ import os
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)  # softmax is taken to base 2: exp2 is the instruction that GPUs have
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter on the CPU runs the kernels
+LOG2E = tl.constexpr(
+    1.4426950408889634
+)  # softmax is taken to base 2: exp2 is the instruction that GPUs have
+INTERPRETED = tl.constexpr(
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # Triton's interpreter on the CPU runs the kernels
 
 
 @triton.jit
@@ -30,23 +37,45 @@ def _dot(a, b):
 
 @triton.jit
 def _over(
-    best, total, mixed, query, position, word, start, key, value, first, last,
-    key_cell, value_cell, scale, window, SOFTCAP: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The online softmax, continued over the keys of tokens first..last-1; `key` and `value` point at token 0. From `start` on,
-    tokens are columns of the block; in a tree `word` says which of them a query sees."""
+    best,
+    total,
+    mixed,
+    query,
+    position,
+    word,
+    start,
+    key,
+    value,
+    first,
+    last,
+    key_cell,
+    value_cell,
+    scale,
+    window,
+    SOFTCAP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The online softmax, continued over the keys of tokens first..last-1; `key` and `value` point
+    at token 0. From `start` on, tokens are columns of the block; in a tree `word` says which of
+    them a query sees."""
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for at in range(first, last, BLOCK_K):
         cell = at + tl.arange(0, BLOCK_K)
         there = cell < last
         keys = tl.load(
-            key + cell[None, :] * key_cell + dims[:, None], mask=there[None, :] & (dims < DIM)[:, None], other=0.0
+            key + cell[None, :] * key_cell + dims[:, None],
+            mask=there[None, :] & (dims < DIM)[:, None],
+            other=0.0,
         )
         values = tl.load(
             value + cell[:, None] * value_cell + value_dims[None, :],
-            mask=there[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=there[:, None] & (value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
         scores = _dot(query, keys) * scale
         if SOFTCAP is not None:  # softcap * tanh(scores / softcap)
             scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)
@@ -56,11 +85,15 @@ def _over(
         else:
             column = tl.minimum(tl.maximum(cell - start, 0), 63)
             inside = ((word[:, None] >> column[None, :]) & 1) != 0
-            seen = there[None, :] & tl.where(cell[None, :] < start, recent & (position[:, None] >= 0), inside)
+            seen = there[None, :] & tl.where(
+                cell[None, :] < start, recent & (position[:, None] >= 0), inside
+            )
         scores = tl.where(seen, scores * LOG2E, -float("inf"))
 
         higher = tl.maximum(best, tl.max(scores, 1))
-        origin = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen so far: inf - inf would be NaN
+        origin = tl.where(
+            higher == -float("inf"), 0.0, higher
+        )  # nothing seen so far: inf - inf would be NaN
         weights, decay = tl.exp2(scores - origin[:, None]), tl.exp2(best - origin)
         total = total * decay + tl.sum(weights, 1)
         mixed = mixed * decay[:, None] + _dot(weights.to(values.dtype), values)
@@ -70,26 +103,64 @@ def _over(
 
 @triton.jit(do_not_specialize=["columns", "window"])
 def attend(
-    query, key, value, shared_key, shared_value, sinks, bounds, positions, words, out, logs,
-    columns, heads, scale, window,
-    query_row, query_head, query_column, key_row, key_head, key_cell,
-    value_row, value_head, value_cell,
-    shared_key_cell, shared_key_head, shared_value_cell, shared_value_head,
-    SOFTCAP: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """One share of the attention of one tile of queries; grid (rows, kv heads * tiles, splits); see `fused.attend`.
+    query,
+    key,
+    value,
+    shared_key,
+    shared_value,
+    sinks,
+    bounds,
+    positions,
+    words,
+    out,
+    logs,
+    columns,
+    heads,
+    scale,
+    window,
+    query_row,
+    query_head,
+    query_column,
+    key_row,
+    key_head,
+    key_cell,
+    value_row,
+    value_head,
+    value_cell,
+    shared_key_cell,
+    shared_key_head,
+    shared_value_cell,
+    shared_value_head,
+    SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One share of the attention of one tile of queries; grid (rows, kv heads * tiles, splits); see
+    `fused.attend`.
 
-    Writes out[split, row, column, head, :] and, where there are several splits, logs[split, row, column, head]: the logarithm
-    (base 2) of the softmax's denominator over this share. Columns that are not real see nothing and come back zero.
+    Writes out[split, row, column, head, :] and, where there are several splits, logs[split, row,
+    column, head]: the logarithm (base 2) of the softmax's denominator over this share. Columns that
+    are not real see nothing and come back zero.
     """
-    row, split, rows = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(0)  # 64 bits: large caches
+    row, split, rows = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(2),
+        tl.num_programs(0),
+    )  # 64 bits: large caches
     tiles = tl.cdiv(columns * GROUP, BLOCK_Q)
     kv_head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     start, count = tl.load(bounds + row), tl.load(bounds + rows + row)
     offset, base = tl.load(bounds + 2 * rows + row), tl.load(bounds + 3 * rows + row).to(tl.int64)
 
-    folded = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # the group's heads of column 0, of column 1, ...
+    folded = tile * BLOCK_Q + tl.arange(
+        0, BLOCK_Q
+    )  # the group's heads of column 0, of column 1, ...
     column, head = folded // GROUP, kv_head * GROUP + folded % GROUP
     real = column < count
     position = tl.where(real, start + column, -1)
@@ -103,17 +174,26 @@ def attend(
         oldest = tl.min(tl.where(real, position, start + count), 0)
     dims = tl.arange(0, BLOCK_D)
     queries = tl.load(
-        query + row * query_row + head[:, None] * query_head + column[:, None] * query_column + dims[None, :],
-        mask=real[:, None] & (dims < DIM)[None, :], other=0.0,
-    )  # fmt: skip
+        query
+        + row * query_row
+        + head[:, None] * query_head
+        + column[:, None] * query_column
+        + dims[None, :],
+        mask=real[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    )
 
-    # Tokens that some query of this tile sees: low..high-1, cut at `offset` into the shared prompt and the row's own slot.
+    # Tokens that some query of this tile sees: low..high-1, cut at `offset` into the shared prompt
+    # and the row's own slot.
     low = tl.maximum(oldest - window + 1, 0)
     high = start + tl.minimum(count, (tile * BLOCK_Q + BLOCK_Q - 1) // GROUP + 1)
     high = tl.where(first_column < count, high, low)
     shared_low, shared_high = tl.minimum(low, offset), tl.minimum(high, offset)
     own_low, own_high = tl.maximum(low, offset), tl.maximum(high, offset)
-    shared_blocks, own_blocks = tl.cdiv(shared_high - shared_low, BLOCK_K), tl.cdiv(own_high - own_low, BLOCK_K)
+    shared_blocks, own_blocks = (
+        tl.cdiv(shared_high - shared_low, BLOCK_K),
+        tl.cdiv(own_high - own_low, BLOCK_K),
+    )
     each = tl.cdiv(shared_blocks + own_blocks, SPLITS)
     begin, end = split * each, (split + 1) * each  # this share, in blocks over both ranges
 
@@ -125,20 +205,52 @@ def attend(
         best, total = tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)
     if shared_key is not None:
         best, total, mixed = _over(
-            best, total, mixed, queries, position, word, start,
+            best,
+            total,
+            mixed,
+            queries,
+            position,
+            word,
+            start,
             shared_key + base * shared_key_cell + kv_head * shared_key_head,
             shared_value + base * shared_value_cell + kv_head * shared_value_head,
-            shared_low + begin * BLOCK_K, tl.minimum(shared_low + end * BLOCK_K, shared_high),
-            shared_key_cell, shared_value_cell, scale, window, SOFTCAP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_K,
-        )  # fmt: skip
+            shared_low + begin * BLOCK_K,
+            tl.minimum(shared_low + end * BLOCK_K, shared_high),
+            shared_key_cell,
+            shared_value_cell,
+            scale,
+            window,
+            SOFTCAP,
+            DIM,
+            VALUE_DIM,
+            BLOCK_D,
+            BLOCK_V,
+            BLOCK_K,
+        )
     begin, end = tl.maximum(begin - shared_blocks, 0), tl.maximum(end - shared_blocks, 0)
     best, total, mixed = _over(
-        best, total, mixed, queries, position, word, start,
+        best,
+        total,
+        mixed,
+        queries,
+        position,
+        word,
+        start,
         key + row * key_row + kv_head * key_head - offset * key_cell,
         value + row * value_row + kv_head * value_head - offset * value_cell,
-        own_low + begin * BLOCK_K, tl.minimum(own_low + end * BLOCK_K, own_high),
-        key_cell, value_cell, scale, window, SOFTCAP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_K,
-    )  # fmt: skip
+        own_low + begin * BLOCK_K,
+        tl.minimum(own_low + end * BLOCK_K, own_high),
+        key_cell,
+        value_cell,
+        scale,
+        window,
+        SOFTCAP,
+        DIM,
+        VALUE_DIM,
+        BLOCK_D,
+        BLOCK_V,
+        BLOCK_K,
+    )
 
     denominator = tl.where(total > 0, total, 1.0)  # an empty share, an unused column
     value_dims = tl.arange(0, BLOCK_V)
@@ -150,15 +262,26 @@ def attend(
         mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
     if SPLITS > 1:
-        tl.store(logs + place, tl.where(total > 0, best + tl.log2(denominator), -float("inf")), mask=inside)
+        tl.store(
+            logs + place,
+            tl.where(total > 0, best + tl.log2(denominator), -float("inf")),
+            mask=inside,
+        )
 
 
 @triton.jit
 def combine(
-    parts, logs, out, places, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Joins the shares of one query of one head; grid (places,): parts [splits, places, value dim] -> out [places, value dim]."""
+    parts,
+    logs,
+    out,
+    places,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Joins the shares of one query of one head; grid (places,): parts [splits, places, value dim]
+    -> out [places, value dim]."""
     place = tl.program_id(0).to(tl.int64)
     splits, value_dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
     share = splits.to(tl.int64) * places + place
@@ -168,8 +291,9 @@ def combine(
     inside = value_dims < VALUE_DIM
     part = tl.load(
         parts + share[:, None] * VALUE_DIM + value_dims[None, :],
-        mask=(splits < SPLITS)[:, None] & inside[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(splits < SPLITS)[:, None] & inside[None, :],
+        other=0.0,
+    )
     total = tl.sum(weights, 0)
     mixed = tl.sum(weights[:, None] * part, 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + place * VALUE_DIM + value_dims, mixed.to(out.dtype.element_ty), mask=inside)

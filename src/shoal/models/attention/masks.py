@@ -26,7 +26,8 @@ class Layout(Protocol):
 
     @property
     def common_keys(self) -> int:
-        """So many first keys of its slot each query sees, a sliding window aside; 0 where that is not known."""
+        """So many first keys of its slot each query sees, a sliding window aside; 0 where that is
+        not known."""
 
     @property
     def positions(self) -> Tensor:
@@ -34,7 +35,8 @@ class Layout(Protocol):
 
     @property
     def places(self) -> Tensor:
-        """Positions minus the length of the row's prefix, [rows, q] int64: in a chain the index of each column's own key."""
+        """Positions minus the length of the row's prefix, [rows, q] int64: in a chain the index of
+        each column's own key."""
 
     @property
     def firsts(self) -> Tensor:
@@ -42,11 +44,13 @@ class Layout(Protocol):
 
     @property
     def words(self) -> Tensor | None:
-        """Which columns of its block each column sees (`shoal.models.cache.tree`), [rows, q] int64; None = all rows are chains."""
+        """Which columns of its block each column sees (`shoal.models.cache.tree`), [rows, q] int64;
+        None = all rows are chains."""
 
     @property
     def bounds(self) -> Tensor:
-        """Starts, counts, offsets and bases, [4, rows] integers (`shoal.models.attention.fused`)."""
+        """Starts, counts, offsets and bases, [4, rows] integers
+        (`shoal.models.attention.fused`)."""
 
 
 class Masks:
@@ -73,17 +77,24 @@ class Masks:
         return self.once("bounds", lambda: self.layout.bounds.to(torch.int32))
 
     def tree(self, window: int | None = None) -> tuple[Tensor, Tensor] | None:
-        """Positions, and words restricted to the window, [rows, q] int64 each; None where all rows are chains."""
+        """Positions, and words restricted to the window, [rows, q] int64 each; None where all rows
+        are chains."""
         layout, words = self.layout, self.layout.words
         if words is None:
             return None
-        return self.once(("tree", window), lambda: (layout.positions, within(words, layout.positions, window)))
+        return self.once(
+            ("tree", window), lambda: (layout.positions, within(words, layout.positions, window))
+        )
 
-    def visible(self, window: int | None = None, width: int | None = None, rows: slice = slice(None)) -> Tensor:
-        """Which keys of its slot each query sees: causal or by its tree, within the sliding window if any; [rows, q, width] bool.
+    def visible(
+        self, window: int | None = None, width: int | None = None, rows: slice = slice(None)
+    ) -> Tensor:
+        """Which keys of its slot each query sees: causal or by its tree, within the sliding window
+        if any; [rows, q, width] bool.
 
         Args:
-            window: number of most recent positions a query sees, its own included; None = all. width: None = `kv`.
+            window: number of most recent positions a query sees, its own included; None = all.
+            width: None = `kv`.
             rows: of the pass.
         """
         layout, tree = self.layout, self.tree(window)
@@ -94,13 +105,16 @@ class Masks:
         return seen_in_trees(keys, places, layout.firsts[rows], tree[1][rows], window)
 
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
-        """The additive mask over slots, [rows, 1, fold * q, kv]: 0 where visible, the dtype's lowest elsewhere.
+        """The additive mask over slots, [rows, 1, fold * q, kv]: 0 where visible, the dtype's
+        lowest elsewhere.
 
         Args:
-            fold: query heads per KV head folded into the query axis (head-major), so the mask repeats that often.
+            fold: query heads per KV head folded into the query axis (head-major), so the mask
+                repeats that often.
 
         Returns:
-            None when every query of every row surely sees every key (one token per row, all of one length).
+            None when every query of every row surely sees every key (one token per row, all of one
+            length).
         """
         if window is not None and window >= self.layout.kv:
             window = None
@@ -114,14 +128,17 @@ class Masks:
         if bias is not None:
             return bias
         rows, q = self.layout.positions.shape
-        return torch.zeros(rows, 1, q, self.layout.kv, dtype=dtype, device=self.layout.positions.device)
+        return torch.zeros(
+            rows, 1, q, self.layout.kv, dtype=dtype, device=self.layout.positions.device
+        )
 
 
 def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """The words without the columns that a sliding window hides, by position; [rows, q] int64.
 
     Args:
-        words, positions: [rows, q] int64. window: most recent positions that a column sees, its own included; None = all.
+        words, positions: [rows, q] int64.
+        window: most recent positions that a column sees, its own included; None = all.
     """
     if window is None:
         return words
@@ -130,11 +147,15 @@ def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
     return words & (recent.long() << bits).sum(-1)
 
 
-def seen_in_trees(keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | None) -> Tensor:
+def seen_in_trees(
+    keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | None
+) -> Tensor:
     """Which keys of its slot each column sees, [rows, q, kv] bool.
 
     Args:
-        keys: indices in the slot, [kv]. places, firsts: see `Layout`. words: restricted by `within`, [rows, q].
+        keys: indices in the slot, [kv].
+        places, firsts: see `Layout`.
+        words: restricted by `within`, [rows, q].
     """
     column = keys - firsts[:, None, None]  # [rows, 1, kv]
     inside = (words[..., None] >> column.clamp(0, MOST_NODES)) & 1 > 0

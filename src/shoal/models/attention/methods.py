@@ -35,7 +35,9 @@ def auto(inputs: AttentionInputs) -> Tensor:
     """Attends by a kernel where there is one, else by the padded call."""
     if inputs.query.is_cuda:
         return fused(inputs) if available(inputs.query) else pad(inputs)
-    return native(inputs) if native_available(inputs.query.device, inputs.query.dtype) else pad(inputs)
+    return (
+        native(inputs) if native_available(inputs.query.device, inputs.query.dtype) else pad(inputs)
+    )
 
 
 METHODS: dict[str, Method] = {

@@ -1,4 +1,5 @@
-"""The attention method "native": one call of the kernel for a whole ragged pass on a CPU, every row at its exact length."""
+"""The attention method "native": one call of the kernel for a whole ragged pass on a CPU, every row
+at its exact length."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def takes(plan: Plan) -> bool:
 
 
 def native(inputs: AttentionInputs) -> Tensor:
-    """The kernel, or `split` where it does not attend; returns [rows, q, heads, value dim]; unused query columns come back zero.
+    """The kernel, or `split` where it does not attend; returns [rows, q, heads, value dim]; unused
+    query columns come back zero.
 
     Raises:
         RequestError: not on a CPU, no C compiler, or a dtype that the kernel does not have.
@@ -39,29 +41,61 @@ def native(inputs: AttentionInputs) -> Tensor:
     if not available(query.device, query.dtype):
         raise RequestError(
             "attention='native' needs a CPU, a C compiler and float32 or bfloat16; got "
-            f"{query.device.type}, {query.dtype}{', ' * bool(missing())}{missing()}; attention='auto' runs anywhere"
+            f"{query.device.type}, {query.dtype}{', ' * bool(missing())}{missing()}; "
+            f"attention='auto' runs anywhere"
         )
     if not takes(plan):
         return split(inputs)
     rows, heads, q, dim = query.shape
     query = query.transpose(1, 2).contiguous()
     key, value = _dense(inputs.key), _dense(inputs.value)
-    tree, sinks = inputs.masks.tree(inputs.window), None if inputs.sinks is None else inputs.sinks.float().contiguous()
+    tree, sinks = (
+        inputs.masks.tree(inputs.window),
+        None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+    )
     out = query.new_zeros(rows, q, heads, value.shape[-1])
     every = np.arange(rows)
-    starts = [every * q, every * key.stride(0), every * value.stride(0)]  # kept for as long as the kernel runs
+    starts = [
+        every * q,
+        every * key.stride(0),
+        every * value.stride(0),
+    ]  # kept for as long as the kernel runs
     shared_key, shared_value = inputs.shared_key, inputs.shared_value
     if shared_key is None or shared_value is None:
-        shared_key, shared_value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # of no row: every offset is 0
+        shared_key, shared_value = (
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+        )  # of no row: every offset is 0
     shared_strides = (tensor.stride(i) for tensor in (shared_key, shared_value) for i in (0, 1))
     attention = Attention(
-        rows, heads, key.shape[1], dim, value.shape[-1], torch.get_num_threads(), inputs.scale, inputs.softcap or 0.0,
-        inputs.window or 0, plan.bounds.data_ptr(), *(start.ctypes.data for start in starts),
-        *((None, None) if tree is None else (tensor.data_ptr() for tensor in tree)), q,
-        None if sinks is None else sinks.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
-        shared_key.data_ptr(), shared_value.data_ptr(), heads * dim, dim, key.stride(2), key.stride(1), value.stride(2),
-        value.stride(1), *shared_strides, out.data_ptr(),
-    )  # fmt: skip
+        rows,
+        heads,
+        key.shape[1],
+        dim,
+        value.shape[-1],
+        torch.get_num_threads(),
+        inputs.scale,
+        inputs.softcap or 0.0,
+        inputs.window or 0,
+        plan.bounds.data_ptr(),
+        *(start.ctypes.data for start in starts),
+        *((None, None) if tree is None else (tensor.data_ptr() for tensor in tree)),
+        q,
+        None if sinks is None else sinks.data_ptr(),
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        shared_key.data_ptr(),
+        shared_value.data_ptr(),
+        heads * dim,
+        dim,
+        key.stride(2),
+        key.stride(1),
+        value.stride(2),
+        value.stride(1),
+        *shared_strides,
+        out.data_ptr(),
+    )
     attend(query.dtype, attention)
     return out
 

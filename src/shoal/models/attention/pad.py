@@ -18,11 +18,15 @@ def pad(inputs: AttentionInputs) -> Tensor:
     return attend_folded(inputs.query, inputs.key, inputs.value, bias, inputs)
 
 
-def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs) -> Tensor:
-    """Attention with each GQA group folded into the query axis instead of K and V repeated (up to 8x on a CPU).
+def attend_folded(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs
+) -> Tensor:
+    """Attention with each GQA group folded into the query axis instead of K and V repeated (up to
+    8x on a CPU).
 
     Args:
-        query: [rows, heads, q, dim]. key, value: [rows, kv heads, kv, dim].
+        query: [rows, heads, q, dim].
+        key, value: [rows, kv heads, kv, dim].
         bias: additive mask [rows, 1, group * q, kv] or None.
         inputs: scale, softcap and sinks.
 
@@ -39,8 +43,11 @@ def attend_folded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
     return out.reshape(rows, heads, q, value.shape[-1]).transpose(1, 2)
 
 
-def _explicit(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs, q: int) -> Tensor:
-    """The folded call for what the library's kernel lacks: soft-capped scores and attention sinks."""
+def _explicit(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs, q: int
+) -> Tensor:
+    """The folded call for what the library's kernel lacks: soft-capped scores and attention
+    sinks."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(wide) * inputs.scale
     if inputs.softcap is not None:

@@ -9,9 +9,13 @@ from shoal.models.attention.inputs import AttentionInputs
 
 
 def reference(inputs: AttentionInputs) -> Tensor:
-    """softmax(q k^T * scale + mask) v row by row; returns [rows, q, heads, value dim] in the query's dtype."""
+    """softmax(q k^T * scale + mask) v row by row; returns [rows, q, heads, value dim] in the
+    query's dtype."""
     inputs = inputs.repeated()
-    query, key, value = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (
+        t.to(torch.promote_types(t.dtype, torch.float32))
+        for t in (inputs.query, inputs.key, inputs.value)
+    )
     visible = inputs.masks.visible(inputs.window)
     rows = []
     for b in range(query.shape[0]):

@@ -1,4 +1,5 @@
-"""BASS-SPLIT: one call per row over exactly its own keys; no padding is read, at the price of more calls."""
+"""BASS-SPLIT: one call per row over exactly its own keys; no padding is read, at the price of more
+calls."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from shoal.models.attention.pad import attend_folded
 
 
 def split(inputs: AttentionInputs) -> Tensor:
-    """Per-row calls at exact lengths; returns [rows, q, heads, value dim]; unused query columns come back zero."""
+    """Per-row calls at exact lengths; returns [rows, q, heads, value dim]; unused query columns
+    come back zero."""
     if inputs.shared_key is not None:
         return bifurcated(inputs)
     plan = inputs.plan
@@ -24,8 +26,8 @@ def split(inputs: AttentionInputs) -> Tensor:
 
 
 def _row_bias(inputs: AttentionInputs, row: int) -> Tensor | None:
-    """The additive mask over one row's own tokens and keys, [1, 1, group * count, length]; None when all are seen. Not for rows
-    with a prefix."""
+    """The additive mask over one row's own tokens and keys, [1, 1, group * count, length]; None
+    when all are seen. Not for rows with a prefix."""
     count, length, window = inputs.plan.counts[row], inputs.plan.lengths[row], inputs.window
     if window is not None and window >= length:
         window = None

@@ -1,11 +1,13 @@
 """Attention whose bits depend on nothing but the query's own row: for `strict=True`, on a CPU.
 
-A kernel's rounding follows the shapes it is given. So every call here has the same ones: queries come in tiles of `TILE` positions
-moved to the batch axis, and keys in whole blocks of `KV_BLOCK`, the unit in which the library's kernel walks over them. A block
-that is masked as a whole changes no bit of its running softmax, so neither do longer neighbours.
+A kernel's rounding follows the shapes it is given. So every call here has the same ones: queries
+come in tiles of `TILE` positions moved to the batch axis, and keys in whole blocks of `KV_BLOCK`,
+the unit in which the library's kernel walks over them. A block that is masked as a whole changes no
+bit of its running softmax, so neither do longer neighbours.
 
-Where in its block a key stands does change bits. So each query of a draft tree gets a copy of its row's keys in which its path lies
-as it would in a chain: q times the memory traffic, which `strict` accepts.
+Where in its block a key stands does change bits. So each query of a draft tree gets a copy of its
+row's keys in which its path lies as it would in a chain: q times the memory traffic, which `strict`
+accepts.
 """
 
 from __future__ import annotations
@@ -20,41 +22,66 @@ from shoal.models.attention.masks import additive, seen_in_chains
 from shoal.models.attention.pad import attend_folded
 
 TILE = 4
-"""Query positions per tile: 1 is best for plain decoding, 8 for verifying; 4 costs both a little."""
+"""Query positions per tile: 1 is best for plain decoding, 8 for verifying; 4 costs both a
+little."""
 KV_BLOCK = 512
 """Keys per block of torch's CPU kernel; cache views are a multiple of it long (`Plan`)."""
 
 
 def strict(inputs: AttentionInputs) -> Tensor:
-    """Tiles of each row, all rows or all tiles per call, whichever needs fewer calls; returns [rows, q, heads, value dim]."""
+    """Tiles of each row, all rows or all tiles per call, whichever needs fewer calls; returns
+    [rows, q, heads, value dim]."""
     query, key, value, plan = inputs.query, inputs.key, inputs.value, inputs.plan
     if inputs.softcap is not None or inputs.sinks is not None or key.shape[-1] != value.shape[-1]:
-        raise UnsupportedModel("strict needs plain attention: no soft-capped scores, no sinks, values as wide as keys")
+        raise UnsupportedModel(
+            "strict needs plain attention: no soft-capped scores, no sinks, values as wide as keys"
+        )
     if plan.kv % KV_BLOCK or plan.shares:
         raise InternalError(f"strict attention got {plan.kv} keys, or a shared prompt")
     if plan.parents is not None:
         return torch.stack([_paths(inputs, row) for row in range(plan.rows)])
     tiles = -(-plan.q // TILE)
     fill = tiles * TILE - plan.q
-    bias = inputs.masks.explicit_bias(query.dtype, inputs.window)  # the kernel rounds differently without a mask
-    bias = zero_pad(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, 1, TILE, kv]
+    bias = inputs.masks.explicit_bias(
+        query.dtype, inputs.window
+    )  # the kernel rounds differently without a mask
+    bias = (
+        zero_pad(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
+    )  # [rows, tiles, 1, TILE, kv]
     bias = bias.repeat(1, 1, 1, inputs.group, 1)
-    query = zero_pad(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)  # [rows, tiles, heads, TILE, dim]
+    query = (
+        zero_pad(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
+    )  # [rows, tiles, heads, TILE, dim]
     if plan.rows <= tiles:
         spread = (tiles, -1, -1, -1)
-        own = zip(query, key[:, None], value[:, None], bias, strict=True)  # of each row: [tiles, ...], and keys [1, ...]
-        out = torch.stack([attend_folded(q, k.expand(spread), v.expand(spread), mask, inputs) for q, k, v, mask in own])
+        own = zip(
+            query, key[:, None], value[:, None], bias, strict=True
+        )  # of each row: [tiles, ...], and keys [1, ...]
+        out = torch.stack(
+            [
+                attend_folded(q, k.expand(spread), v.expand(spread), mask, inputs)
+                for q, k, v, mask in own
+            ]
+        )
     else:
-        out = torch.stack([attend_folded(query[:, t], key, value, bias[:, t], inputs) for t in range(tiles)], dim=1)
+        out = torch.stack(
+            [attend_folded(query[:, t], key, value, bias[:, t], inputs) for t in range(tiles)],
+            dim=1,
+        )
     return out.flatten(1, 2)[:, : plan.q]
 
 
 def _paths(inputs: AttentionInputs, row: int) -> Tensor:
     """One row's columns in a tile each, over the keys of their own paths; [q, heads, value dim]."""
     plan = inputs.plan
-    query = zero_pad(inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))  # [q, heads, TILE, dim]
-    # Each query's keys in the order of their positions, then those that it does not see; [rows, q, kv].
-    order = inputs.masks.once("paths", lambda: (~inputs.masks.visible()).byte().argsort(dim=-1, stable=True))
+    query = zero_pad(
+        inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1)
+    )  # [q, heads, TILE, dim]
+    # Each query's keys in the order of their positions, then those that it does not see; [rows, q,
+    # kv].
+    order = inputs.masks.once(
+        "paths", lambda: (~inputs.masks.visible()).byte().argsort(dim=-1, stable=True)
+    )
     key, value = (t[row][:, order[row]].transpose(0, 1) for t in (inputs.key, inputs.value))
     keys = torch.arange(plan.kv, device=plan.device)
     seen = seen_in_chains(keys, plan.places[row][:, None, None], inputs.window).expand(-1, TILE, -1)

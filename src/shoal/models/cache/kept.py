@@ -1,6 +1,7 @@
 """Keys and values of prompts that no row has any more, for rows that begin with the same tokens.
 
-They are copied, out of a row and into another, so that a row's cells are its own, and passes are those of any row.
+They are copied, out of a row and into another, so that a row's cells are its own, and passes are
+those of any row.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ Pair = tuple[Tensor, Tensor]
 
 
 class KeptPrefixes:
-    """Kept tokens of one model: a tree says in which cells, beside its caches there are [cells, heads, dim] per layer.
+    """Kept tokens of one model: a tree says in which cells, beside its caches there are [cells,
+    heads, dim] per layer.
 
-    Rows are copied from a cache of the model and into one, which may be another: caches come and go with engines.
+    Rows are copied from a cache of the model and into one, which may be another: caches come and go
+    with engines.
 
     Args:
         capacity: most tokens.
@@ -41,14 +44,21 @@ class KeptPrefixes:
         return sum(tensor.nbytes for layer in self._layers for tensor in layer)
 
     def known(self, owner: str, tokens: Sequence[int]) -> int:
-        """How many tokens these begin with that are kept for the owner; 0 if they are too few to copy."""
+        """How many tokens these begin with that are kept for the owner; 0 if they are too few to
+        copy."""
         return len(self._found(owner, tokens))
 
     @torch.inference_mode()
     def load(
-        self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int, prefix: Prefix | None = None
-    ) -> int:  # fmt: skip
-        """Copies what is kept of the tokens to the beginning of an empty slot of a cache, or of a place in its shared store.
+        self,
+        cache: SlotCache,
+        owner: str,
+        tokens: Sequence[int],
+        slot: int,
+        prefix: Prefix | None = None,
+    ) -> int:
+        """Copies what is kept of the tokens to the beginning of an empty slot of a cache, or of a
+        place in its shared store.
 
         Returns:
             How many of the tokens it was, from the first on.
@@ -57,7 +67,9 @@ class KeptPrefixes:
         base = slot * cache.capacity if prefix is None else prefix.base
         moves = Moves()
         moves.add(cells, base + np.arange(len(cells)))
-        for kept, (own, shared) in zip(self._layers, _stores(cache), strict=True) if len(cells) else ():
+        for kept, (own, shared) in (
+            zip(self._layers, _stores(cache), strict=True) if len(cells) else ()
+        ):
             moves.carry_out(kept, own if prefix is None else shared)
         if prefix is None:
             cache.lengths[slot] = len(cells)
@@ -65,7 +77,8 @@ class KeptPrefixes:
 
     @torch.inference_mode()
     def keep(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int) -> None:
-        """Keeps tokens that the row in a cache's slot begins with; what is not kept yet is copied."""
+        """Keeps tokens that the row in a cache's slot begins with; what is not kept yet is
+        copied."""
         start, cells = self._tree.add(owner, tokens)
         if not cells:
             return
@@ -86,7 +99,8 @@ class KeptPrefixes:
         return cells if len(cells) >= MIN_TOKENS else []
 
     def _reserve(self, stores: Sequence[tuple[Pair, Pair]], cells: int) -> None:
-        """Makes room for so many cells, for twice as many as there were if the capacity allows it; what is there stays."""
+        """Makes room for so many cells, for twice as many as there were if the capacity allows it;
+        what is there stays."""
         if cells <= self._cells:
             return
         cells = max(cells, min(2 * self._cells, self._tree.capacity))
@@ -101,4 +115,7 @@ class KeptPrefixes:
 
 def _stores(cache: SlotCache) -> list[tuple[Pair, Pair]]:
     """A cache's keys and values by layer: of slots, and shared."""
-    return [((keys, values), (shared_keys, shared_values)) for keys, values, shared_keys, shared_values in cache.stores()]
+    return [
+        ((keys, values), (shared_keys, shared_values))
+        for keys, values, shared_keys, shared_values in cache.stores()
+    ]

@@ -15,8 +15,8 @@ ALIGNMENT = 64
 
 @dataclass
 class Layer:
-    """Keys and values of one layer, [slots, capacity, heads, dim] and shared [cells, heads, dim]; value dims may differ from key
-    dims (MLA)."""
+    """Keys and values of one layer, [slots, capacity, heads, dim] and shared [cells, heads, dim];
+    value dims may differ from key dims (MLA)."""
 
     keys: Tensor
     values: Tensor
@@ -28,22 +28,27 @@ class Layer:
         return self.keys, self.values
 
     def resize(self, slots: int, capacity: int, cells: int, used: int) -> None:
-        """Makes room, or takes it back, keeping what fits of the first `used` tokens in each slot."""
+        """Makes room, or takes it back, keeping what fits of the first `used` tokens in each
+        slot."""
         size, kept = (slots, capacity), (slots, min(used, capacity))
-        self.keys, self.values = (_resized(tensor, size, kept) for tensor in (self.keys, self.values))
+        self.keys, self.values = (
+            _resized(tensor, size, kept) for tensor in (self.keys, self.values)
+        )
         self.shared_keys, self.shared_values = (
-            _resized(tensor, (cells,), (cells,)) for tensor in (self.shared_keys, self.shared_values)
+            _resized(tensor, (cells,), (cells,))
+            for tensor in (self.shared_keys, self.shared_values)
         )
 
 
 def allocated(states: Tensor, *size: int) -> Tensor:
-    """Zeros [*size, heads, dim] for states [rows, heads, q, dim]: a masked key is multiplied by 0, and 0 * NaN would be NaN."""
+    """Zeros [*size, heads, dim] for states [rows, heads, q, dim]: a masked key is multiplied by 0,
+    and 0 * NaN would be NaN."""
     return _zeros(states, (*size, states.shape[1], states.shape[3]))
 
 
 def _resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
-    """The tensor with its first dimensions enlarged or cut, and of the old elements those within `kept`; itself where nothing
-    changes."""
+    """The tensor with its first dimensions enlarged or cut, and of the old elements those within
+    `kept`; itself where nothing changes."""
     if tensor.shape[: len(size)] == size:
         return tensor
     resized = _zeros(tensor, (*size, *tensor.shape[len(size) :]))
@@ -53,8 +58,8 @@ def _resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Te
 
 
 def _zeros(like: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Zeros of a tensor's dtype on its device. On a CPU the system makes a page when something is first written there, so that room
-    which no row uses costs neither time nor memory."""
+    """Zeros of a tensor's dtype on its device. On a CPU the system makes a page when something is
+    first written there, so that room which no row uses costs neither time nor memory."""
     if like.device.type != "cpu":
         return like.new_zeros(size)
     count = math.prod(size) * like.element_size()

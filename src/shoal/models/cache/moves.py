@@ -25,7 +25,10 @@ class Moves:
         """Copies from stores to targets, [..., heads, dim] each."""
         if not self._cells:
             return
-        at, to = (torch.from_numpy(np.concatenate(cells)).to(stores[0].device) for cells in zip(*self._cells, strict=True))
+        at, to = (
+            torch.from_numpy(np.concatenate(cells)).to(stores[0].device)
+            for cells in zip(*self._cells, strict=True)
+        )
         for store, target in zip(stores, targets, strict=True):
             width = store.shape[-2] * store.shape[-1]
             target.view(-1, width).index_copy_(0, to, store.view(-1, width).index_select(0, at))

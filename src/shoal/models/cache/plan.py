@@ -1,18 +1,22 @@
-"""Where the tokens of one forward pass go: their positions, and the cells of the cache that they are written to.
+"""Where the tokens of one forward pass go: their positions, and the cells of the cache that they
+are written to.
 
-Rows have different lengths and no padding token is ever seen: row b feeds `counts[b]` tokens at positions starts[b],
-starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has unused columns on the right. A *packed* pass leaves
-them out: the model sees one sequence of sum(counts) tokens, so that its linear layers pay for real tokens only. In a padded pass
-what they write lies beyond the row's length, is never attended to and is overwritten by the row's next tokens.
+Rows have different lengths and no padding token is ever seen: row b feeds `counts[b]` tokens at
+positions starts[b], starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has
+unused columns on the right. A *packed* pass leaves them out: the model sees one sequence of
+sum(counts) tokens, so that its linear layers pay for real tokens only. In a padded pass what they
+write lies beyond the row's length, is never attended to and is overwritten by the row's next
+tokens.
 
-A row may have a *gap*: tokens that its slot leaves out, somewhere before those that are fed (`SlotCache.take`). The tokens fed are
-then further on in the text than in the slot.
+A row may have a *gap*: tokens that its slot leaves out, somewhere before those that are fed
+(`SlotCache.take`). The tokens fed are then further on in the text than in the slot.
 
-A row may have a *prefix*: its first tokens, kept once for all rows of its group in the cache's shared store. Its slot then only
-holds the tail, the tokens from position `offset` on.
+A row may have a *prefix*: its first tokens, kept once for all rows of its group in the cache's
+shared store. Its slot then only holds the tail, the tokens from position `offset` on.
 
-The tokens a row feeds may be a draft *tree* (`shoal.models.cache.tree`): keys are still written one column after another, but a
-token's position is the row's start plus its depth, and in the block it sees its ancestors only.
+The tokens a row feeds may be a draft *tree* (`shoal.models.cache.tree`): keys are still written one
+column after another, but a token's position is the row's start plus its depth, and in the block it
+sees its ancestors only.
 """
 
 from __future__ import annotations
@@ -28,38 +32,59 @@ from shoal.models.cache.tree import Array, Parents, branching, layout
 from shoal.types.prefix import Prefix
 
 PACK_FROM = 1 / 8
-"""A pass of Transformers' modules is packed if at least this share of its columns is unused: packing costs 5 % of a small one."""
+"""A pass of Transformers' modules is packed if at least this share of its columns is unused:
+packing costs 5 % of a small one."""
 
 
 class Plan:
     """One ragged forward pass.
 
     Args:
-        packed: leave out unused columns, if there are any and at least the share `pack_from` of all columns is unused.
-        prefixes: of each row, or None for a row that has all its tokens in its slot; None = no row has one.
-        into: set when the one row of the pass is a prompt on its way into the shared store; it has no slot.
+        packed: leave out unused columns, if there are any and at least the share `pack_from` of all
+            columns is unused.
+        prefixes: of each row, or None for a row that has all its tokens in its slot; None = no row
+            has one.
+        into: set when the one row of the pass is a prompt on its way into the shared store; it has
+            no slot.
         kv_block: `kv` is rounded up to a multiple of it.
-        parents: the tree that each row's tokens are, of counts[b] - 1 nodes (`shoal.models.cache.tree`); None = all are chains.
+        parents: the tree that each row's tokens are, of counts[b] - 1 nodes
+            (`shoal.models.cache.tree`); None = all are chains.
         gaps: tokens that each row's slot leaves out; None = none.
 
     Attributes:
-        slots: cache slot of each row. first_slot: set when slots are consecutive, so that caches may return views.
-        starts: tokens each row has already, but for its gap. counts: tokens fed per row. lengths: starts + counts. q: max(counts).
-        offsets: length of each row's prefix, 0 without; the position of the first token in its slot.
-        tails: lengths - offsets: keys in the slot that the row's last query sees. kv: keys per slot that the pass spans.
+        slots: cache slot of each row.
+        first_slot: set when slots are consecutive, so that caches may return views.
+        starts: tokens each row has already, but for its gap.
+        counts: tokens fed per row.
+        lengths: starts + counts.
+        q: max(counts).
+        offsets: length of each row's prefix, 0 without; the position of the first token in its
+            slot.
+        tails: lengths - offsets: keys in the slot that the row's last query sees.
+        kv: keys per slot that the pass spans.
         positions: absolute positions of the block, [rows, q] int64.
-        parents: None where no row's tree branches. depths, tree_words: of the columns, [rows, q] int64 on the
-            host; None without parents.
+        parents: None where no row's tree branches.
+        depths, tree_words: of the columns, [rows, q] int64 on the host; None without parents.
 
     Raises:
         RequestError, InternalError: see `shoal.models.cache.tree.layout`.
     """
 
     def __init__(
-        self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device, *, packed: bool = False,
-        pack_from: float = PACK_FROM, prefixes: Sequence[Prefix | None] | None = None, into: Prefix | None = None,
-        kv_block: int = 1, parents: Parents | None = None, gaps: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device,
+        *,
+        packed: bool = False,
+        pack_from: float = PACK_FROM,
+        prefixes: Sequence[Prefix | None] | None = None,
+        into: Prefix | None = None,
+        kv_block: int = 1,
+        parents: Parents | None = None,
+        gaps: Sequence[int] | None = None,
+    ) -> None:
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
         self.prefixes = [None] * self.rows if prefixes is None else list(prefixes)
         self.into, self.device = into, device
@@ -67,7 +92,9 @@ class Plan:
         self.q = max(self.counts)
         self.lengths = [s + c for s, c in zip(self.starts, self.counts, strict=True)]
         self.offsets = [0 if prefix is None else prefix.length for prefix in self.prefixes]
-        self.tails = [length - offset for length, offset in zip(self.lengths, self.offsets, strict=True)]
+        self.tails = [
+            length - offset for length, offset in zip(self.lengths, self.offsets, strict=True)
+        ]
         columns = self.rows * self.q
         unused = columns - sum(self.counts)
         self.packed = packed and unused > 0 and unused >= pack_from * columns
@@ -84,18 +111,29 @@ class Plan:
 
     @cached_property
     def first_slot(self) -> int | None:
-        consecutive = bool(self.slots) and self.slots == list(range(self.slots[0], self.slots[0] + self.rows))
+        consecutive = bool(self.slots) and self.slots == list(
+            range(self.slots[0], self.slots[0] + self.rows)
+        )
         return self.slots[0] if consecutive else None
 
     @cached_property
     def positions(self) -> Tensor:
         columns = self._column(self.starts) + self._columns
-        return torch.from_numpy(columns if self.gaps is None else columns + self._column(self.gaps)).to(self.device)
+        return torch.from_numpy(
+            columns if self.gaps is None else columns + self._column(self.gaps)
+        ).to(self.device)
 
     @property
     def reach(self) -> int:
         """The furthest position of a column, padding included, and one."""
-        return max(self.starts if self.gaps is None else map(sum, zip(self.starts, self.gaps, strict=True))) + self.q
+        return (
+            max(
+                self.starts
+                if self.gaps is None
+                else map(sum, zip(self.starts, self.gaps, strict=True))
+            )
+            + self.q
+        )
 
     @cached_property
     def _columns(self) -> Array:
@@ -116,18 +154,21 @@ class Plan:
         """Whether some row has a prefix."""
         return any(self.offsets)
 
-    # ── packed and padded ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── packed and padded ─────────────────────────────────────────────────────────────────────────
 
     def pack(self, block: Tensor) -> Tensor:
-        """[rows, q, ...] -> [1, sum(counts), ...], row after row; in a padded pass the block itself."""
+        """[rows, q, ...] -> [1, sum(counts), ...], row after row; in a padded pass the block
+        itself."""
         return block.flatten(0, 1).index_select(0, self._real)[None] if self.packed else block
 
     def unpack(self, sequence: Tensor) -> Tensor:
-        """The inverse of `pack`: [1, sum(counts), ...] -> [rows, q, ...]; unused columns repeat the row's last token."""
+        """The inverse of `pack`: [1, sum(counts), ...] -> [rows, q, ...]; unused columns repeat the
+        row's last token."""
         return self.spread(sequence[0]) if self.packed else sequence
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """[sum(counts), ...], row after row -> [rows, q, ...]; unused columns repeat the row's last token."""
+        """[sum(counts), ...], row after row -> [rows, q, ...]; unused columns repeat the row's last
+        token."""
         columns = tokens.index_select(0, self._origin)
         return columns.view(self.rows, self.q, *columns.shape[1:])
 
@@ -144,14 +185,16 @@ class Plan:
     def _origin(self) -> Tensor:
         """Which token of the packed sequence a column is, [rows * q] int64."""
         counts = np.array(self.counts)[:, None]
-        origin = np.cumsum(self.counts)[:, None] - counts + np.minimum(np.arange(self.q), counts - 1)
+        origin = (
+            np.cumsum(self.counts)[:, None] - counts + np.minimum(np.arange(self.q), counts - 1)
+        )
         return torch.from_numpy(origin.reshape(-1)).to(self.device)
 
-    # ── cells ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── cells ─────────────────────────────────────────────────────────────────────────────────────
 
     def cells(self, capacity: int) -> Tensor:
-        """Flat cells that the pass writes, [tokens of the pass] int64: of the slots (slot * capacity + position - offset), or
-        of the shared store if `into` is set (base + position)."""
+        """Flat cells that the pass writes, [tokens of the pass] int64: of the slots (slot *
+        capacity + position - offset), or of the shared store if `into` is set (base + position)."""
         first = [slot * capacity for slot in self.slots] if self.into is None else [self.into.base]
         cells = (np.array(first)[:, None] + self._cells).reshape(-1)
         return torch.from_numpy(cells[self._real_columns] if self.packed else cells).to(self.device)
@@ -160,10 +203,12 @@ class Plan:
         """Keys or values with every row's prefix before its tail, as if nothing were shared.
 
         Args:
-            tail: [rows, heads, kv, dim]. shared: [cells, heads, dim].
+            tail: [rows, heads, kv, dim].
+            shared: [cells, heads, dim].
 
         Returns:
-            [rows, heads, max(offsets) + kv, dim]: index i is position i; zeros beyond what a row has.
+            [rows, heads, max(offsets) + kv, dim]: index i is position i; zeros beyond what a row
+            has.
         """
         rows = tail.new_zeros(self.rows, tail.shape[1], max(self.offsets) + self.kv, tail.shape[3])
         for row, own, prefix, offset in zip(rows, tail, self.prefixes, self.offsets, strict=True):
@@ -172,13 +217,22 @@ class Plan:
             row[:, offset : offset + self.kv] = own
         return rows
 
-    # ── for masks and kernels ───────────────────────────────────────────────────────────────────────────────────────
+    # ── for masks and kernels ─────────────────────────────────────────────────────────────────────
 
     @cached_property
     def places(self) -> Tensor:
-        """positions - offsets - gaps, [rows, q] int64: without trees the index of each query's own key in its slot."""
-        before = self.offsets if self.gaps is None else list(map(sum, zip(self.offsets, self.gaps, strict=True)))
-        return self.positions - torch.tensor(before, device=self.device)[:, None] if any(before) else self.positions
+        """positions - offsets - gaps, [rows, q] int64: without trees the index of each query's own
+        key in its slot."""
+        before = (
+            self.offsets
+            if self.gaps is None
+            else list(map(sum, zip(self.offsets, self.gaps, strict=True)))
+        )
+        return (
+            self.positions - torch.tensor(before, device=self.device)[:, None]
+            if any(before)
+            else self.positions
+        )
 
     @cached_property
     def firsts(self) -> Tensor:
@@ -188,13 +242,21 @@ class Plan:
 
     @cached_property
     def words(self) -> Tensor | None:
-        """Which columns of its block each column sees, [rows, q] int64; None where no row's tree branches."""
-        return None if self.tree_words is None else torch.from_numpy(self.tree_words).to(self.device)
+        """Which columns of its block each column sees, [rows, q] int64; None where no row's tree
+        branches."""
+        return (
+            None if self.tree_words is None else torch.from_numpy(self.tree_words).to(self.device)
+        )
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Where each row is, for kernels that ask nothing of the host: starts, counts, offsets, bases; [4, rows] int32."""
-        return torch.tensor([self.starts, self.counts, self.offsets, self.bases], dtype=torch.int32, device=self.device)
+        """Where each row is, for kernels that ask nothing of the host: starts, counts, offsets,
+        bases; [4, rows] int32."""
+        return torch.tensor(
+            [self.starts, self.counts, self.offsets, self.bases],
+            dtype=torch.int32,
+            device=self.device,
+        )
 
     @property
     def bases(self) -> list[int]:
@@ -210,8 +272,11 @@ class Plan:
     def ends(self) -> list[int]:
         """Where in its slot the columns of each row end, padding included.
 
-        The unused columns of a padded pass must see at least themselves, or they would turn into NaN.
+        The unused columns of a padded pass must see at least themselves, or they would turn into
+        NaN.
         """
         if self.packed:
             return self.tails
-        return [start - offset + self.q for start, offset in zip(self.starts, self.offsets, strict=True)]
+        return [
+            start - offset + self.q for start, offset in zip(self.starts, self.offsets, strict=True)
+        ]

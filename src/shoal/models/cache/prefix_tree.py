@@ -1,11 +1,11 @@
 """Which tokens are kept, and in which cells: a radix tree of token ids, one per owner. Pure Python.
 
-Each node has the tokens that its prefix adds to its parent's, and the cells of their keys and values. A node is split where two
-prefixes part, so that all tokens are found that a prefix shares with any other (RadixAttention, Zheng et al. 2023, arXiv
-2312.07104, section 3).
+Each node has the tokens that its prefix adds to its parent's, and the cells of their keys and
+values. A node is split where two prefixes part, so that all tokens are found that a prefix shares
+with any other (RadixAttention, Zheng et al. 2023, arXiv 2312.07104, section 3).
 
-What was not used for the longest time is given up first. Nodes are kept in the order of their last use, a node after those below
-it. So the first one always is a leaf.
+What was not used for the longest time is given up first. Nodes are kept in the order of their last
+use, a node after those below it. So the first one always is a leaf.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class PrefixTree:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free: Cells = []
-        self._begun = 0  # cells from here on were never taken, so that memory grows with what is kept
+        self._begun = (
+            0  # cells from here on were never taken, so that memory grows with what is kept
+        )
         self._roots: dict[str, _Node] = {}
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
 
@@ -83,7 +85,8 @@ class PrefixTree:
         return known, cells
 
     def _walk(self, node: _Node, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
-        """The nodes along the tokens, and how many of each one's tokens these share; all but the last share all."""
+        """The nodes along the tokens, and how many of each one's tokens these share; all but the
+        last share all."""
         at = 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             shared = common(child.tokens, tokens[at : at + len(child.tokens)])
@@ -108,7 +111,8 @@ class PrefixTree:
             self._by_use.move_to_end(each)
 
     def _take(self, count: int, below: _Node) -> Cells:
-        """So many free cells, or as many as there are without giving up this node or one above it."""
+        """So many free cells, or as many as there are without giving up this node or one above
+        it."""
         protected = set(below.path())
         while self.capacity - self.used < count:
             oldest = next(iter(self._by_use), None)

@@ -1,11 +1,13 @@
-"""Slot-based ragged KV cache behind Transformers' Cache API; the only file that touches its cache classes.
+"""Slot-based ragged KV cache behind Transformers' Cache API; the only file that touches its cache
+classes.
 
-Each layer keeps two tensors [slots, capacity, kv heads, head dim]. A row owns one slot; appending writes its new columns in
-place at the row's own length, and rolling back is setting that length. Tokens move in three cases only: a finished row's slot
-is filled from the end (compaction), a group's prompt is copied to a sibling, an accepted path of a draft tree moves together.
+Each layer keeps two tensors [slots, capacity, kv heads, head dim]. A row owns one slot; appending
+writes its new columns in place at the row's own length, and rolling back is setting that length.
+Tokens move in three cases only: a finished row's slot is filled from the end (compaction), a
+group's prompt is copied to a sibling, an accepted path of a draft tree moves together.
 
-Beside its slots a layer has the *shared store*, two flat tensors [cells, kv heads, head dim]. A group's prompt may lie there once
-(`Prefix`); the slots of its rows then hold their tails only.
+Beside its slots a layer has the *shared store*, two flat tensors [cells, kv heads, head dim]. A
+group's prompt may lie there once (`Prefix`); the slots of its rows then hold their tails only.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ class SlotCache(Cache):
     """KV of up to `slots` rows of unequal lengths for one model.
 
     Attributes:
-        slots, capacity, cells: rows, tokens per row and tokens in the shared store that there is room for.
-        lengths: valid tokens per row, those in the shared store included; everything beyond is garbage that the masks hide.
+        slots, capacity, cells: rows, tokens per row and tokens in the shared store that there is
+            room for.
+        lengths: valid tokens per row, those in the shared store included; everything beyond is
+            garbage that the masks hide.
         prefixes: where the row in each slot has its first tokens, if not there.
-        gaps: tokens of each row that are left out, so that its `lengths` are less than its positions.
+        gaps: tokens of each row that are left out, so that its `lengths` are less than its
+            positions.
     """
 
     def __init__(self) -> None:
@@ -49,11 +54,11 @@ class SlotCache(Cache):
         self._written: Tensor | None = None
         self._addresses: array[int] | None = None
 
-    # ── what the engine does with it ────────────────────────────────────────────────────────────────────────────────
+    # ── what the engine does with it ──────────────────────────────────────────────────────────────
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Makes room for `slots` rows of `capacity` tokens in their slots and `cells` in the shared store, keeping what is there;
-        never shrinks."""
+        """Makes room for `slots` rows of `capacity` tokens in their slots and `cells` in the shared
+        store, keeping what is there; never shrinks."""
         self._resize(max(slots, self.slots), max(capacity, self.capacity), max(cells, self.cells))
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
@@ -62,7 +67,9 @@ class SlotCache(Cache):
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
         self._addresses = None
-        used = max((length - self._offset(slot) for slot, length in enumerate(self.lengths)), default=0)
+        used = max(
+            (length - self._offset(slot) for slot, length in enumerate(self.lengths)), default=0
+        )
         try:
             for layer in self._layers:
                 layer.resize(slots, capacity, cells, used)
@@ -89,9 +96,14 @@ class SlotCache(Cache):
         """Announces a forward pass; `update` then writes where the plan says."""
         if plan.into is not None:
             if plan.into.base + plan.kv > self.cells:
-                raise InternalError(f"shared store of {self.cells} cells got {plan.kv} tokens at {plan.into.base}")
+                raise InternalError(
+                    f"shared store of {self.cells} cells got {plan.kv} tokens at {plan.into.base}"
+                )
         elif plan.kv > self.capacity or max(plan.slots) >= self.slots:
-            raise InternalError(f"cache of {self.slots} x {self.capacity} got slot {max(plan.slots)}, length {plan.kv}")
+            raise InternalError(
+                f"cache of {self.slots} x {self.capacity} got slot {max(plan.slots)}, length "
+                f"{plan.kv}"
+            )
         self.plan, self._written = plan, None
 
     def end(self) -> None:
@@ -107,35 +119,51 @@ class SlotCache(Cache):
                 self.lengths[slot] = length
 
     def stores(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Keys and values of each layer, the slots' and the shared ones, for passes that write and read them themselves."""
-        return [(layer.keys, layer.values, layer.shared_keys, layer.shared_values) for layer in self._layers]
+        """Keys and values of each layer, the slots' and the shared ones, for passes that write and
+        read them themselves."""
+        return [
+            (layer.keys, layer.values, layer.shared_keys, layer.shared_values)
+            for layer in self._layers
+        ]
 
     def addresses(self, into: Prefix | None = None) -> array[int]:
-        """Those of `stores`, [layers, 4] int64, for kernels that take addresses; good until the cache changes its size.
+        """Those of `stores`, [layers, 4] int64, for kernels that take addresses; good until the
+        cache changes its size.
 
         Args:
-            into: a prompt on its way into the shared store, whose place there is the slot of the pass.
+            into: a prompt on its way into the shared store, whose place there is the slot of the
+                pass.
         """
         if into is not None:
-            return array("q", [address for stores in self.stores() for address in _as_slot(into, *stores[2:])])
+            return array(
+                "q",
+                [address for stores in self.stores() for address in _as_slot(into, *stores[2:])],
+            )
         if self._addresses is None:
-            self._addresses = array("q", [tensor.data_ptr() for stores in self.stores() for tensor in stores])
+            self._addresses = array(
+                "q", [tensor.data_ptr() for stores in self.stores() for tensor in stores]
+            )
         return self._addresses
 
     def rollback(self, slot: int, length: int) -> None:
         """Forgets everything from `length` on. O(1): nothing moves."""
         if not self._offset(slot) <= length <= self.lengths[slot]:
             shared = f", {self._offset(slot)} of them shared" if self.prefixes[slot] else ""
-            raise InternalError(f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}")
+            raise InternalError(
+                f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}"
+            )
         self.lengths[slot] = length
 
     def keep(self, slot: int, length: int, columns: Sequence[int]) -> None:
-        """Keeps some columns of the last block and forgets the others: they become the tokens at `length`, `length` + 1, ...
+        """Keeps some columns of the last block and forgets the others: they become the tokens at
+        `length`, `length` + 1, ...
 
-        A path of a draft tree. Columns 0, 1, ... lie there already: nothing moves, and this is `rollback`.
+        A path of a draft tree. Columns 0, 1, ... lie there already: nothing moves, and this is
+        `rollback`.
 
         Args:
-            length: tokens of the row before the block. columns: rising.
+            length: tokens of the row before the block.
+            columns: rising.
 
         Raises:
             InternalError: for columns that the row does not have, or that do not rise.
@@ -143,8 +171,17 @@ class SlotCache(Cache):
         if columns == range(len(columns)):
             return self.rollback(slot, length + len(columns))
         rising = all(a < b for a, b in pairwise([-1, *columns]))
-        if not rising or not self._offset(slot) <= length <= length + max(columns, default=-1) + 1 <= self.lengths[slot]:
-            raise InternalError(f"cannot keep columns {list(columns)} of slot {slot} from {length} to {self.lengths[slot]}")
+        if (
+            not rising
+            or not self._offset(slot)
+            <= length
+            <= length + max(columns, default=-1) + 1
+            <= self.lengths[slot]
+        ):
+            raise InternalError(
+                f"cannot keep columns {list(columns)} of slot {slot} from {length} to "
+                f"{self.lengths[slot]}"
+            )
         first = next((i for i, column in enumerate(columns) if column != i), len(columns))
         if first < len(columns):
             block = length - self._offset(slot)
@@ -153,7 +190,8 @@ class SlotCache(Cache):
 
     @torch.inference_mode()  # what a forward pass in that mode wrote can only be changed in it
     def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
-        """Moves token slots `cells` of the slot to `start`, `start` + 1, ...; in place, the ranges may overlap."""
+        """Moves token slots `cells` of the slot to `start`, `start` + 1, ...; in place, the ranges
+        may overlap."""
         index = torch.tensor(cells, device=self._layers[0].keys.device)
         for layer in self._layers:
             for tensor in layer.tensors():
@@ -161,7 +199,8 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of `target` those of `source`; what is shared stays where it is."""
+        """Makes the first `length` tokens of `target` those of `source`; what is shared stays where
+        it is."""
         tail = length - self._offset(source)
         if source != target:
             for layer in self._layers:
@@ -171,12 +210,16 @@ class SlotCache(Cache):
         self.gaps[target] = self.gaps[source]
 
     @torch.inference_mode()
-    def take(self, source: SlotCache, slots: Sequence[int | None], first: int, recent: int, layers: int) -> None:
-        """Makes slots 0, 1, ... hold some tokens of these slots of another cache: the `first` ones and the `recent` ones, or all
-        of a row that has no more. Keys are copied as they are, at the positions that they have there.
+    def take(
+        self, source: SlotCache, slots: Sequence[int | None], first: int, recent: int, layers: int
+    ) -> None:
+        """Makes slots 0, 1, ... hold some tokens of these slots of another cache: the `first` ones
+        and the `recent` ones, or all of a row that has no more. Keys are copied as they are, at the
+        positions that they have there.
 
         Args:
-            slots: None leaves a slot empty. layers: so many first ones of the other cache.
+            slots: None leaves a slot empty.
+            layers: so many first ones of the other cache.
         """
         for layer in source._layers[len(self._layers) : layers]:
             self._add_layer(layer.keys.transpose(1, 2), layer.values.transpose(1, 2))
@@ -185,7 +228,11 @@ class SlotCache(Cache):
             self.enter(slot)
             if taken is None:
                 continue
-            length, prefix, offset = source.lengths[taken], source.prefixes[taken], source._offset(taken)
+            length, prefix, offset = (
+                source.lengths[taken],
+                source.prefixes[taken],
+                source._offset(taken),
+            )
             self.gaps[slot] = max(0, length - first - recent)
             self.lengths[slot] = length - self.gaps[slot]
             positions = np.arange(self.lengths[slot])
@@ -208,7 +255,8 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def zero_non_finite(self, slot: int) -> None:
-        """Makes zeros of all NaN and infinite values that the slot and its prefix hold, at any position."""
+        """Makes zeros of all NaN and infinite values that the slot and its prefix hold, at any
+        position."""
         prefix = self.prefixes[slot]
         for layer in self._layers:
             held = [tensor[slot] for tensor in layer.tensors()]
@@ -225,13 +273,17 @@ class SlotCache(Cache):
 
     def bytes_per_token(self) -> int:
         """Bytes one token of one row takes over all layers; 0 before the first pass."""
-        return sum(t.element_size() * t.shape[2:].numel() for layer in self._layers for t in layer.tensors())
+        return sum(
+            t.element_size() * t.shape[2:].numel()
+            for layer in self._layers
+            for t in layer.tensors()
+        )
 
     def nbytes(self) -> int:
         """Bytes allocated."""
         return (self.slots * self.capacity + self.cells) * self.bytes_per_token()
 
-    # ── during a pass ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── during a pass ─────────────────────────────────────────────────────────────────────────────
 
     def make_layers(self, layers: int, states: Tensor) -> None:
         """Makes the layers that a model of so many has and no pass has made yet.
@@ -249,7 +301,8 @@ class SlotCache(Cache):
 
     @property
     def written(self) -> Tensor:
-        """The flat cells that the pass under way writes to, [tokens of the pass] int64 (`Plan.cells`)."""
+        """The flat cells that the pass under way writes to, [tokens of the pass] int64
+        (`Plan.cells`)."""
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
         if self._written is None:
@@ -257,19 +310,21 @@ class SlotCache(Cache):
         return self._written
 
     def write(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Writes the keys and values of the pass's tokens in layer `index`, [tokens, heads, dim] each."""
+        """Writes the keys and values of the pass's tokens in layer `index`, [tokens, heads, dim]
+        each."""
         for store, states in zip(self._stores(index), (keys, values), strict=True):
             store.view(-1, store.shape[-2] * store.shape[-1]).index_copy_(
                 0, self.written, states.reshape(self.written.numel(), -1)
             )
 
     def written_stores(self, index: int) -> tuple[Tensor, Tensor]:
-        """Where the pass under way writes keys and values of layer `index`, for passes that do so themselves."""
+        """Where the pass under way writes keys and values of layer `index`, for passes that do so
+        themselves."""
         return self._stores(index)
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of the plan's rows in layer `index`, [rows, heads, kv, dim] each; views when the slots are
-        consecutive."""
+        """All keys and values of the plan's rows in layer `index`, [rows, heads, kv, dim] each;
+        views when the slots are consecutive."""
         keys, values = self._stores(index)
         return self._rows(keys).transpose(1, 2), self._rows(values).transpose(1, 2)
 
@@ -287,29 +342,38 @@ class SlotCache(Cache):
         self._layer = layer = self._layers[index]
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
-        return layer.tensors() if self.plan.into is None else (layer.shared_keys, layer.shared_values)
+        return (
+            layer.tensors() if self.plan.into is None else (layer.shared_keys, layer.shared_values)
+        )
 
     def shared(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Keys and values in the shared store of the layer that was updated last, [cells, heads, dim]; (None, None) in a pass
-        without a prefix."""
+        """Keys and values in the shared store of the layer that was updated last, [cells, heads,
+        dim]; (None, None) in a pass without a prefix."""
         if self._layer is None or self.plan is None or not self.plan.shares:
             return None, None
         return self._layer.shared_keys, self._layer.shared_values
 
-    # ── what a Transformers model asks of it ────────────────────────────────────────────────────────────────────────
+    # ── what a Transformers model asks of it ──────────────────────────────────────────────────────
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Appends [rows, heads, q, dim], or packed [1, heads, tokens, dim], at the plan's cells; returns all keys and values of
-        the plan's rows, [rows, heads, kv, dim], as views when the slots are consecutive."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends [rows, heads, q, dim], or packed [1, heads, tokens, dim], at the plan's cells;
+        returns all keys and values of the plan's rows, [rows, heads, kv, dim], as views when the
+        slots are consecutive."""
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
         if layer_idx == len(self._layers):
             self._add_layer(key_states, value_states)
-        self.write(layer_idx, *(states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)))
+        self.write(
+            layer_idx,
+            *(states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)),
+        )
         return self.rows(layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Transformers only uses this for default positions and masks, which shoal always passes itself."""
+        """Transformers only uses this for default positions and masks, which shoal always passes
+        itself."""
         return max(self.plan.starts) if self.plan is not None else 0
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
@@ -327,6 +391,10 @@ class SlotCache(Cache):
 
 
 def _as_slot(into: Prefix, keys: Tensor, values: Tensor) -> tuple[int, int, int, int]:
-    """Addresses of a layer's stores for a pass whose only slot is the prompt's place in the shared store."""
-    own = [store.data_ptr() + into.base * store.stride(0) * store.element_size() for store in (keys, values)]
+    """Addresses of a layer's stores for a pass whose only slot is the prompt's place in the shared
+    store."""
+    own = [
+        store.data_ptr() + into.base * store.stride(0) * store.element_size()
+        for store in (keys, values)
+    ]
     return own[0], own[1], keys.data_ptr(), values.data_ptr()

@@ -1,8 +1,9 @@
-"""Draft trees in a verification block: the depth of each column, and which columns of the block it sees.
+"""Draft trees in a verification block: the depth of each column, and which columns of the block it
+sees.
 
-Column 0 of a row is its last committed token, the root; column 1 + i is node i of its tree. A node's parent comes before it.
-A column sees itself and its ancestors: bit i of its word says whether it sees column i (Miao et al., SpecInfer, ASPLOS 2024,
-arXiv 2305.09781, "tree attention").
+Column 0 of a row is its last committed token, the root; column 1 + i is node i of its tree. A
+node's parent comes before it. A column sees itself and its ancestors: bit i of its word says
+whether it sees column i (Miao et al., SpecInfer, ASPLOS 2024, arXiv 2305.09781, "tree attention").
 """
 
 from __future__ import annotations
@@ -23,21 +24,27 @@ Array = npt.NDArray[np.int64]
 def branching(parents: Parents | None) -> bool:
     """Whether some row's tree is not a chain."""
     return parents is not None and any(
-        tree != range(-1, len(tree) - 1) and list(tree) != list(range(-1, len(tree) - 1)) for tree in parents
+        tree != range(-1, len(tree) - 1) and list(tree) != list(range(-1, len(tree) - 1))
+        for tree in parents
     )
 
 
 def layout(parents: Parents, counts: Sequence[int]) -> tuple[Array, Array]:
-    """Depths and words of all columns, [rows, q] int64 each. Unused columns continue the row's last column as a chain.
+    """Depths and words of all columns, [rows, q] int64 each. Unused columns continue the row's last
+    column as a chain.
 
     Args:
-        parents: [rows][nodes]. counts: columns of each row, 1 + nodes. q = max(counts).
+        parents: [rows][nodes].
+        counts: columns of each row, 1 + nodes. q = max(counts).
 
     Raises:
-        RequestError: more than `MOST_NODES` nodes. InternalError: counts that do not fit, or a parent that is not an earlier node.
+        RequestError: more than `MOST_NODES` nodes. InternalError: counts that do not fit, or a
+            parent that is not an earlier node.
     """
     if [len(tree) + 1 for tree in parents] != list(counts):
-        raise InternalError(f"trees of {[len(tree) for tree in parents]} nodes in blocks of {list(counts)} columns")
+        raise InternalError(
+            f"trees of {[len(tree) for tree in parents]} nodes in blocks of {list(counts)} columns"
+        )
     rows, q = len(counts), max(counts)
     if q > 1 + MOST_NODES:
         raise RequestError(f"a draft tree may have at most {MOST_NODES} nodes, got {q - 1}")

@@ -1,8 +1,10 @@
-"""Captured rounds: functions of buffers of fixed address and shape, recorded into CUDA graphs and replayed.
+"""Captured rounds: functions of buffers of fixed address and shape, recorded into CUDA graphs and
+replayed.
 
-Ordinary passes (`Runner.feed`) are as long as their rows are, and launch their kernels one by one. On a GPU, launching the kernels
-of a small pass takes longer than running them. A captured round is the same computation, drafter and verdict included, padded up to
-few sizes; whatever changes from round to round lies in buffers.
+Ordinary passes (`Runner.feed`) are as long as their rows are, and launch their kernels one by one.
+On a GPU, launching the kernels of a small pass takes longer than running them. A captured round is
+the same computation, drafter and verdict included, padded up to few sizes; whatever changes from
+round to round lies in buffers.
 
     buckets          the sizes there are
     block            the buffers of one pass: tokens, positions, cells

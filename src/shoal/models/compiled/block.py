@@ -14,21 +14,26 @@ from shoal.models.compiled.buckets import Bucket
 class Block:
     """Buffers of fixed address and shape, refilled from the host before each round.
 
-    Padding (rows beyond the real ones, columns beyond a row's count) stands at a valid position, sees valid keys and writes to
-    the scratch cell, which no real row reads.
+    Padding (rows beyond the real ones, columns beyond a row's count) stands at a valid position,
+    sees valid keys and writes to the scratch cell, which no real row reads.
 
     Args:
-        scratch: the cell that padding writes to. numbers: a buffer for all but the tokens, [`size`] int64; None = one of its own.
+        scratch: the cell that padding writes to.
+        numbers: a buffer for all but the tokens, [`size`] int64; None = one of its own.
 
     Attributes:
         q, kv: columns and keys of the bucket.
-        tokens: [rows, q] int64. positions: [rows, q] int64. cells: flat cells of the cache to write to, [rows * q] int64.
-        words: which columns of the block each column sees (`shoal.models.cache.tree`), [rows, q] int64, in a chain the lower
-            triangle; None for a block of one column.
+        tokens: [rows, q] int64.
+        positions: [rows, q] int64.
+        cells: flat cells of the cache to write to, [rows * q] int64.
+        words: which columns of the block each column sees (`shoal.models.cache.tree`), [rows, q]
+            int64, in a chain the lower triangle; None for a block of one column.
         bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
     """
 
-    def __init__(self, bucket: Bucket, scratch: int, device: torch.device, numbers: Tensor | None = None) -> None:
+    def __init__(
+        self, bucket: Bucket, scratch: int, device: torch.device, numbers: Tensor | None = None
+    ) -> None:
         self.bucket, self._scratch = bucket, scratch
         self.q, self.kv, self.common_keys = bucket.q, bucket.keys, 0
         block, rows = bucket.rows * bucket.q, bucket.rows
@@ -37,10 +42,15 @@ class Block:
         if numbers is None:
             self._whole = torch.zeros(self.size(bucket) + block, dtype=torch.long, device=device)
             self._numbers = self._whole[: self.size(bucket)]
-            self._numbers.copy_(torch.from_numpy(self.empty()))  # building a pass writes to the scratch cell only
+            self._numbers.copy_(
+                torch.from_numpy(self.empty())
+            )  # building a pass writes to the scratch cell only
             self.tokens = self._whole[self.size(bucket) :].view(rows, bucket.q)
         else:
-            self._numbers, self.tokens = numbers, torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
+            self._numbers, self.tokens = (
+                numbers,
+                torch.zeros(rows, bucket.q, dtype=torch.long, device=device),
+            )
         positions, words, self.cells, bounds = self._numbers.split([block, block, block, 4 * rows])
         self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
         self.words = words.view(rows, bucket.q) if bucket.q > 1 else None
@@ -51,15 +61,20 @@ class Block:
         return (3 * bucket.q + 4) * bucket.rows
 
     def empty(self) -> Array:
-        """The numbers of a block without rows: all columns are unused. [`size`] int64 on the host."""
+        """The numbers of a block without rows: all columns are unused. [`size`] int64 on the
+        host."""
         block, rows = self.bucket.rows * self.bucket.q, self.bucket.rows
         return np.repeat([0, 1, self._scratch, 0], [block, block, block, 4 * rows])
 
     @property
     def inputs(self) -> Tensor:
-        """All that a pass reads of the block, its numbers and then its tokens, [numbers] int64: the buffer of both where the block
-        has one of its own, else a copy."""
-        return torch.cat([self._numbers, self.tokens.flatten()]) if self._whole is None else self._whole
+        """All that a pass reads of the block, its numbers and then its tokens, [numbers] int64: the
+        buffer of both where the block has one of its own, else a copy."""
+        return (
+            torch.cat([self._numbers, self.tokens.flatten()])
+            if self._whole is None
+            else self._whole
+        )
 
     @property
     def firsts(self) -> Tensor:
@@ -79,17 +94,22 @@ class Block:
         bounds[:, : plan.rows] = [plan.starts, plan.counts, plan.offsets, bases]
         starts, counts, offsets = (bound[:, None] for bound in bounds[:3])
         columns, slots = np.arange(q), np.arange(rows)[:, None]
-        last = np.minimum(columns, np.maximum(counts - 1, 0))  # unused columns repeat the row's last
+        last = np.minimum(
+            columns, np.maximum(counts - 1, 0)
+        )  # unused columns repeat the row's last
         depths, words, own = last.copy(), self._chain[last], last[: plan.rows]
         if plan.depths is not None and plan.tree_words is not None:
             depths[: plan.rows] = np.take_along_axis(plan.depths, own, axis=1)
             words[: plan.rows] = np.take_along_axis(plan.tree_words, own, axis=1)
-        cells = np.where(columns < counts, slots * capacity + starts - offsets + columns, self._scratch)
+        cells = np.where(
+            columns < counts, slots * capacity + starts - offsets + columns, self._scratch
+        )
         return np.concatenate([starts + depths, words, cells, bounds], axis=None)
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Positions, cells and starts, which grow where a block of one column moves on, and the counts they grow by."""
+        """Positions, cells and starts, which grow where a block of one column moves on, and the
+        counts they grow by."""
         return self.positions, self.cells, self.bounds[0], self.bounds[1]
 
     def advance(self) -> None:

@@ -1,4 +1,5 @@
-"""Sizes of captured passes and of caches: few enough that what is captured for one run serves the next. Pure Python."""
+"""Sizes of captured passes and of caches: few enough that what is captured for one run serves the
+next. Pure Python."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class Bucket(NamedTuple):
 
 
 def keys_for(keys: int, capacity: int) -> int:
-    """Returns the keys that a pass over at least so many spans: a power of two, but no more than the cache has.
+    """Returns the keys that a pass over at least so many spans: a power of two, but no more than
+    the cache has.
 
     Args:
         keys: in the slot of the longest row, after the pass.
@@ -35,7 +37,7 @@ def step_up(size: int) -> int:
 def reservation(slots: int, capacity: int) -> tuple[int, int]:
     """Returns the slots and the capacity to reserve for `slots` rows of `capacity` tokens.
 
-    The rows of a bucket, a scratch slot, and a length that other runs will ask for as well, so that rounds captured for one run
-    serve the next. No length is none.
+    The rows of a bucket, a scratch slot, and a length that other runs will ask for as well, so that
+    rounds captured for one run serve the next. No length is none.
     """
     return step_up(slots) + 1, step_up(max(capacity, FEWEST_KEYS)) if capacity else 0

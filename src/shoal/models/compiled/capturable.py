@@ -1,5 +1,5 @@
-"""Models whose passes cannot be captured, by what their configs say: known before anything is tried, as a failed capture costs
-seconds and may leave the device in disorder."""
+"""Models whose passes cannot be captured, by what their configs say: known before anything is
+tried, as a failed capture costs seconds and may leave the device in disorder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import torch
 from shoal.models.capabilities import ROPES_BY_LENGTH, rope_parameters
 
 GROUPED_FROM = (9, 0)
-"""Compute capability from which PyTorch multiplies groups of bfloat16 rows in one kernel; elsewhere the host reads their sizes."""
+"""Compute capability from which PyTorch multiplies groups of bfloat16 rows in one kernel; elsewhere
+the host reads their sizes."""
 
 
 def obstacle(hf: Any) -> str | None:
-    """Why no pass of a Transformers model can be captured into a CUDA graph; None where nothing is known against it."""
+    """Why no pass of a Transformers model can be captured into a CUDA graph; None where nothing is
+    known against it."""
     config = hf.config.get_text_config()
     for parameters in rope_parameters(config):
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind in ROPES_BY_LENGTH:
             return f"its rotary embedding ({kind}) reads positions on the host"
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if any(
+        getattr(config, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    ):
         return _of_experts(getattr(config, "_experts_implementation", None), hf.device, hf.dtype)
     return None
 
@@ -32,6 +37,7 @@ def _of_experts(implementation: str | None, device: torch.device, dtype: torch.d
         dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < GROUPED_FROM
     ):
         return (
-            "its experts' sizes are read on the host: grouped products are one kernel for bfloat16 on Hopper or later only"
+            "its experts' sizes are read on the host: grouped products are one kernel for "
+            "bfloat16 on Hopper or later only"
         )
     return None

@@ -1,7 +1,9 @@
-"""The captured rounds of one model, by the caches that they are over, and the failures that end them.
+"""The captured rounds of one model, by the caches that they are over, and the failures that end
+them.
 
-A graph knows the tensors of a cache by their addresses. So captured rounds belong to a *generation*, the cache as it is now, and
-end with it. Caches outlive the engines that use them: the next engine finds the rounds of the last one.
+A graph knows the tensors of a cache by their addresses. So captured rounds belong to a
+*generation*, the cache as it is now, and end with it. Caches outlive the engines that use them: the
+next engine finds the rounds of the last one.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ AT_ONCE = 1 << 24
 class _Generation:
     """The rounds captured over one cache as it is.
 
-    They know its tensors by address and end with them. Their buffers and results are theirs alone, so that engines, which have a
-    cache each, may run rounds of one model at the same time.
+    They know its tensors by address and end with them. Their buffers and results are theirs alone,
+    so that engines, which have a cache each, may run rounds of one model at the same time.
     """
 
     stores: Stores
@@ -53,7 +55,8 @@ class _Generation:
     partner: _Generation | None = None
 
     def rounds_with(self, partner: _Generation | None) -> dict[Hashable, Any]:
-        """Returns the rounds captured over this cache and that of a drafter: they end with either."""
+        """Returns the rounds captured over this cache and that of a drafter: they end with
+        either."""
         if self.partner is not partner:
             self.rounds.clear()
             self.partner = partner
@@ -84,7 +87,8 @@ class Captures:
         built: number of functions that were captured, by kind of round.
         ran: number of passes that captured rounds have computed, by kind of round.
         seconds_building: time that captures took.
-        candidates: number of candidates that rounds of a style turned out to need (`shoal.sampling.truncation.listed_softmax`).
+        candidates: number of candidates that rounds of a style turned out to need
+            (`shoal.sampling.truncation.listed_softmax`).
         failed: the rounds that are left to their stages because a capture of them failed.
     """
 
@@ -104,7 +108,8 @@ class Captures:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether Triton kernels compute the layers, and draw from their logits, instead of operations of torch."""
+        """Whether Triton kernels compute the layers, and draw from their logits, instead of
+        operations of torch."""
         return self._bridge.layers is not None
 
     @property
@@ -112,10 +117,11 @@ class Captures:
         """The reasons why fewer rounds are captured than were meant to be."""
         return self.failed.reasons
 
-    # ── caches ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── caches ────────────────────────────────────────────────────────────────────────────────────
 
     def cache_for(self, owner: Any) -> SlotCache:
-        """Returns a cache for as long as `owner` lives; then the next owner gets it, with the rounds captured over it."""
+        """Returns a cache for as long as `owner` lives; then the next owner gets it, with the
+        rounds captured over it."""
         cache = self._idle.pop() if self._idle else self.new_cache()
         cache.clear()
         weakref.finalize(owner, self._idle.append, cache)
@@ -133,7 +139,8 @@ class Captures:
         self._of.clear()
 
     def forget(self, cache: SlotCache) -> None:
-        """Ends the rounds over a cache that is about to change its size: they would hold the tensors that it lets go of."""
+        """Ends the rounds over a cache that is about to change its size: they would hold the
+        tensors that it lets go of."""
         if (generation := self._of.pop(cache, None)) is not None:
             generation.end()
 
@@ -143,15 +150,18 @@ class Captures:
         if not stores:
             raise InternalError("captured rounds over a cache that no pass has given layers")
         known = self._of.get(cache)
-        if known is None or any(a is not b for a, b in zip(known.stores[0], stores[0], strict=True)):  # new, or grown
+        if known is None or any(
+            a is not b for a, b in zip(known.stores[0], stores[0], strict=True)
+        ):  # new, or grown
             self.forget(cache)
             known = self._of[cache] = _Generation(stores, EXECUTORS[self.executor](self.hf.device))
         return known
 
-    # ── passes of a round ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── passes of a round ─────────────────────────────────────────────────────────────────────────
 
     def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
-        """Returns True if a pass over these rows, and `ahead` more of one token, can be part of a captured round.
+        """Returns True if a pass over these rows, and `ahead` more of one token, can be part of a
+        captured round.
 
         Rows that pad a round must fall on unused slots.
         """
@@ -160,7 +170,8 @@ class Captures:
         return side_by_side and fits and (self.knows_prefixes or not plan.shares)
 
     def forward(self, view: View) -> Tensor:
-        """Computes the model over a block: logits [rows, q, vocab]. A function of the view's tensors alone."""
+        """Computes the model over a block: logits [rows, q, vocab]. A function of the view's
+        tensors alone."""
         self.share(view.block)
         view.masks.clear()
         logits = self._bridge.static_logits(view.block.tokens, view.block.positions, view)
@@ -168,22 +179,30 @@ class Captures:
         return logits
 
     def share(self, block: Block) -> None:
-        """Where several processes compute the model, gives the block to all of them, on the device (`shoal.models.sharded`)."""
+        """Where several processes compute the model, gives the block to all of them, on the device
+        (`shoal.models.sharded`)."""
 
     def view(self, block: Block, cache: SlotCache) -> View:
         """Returns the cache that the model meets in passes over a block."""
-        return View(block, self.generation(cache).stores, self._method, self.knows_prefixes and cache.cells > 0)
+        return View(
+            block,
+            self.generation(cache).stores,
+            self._method,
+            self.knows_prefixes and cache.cells > 0,
+        )
 
     def within(self, view: View) -> AbstractContextManager[None]:
         """Returns the context in which `forward` may be called for a view."""
         return self._bridge.static(view)
 
     def require_same_weights(self) -> None:
-        """Raises ReplacedWeights: a replay would read tensors that the model has no longer. A graph itself never looks."""
+        """Raises ReplacedWeights: a replay would read tensors that the model has no longer. A graph
+        itself never looks."""
         self._bridge.require_same_weights()
 
     def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
-        """Builds a function that calls `forward` once, for a block of that bucket of the cache, by the generation's executor."""
+        """Builds a function that calls `forward` once, for a block of that bucket of the cache, by
+        the generation's executor."""
         return self.generation(cache).execute(run)
 
     @contextmanager
@@ -196,12 +215,15 @@ class Captures:
 
 
 def compare(logits: Tensor, right: Tensor) -> None:
-    """Raises ArithmeticError if the logits of a first round are not those of ordinary passes, [positions, vocab] each.
+    """Raises ArithmeticError if the logits of a first round are not those of ordinary passes,
+    [positions, vocab] each.
 
     Each position counts by itself: one row of many may be wrong.
     """
     at_once = max(1, AT_ONCE // right.shape[-1])
-    errors = [_largest(*parts) for parts in zip(logits.split(at_once), right.split(at_once), strict=True)]
+    errors = [
+        _largest(*parts) for parts in zip(logits.split(at_once), right.split(at_once), strict=True)
+    ]
     error = max((math.inf if math.isnan(one) else one for one in errors), default=0.0)
     if not error <= LIMITS[right.dtype]:
         raise ArithmeticError(f"logits diverge by {error:.3g} nats from those of an ordinary pass")

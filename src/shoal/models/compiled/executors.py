@@ -1,11 +1,13 @@
-"""Two ways to run a function of static buffers: as it is, or captured into a CUDA graph and replayed.
+"""Two ways to run a function of static buffers: as it is, or captured into a CUDA graph and
+replayed.
 
-The function takes nothing, reads and writes buffers whose address and shape never change, and returns tensors. What it returns is
-good until it is run again.
+The function takes nothing, reads and writes buffers whose address and shape never change, and
+returns tensors. What it returns is good until it is run again.
 
-An executor serves one *generation* of captures: those over one cache of one size. Its graphs share a pool of memory, as they never
-run at the same time, and they end together. A pool is never used again after that: whatever still holds memory of it would keep it
-alive without users, and the allocator refuses a capture into such a pool.
+An executor serves one *generation* of captures: those over one cache of one size. Its graphs share
+a pool of memory, as they never run at the same time, and they end together. A pool is never used
+again after that: whatever still holds memory of it would keep it alive without users, and the
+allocator refuses a capture into such a pool.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import torch
 
 Run = Callable[[], Any]
 Executor = Callable[[Run], Run]
-"""Builds the runner of a function. It may call the function, so its buffers must hold nothing that matters."""
+"""Builds the runner of a function. It may call the function, so its buffers must hold nothing that
+matters."""
 
 WARM_UPS = 2
-"""Runs before a capture: libraries allocate handles and choose algorithms in them, kernels are compiled and loaded."""
+"""Runs before a capture: libraries allocate handles and choose algorithms in them, kernels are
+compiled and loaded."""
 
 
 def eager(run: Run) -> Run:
@@ -45,7 +49,8 @@ class Graphs:
     def __call__(self, run: Run) -> Run:
         """Runs the function a few times aside, records one run, and returns its replay.
 
-        One thread at a time: captures share a stream, and the warm-up of one would be recorded by the other.
+        One thread at a time: captures share a stream, and the warm-up of one would be recorded by
+        the other.
         """
         with _capturing, torch.cuda.device(self._device):
             graph, result = self._captured(run)
@@ -59,9 +64,9 @@ class Graphs:
     def _captured(self, run: Run) -> tuple[Any, Any]:
         """The graph, and the tensors that each replay writes its result to.
 
-        Warm-up and capture are on one stream, as libraries keep handles and workspaces by stream. Workspaces are cleared around the
-        capture: one from before it might be given to somebody else while the graph still writes to it, and one from within
-        belongs to the graphs' pool.
+        Warm-up and capture are on one stream, as libraries keep handles and workspaces by stream.
+        Workspaces are cleared around the capture: one from before it might be given to somebody
+        else while the graph still writes to it, and one from within belongs to the graphs' pool.
         """
         stream = _stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -80,8 +85,9 @@ class Graphs:
         return graph, result
 
     def _recorded(self, graph: Any, run: Run) -> Any:
-        """What the function returns while its kernels are recorded. The capture ends whatever happens, and the allocator no longer
-        serves the pool: some versions of torch leave it at that after a failure.
+        """What the function returns while its kernels are recorded. The capture ends whatever
+        happens, and the allocator no longer serves the pool: some versions of torch leave it at
+        that after a failure.
 
         Only calls of this thread may break the capture, as other engines go on meanwhile.
         """
@@ -142,6 +148,7 @@ EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {
 
 
 def executor_for(mode: str, device: torch.device) -> str | None:
-    """The executor that a setting of `compile` means on a device; None = ordinary passes. Graphs save the launches of kernels, at
-    the cost of a moment per shape; on a CPU there is nothing to launch."""
+    """The executor that a setting of `compile` means on a device; None = ordinary passes. Graphs
+    save the launches of kernels, at the cost of a moment per shape; on a CPU there is nothing to
+    launch."""
     return "graphed" if mode != "off" and device.type == "cuda" else None

@@ -1,8 +1,8 @@
 """The failures of captured rounds: which rounds are left to their stages, and for how long.
 
-A row never ends because a capture failed. One kind of round that fails is not captured again, the others are. Where memory was
-short, all captured rounds over these caches let go of theirs, and captures wait. Only replaced weights, or several kinds that
-failed, end captured rounds for good.
+A row never ends because a capture failed. One kind of round that fails is not captured again, the
+others are. Where memory was short, all captured rounds over these caches let go of theirs, and
+captures wait. Only replaced weights, or several kinds that failed, end captured rounds for good.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from shoal.models.bridge import ReplacedWeights
 from shoal.models.out_of_memory import is_out_of_memory
 
 MOST_KINDS = 3
-"""Kinds of rounds that may fail: a device on which so many cannot be captured captures none, and each try takes seconds."""
+"""Kinds of rounds that may fail: a device on which so many cannot be captured captures none, and
+each try takes seconds."""
 PATIENCE = 64
 """Rounds for which nothing is captured after memory was short; twice as many after each time."""
 
@@ -53,7 +54,8 @@ class Failures:
         return self.end is not None or kind in self._kinds
 
     def waits(self) -> bool:
-        """Returns True if the next round is left to its stages: for good, or because memory was short. Counts rounds."""
+        """Returns True if the next round is left to its stages: for good, or because memory was
+        short. Counts rounds."""
         if self._waiting:
             self._waiting -= 1
             return True
@@ -70,7 +72,9 @@ class Failures:
         if self.end is not None:
             return [f"no captured rounds: {self.end}"]
         memory = [f"no captured rounds for now: {self._memory}"] if self._waiting else []
-        return [f"some kinds of rounds are not captured: {reason}" for reason in self._kinds.values()] + memory
+        return [
+            f"some kinds of rounds are not captured: {reason}" for reason in self._kinds.values()
+        ] + memory
 
 
 def words_of(error: Exception) -> str:
@@ -80,9 +84,11 @@ def words_of(error: Exception) -> str:
 
 
 def require_device(device: torch.device, error: Exception) -> None:
-    """Raises the error again if it has left a CUDA device unusable: everything after it would fail with a message that misleads.
+    """Raises the error again if it has left a CUDA device unusable: everything after it would fail
+    with a message that misleads.
 
-    An illegal address or a failed assertion stays with the device. The next call that waits for it fails as well.
+    An illegal address or a failed assertion stays with the device. The next call that waits for it
+    fails as well.
     """
     if device.type != "cuda":
         return

@@ -19,8 +19,9 @@ _TOO_FEW = 2
 
 @dataclass(frozen=True)
 class Found:
-    """What came back of a round, of its real rows: drafts [rows, k], -1 where the drafter has no distribution; the verdict's
-    numbers; `sound` [rows]: whether the target's logits are, and the verdict by what they declare.
+    """What came back of a round, of its real rows: drafts [rows, k], -1 where the drafter has no
+    distribution; the verdict's numbers; `sound` [rows]: whether the target's logits are, and the
+    verdict by what they declare.
 
     Attributes:
         too_few: whether candidates were too few for some row; the next round looks at more.
@@ -42,15 +43,20 @@ class Found:
 
 def packed_results(
     logits: Tensor, fed: Tensor, drawn: Sequence[Tensor], verdict: Verdict, listed: Tensor | None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """All of a round but its logits, [rows, columns] int64; a function of tensors.
 
     Args:
-        logits: of the target, [rows, k + 1, vocab]. fed: the drafts that it was fed, [rows, k]. drawn: by the drafter, k times
-            [rows]. listed: of which rows the verdict is by the declared distributions, [rows] bool; None = of all.
+        logits: of the target, [rows, k + 1, vocab].
+        fed: the drafts that it was fed, [rows, k].
+        drawn: by the drafter, k times [rows].
+        listed: of which rows the verdict is by the declared distributions, [rows] bool; None = of
+            all.
     """
     inside = torch.arange(fed.shape[1], device=fed.device) < verdict.accepted[:, None]
-    path = torch.cat([torch.where(inside, fed, verdict.token[:, None]), verdict.token[:, None]], dim=1)
+    path = torch.cat(
+        [torch.where(inside, fed, verdict.token[:, None]), verdict.token[:, None]], dim=1
+    )
     width = torch.promote_types(logits.dtype, torch.float32)
     logprobs = logits.log_softmax(-1, dtype=width).gather(-1, path[..., None]).squeeze(-1)
     sound = (logits.amax(-1).abs().amax(-1) < torch.inf).long()
@@ -66,9 +72,17 @@ def unpacked(numbers: Numbers, logits: Tensor, drafting: float, verifying: float
     ends = np.cumsum([1, 1, 1, k + 1, k + 1])
     accepted, tokens, sound, probs, logprobs, drafts = np.split(numbers, ends, axis=1)
     return Found(
-        drafts, accepted[:, 0], tokens[:, 0], sound[:, 0] == 1, bool((sound >= _TOO_FEW).any()), _reals(probs),
-        _reals(logprobs), logits, drafting, verifying,
-    )  # fmt: skip
+        drafts,
+        accepted[:, 0],
+        tokens[:, 0],
+        sound[:, 0] == 1,
+        bool((sound >= _TOO_FEW).any()),
+        _reals(probs),
+        _reals(logprobs),
+        logits,
+        drafting,
+        verifying,
+    )
 
 
 def _reals(numbers: Numbers) -> npt.NDArray[np.float64]:

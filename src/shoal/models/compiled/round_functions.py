@@ -31,10 +31,15 @@ class Kind(NamedTuple):
     """What is built into a round.
 
     Attributes:
-        rows: of the bucket. k: most drafts of each row. pending: columns of the drafter's first pass.
+        rows: of the bucket.
+        k: most drafts of each row.
+        pending: columns of the drafter's first pass.
         target_keys, draft_keys: keys per row that the passes span.
-        style: of the rows' sampling. rule: decides. numbers: uniforms per position.
-        piece: steps that are one function; fewer than k where the host may look at their confidences.
+        style: of the rows' sampling.
+        rule: decides.
+        numbers: uniforms per position.
+        piece: steps that are one function; fewer than k where the host may look at their
+            confidences.
     """
 
     rows: int
@@ -68,7 +73,8 @@ class RoundFunctions:
         drafter: None for plain decoding, k = 0.
 
     Attributes:
-        inputs: what is uploaded. uniforms: a part of it, [rows, k + 1, numbers] float64.
+        inputs: what is uploaded.
+        uniforms: a part of it, [rows, k + 1, numbers] float64.
         tokens: the last committed token of each row, then its drafts, [rows, k + 1] int64.
         confidences: of the steps, [k, rows] float64, where wanted.
         steps: what each step computed, until it is computed again; None where it never was.
@@ -82,7 +88,12 @@ class RoundFunctions:
             blocks["first"] = Bucket(rows, kind.pending, kind.draft_keys)
             blocks["later"] = Bucket(rows, 1, kind.draft_keys)
         sizes = {name: Block.size(bucket) for name, bucket in blocks.items()}
-        sizes |= {"uniforms": rows * (k + 1) * kind.numbers, "temperatures": rows, "lengths": rows, "last": rows}
+        sizes |= {
+            "uniforms": rows * (k + 1) * kind.numbers,
+            "temperatures": rows,
+            "lengths": rows,
+            "last": rows,
+        }
         sizes |= {"pending": rows * kind.pending}
         self.inputs = Upload({name: sizes.get(name, 0) for name in DRAFTING + VERIFYING}, device)
         self.uniforms = self.inputs.reals("uniforms").view(rows, k + 1, kind.numbers)
@@ -95,7 +106,9 @@ class RoundFunctions:
         self._targets: dict[int, View] = {}  # by the number of drafts that are verified
         self._views: dict[str, View] = {}
         if drafter is not None:
-            self._views = {name: _view(drafter, blocks[name], self.inputs[name]) for name in ("first", "later")}
+            self._views = {
+                name: _view(drafter, blocks[name], self.inputs[name]) for name in ("first", "later")
+            }
             self._views["first"].block.tokens = self.inputs["pending"].view(rows, kind.pending)
 
     def widen(self) -> None:
@@ -108,23 +121,32 @@ class RoundFunctions:
     @property
     def state(self) -> list[Tensor]:
         """What changes while a round goes on, all results aside."""
-        return [self.inputs.buffer, self.tokens, self.confidences, *(view.block.tokens for view in self._views.values())]
+        return [
+            self.inputs.buffer,
+            self.tokens,
+            self.confidences,
+            *(view.block.tokens for view in self._views.values()),
+        ]
 
     def fill_padding(self, drafts: int) -> None:
-        """Blocks that write to scratch cells only, as functions run while they are built. drafts: of the target's pass."""
+        """Blocks that write to scratch cells only, as functions run while they are built. drafts:
+        of the target's pass."""
         for name, view in (self._views | {"target": self.target_view(drafts)}).items():
             numbers = torch.from_numpy(view.block.empty())
             self.inputs[name][: len(numbers)].copy_(numbers)
         self.inputs.reals("temperatures").fill_(1.0)
 
     def place(self, name: str, plan: Plan) -> None:
-        """Puts the rows of one of the drafter's passes where they are: "first" or "later"; on the host."""
+        """Puts the rows of one of the drafter's passes where they are: "first" or "later"; on the
+        host."""
         assert self._drafter is not None
         self.inputs.put(name, self._views[name].block.placed(plan, self._drafter.cache.capacity))
 
     def place_target(self, plan: Plan, drafts: int) -> None:
         """Puts the rows of the target's pass over so many drafts where they are; on the host."""
-        self.inputs.put("target", self.target_view(drafts).block.placed(plan, self._target.cache.capacity))
+        self.inputs.put(
+            "target", self.target_view(drafts).block.placed(plan, self._target.cache.capacity)
+        )
 
     def target_view(self, drafts: int) -> View:
         """Of the target's pass over so many drafts."""
@@ -135,10 +157,11 @@ class RoundFunctions:
             self._targets[drafts] = view
         return self._targets[drafts]
 
-    # ── the functions ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the functions ─────────────────────────────────────────────────────────────────────────────
 
     def drafted(self, begin: int) -> tuple[Tensor, ...]:
-        """The steps of the piece that begins there; drafts go into `tokens`. Returns what was asked for of each step."""
+        """The steps of the piece that begins there; drafts go into `tokens`. Returns what was asked
+        for of each step."""
         kind, drafter = self.kind, self._drafter
         assert drafter is not None
         first, later = self._views["first"], self._views["later"]
@@ -147,11 +170,18 @@ class RoundFunctions:
             view = later if j else first
             with drafter.passes.within(view):
                 found = stepped(
-                    drafter.passes, view, self._style, temperatures, self.uniforms[:, j],
-                    want_q=kind.rule.reads_q and not self._matches, want_confidence=kind.looks,
-                )  # fmt: skip
+                    drafter.passes,
+                    view,
+                    self._style,
+                    temperatures,
+                    self.uniforms[:, j],
+                    want_q=kind.rule.reads_q and not self._matches,
+                    want_confidence=kind.looks,
+                )
             kernel = drafter.passes.by_kernels
-            feed(found, later.block, same=view is later, by_kernel=kernel, kept=self.tokens[:, j + 1])
+            feed(
+                found, later.block, same=view is later, by_kernel=kernel, kept=self.tokens[:, j + 1]
+            )
             if found.confidence is not None:
                 self.confidences[j].copy_(found.confidence)
             self.steps[j] = found
@@ -159,8 +189,8 @@ class RoundFunctions:
         return tuple(kept)
 
     def verified(self, drafts: int) -> tuple[Tensor, Tensor]:
-        """The target's pass over so many drafts, and the decision. Returns what comes back to the host, [rows, columns] int64, and
-        the logits."""
+        """The target's pass over so many drafts, and the decision. Returns what comes back to the
+        host, [rows, columns] int64, and the logits."""
         target, view = self._target, self.target_view(drafts)
         self.tokens[:, 0].copy_(self.inputs["last"])
         with target.passes.within(view):
@@ -170,12 +200,14 @@ class RoundFunctions:
         return packed_results(logits, self.tokens[:, 1 : drafts + 1], drawn, *found), logits
 
     def decided(self, logits: Tensor) -> Verdict:
-        """The verdict on the first drafts, by logits [rows, drafts + 1, vocab], as the rule is defined; a function of tensors."""
+        """The verdict on the first drafts, by logits [rows, drafts + 1, vocab], as the rule is
+        defined; a function of tensors."""
         return self._decide(logits, by_kernels=False)[0]
 
     def _decide(self, logits: Tensor, *, by_kernels: bool) -> tuple[Verdict, Tensor | None]:
-        """The verdict, and of which rows it is by the declared distributions [rows], None = of all: candidates must suffice as far
-        as drafts are accepted, and where the token after them is drawn."""
+        """The verdict, and of which rows it is by the declared distributions [rows], None = of all:
+        candidates must suffice as far as drafts are accepted, and where the token after them is
+        drawn."""
         kind, k = self.kind, logits.shape[1] - 1
         drafts, lengths = self.tokens[:, 1 : k + 1], self.inputs["lengths"]
         if self._matches:

@@ -1,11 +1,14 @@
-"""A round as static functions: steps of a model that drafts, and the target's pass with the decision.
+"""A round as static functions: steps of a model that drafts, and the target's pass with the
+decision.
 
-What changes from round to round comes in one upload: positions, pending tokens, draft lengths, temperatures, uniforms. What the
-host must know comes back in one download: drafts, the verdict, probabilities, and whether all logits were sound. In between
-nothing is asked of the host: drafts go from step to step and into the target's block on the device.
+What changes from round to round comes in one upload: positions, pending tokens, draft lengths,
+temperatures, uniforms. What the host must know comes back in one download: drafts, the verdict,
+probabilities, and whether all logits were sound. In between nothing is asked of the host: drafts go
+from step to step and into the target's block on the device.
 
-Where the host decides by the drafter's confidence how long drafts become, steps are functions of a few each (`Kind.piece`). The
-confidences of those that were run come back in a download of their own, and the lengths follow in an upload of their own.
+Where the host decides by the drafter's confidence how long drafts become, steps are functions of a
+few each (`Kind.piece`). The confidences of those that were run come back in a download of their
+own, and the lengths follow in an upload of their own.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ class Part(NamedTuple):
 
 
 class CapturedRound:
-    """The functions of a kind of round, each built when it is first needed, and how a round runs them.
+    """The functions of a kind of round, each built when it is first needed, and how a round runs
+    them.
 
     Args:
         drafter: None for plain decoding, k = 0.
 
     Attributes:
-        functions: what is built, and its buffers. built: by part.
+        functions: what is built, and its buffers.
+        built: by part.
         logits: of the target in the last round, [rows, drafts + 1, vocab].
         drafting: seconds of the drafter on the device in this round, as far as it was waited for.
     """
@@ -55,10 +60,11 @@ class CapturedRound:
         self.drafting, self._ran, self._waiting = 0.0, 0, False
         self._moments, self._download = Moments(target.passes.hf.device, 4), Download()
 
-    # ── building ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── building ──────────────────────────────────────────────────────────────────────────────────
 
     def build(self, drafts: int) -> None:
-        """Builds what rounds of so many drafts need, or where the host looks of so many at most, where it is not there yet."""
+        """Builds what rounds of so many drafts need, or where the host looks of so many at most,
+        where it is not there yet."""
         for part in self.lacking(drafts):
             self._part(*part)
 
@@ -86,19 +92,22 @@ class CapturedRound:
         return scores * (columns * self._score_bytes + steps * (self._score_bytes + 4))
 
     def columns(self, drafts: int) -> int:
-        """Drafts that the target's pass has columns for where so many are verified: few widths, as each is a function."""
+        """Drafts that the target's pass has columns for where so many are verified: few widths, as
+        each is a function."""
         piece = self.kind.piece
         return -(-drafts // piece) * piece if piece else 0
 
     def _widen(self) -> None:
-        """Ends all functions: those that are built next look at more candidates, as fewer than top_p keeps were looked at."""
+        """Ends all functions: those that are built next look at more candidates, as fewer than
+        top_p keeps were looked at."""
         self.functions.widen()
         self.built.clear()
         self._checked.clear()
         self._new.clear()
 
     def unchecked(self, name: str) -> bool:
-        """Whether a part of that name was run in this round whose results were never compared with ordinary passes."""
+        """Whether a part of that name was run in this round whose results were never compared with
+        ordinary passes."""
         return any(part.name == name for part in self._new)
 
     def checked(self, name: str) -> None:
@@ -107,7 +116,8 @@ class CapturedRound:
         self._new -= self._checked
 
     def _part(self, name: str, number: int) -> Run:
-        """The function, built aside if it must be: what a round under way has in the buffers is there afterwards."""
+        """The function, built aside if it must be: what a round under way has in the buffers is
+        there afterwards."""
         part, functions = Part(name, number), self.functions
         if part not in self.built:
             with self._passes.building(f"a round of {self.kind.rows} rows, {name} {number}"):
@@ -121,7 +131,11 @@ class CapturedRound:
     def _built(self, name: str, number: int) -> Run:
         passes, cache, functions = self._passes, self._cache, self.functions
         if name == "verify":
-            return passes.executable(functions.target_view(number).block.bucket, cache, partial(functions.verified, number))
+            return passes.executable(
+                functions.target_view(number).block.bucket,
+                cache,
+                partial(functions.verified, number),
+            )
         return passes.generation(cache).execute(partial(functions.drafted, number))
 
     def _run(self, name: str, number: int) -> Any:
@@ -130,10 +144,11 @@ class CapturedRound:
             self._new.add(part)
         return self.built[part]()
 
-    # ── a round ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── a round ───────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """Sends what was put into the inputs: all, or what steps read where lengths are not known yet."""
+        """Sends what was put into the inputs: all, or what steps read where lengths are not known
+        yet."""
         self.functions.inputs.send(*(DRAFTING[0], DRAFTING[-1]) if self.kind.looks else ())
         self._new, self.drafting, self._ran = set(), 0.0, 0
 
@@ -149,14 +164,16 @@ class CapturedRound:
         self._ran, self._waiting = steps, True
 
     def confidences(self, rows: int) -> list[list[float]]:
-        """The drafter's, of all steps so far and the first rows; 0 where it has no distribution. Waits for them."""
+        """The drafter's, of all steps so far and the first rows; 0 where it has no distribution.
+        Waits for them."""
         found = self._download(self.functions.confidences[: self._ran].view(torch.long))
         self._add_drafting()
         confidences: list[list[float]] = found.view(np.float64)[:, :rows].tolist()
         return confidences
 
     def verify(self, drafts: int, rows: int) -> Found:
-        """The target's pass over so many drafts, and the decision; waits for the results of the first rows.
+        """The target's pass over so many drafts, and the decision; waits for the results of the
+        first rows.
 
         Raises:
             ReplacedWeights: of either model, since the functions were built.

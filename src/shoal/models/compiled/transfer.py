@@ -13,10 +13,11 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Upload:
-    """Named parts of one buffer of 64-bit numbers: filled on the host, then copied to the device at once.
+    """Named parts of one buffer of 64-bit numbers: filled on the host, then copied to the device at
+    once.
 
-    The copy is not waited for. Nothing is written to the host's buffer before the round's results have come back, and with them the
-    copy is over.
+    The copy is not waited for. Nothing is written to the host's buffer before the round's results
+    have come back, and with them the copy is over.
 
     Args:
         sizes: numbers of each part.
@@ -28,7 +29,9 @@ class Upload:
         names, lengths = list(sizes), list(sizes.values())
         self._ends = np.cumsum([0, *lengths]).tolist()
         self._parts = dict(zip(names, self._device.split(lengths), strict=True))
-        self._host_parts = dict(zip(names, np.split(self._host.numpy(), np.cumsum(lengths)[:-1]), strict=True))
+        self._host_parts = dict(
+            zip(names, np.split(self._host.numpy(), np.cumsum(lengths)[:-1]), strict=True)
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         """A part on the device, [size] int64."""
@@ -57,12 +60,17 @@ class Upload:
 
 def host_buffer(size: int, device: torch.device) -> Tensor:
     """Zeros [size] int64 on the host, pinned where that makes copies to the device faster."""
-    return torch.zeros(size, dtype=torch.long, pin_memory=device.type == "cuda" and torch.cuda.is_available())
+    return torch.zeros(
+        size, dtype=torch.long, pin_memory=device.type == "cuda" and torch.cuda.is_available()
+    )
 
 
 def packed(*parts: Tensor) -> Tensor:
-    """Tensors [rows, ...] of integers or reals, side by side as 64-bit numbers, [rows, columns] int64."""
-    return torch.cat([_as_numbers(part.flatten(1) if part.dim() > 1 else part[:, None]) for part in parts], dim=1)
+    """Tensors [rows, ...] of integers or reals, side by side as 64-bit numbers, [rows, columns]
+    int64."""
+    return torch.cat(
+        [_as_numbers(part.flatten(1) if part.dim() > 1 else part[:, None]) for part in parts], dim=1
+    )
 
 
 def _as_numbers(part: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""What a model meets inside a static pass: a cache and masks that are functions of static tensors alone.
+"""What a model meets inside a static pass: a cache and masks that are functions of static tensors
+alone.
 
-Plans, context variables and lists of lengths, as the dynamic path uses them, would be frozen into a captured graph. Here the same
-attention methods are called with masks made of a block's buffers.
+Plans, context variables and lists of lengths, as the dynamic path uses them, would be frozen into a
+captured graph. Here the same attention methods are called with masks made of a block's buffers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from shoal.models.attention.methods import Method
 from shoal.models.compiled.block import Block
 
 Stores = list[tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Of each layer: keys and values of the slots, [slots, capacity, kv heads, dim], and of shared prompts, [cells, kv heads, dim]."""
+"""Of each layer: keys and values of the slots, [slots, capacity, kv heads, dim], and of shared
+prompts, [cells, kv heads, dim]."""
 
 
 class View(Cache):
     """A bucket's rows of a slot cache, behind Transformers' Cache API.
 
     Args:
-        block: says where a pass writes. stores: the slot cache's own tensors. method: attends. shares: rows may have a prefix.
+        block: says where a pass writes.
+        stores: the slot cache's own tensors.
+        method: attends.
+        shares: rows may have a prefix.
     """
 
     def __init__(self, block: Block, stores: Stores, method: Method, shares: bool) -> None:
@@ -34,7 +39,8 @@ class View(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [rows, heads, q, dim] to the block's cells; returns all keys and values, [rows, heads, keys, dim]."""
+        """Writes [rows, heads, q, dim] to the block's cells; returns all keys and values, [rows,
+        heads, keys, dim]."""
         self._layer = layer_idx
         keys, values, *_ = self._stores[layer_idx]
         return self._written(keys, key_states), self._written(values, value_states)
@@ -59,7 +65,8 @@ class View(Cache):
         return attended.flatten(0, 1)
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots in a layer, [slots, capacity, heads, dim] each, for layers that write them themselves."""
+        """Keys and values of all slots in a layer, [slots, capacity, heads, dim] each, for layers
+        that write them themselves."""
         self._layer = layer
         return self._stores[layer][:2]
 
@@ -73,7 +80,8 @@ class View(Cache):
         return store[: bucket.rows, : bucket.keys].transpose(1, 2)
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shared store of the layer that was updated last, [cells, heads, dim]; (None, None) if no row can have a prefix."""
+        """The shared store of the layer that was updated last, [cells, heads, dim]; (None, None) if
+        no row can have a prefix."""
         return self._stores[self._layer][2:] if self.shares else (None, None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

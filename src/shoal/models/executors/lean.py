@@ -1,4 +1,5 @@
-"""Passes of Llama-like models without their modules (`shoal.models.lean`): in one call of C, or layer by layer."""
+"""Passes of Llama-like models without their modules (`shoal.models.lean`): in one call of C, or
+layer by layer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class CDecoder:
         self._lean = lean
 
     def refuses(self, batch: Batch) -> str | None:
-        """Returns the reason: packed weights of another form, hidden states, or too many tokens a row."""
+        """Returns the reason: packed weights of another form, hidden states, or too many tokens a
+        row."""
         if self._lean.whole is None:
             return self._lean.no_whole or "it was not made"
         if self._lean.decoder.stale:

@@ -21,7 +21,8 @@ NO_ROOM, ABORTED, NO_MEMORY = 1, 2, -2
 
 
 class LlamaCpp:
-    """Computes chains of tokens: one call of `llama_decode`, or several where a pass has more than `PASS_TOKENS`."""
+    """Computes chains of tokens: one call of `llama_decode`, or several where a pass has more than
+    `PASS_TOKENS`."""
 
     name = "llama.cpp"
 
@@ -51,7 +52,9 @@ class LlamaCpp:
         logits = torch.empty(len(ids) if batch.want_logits else 1, vocab)
         for first in range(0, len(ids), PASS_TOKENS):
             part = slice(first, first + PASS_TOKENS)
-            self._decode(cache, self._feed.fill(ids[part], places[part], rows[part], batch.want_logits))
+            self._decode(
+                cache, self._feed.fill(ids[part], places[part], rows[part], batch.want_logits)
+            )
             if batch.want_logits:
                 _read_logits(cache, logits[part])
         return Output(_by_row(plan, logits) if batch.want_logits else logits, None, self.name)
@@ -59,9 +62,13 @@ class LlamaCpp:
     def _decode(self, cache: Sequences, batch: ctypes.Structure) -> None:
         code = library().llama_decode(cache.context, batch)
         if code in (NO_ROOM, NO_MEMORY):
-            raise OutOfMemory(f"{self._model.file}: llama.cpp has no memory for a pass: {complaint('no reason')}")
+            raise OutOfMemory(
+                f"{self._model.file}: llama.cpp has no memory for a pass: {complaint('no reason')}"
+            )
         if code:
-            raise ModelError(f"{self._model.file}: llama.cpp failed at a pass ({code}): {complaint('no reason')}")
+            raise ModelError(
+                f"{self._model.file}: llama.cpp failed at a pass ({code}): {complaint('no reason')}"
+            )
 
     def _follow_threads(self, cache: Sequences) -> None:
         """Uses as many threads as PyTorch does."""
@@ -71,7 +78,8 @@ class LlamaCpp:
 
 
 def _read_logits(cache: Sequences, logits: Tensor) -> None:
-    """Copies the logits of the last call, [tokens, vocab] float32, which the next call overwrites."""
+    """Copies the logits of the last call, [tokens, vocab] float32, which the next call
+    overwrites."""
     ctypes.memmove(logits.data_ptr(), library().llama_get_logits(cache.context), logits.nbytes)
 
 

@@ -19,8 +19,10 @@ class Batch:
     Attributes:
         plan: the rows, their slots, and how many tokens each of them appends.
         tokens: ids, [rows, q] int64 or more columns; a negative id stands for a row of `vectors`.
-        cache: the keys and values of the rows. Executors write into it, `Runner` begins and ends it.
-        method: the attention method of the runner, for executors that have no attention of their own.
+        cache: the keys and values of the rows. Executors write into it, `Runner` begins and ends
+            it.
+        method: the attention method of the runner, for executors that have no attention of their
+            own.
         want_logits: False if only the keys and values matter (prompts).
         hidden_layers: numbers of the hidden states that a drafter reads (`Runner.hidden_layers`).
         vectors: inputs that negative ids stand for, [count, width], or None.
@@ -36,7 +38,8 @@ class Batch:
 
     @property
     def reads_model(self) -> str | None:
-        """The reason why the pass needs more of the model than tokens in and logits out, or None."""
+        """The reason why the pass needs more of the model than tokens in and logits out, or
+        None."""
         if self.hidden_layers:
             return "a drafter reads hidden states"
         return None if self.vectors is None else "a drafter feeds vectors"
@@ -46,8 +49,10 @@ class Output(NamedTuple):
     """The result of a pass.
 
     Attributes:
-        logits: [rows, q, vocab]; columns beyond a row's count are meaningless. Without `Batch.want_logits`, any tensor.
-        hidden: the hidden states of `Batch.hidden_layers` side by side, [rows, q, layers * width], or None.
+        logits: [rows, q, vocab]; columns beyond a row's count are meaningless. Without
+            `Batch.want_logits`, any tensor.
+        hidden: the hidden states of `Batch.hidden_layers` side by side, [rows, q, layers * width],
+            or None.
         executor: the name of the executor that computed the pass.
     """
 

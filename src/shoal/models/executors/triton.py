@@ -17,7 +17,8 @@ TRITON_LAYERS = "Triton layers"
 
 
 class TritonLayers:
-    """Computes prompts, blocks and draft trees by the fused layers of a model (`shoal.models.layers`).
+    """Computes prompts, blocks and draft trees by the fused layers of a model
+    (`shoal.models.layers`).
 
     A kernel may need more registers or shared memory than a GPU has for some shape of a pass: the
     layers are then given up, for all runners of the model, and a row never ends for that.
@@ -31,12 +32,15 @@ class TritonLayers:
 
     name = TRITON_LAYERS
 
-    def __init__(self, bridge: Bridge, known_ids: int, otherwise: Executor, absent: dict[str, str]) -> None:
+    def __init__(
+        self, bridge: Bridge, known_ids: int, otherwise: Executor, absent: dict[str, str]
+    ) -> None:
         self._bridge, self._known_ids = bridge, known_ids
         self._otherwise, self._absent = otherwise, absent
 
     def refuses(self, batch: Batch) -> str | None:
-        """Returns the reason: inputs and outputs that the layers do not have, or replaced weights."""
+        """Returns the reason: inputs and outputs that the layers do not have, or replaced
+        weights."""
         layers = self._bridge.layers
         if layers is None or batch.reads_model is not None:
             return batch.reads_model or "the model has none"
@@ -52,7 +56,11 @@ class TritonLayers:
             require_device(batch.plan.device, error)
             self._absent[self.name] = words_of(error)
         self._bridge.layers = None
-        warnings.warn(f"no more {self.name}, modules compute ({self._absent[self.name]})", RuntimeWarning, stacklevel=3)
+        warnings.warn(
+            f"no more {self.name}, modules compute ({self._absent[self.name]})",
+            RuntimeWarning,
+            stacklevel=3,
+        )
         return self._otherwise(batch)
 
     def _logits(self, batch: Batch) -> Tensor:

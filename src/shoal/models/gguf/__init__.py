@@ -1,5 +1,6 @@
 """Models in GGUF files, whose passes llama.cpp computes.
 
-`library` finds llama.cpp, `model` reads a file, `sequences` is the cache (a row is a sequence of llama.cpp's memory), `tokenizer`
-makes a tokenizer of the file's vocabulary, `runner` joins them. The executor is `shoal.models.executors.llama_cpp`.
+`library` finds llama.cpp, `model` reads a file, `sequences` is the cache (a row is a sequence of
+llama.cpp's memory), `tokenizer` makes a tokenizer of the file's vocabulary, `runner` joins them.
+The executor is `shoal.models.executors.llama_cpp`.
 """

@@ -15,7 +15,8 @@ from shoal.types.prefix import Prefix
 
 
 class _Row(NamedTuple):
-    """A kept row: its owner, its tokens [tokens] int64, and its keys and values as llama.cpp writes them down."""
+    """A kept row: its owner, its tokens [tokens] int64, and its keys and values as llama.cpp writes
+    them down."""
 
     owner: str
     tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -23,11 +24,13 @@ class _Row(NamedTuple):
 
 
 class KeptSequences(KeptPrefixes):
-    """Kept tokens of one model, row by row; the row that was not used for the longest time is given up first.
+    """Kept tokens of one model, row by row; the row that was not used for the longest time is given
+    up first.
 
     Args:
-        capacity: most tokens. window: width of the model's sliding windows, 0 without; what lies before the window of a row's end
-            is not written down, so that a longer row can only be used whole.
+        capacity: most tokens.
+        window: width of the model's sliding windows, 0 without; what lies before the window of a
+            row's end is not written down, so that a longer row can only be used whole.
     """
 
     def __init__(self, capacity: int, window: int) -> None:
@@ -42,11 +45,20 @@ class KeptSequences(KeptPrefixes):
         return sum(row.state.nbytes for row in self._rows.values())
 
     def known(self, owner: str, tokens: Sequence[int]) -> int:
-        """How many tokens these begin with that are kept for the owner; 0 if they are too few to copy."""
+        """How many tokens these begin with that are kept for the owner; 0 if they are too few to
+        copy."""
         return self._longest(owner, tokens)[0]
 
-    def load(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int, prefix: Prefix | None = None) -> int:
-        """Copies what is kept of the tokens to a slot of a cache; returns how many of the tokens it was."""
+    def load(
+        self,
+        cache: SlotCache,
+        owner: str,
+        tokens: Sequence[int],
+        slot: int,
+        prefix: Prefix | None = None,
+    ) -> int:
+        """Copies what is kept of the tokens to a slot of a cache; returns how many of the tokens it
+        was."""
         assert isinstance(cache, Sequences)
         count, number = self._longest(owner, tokens)
         if count:
@@ -68,13 +80,16 @@ class KeptSequences(KeptPrefixes):
             self._rows.popitem(last=False)
 
     def _longest(self, owner: str, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns how many tokens the best row shares with these, and its number; 0 where they are too few."""
+        """Returns how many tokens the best row shares with these, and its number; 0 where they are
+        too few."""
         wanted, best = np.array(tokens), (0, 0)
         for number, row in self._rows.items():
             length = min(len(wanted), len(row.tokens))
             differ = np.flatnonzero(wanted[:length] != row.tokens[:length])
             count = int(differ[0]) if len(differ) else length
-            whole = not self._window or row.state.length <= self._window or count == row.state.length
+            whole = (
+                not self._window or row.state.length <= self._window or count == row.state.length
+            )
             if row.owner == owner and whole and count > best[0]:
                 best = count, number
         return best if best[0] >= MIN_TOKENS else (0, 0)

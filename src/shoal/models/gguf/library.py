@@ -46,7 +46,8 @@ def library() -> ModuleType:
 
 
 def complaint(otherwise: str) -> str:
-    """Takes the last line that llama.cpp wrote as a warning or an error; `otherwise` if there is none."""
+    """Takes the last line that llama.cpp wrote as a warning or an error; `otherwise` if there is
+    none."""
     text = _complaints[-1] if _complaints else otherwise
     _complaints.clear()
     return text

@@ -1,4 +1,5 @@
-"""The model of a GGUF file: its weights in llama.cpp, and its facts as Transformers would tell them."""
+"""The model of a GGUF file: its weights in llama.cpp, and its facts as Transformers would tell
+them."""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ class GgufModel(nn.Module):
         device: "auto" for the devices that this build of llama.cpp has, or "cpu".
 
     Attributes:
-        handle: llama.cpp's pointer to the model. vocab: to its vocabulary.
+        handle: llama.cpp's pointer to the model.
+        vocab: to its vocabulary.
         config, generation_config: the facts that other code reads of a Transformers model.
         vocab_size: entries of the logits.
         context: positions that the model was trained for.
         token_bytes: bytes of the keys and values of a token, over all layers.
-        parameter_bytes: bytes of the weights. parameter_count: their number.
+        parameter_bytes: bytes of the weights.
+        parameter_count: their number.
 
     Raises:
         ModelError: the file is damaged, or there is no memory. RequestError: no such device.
@@ -50,9 +53,12 @@ class GgufModel(nn.Module):
         self.handle = _loaded(lib, file, device)
         weakref.finalize(self, lib.llama_model_free, self.handle)
         _require_rows(lib, self.handle, file, self.metadata("general.architecture"))
-        if "longrope" in self.metadata(f"{self.metadata('general.architecture')}.rope.scaling.type"):
+        if "longrope" in self.metadata(
+            f"{self.metadata('general.architecture')}.rope.scaling.type"
+        ):
             raise UnsupportedModel(
-                f"{file} is not supported: llama.cpp chooses its rotary positions by the room of all rows together"
+                f"{file} is not supported: llama.cpp chooses its rotary positions by the room "
+                f"of all rows together"
             )
         self.vocab = lib.llama_model_get_vocab(self.handle)
         self.vocab_size = int(lib.llama_vocab_n_tokens(self.vocab))
@@ -65,7 +71,8 @@ class GgufModel(nn.Module):
         self.eval()
 
     def metadata(self, key: str) -> str:
-        """Returns a value of the file's metadata as text; empty if the file has none of that name."""
+        """Returns a value of the file's metadata as text; empty if the file has none of that
+        name."""
         text = ctypes.create_string_buffer(1 << 16)
         name = key.encode()
         size = library().llama_model_meta_val_str(self.handle, name, text, len(text))
@@ -80,7 +87,8 @@ class GgufModel(nn.Module):
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of the keys and values of a token, over all layers, as its first layer tells."""
+        """The bytes of the keys and values of a token, over all layers, as its first layer
+        tells."""
         config = self.config
         heads = config.num_key_value_heads or config.num_attention_heads
         return int(config.num_hidden_layers * heads * sum(self._head_sizes()) * HALF)
@@ -89,7 +97,10 @@ class GgufModel(nn.Module):
         """Returns the features of a head's keys and of its values."""
         architecture, config = self.metadata("general.architecture"), self.config
         usual = config.hidden_size // max(config.num_attention_heads, 1)
-        keys, values = (int(self.metadata(f"{architecture}.attention.{kind}_length") or usual) for kind in ("key", "value"))
+        keys, values = (
+            int(self.metadata(f"{architecture}.attention.{kind}_length") or usual)
+            for kind in ("key", "value")
+        )
         return keys, values
 
     def _config(self, lib: Any) -> PretrainedConfig:
@@ -103,7 +114,7 @@ class GgufModel(nn.Module):
         config.model_type = self.metadata("general.architecture")
         return config
 
-    # ── as other code asks a Transformers model ─────────────────────────────────────────────────────────────────────
+    # ── as other code asks a Transformers model ───────────────────────────────────────────────────
 
     def get_output_embeddings(self) -> Any:
         """Returns an object with the shape of the head; its weights are not at hand."""
@@ -118,29 +129,37 @@ def _loaded(lib: Any, file: Path, device: str) -> Any:
     """Returns llama.cpp's pointer to the model of a file."""
     with file.open("rb") as stream:
         if stream.read(4) != MAGIC:
-            raise ModelError(f"{file} is no GGUF file: it does not begin with 'GGUF'; download it again")
+            raise ModelError(
+                f"{file} is no GGUF file: it does not begin with 'GGUF'; download it again"
+            )
     params = lib.llama_model_default_params()
     if device == "cpu":
         params.n_gpu_layers = 0
     elif device != "auto":
         raise RequestError(
-            f"a GGUF file is computed on 'cpu', or with 'auto' on the devices that llama.cpp was built for, got {device!r}"
+            f"a GGUF file is computed on 'cpu', or with 'auto' on the devices that llama.cpp "
+            f"was built for, got {device!r}"
         )
     handle = lib.llama_model_load_from_file(str(file).encode(), params)
     if not handle:
         reason = complaint("llama.cpp says no reason")
-        raise ModelError(f"llama.cpp cannot load {file}: {reason}; if it is damaged, download it again")
+        raise ModelError(
+            f"llama.cpp cannot load {file}: {reason}; if it is damaged, download it again"
+        )
     return handle
 
 
 def _require_rows(lib: Any, handle: Any, file: Path, architecture: str) -> None:
     """Raises UnsupportedModel for a model whose rows cannot go back to an earlier length."""
     reasons = {
-        "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier length": (
-            lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle)
+        "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier "
+        "length": (lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle)),
+        "it is an encoder; shoal decodes causal language models": lib.llama_model_has_encoder(
+            handle
         ),
-        "it is an encoder; shoal decodes causal language models": lib.llama_model_has_encoder(handle),
-        "it is a diffusion model; shoal decodes causal language models": lib.llama_model_is_diffusion(handle),
+        "it is a diffusion model; shoal decodes causal language models": lib.llama_model_is_diffusion(
+            handle
+        ),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -23,8 +23,8 @@ from shoal.types.load_stages import StageWatch, unwatched
 class GgufRunner(Runner):
     """A model whose passes llama.cpp computes, over a cache of its own.
 
-    The bits of a token's logits depend on the shape of its pass, as llama.cpp's kernels do: greedy ids equal those of plain
-    decoding but for near ties.
+    The bits of a token's logits depend on the shape of its pass, as llama.cpp's kernels do: greedy
+    ids equal those of plain decoding but for near ties.
     """
 
     has_modules = False
@@ -51,7 +51,8 @@ class GgufRunner(Runner):
 
     @torch.inference_mode()
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Returns logits [rows, q, vocab] of tokens [rows, q], each row alone in a memory of its own, in one pass."""
+        """Returns logits [rows, q, vocab] of tokens [rows, q], each row alone in a memory of its
+        own, in one pass."""
         outputs = []
         for row in tokens:
             alone = self.fork()
@@ -86,7 +87,9 @@ class GgufRunner(Runner):
 
     def use_vectors(self, vectors: Tensor) -> None:
         """Raises UnsupportedModel: llama.cpp reads ids here."""
-        raise UnsupportedModel(f"{self.name} is computed by llama.cpp, and this drafter feeds vectors of its own")
+        raise UnsupportedModel(
+            f"{self.name} is computed by llama.cpp, and this drafter feeds vectors of its own"
+        )
 
 
 def load_gguf(
@@ -102,7 +105,8 @@ def load_gguf(
 
     Args:
         name: as the user wrote it.
-        options: how a Transformers model is read, which a file decides itself: only their defaults are taken.
+        options: how a Transformers model is read, which a file decides itself: only their defaults
+            are taken.
 
     Raises:
         RequestError: strict, or another option that does not go with such a file.
@@ -110,11 +114,17 @@ def load_gguf(
     """
     if strict:
         raise RequestError(
-            f"{name}: strict=True does not go with GGUF files: the bits of llama.cpp's passes depend on their shape"
+            f"{name}: strict=True does not go with GGUF files: the bits of llama.cpp's passes "
+            f"depend on their shape"
         )
-    given = sorted(key for key, value in options.items() if value not in ("auto", "off", False, None))
+    given = sorted(
+        key for key, value in options.items() if value not in ("auto", "off", False, None)
+    )
     if given:
-        raise RequestError(f"{name}: {' and '.join(given)} does not go with GGUF files, which say what their weights are")
+        raise RequestError(
+            f"{name}: {' and '.join(given)} does not go with GGUF files, which say what their "
+            f"weights are"
+        )
     with watch("weights"):
         runner = GgufRunner(GgufModel(file, str(device)), name)
     with watch("checking"):

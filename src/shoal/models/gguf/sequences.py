@@ -1,11 +1,12 @@
 """A slot cache whose rows are sequences of llama.cpp's memory.
 
-Each sequence has a buffer of its own (`kv_unified` off), where its keys lie in the order of its tokens, whoever else is in
-the pass. So a row's sums have one order: passes over quantised weights give the same bits alone and in company. In one buffer for
-all, which llama.cpp has too, they give other bits in other company, and one greedy id in twenty changes (docs/how-to/gguf.md).
+Each sequence has a buffer of its own (`kv_unified` off), where its keys lie in the order of its
+tokens, whoever else is in the pass. So a row's sums have one order: passes over quantised weights
+give the same bits alone and in company. In one buffer for all, which llama.cpp has too, they give
+other bits in other company, and one greedy id in twenty changes (docs/how-to/gguf.md).
 
-A slot's tokens beyond its length stay in the memory until the slot's next pass begins: then they are removed, so that going back is
-setting a length, as in any slot cache.
+A slot's tokens beyond its length stay in the memory until the slot's next pass begins: then they
+are removed, so that going back is setting a length, as in any slot cache.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Sequences(SlotCache):
         """llama.cpp's pointer to the cells."""
         return library().llama_get_memory(self.context)
 
-    # ── room ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── room ──────────────────────────────────────────────────────────────────────────────────────
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
         """Makes a memory of that size, with all that slots hold.
@@ -68,7 +69,8 @@ class Sequences(SlotCache):
         """
         if slots > MOST_ROWS:
             raise RequestError(
-                f"llama.cpp decodes at most {MOST_ROWS} rows at a time, got {slots}: give max_batch={MOST_ROWS}"
+                f"llama.cpp decodes at most {MOST_ROWS} rows at a time, got {slots}: give "
+                f"max_batch={MOST_ROWS}"
             )
         size = max(slots, 1), -(-max(capacity, 1) // CELLS) * CELLS
         if size != self._size:
@@ -76,7 +78,8 @@ class Sequences(SlotCache):
         super()._resize(slots, capacity, cells)
 
     def _move(self, slots: int, room: int) -> None:
-        """Makes a context of so many sequences with room for so many tokens each, and copies what slots hold into it."""
+        """Makes a context of so many sequences with room for so many tokens each, and copies what
+        slots hold into it."""
         self._settle()
         context = _made(self._model, slots, room)
         free = weakref.finalize(self, library().llama_free, context)
@@ -93,7 +96,8 @@ class Sequences(SlotCache):
         self._stored = [self.lengths[slot] if slot in kept else 0 for slot in range(slots)]
 
     def _settle(self) -> None:
-        """Carries out copies: llama.cpp does so as a pass begins, so this is one of a token, which is then removed."""
+        """Carries out copies: llama.cpp does so as a pass begins, so this is one of a token, which
+        is then removed."""
         if not self._copied:
             return
         slot = next(iter(self._copied))
@@ -131,7 +135,7 @@ class Sequences(SlotCache):
         """Bytes that a token of one row takes over all layers."""
         return self._model.token_bytes
 
-    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── rows ──────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, plan: Plan) -> None:
         """Announces a pass, and removes what its rows hold beyond their lengths."""
@@ -151,7 +155,8 @@ class Sequences(SlotCache):
         self._forget(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of `target` those of `source`; before the next pass, which may be another's."""
+        """Makes the first `length` tokens of `target` those of `source`; before the next pass,
+        which may be another's."""
         if source != target:
             lib, memory = library(), self.memory
             self._forget(source)
@@ -165,7 +170,9 @@ class Sequences(SlotCache):
         """Removes what the slot holds from position `length` on."""
         if self._stored[slot] > length:
             if not library().llama_memory_seq_rm(self.memory, slot, length, -1):
-                raise ModelError(f"{self._model.file}: llama.cpp cannot take a row back to {length} tokens")
+                raise ModelError(
+                    f"{self._model.file}: llama.cpp cannot take a row back to {length} tokens"
+                )
             self._stored[slot] = length
 
     def zero_non_finite(self, slot: int) -> None:
@@ -188,7 +195,8 @@ def _made(model: GgufModel, slots: int, room: int) -> Any:
     context = lib.llama_init_from_model(model.handle, params)
     if not context:
         raise OutOfMemory(
-            f"{model.file}: llama.cpp cannot make a cache of {slots} x {room} tokens: {complaint('no reason')}"
+            f"{model.file}: llama.cpp cannot make a cache of {slots} x {room} tokens: "
+            f"{complaint('no reason')}"
         )
     return context
 
@@ -201,7 +209,9 @@ def _write(context: Any, slot: int, state: bytes) -> None:
     """
     buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
     if not library().llama_state_seq_set_data(context, buffer, len(state), slot):
-        raise OutOfMemory(f"llama.cpp cannot copy a row of {len(state)} bytes: {complaint('no reason')}")
+        raise OutOfMemory(
+            f"llama.cpp cannot copy a row of {len(state)} bytes: {complaint('no reason')}"
+        )
 
 
 @dataclass(frozen=True)
@@ -211,7 +221,8 @@ class RowState:
     Attributes:
         head: bytes before the caches.
         caches: the bytes of each cache; models with sliding windows have two.
-        slot: the number of the sequence. sequences: how many its context had.
+        slot: the number of the sequence.
+        sequences: how many its context had.
         length: its tokens.
     """
 
@@ -229,8 +240,8 @@ class RowState:
     def for_sequences(self, count: int) -> bytes:
         """Returns the bytes as a context with another number of sequences reads them.
 
-        A cache begins with the number of sequences, and has a count of cells for each of them: 0 but for
-        this one, whose cells follow.
+        A cache begins with the number of sequences, and has a count of cells for each of them: 0
+        but for this one, whose cells follow.
 
         Raises:
             ModelError: a cache is not like that, as this is another llama.cpp.
@@ -238,14 +249,16 @@ class RowState:
         lead, rest = self._around(self.sequences)
         if not all(cache.startswith(lead) and cache.endswith(rest) for cache in self.caches):
             raise ModelError(
-                "this llama.cpp writes sequences down in a way that shoal does not know: install llama-cpp-python 0.3.36"
+                "this llama.cpp writes sequences down in a way that shoal does not know: "
+                "install llama-cpp-python 0.3.36"
             )
         before, after = self._around(count)
         cells = (cache[len(lead) : len(cache) - len(rest)] for cache in self.caches)
         return b"".join([self.head, *(before + part + after for part in cells)])
 
     def _around(self, count: int) -> tuple[bytes, bytes]:
-        """Returns the bytes before and behind the cells of a sequence; the last numbers of others count none."""
+        """Returns the bytes before and behind the cells of a sequence; the last numbers of others
+        count none."""
         slot = min(self.slot, count - 1)
         return np.array([count, *[0] * slot], np.int32).tobytes(), bytes(4 * (count - 1 - slot))
 

@@ -1,10 +1,12 @@
-"""The tokenizer of a GGUF file, for grammars, alignment and chats: the same ids as llama.cpp's, or none.
+"""The tokenizer of a GGUF file, for grammars, alignment and chats: the same ids as llama.cpp's, or
+none.
 
-Byte-level BPE ("gpt2" in the file) is put together here, of the file's tokens, merges and kinds, as Transformers does so for
-a few architectures only and takes GPT-2's pre-tokenizer for all of them. SentencePiece ("llama") is read by Transformers.
+Byte-level BPE ("gpt2" in the file) is put together here, of the file's tokens, merges and kinds, as
+Transformers does so for a few architectures only and takes GPT-2's pre-tokenizer for all of them.
+SentencePiece ("llama") is read by Transformers.
 
-The ids of a tokenizer are compared with those of llama.cpp over `HARD_TEXTS` before it is used. Reading a file's
-vocabulary takes a second or more; the tokenizer is then kept in the cache folder.
+The ids of a tokenizer are compared with those of llama.cpp over `HARD_TEXTS` before it is used.
+Reading a file's vocabulary takes a second or more; the tokenizer is then kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.gguf.library import library
 
 CONTROL, USER_DEFINED = 3, 4
-"""Kinds of tokens that are taken out of a text before it is split: those that are not shown, and others."""
+"""Kinds of tokens that are taken out of a text before it is split: those that are not shown, and
+others."""
 HEAD_BYTES = 1 << 25
-"""Bytes at the beginning of a file that name its vocabulary in the cache: a vocabulary of 250,000 entries is shorter."""
+"""Bytes at the beginning of a file that name its vocabulary in the cache: a vocabulary of 250,000
+entries is shorter."""
 EDITION = "1"
 """To be changed with this module's way of reading."""
 
@@ -53,10 +57,15 @@ LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken-l3"), r"\p{N}{1,3}"),
-    **dict.fromkeys(("qwen2", "stablelm2", "hunyuan", "megrez", "deepseek-r1-qwen", "solar-open"), r"\p{N}"),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken-l3"), r"\p{N}{1,3}"
+    ),
+    **dict.fromkeys(
+        ("qwen2", "stablelm2", "hunyuan", "megrez", "deepseek-r1-qwen", "solar-open"), r"\p{N}"
+    ),
 }
-"""How long a piece of digits is, by the name of the pre-tokenizer, where words are split as by Llama 3."""
+"""How long a piece of digits is, by the name of the pre-tokenizer, where words are split as by
+Llama 3."""
 DIGITS_ALONE = (
     "smollm",
     "starcoder",
@@ -91,13 +100,16 @@ def tokenizer_of(file: Path) -> Any:
 
 
 def _place(file: Path) -> Path | None:
-    """Returns the directory of a file's tokenizer in the cache folder; None where there is no such folder."""
+    """Returns the directory of a file's tokenizer in the cache folder; None where there is no such
+    folder."""
     folder = cache_folder()
     if folder is None:
         return None
     with file.open("rb") as stream:
         digest = hashlib.sha256(stream.read(HEAD_BYTES))
-    digest.update(f"{file.stat().st_size} {EDITION} {transformers.__version__} {tokenizers.__version__}".encode())
+    digest.update(
+        f"{file.stat().st_size} {EDITION} {transformers.__version__} {tokenizers.__version__}".encode()
+    )
     return folder / "tokenizers" / digest.hexdigest()[:24]
 
 
@@ -122,10 +134,15 @@ def _made(file: Path) -> Any:
         try:
             read = transformers.AutoTokenizer.from_pretrained(**place)
         except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-            raise UnsupportedModel(f"{file}: Transformers cannot read its tokenizer: {error}") from error
+            raise UnsupportedModel(
+                f"{file}: Transformers cannot read its tokenizer: {error}"
+            ) from error
         backend = read.backend_tokenizer
     else:
-        raise UnsupportedModel(f"{file}: its tokenizer is of the kind {kind or 'none'!r}; shoal reads 'gpt2' and 'llama'")
+        raise UnsupportedModel(
+            f"{file}: its tokenizer is of the kind {kind or 'none'!r}; shoal reads 'gpt2' and "
+            f"'llama'"
+        )
     _add_ends(backend, metadata)
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -141,9 +158,14 @@ def _byte_level(file: Path, metadata: _Metadata) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a byte-level BPE."""
     tokens, kinds = metadata.tokens, metadata.numbers("tokenizer.ggml.token_type")
     merges = [
-        (first, second) for first, _, second in (pair.partition(" ") for pair in metadata.texts("tokenizer.ggml.merges"))
+        (first, second)
+        for first, _, second in (
+            pair.partition(" ") for pair in metadata.texts("tokenizer.ggml.merges")
+        )
     ]
-    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     backend.pre_tokenizer = _pre_tokenizer(metadata.text("tokenizer.ggml.pre") or "gpt-2")
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(
@@ -157,7 +179,8 @@ def _byte_level(file: Path, metadata: _Metadata) -> tokenizers.Tokenizer:
 
 
 def _pre_tokenizer(name: str) -> Any:
-    """Returns what splits a text into words, by the file's name for it; GPT-2's for a name that is not known."""
+    """Returns what splits a text into words, by the file's name for it; GPT-2's for a name that is
+    not known."""
     if name in SPLITS:
         pattern = "|".join((CONTRACTIONS, LETTERS, SPLITS[name], REST))
         by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -176,7 +199,9 @@ def _add_ends(backend: tokenizers.Tokenizer, metadata: _Metadata) -> None:
     ends = [(token, backend.token_to_id(token)) for token in (first, last) if token is not None]
     pieces = [token for token in (first, "$A", last) if token is not None]
     if ends:
-        backend.post_processor = processors.TemplateProcessing(single=" ".join(pieces), special_tokens=ends)
+        backend.post_processor = processors.TemplateProcessing(
+            single=" ".join(pieces), special_tokens=ends
+        )
 
 
 class _Metadata:
@@ -186,7 +211,9 @@ class _Metadata:
         try:
             import gguf
         except ImportError as error:
-            raise RequestError("a GGUF file's tokenizer needs the package gguf: pip install 'shoal[gguf]'") from error
+            raise RequestError(
+                "a GGUF file's tokenizer needs the package gguf: pip install 'shoal[gguf]'"
+            ) from error
         self._fields = gguf.GGUFReader(str(file)).fields
 
     def _value(self, name: str) -> Any:
@@ -233,11 +260,14 @@ def _compare(file: Path, tokenizer: Any) -> None:
                 ours = tokenizer.encode(text, add_special_tokens=ends)
                 if ours != right:
                     at = next(
-                        (i for i, (a, b) in enumerate(zip(ours, right, strict=False)) if a != b), min(len(ours), len(right))
+                        (i for i, (a, b) in enumerate(zip(ours, right, strict=False)) if a != b),
+                        min(len(ours), len(right)),
                     )
                     raise UnsupportedModel(
-                        f"{file}: no tokenizer with llama.cpp's ids can be made of it: of {text!r} it makes "
-                        f"{right[at : at + 4]} from token {at} on, and its vocabulary by the rules of "
+                        f"{file}: no tokenizer with llama.cpp's ids can be made of it: of "
+                        f"{text!r} it makes "
+                        f"{right[at : at + 4]} from token {at} on, and its vocabulary by the "
+                        f"rules of "
                         f"its pre-tokenizer {ours[at : at + 4]}"
                     )
     finally:
@@ -249,6 +279,12 @@ def _ids(lib: Any, vocab: Any, text: str, ends: bool) -> list[int]:
     data = text.encode()
     ids = (lib.llama_token * (len(data) + 8))()
     count = lib.llama_tokenize(
-        vocab, data, len(data), ctypes.cast(ids, ctypes.POINTER(lib.llama_token)), len(ids), ends, True
+        vocab,
+        data,
+        len(data),
+        ctypes.cast(ids, ctypes.POINTER(lib.llama_token)),
+        len(ids),
+        ends,
+        True,
     )
     return list(ids[:count])

@@ -1,4 +1,5 @@
-"""The layers of passes on a GPU: a decoder of the Llama family in nine kernels a layer, by an unmodified model's weights.
+"""The layers of passes on a GPU: a decoder of the Llama family in nine kernels a layer, by an
+unmodified model's weights.
 
 kernels     the Triton kernels
 operations  what launches them

@@ -1,7 +1,8 @@
-"""The Triton kernels of `drawing.py`; imported by it alone and only when it runs, because Triton is optional.
+"""The Triton kernels of `drawing.py`; imported by it alone and only when it runs, because Triton is
+optional.
 
-All sums are float64, as in `shoal.sampling.drawing`: no tail is lost to rounding. A parallel sum need not be monotone, so a token
-without weight is never taken for what the sums say of it.
+All sums are float64, as in `shoal.sampling.drawing`: no tail is lost to rounding. A parallel sum
+need not be monotone, so a token without weight is never taken for what the sums say of it.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,7 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def first_above(weights, sums, threshold, count, COUNT: tl.constexpr):
-    """The first index that has weight and whose sum exceeds the threshold. There may be none: the last with weight, or of all."""
+    """The first index that has weight and whose sum exceeds the threshold. There may be none: the
+    last with weight, or of all."""
     index = tl.arange(0, COUNT)
     above = tl.min(tl.where((sums > threshold) & (weights > 0), index, COUNT), 0)
     last = tl.max(tl.where(weights > 0, index, -1), 0)
@@ -23,7 +25,8 @@ def first_above(weights, sums, threshold, count, COUNT: tl.constexpr):
 
 @triton.jit
 def block_sums(weights, sums, vocabulary, blocks, SIZE: tl.constexpr):
-    """Sums of SIZE weights each, grid (rows, blocks): weights [rows, vocabulary] -> sums [rows, blocks] float64."""
+    """Sums of SIZE weights each, grid (rows, blocks): weights [rows, vocabulary] -> sums [rows,
+    blocks] float64."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * SIZE + tl.arange(0, SIZE)
     held = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
@@ -32,11 +35,21 @@ def block_sums(weights, sums, vocabulary, blocks, SIZE: tl.constexpr):
 
 @triton.jit
 def inverse_transform(
-    weights, sums, uniforms, tokens, vocabulary, blocks, uniform_stride, SIZE: tl.constexpr, BLOCKS: tl.constexpr
+    weights,
+    sums,
+    uniforms,
+    tokens,
+    vocabulary,
+    blocks,
+    uniform_stride,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """A token of each row by inverse transform, grid (rows,): a block by the blocks' sums, then a token inside it.
+    """A token of each row by inverse transform, grid (rows,): a block by the blocks' sums, then a
+    token inside it.
 
-    weights [rows, vocabulary]; sums [rows, blocks] float64, of SIZE weights each; uniforms [rows] float64 -> tokens [rows] int64.
+    weights [rows, vocabulary]; sums [rows, blocks] float64, of SIZE weights each; uniforms [rows]
+    float64 -> tokens [rows] int64.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     held = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0)
@@ -45,14 +58,17 @@ def inverse_transform(
     chosen = first_above(held, ends, threshold, blocks, BLOCKS)
     before = tl.sum(tl.where(block == chosen - 1, ends, 0.0), 0)
     token = chosen * SIZE + tl.arange(0, SIZE)
-    inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(tl.float64)
+    inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(
+        tl.float64
+    )
     within = first_above(inside, tl.cumsum(inside, 0), threshold - before, SIZE, SIZE)
     tl.store(tokens + row, tl.minimum(chosen * SIZE + within, vocabulary - 1).to(tl.int64))
 
 
 @triton.jit
 def bucket_sums(weights, sums, vocabulary, parts, DEPTH: tl.constexpr, BUCKETS: tl.constexpr):
-    """Sums by bucket, token i being of bucket i modulo BUCKETS, grid (rows, parts): of DEPTH * BUCKETS weights each.
+    """Sums by bucket, token i being of bucket i modulo BUCKETS, grid (rows, parts): of DEPTH *
+    BUCKETS weights each.
 
     weights [rows, vocabulary] -> sums [rows, parts, BUCKETS] float64.
     """
@@ -64,13 +80,22 @@ def bucket_sums(weights, sums, vocabulary, parts, DEPTH: tl.constexpr, BUCKETS: 
 
 @triton.jit
 def exponential_race(
-    weights, sums, uniforms, tokens, vocabulary, parts, uniform_stride,
-    PARTS: tl.constexpr, BUCKETS: tl.constexpr, MEMBERS: tl.constexpr,
-):  # fmt: skip
-    """A token of each row, grid (rows,): an exponential race of buckets by their sums, then inverse transform inside one.
+    weights,
+    sums,
+    uniforms,
+    tokens,
+    vocabulary,
+    parts,
+    uniform_stride,
+    PARTS: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """A token of each row, grid (rows,): an exponential race of buckets by their sums, then inverse
+    transform inside one.
 
-    weights [rows, vocabulary]; sums [rows, parts, BUCKETS] float64; uniforms [rows, 1 + BUCKETS] float64, the first in [0, 1), the
-    others exponential -> tokens [rows] int64.
+    weights [rows, vocabulary]; sums [rows, parts, BUCKETS] float64; uniforms [rows, 1 + BUCKETS]
+    float64, the first in [0, 1), the others exponential -> tokens [rows] int64.
     """
     row, bucket, part = tl.program_id(0).to(tl.int64), tl.arange(0, BUCKETS), tl.arange(0, PARTS)
     place = (row * parts + part)[:, None] * BUCKETS + bucket[None, :]
@@ -78,7 +103,9 @@ def exponential_race(
     finish = speed / tl.load(uniforms + row * uniform_stride + 1 + bucket)
     chosen = tl.min(tl.where(finish == tl.max(finish, 0), bucket, BUCKETS), 0)
     token = chosen + BUCKETS * tl.arange(0, MEMBERS)
-    inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(tl.float64)
+    inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(
+        tl.float64
+    )
     ends = tl.cumsum(inside, 0)
     threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)
     within = first_above(inside, ends, threshold, (vocabulary + BUCKETS - 1) // BUCKETS, MEMBERS)
@@ -86,11 +113,14 @@ def exponential_race(
 
 
 @triton.jit
-def feed(drawn, tokens, kept, kept_stride, positions, cells, starts, counts, ADVANCES: tl.constexpr):
-    """Puts what was drawn into the next block of one column, and among the drafts of the round; grid (rows,).
+def feed(
+    drawn, tokens, kept, kept_stride, positions, cells, starts, counts, ADVANCES: tl.constexpr
+):
+    """Puts what was drawn into the next block of one column, and among the drafts of the round;
+    grid (rows,).
 
-    drawn [rows] int64 -> tokens [rows], kept [rows], `kept_stride` apart. ADVANCES: the block moves on: positions, cells and starts
-    grow by counts, [rows] int64 each.
+    drawn [rows] int64 -> tokens [rows], kept [rows], `kept_stride` apart. ADVANCES: the block moves
+    on: positions, cells and starts grow by counts, [rows] int64 each.
     """
     row = tl.program_id(0)
     token = tl.load(drawn + row)

@@ -1,6 +1,8 @@
-"""Draws of a drafter's steps on a GPU, two launches each instead of thirty, and what follows them in one.
+"""Draws of a drafter's steps on a GPU, two launches each instead of thirty, and what follows them
+in one.
 
-The same functions as those of `shoal.sampling.drawing`: a token may differ only where sums in another order round across a uniform.
+The same functions as those of `shoal.sampling.drawing`: a token may differ only where sums in
+another order round across a uniform.
 """
 
 from __future__ import annotations
@@ -25,14 +27,20 @@ Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 def on_device(draw: Draw, weights: Tensor) -> Draw:
-    """The same draw by kernels, where there are some for it and for weights like these, [rows, vocabulary]."""
+    """The same draw by kernels, where there are some for it and for weights like these, [rows,
+    vocabulary]."""
     known = KERNELS.get(draw)
-    fits = weights.dtype == torch.float32 and weights.shape[1] <= MOST_TOKENS and weights.is_contiguous()
+    fits = (
+        weights.dtype == torch.float32
+        and weights.shape[1] <= MOST_TOKENS
+        and weights.is_contiguous()
+    )
     return known if known is not None and fits and available(weights) else draw
 
 
 def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """As `shoal.sampling.drawing.inverse_transform`: weights [rows, vocabulary], uniforms [rows, ...] float64 -> [rows] int64."""
+    """As `shoal.sampling.drawing.inverse_transform`: weights [rows, vocabulary], uniforms [rows,
+    ...] float64 -> [rows] int64."""
     from shoal.models.layers import draw_kernels as kernels
 
     rows, vocabulary = weights.shape
@@ -40,17 +48,27 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
     sums = weights.new_empty(rows, blocks, dtype=torch.float64)
     tokens = weights.new_empty(rows, dtype=torch.long)
     with torch.cuda.device_of(weights):  # Triton launches on the current device
-        kernels.block_sums[(rows, blocks)](weights, sums, vocabulary, blocks, SIZE=SIZE, num_warps=1)
+        kernels.block_sums[(rows, blocks)](
+            weights, sums, vocabulary, blocks, SIZE=SIZE, num_warps=1
+        )
         kernels.inverse_transform[(rows,)](
-            weights, sums, uniforms, tokens, vocabulary, blocks, uniforms.stride(0), SIZE=SIZE, BLOCKS=_power(blocks),
+            weights,
+            sums,
+            uniforms,
+            tokens,
+            vocabulary,
+            blocks,
+            uniforms.stride(0),
+            SIZE=SIZE,
+            BLOCKS=_power(blocks),
             num_warps=4,
-        )  # fmt: skip
+        )
     return tokens
 
 
 def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """As `shoal.sampling.drawing.exponential_race`: weights [rows, vocabulary], uniforms [rows, 1 + BUCKETS] float64 -> [rows]
-    int64."""
+    """As `shoal.sampling.drawing.exponential_race`: weights [rows, vocabulary], uniforms [rows, 1 +
+    BUCKETS] float64 -> [rows] int64."""
     from shoal.models.layers import draw_kernels as kernels
 
     rows, vocabulary = weights.shape
@@ -59,11 +77,22 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
     sums = weights.new_empty(rows, parts, BUCKETS, dtype=torch.float64)
     tokens = weights.new_empty(rows, dtype=torch.long)
     with torch.cuda.device_of(weights):
-        kernels.bucket_sums[(rows, parts)](weights, sums, vocabulary, parts, DEPTH=DEPTH, BUCKETS=BUCKETS, num_warps=4)
+        kernels.bucket_sums[(rows, parts)](
+            weights, sums, vocabulary, parts, DEPTH=DEPTH, BUCKETS=BUCKETS, num_warps=4
+        )
         kernels.exponential_race[(rows,)](
-            weights, sums, uniforms, tokens, vocabulary, parts, uniforms.stride(0), PARTS=_power(parts), BUCKETS=BUCKETS,
-            MEMBERS=_power(members), num_warps=16,
-        )  # fmt: skip
+            weights,
+            sums,
+            uniforms,
+            tokens,
+            vocabulary,
+            parts,
+            uniforms.stride(0),
+            PARTS=_power(parts),
+            BUCKETS=BUCKETS,
+            MEMBERS=_power(members),
+            num_warps=16,
+        )
     return tokens
 
 
@@ -72,20 +101,35 @@ KERNELS: dict[Draw, Draw] = {
 }  # fmt: skip
 
 
-def feed(drawn: Tensor, tokens: Tensor, kept: Tensor | None, numbers: tuple[Tensor, Tensor, Tensor, Tensor] | None) -> None:
-    """Writes drawn tokens [rows] into a block of one column, [rows, 1], and to `kept` [rows]; all int64.
+def feed(
+    drawn: Tensor,
+    tokens: Tensor,
+    kept: Tensor | None,
+    numbers: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+) -> None:
+    """Writes drawn tokens [rows] into a block of one column, [rows, 1], and to `kept` [rows]; all
+    int64.
 
     Args:
-        numbers: positions [rows, 1], cells, starts and counts [rows] of the block, contiguous, if it moves on by its counts.
+        numbers: positions [rows, 1], cells, starts and counts [rows] of the block, contiguous, if
+            it moves on by its counts.
     """
     from shoal.models.layers import draw_kernels as kernels
 
     positions, cells, starts, counts = numbers or (None, None, None, None)
     with torch.cuda.device_of(drawn):
         kernels.feed[(len(drawn),)](
-            drawn, tokens, kept, 0 if kept is None else kept.stride(0), positions, cells, starts, counts,
-            ADVANCES=numbers is not None, num_warps=1,
-        )  # fmt: skip
+            drawn,
+            tokens,
+            kept,
+            0 if kept is None else kept.stride(0),
+            positions,
+            cells,
+            starts,
+            counts,
+            ADVANCES=numbers is not None,
+            num_warps=1,
+        )
 
 
 def _power(size: int) -> int:

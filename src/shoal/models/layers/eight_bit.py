@@ -1,4 +1,5 @@
-"""Weights of 8 bits on CUDA, int8 or fp8: linear layers whose weights are read as bytes where few tokens are computed."""
+"""Weights of 8 bits on CUDA, int8 or fp8: linear layers whose weights are read as bytes where few
+tokens are computed."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from shoal.models.weights.fusing import joined, starts
 from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
 
 MOST_TOKENS = 256
-"""Beyond that a product computes more than it reads: weights are unpacked for it, as for prompts."""
+"""Beyond that a product computes more than it reads: weights are unpacked for it, as for
+prompts."""
 TOKENS = 64
-"""Most tokens of a program; of several such programs all but the first find the weights in the cache of the GPU."""
+"""Most tokens of a program; of several such programs all but the first find the weights in the
+cache of the GPU."""
 OUTPUTS, INPUTS, STAGES = 32, 128, 4
 """Of a program of the kernel: outputs, and inputs per step; steps in flight."""
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -25,8 +28,10 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     """x Wᵀ * scales + bias, [tokens, out] in the dtype of x.
 
     Args:
-        x: [tokens, in], contiguous. weight: [out, in] of a format in `LARGEST`, contiguous. scales: [out] float32. bias: [out] or
-            None.
+        x: [tokens, in], contiguous.
+        weight: [out, in] of a format in `LARGEST`, contiguous.
+        scales: [out] float32.
+        bias: [out] or None.
     """
     tokens, outputs = len(x), len(weight)
     if tokens > MOST_TOKENS:
@@ -37,9 +42,20 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     block = token_block(tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         kernels.eight_bit_product[(-(-tokens // block), -(-outputs // OUTPUTS))](
-            x, weight, scales, bias, out, tokens, x.shape[1], outputs, BLOCK_T=block, BLOCK_N=OUTPUTS, BLOCK_K=INPUTS,
-            num_warps=4, num_stages=STAGES,
-        )  # fmt: skip
+            x,
+            weight,
+            scales,
+            bias,
+            out,
+            tokens,
+            x.shape[1],
+            outputs,
+            BLOCK_T=block,
+            BLOCK_N=OUTPUTS,
+            BLOCK_K=INPUTS,
+            num_warps=4,
+            num_stages=STAGES,
+        )
     return out
 
 
@@ -55,15 +71,21 @@ class WeightOnly8Bit(nn.Module):
         form: a format in `LARGEST`.
 
     Attributes:
-        weight: [out, in] of that format. scales: [out] float32. bias: [out] or None.
+        weight: [out, in] of that format.
+        scales: [out] float32.
+        bias: [out] or None.
     """
 
     def __init__(self, layer: nn.Linear, form: torch.dtype = torch.int8) -> None:
         super().__init__()
         wide = layer.weight.detach().float()
         scales = wide.abs().amax(dim=1).clamp(min=1e-12) / LARGEST[form]
-        scaled = (wide / scales[:, None]).clamp(-LARGEST[form], LARGEST[form])  # what overflows fp8 would be NaN
-        self.weight = nn.Parameter((scaled if form.is_floating_point else scaled.round()).to(form), requires_grad=False)
+        scaled = (wide / scales[:, None]).clamp(
+            -LARGEST[form], LARGEST[form]
+        )  # what overflows fp8 would be NaN
+        self.weight = nn.Parameter(
+            (scaled if form.is_floating_point else scaled.round()).to(form), requires_grad=False
+        )
         self.scales, self.bias = nn.Parameter(scales, requires_grad=False), layer.bias
         self.in_features, self.out_features = layer.in_features, layer.out_features
 
@@ -74,7 +96,8 @@ class WeightOnly8Bit(nn.Module):
 
 
 class WeightOnlyMatrix(Matrix):
-    """W of 8 bits, [out, in], of one or several `WeightOnly8Bit`, one below the other, with a scale per output; see `product`.
+    """W of 8 bits, [out, in], of one or several `WeightOnly8Bit`, one below the other, with a scale
+    per output; see `product`.
 
     Attributes:
         scales: [out] float32.
@@ -102,15 +125,19 @@ class WeightOnlyMatrix(Matrix):
 
 @torch.no_grad()
 def matrix_of_8_bit(layers: Sequence[WeightOnly8Bit]) -> WeightOnlyMatrix:
-    """As `shoal.models.weights.matrix_of`: weights, scales and biases of the layers become rows of common tensors. A bias that
-    another model has as well stays that model's.
+    """As `shoal.models.weights.matrix_of`: weights, scales and biases of the layers become rows of
+    common tensors. A bias that another model has as well stays that model's.
 
     Raises:
         ValueError: some have a bias and some have none, or unlike inputs or formats.
     """
     if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
-        raise ValueError("layers of one matrix need the same input, the same format, and all a bias or none")
-    weight = joined([layer.weight.detach().view(torch.int8) for layer in layers]).view(layers[0].weight.dtype)
+        raise ValueError(
+            "layers of one matrix need the same input, the same format, and all a bias or none"
+        )
+    weight = joined([layer.weight.detach().view(torch.int8) for layer in layers]).view(
+        layers[0].weight.dtype
+    )
     scales = joined([layer.scales.detach() for layer in layers])
     bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
     for layer, start in zip(layers, starts(layers), strict=True):

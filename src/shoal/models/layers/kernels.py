@@ -1,7 +1,9 @@
-"""The Triton kernels of `operations.py`; imported by it alone and only when it runs, because Triton is optional.
+"""The Triton kernels of `operations.py`; imported by it alone and only when it runs, because Triton
+is optional.
 
-Each makes one step of a decoder layer of what are half a dozen operations in the model's modules. They round where the modules do:
-sums and angles are float32, a normalised row is rounded before it is multiplied by the weight, an activation before the product.
+Each makes one step of a decoder layer of what are half a dozen operations in the model's modules.
+They round where the modules do: sums and angles are float32, a normalised row is rounded before it
+is multiplied by the weight, an activation before the product.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,12 +14,15 @@ import os
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter on the CPU runs the kernels
+INTERPRETED = tl.constexpr(
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # Triton's interpreter on the CPU runs the kernels
 
 
 @triton.jit
 def normed(row, weight, column, inside, width, eps):
-    """RMS norm (Zhang and Sennrich 2019) of a row that is zero where not `inside`, times weight [width]."""
+    """RMS norm (Zhang and Sennrich 2019) of a row that is zero where not `inside`, times weight
+    [width]."""
     wide = row.to(tl.float32)
     norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -26,23 +31,44 @@ def normed(row, weight, column, inside, width, eps):
 
 @triton.jit
 def begin(
-    tokens, positions, embedding, frequencies, weight, x, out, cos, sin, columns, row_stride, scaling, width, eps,
-    HALF: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A token's embedding, its RMS norm, and the cosines and sines of its position (Su et al. 2021); grid (tokens,).
+    tokens,
+    positions,
+    embedding,
+    frequencies,
+    weight,
+    x,
+    out,
+    cos,
+    sin,
+    columns,
+    row_stride,
+    scaling,
+    width,
+    eps,
+    HALF: tl.constexpr,
+    ANGLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A token's embedding, its RMS norm, and the cosines and sines of its position (Su et al.
+    2021); grid (tokens,).
 
-    tokens [rows, columns] int64, `row_stride` apart; positions [rows * columns] int64; embedding [vocabulary, width];
-    frequencies [HALF] float32 -> x, out [tokens, width]; cos, sin [tokens, 2 * HALF] float32, times `scaling`.
+    tokens [rows, columns] int64, `row_stride` apart; positions [rows * columns] int64; embedding
+    [vocabulary, width]; frequencies [HALF] float32 -> x, out [tokens, width]; cos, sin [tokens, 2 *
+    HALF] float32, times `scaling`.
     """
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < width
     chosen = tl.load(tokens + token // columns * row_stride + token % columns)
     row = tl.load(embedding + chosen * width + column, mask=inside, other=0.0)
     tl.store(x + token * width + column, row, mask=inside)
-    tl.store(out + token * width + column, normed(row, weight, column, inside, width, eps), mask=inside)
+    tl.store(
+        out + token * width + column, normed(row, weight, column, inside, width, eps), mask=inside
+    )
     feature = tl.arange(0, ANGLES)
     there = feature < HALF
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + feature, mask=there, other=0.0)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(
+        frequencies + feature, mask=there, other=0.0
+    )
     place = token * 2 * HALF + feature
     c, s = tl.cos(angle) * scaling, tl.sin(angle) * scaling
     tl.store(cos + place, c, mask=there)
@@ -55,29 +81,48 @@ def begin(
 def add_norm(x, other, weight, out, width, eps, BLOCK: tl.constexpr):
     """The RMS norm of a row, and the residual sum before it; grid (tokens,).
 
-    x [tokens, width] += other [tokens, width], if there is one; out [tokens, width] = norm of x * weight [width].
+    x [tokens, width] += other [tokens, width], if there is one; out [tokens, width] = norm of x *
+    weight [width].
     """
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < width
     place = token * width + column
     row = tl.load(x + place, mask=inside, other=0.0)
     if other is not None:
-        row = (row.to(tl.float32) + tl.load(other + place, mask=inside, other=0.0).to(tl.float32)).to(row.dtype)
+        row = (
+            row.to(tl.float32) + tl.load(other + place, mask=inside, other=0.0).to(tl.float32)
+        ).to(row.dtype)
         tl.store(x + place, row, mask=inside)
     tl.store(out + place, normed(row, weight, column, inside, width, eps), mask=inside)
 
 
 @triton.jit
 def heads(
-    states, cos, sin, query_weight, key_weight, query, keys, values, cells, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One head of one token between the product for queries, keys and values and the attention; grid (tokens, heads + 2 kv heads).
+    states,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    query,
+    keys,
+    values,
+    cells,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head of one token between the product for queries, keys and values and the attention;
+    grid (tokens, heads + 2 kv heads).
 
-    Queries and keys are normalised by head, if there are weights for it (Qwen3), and rotated (Su et al. 2021). Queries go to
-    `query` [tokens, heads, dim], keys and values to the cell of the token in the stores [cells, kv heads, dim].
+    Queries and keys are normalised by head, if there are weights for it (Qwen3), and rotated (Su et
+    al. 2021). Queries go to `query` [tokens, heads, dim], keys and values to the cell of the token
+    in the stores [cells, kv heads, dim].
 
-    states [tokens, heads + 2 kv heads, dim]; cos and sin [tokens, rotary] float32, their halves alike; cells [tokens] int64.
+    states [tokens, heads + 2 kv heads, dim]; cos and sin [tokens, rotary] float32, their halves
+    alike; cells [tokens] int64.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     feature = tl.arange(0, BLOCK)
@@ -90,7 +135,9 @@ def heads(
     else:
         half = ROTARY // 2
         turned = feature < ROTARY
-        partner = tl.where(turned, tl.where(feature < half, feature + half, feature - half), feature)
+        partner = tl.where(
+            turned, tl.where(feature < half, feature + half, feature - half), feature
+        )
         y = tl.load(source + partner, mask=inside, other=0.0)
         if query_weight is not None:
             wide = x.to(tl.float32)
@@ -102,7 +149,9 @@ def heads(
                 own = tl.load(key_weight + feature, mask=inside, other=0.0)
                 other = tl.load(key_weight + partner, mask=inside, other=0.0)
             x = ((wide * factor).to(x.dtype).to(tl.float32) * own.to(tl.float32)).to(x.dtype)
-            y = ((y.to(tl.float32) * factor).to(y.dtype).to(tl.float32) * other.to(tl.float32)).to(y.dtype)
+            y = ((y.to(tl.float32) * factor).to(y.dtype).to(tl.float32) * other.to(tl.float32)).to(
+                y.dtype
+            )
         angle = token * ROTARY + feature
         c = tl.load(cos + angle, mask=turned, other=1.0)
         s = tl.load(sin + angle, mask=turned, other=0.0)
@@ -117,7 +166,8 @@ def heads(
 
 @triton.jit
 def silu_mul(both, out, width, BLOCK: tl.constexpr):
-    """silu(gate) * up, grid (tokens, blocks): both [tokens, gate and up of `width` each] -> out [tokens, width]."""
+    """silu(gate) * up, grid (tokens, blocks): both [tokens, gate and up of `width` each] -> out
+    [tokens, width]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -125,19 +175,32 @@ def silu_mul(both, out, width, BLOCK: tl.constexpr):
     up = tl.load(both + token * 2 * width + width + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     active = (wide * tl.sigmoid(wide)).to(gate.dtype)
-    tl.store(out + token * width + column, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(
+        out + token * width + column,
+        (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype),
+        mask=inside,
+    )
 
 
 @triton.jit
 def eight_bit_product(
-    x, weight, scales, bias, out, tokens, inputs, outputs,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """x Wᵀ * scales + bias for few tokens, grid (blocks of tokens, blocks of outputs): the weights are read as bytes, and once, as
-    the programs of the same outputs run at about the same time.
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    tokens,
+    inputs,
+    outputs,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x Wᵀ * scales + bias for few tokens, grid (blocks of tokens, blocks of outputs): the weights
+    are read as bytes, and once, as the programs of the same outputs run at about the same time.
 
-    x [tokens, inputs], weight [outputs, inputs] int8 or float8_e4m3, scales [outputs] float32, out [tokens, outputs]. A byte is
-    exact in all formats of x, sums are float32.
+    x [tokens, inputs], weight [outputs, inputs] int8 or float8_e4m3, scales [outputs] float32, out
+    [tokens, outputs]. A byte is exact in all formats of x, sums are float32.
     """
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -147,8 +210,14 @@ def eight_bit_product(
     for start in range(0, inputs, BLOCK_K):
         feature = start + tl.arange(0, BLOCK_K)
         inside = feature < inputs
-        left = tl.load(x + token[:, None] * inputs + feature[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-        right = tl.load(weight + row + feature[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+        left = tl.load(
+            x + token[:, None] * inputs + feature[None, :],
+            mask=real[:, None] & inside[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            weight + row + feature[:, None], mask=there[None, :] & inside[:, None], other=0.0
+        )
         if INTERPRETED:  # its dot is wrong in bfloat16
             total += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
         else:

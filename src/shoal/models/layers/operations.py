@@ -1,4 +1,5 @@
-"""The steps between the products of a decoder layer, one launch each. They ask nothing of the host and may be captured."""
+"""The steps between the products of a decoder layer, one launch each. They ask nothing of the host
+and may be captured."""
 
 from __future__ import annotations
 
@@ -15,16 +16,19 @@ COLUMNS = 1024
 
 def begin(
     tokens: Tensor, positions: Tensor, embedding: Tensor, rotary: tuple[Tensor, float], norm: Norm
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """What a pass begins with: the tokens' embeddings, their norm, and the angles of their positions.
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """What a pass begins with: the tokens' embeddings, their norm, and the angles of their
+    positions.
 
     Args:
-        tokens: [rows, q] int64, rows contiguous. positions: the same, contiguous.
+        tokens: [rows, q] int64, rows contiguous.
+        positions: the same, contiguous.
         embedding: [vocabulary, width], contiguous, at most `MOST_WIDTH` wide.
         rotary: frequencies [features / 2] float32, and the factor of cosines and sines.
 
     Returns:
-        Embeddings and their norms [tokens, width]; cosines and sines [tokens, features] float32, as `heads` takes them.
+        Embeddings and their norms [tokens, width]; cosines and sines [tokens, features] float32, as
+        `heads` takes them.
     """
     from shoal.models.layers import kernels
 
@@ -35,9 +39,25 @@ def begin(
     sin = torch.empty_like(cos)
     with torch.cuda.device_of(x):
         kernels.begin[(count,)](
-            tokens, positions, embedding, frequencies, norm.weight, x, out, cos, sin, tokens.shape[1], tokens.stride(0),
-            scaling, width, norm.eps, HALF=half, ANGLES=_power(half), BLOCK=_power(width), num_warps=_warps(width),
-        )  # fmt: skip
+            tokens,
+            positions,
+            embedding,
+            frequencies,
+            norm.weight,
+            x,
+            out,
+            cos,
+            sin,
+            tokens.shape[1],
+            tokens.stride(0),
+            scaling,
+            width,
+            norm.eps,
+            HALF=half,
+            ANGLES=_power(half),
+            BLOCK=_power(width),
+            num_warps=_warps(width),
+        )
     return x, out, (cos, sin)
 
 
@@ -45,7 +65,8 @@ def add_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor:
     """x += other, in place; returns x / rms(x) * weight.
 
     Args:
-        x: [tokens, width], contiguous, at most `MOST_WIDTH` wide. other: the same, or None = nothing to add.
+        x: [tokens, width], contiguous, at most `MOST_WIDTH` wide.
+        other: the same, or None = nothing to add.
     """
     from shoal.models.layers import kernels
 
@@ -53,7 +74,14 @@ def add_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor:
     out = torch.empty_like(x)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         kernels.add_norm[(tokens,)](
-            x, other, norm.weight, out, width, norm.eps, BLOCK=_power(width), num_warps=_warps(width)
+            x,
+            other,
+            norm.weight,
+            out,
+            width,
+            norm.eps,
+            BLOCK=_power(width),
+            num_warps=_warps(width),
         )
     return out
 
@@ -65,12 +93,16 @@ def heads(
     stores: tuple[Tensor, Tensor],
     cells: Tensor,
 ) -> Tensor:
-    """Normalises queries and keys by head if asked to, rotates them, writes keys and values to the cache.
+    """Normalises queries and keys by head if asked to, rotates them, writes keys and values to the
+    cache.
 
     Args:
-        states: queries, keys and values of all heads, [tokens, (heads + 2 kv heads) * dim], contiguous.
-        angles: cosines and sines [tokens, rotary] float32, contiguous; of both halves of the rotary features.
-        norms: of queries and of keys. stores: of keys and of values, [slots, capacity, kv heads, dim], contiguous.
+        states: queries, keys and values of all heads, [tokens, (heads + 2 kv heads) * dim],
+            contiguous.
+        angles: cosines and sines [tokens, rotary] float32, contiguous; of both halves of the rotary
+            features.
+        norms: of queries and of keys.
+        stores: of keys and of values, [slots, capacity, kv heads, dim], contiguous.
         cells: where in them each token's are written, [tokens] int64.
 
     Returns:
@@ -86,21 +118,37 @@ def heads(
     query_norm, key_norm = norms or (None, None)
     with torch.cuda.device_of(states):
         kernels.heads[(tokens, count + 2 * kv_heads)](
-            states, cos, sin, None if query_norm is None else query_norm.weight, None if key_norm is None else key_norm.weight,
-            query, keys, values, cells, 0.0 if query_norm is None else query_norm.eps,
-            HEADS=count, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[-1], BLOCK=_power(dim), num_warps=1,
-        )  # fmt: skip
+            states,
+            cos,
+            sin,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
+            query,
+            keys,
+            values,
+            cells,
+            0.0 if query_norm is None else query_norm.eps,
+            HEADS=count,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            ROTARY=cos.shape[-1],
+            BLOCK=_power(dim),
+            num_warps=1,
+        )
     return query
 
 
 def silu_mul(both: Tensor) -> Tensor:
-    """silu(gate) * up; both: gate and up side by side, [tokens, 2 * width], contiguous -> [tokens, width]."""
+    """silu(gate) * up; both: gate and up side by side, [tokens, 2 * width], contiguous -> [tokens,
+    width]."""
     from shoal.models.layers import kernels
 
     tokens, width = len(both), both.shape[1] // 2
     out = both.new_empty(tokens, width)
     with torch.cuda.device_of(both):
-        kernels.silu_mul[(tokens, -(-width // COLUMNS))](both, out, width, BLOCK=COLUMNS, num_warps=4)
+        kernels.silu_mul[(tokens, -(-width // COLUMNS))](
+            both, out, width, BLOCK=COLUMNS, num_warps=4
+        )
     return out
 
 

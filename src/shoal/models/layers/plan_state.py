@@ -1,4 +1,5 @@
-"""The state of a pass that is launched kernel by kernel: a plan over a slot cache, as long as its rows are."""
+"""The state of a pass that is launched kernel by kernel: a plan over a slot cache, as long as its
+rows are."""
 
 from __future__ import annotations
 
@@ -34,13 +35,18 @@ class PlanState:
         return self._cache.rows(layer)
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shared store of the layer that was asked for last, [cells, kv heads, dim] each; (None, None) without prefixes."""
+        """The shared store of the layer that was asked for last, [cells, kv heads, dim] each;
+        (None, None) without prefixes."""
         return self._cache.shared()
 
     def unpacked(self, query: Tensor) -> Tensor:
         """[tokens, heads, dim] -> [rows, q, heads, dim]."""
         plan = self._plan
-        return plan.unpack(query[None]) if plan.packed else query.view(plan.rows, plan.q, *query.shape[1:])
+        return (
+            plan.unpack(query[None])
+            if plan.packed
+            else query.view(plan.rows, plan.q, *query.shape[1:])
+        )
 
     def packed(self, attended: Tensor) -> Tensor:
         """[rows, q, heads, dim] -> [tokens, heads, dim]."""

@@ -9,17 +9,21 @@ from torch import Tensor
 
 
 class Angles:
-    """Tables [positions, rotary] float32 of all positions so far asked for; they grow by doubling."""
+    """Tables [positions, rotary] float32 of all positions so far asked for; they grow by
+    doubling."""
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
         self._tables = torch.empty(0, 0), torch.empty(0, 0)
 
     def reach(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions 0 .. positions - 1, or more. They never change: another thread gets larger ones."""
+        """Cosines and sines of positions 0 .. positions - 1, or more. They never change: another
+        thread gets larger ones."""
         tables = self._tables
         if len(tables[0]) < positions:
             device, known = self._rotary.inv_freq.device, 1 << (positions - 1).bit_length()
-            cos, sin = self._rotary(torch.empty(0, device=device), torch.arange(known, device=device)[None])
+            cos, sin = self._rotary(
+                torch.empty(0, device=device), torch.arange(known, device=device)[None]
+            )
             self._tables = tables = cos[0].contiguous(), sin[0].contiguous()
         return tables

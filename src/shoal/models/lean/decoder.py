@@ -1,7 +1,8 @@
 """What the lean pass computes: a decoder of the Llama family, read off a Transformers model.
 
-Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, rotary positions, and a gated MLP (Touvron et al.
-2023). Which of these a model is, is known by its class: what merely looks alike may compute something else.
+Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, rotary positions, and
+a gated MLP (Touvron et al. 2023). Which of these a model is, is known by its class: what merely
+looks alike may compute something else.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ class DecoderLayer:
     """One layer.
 
     Attributes:
-        states: queries, keys and values of all heads. out: back to the width of the model. gate, up, down: of the MLP.
-        query_norm, key_norm: of each head before the rotation (Qwen3), or None. window: sliding window, or None.
+        states: queries, keys and values of all heads.
+        out: back to the width of the model.
+        gate, up, down: of the MLP.
+        query_norm, key_norm: of each head before the rotation (Qwen3), or None.
+        window: sliding window, or None.
     """
 
     attention_norm: Norm
@@ -64,8 +68,11 @@ class Decoder:
     """A model of the family.
 
     Attributes:
-        embedding: the table [vocabulary, width]. rotary: the model's own module of cosines and sines.
-        scale: of the scores. activation: of the gate, as `Matrix.linear` names it. width: of the model, features.
+        embedding: the table [vocabulary, width].
+        rotary: the model's own module of cosines and sines.
+        scale: of the scores.
+        activation: of the gate, as `Matrix.linear` names it.
+        width: of the model, features.
         dtype: of weights and states.
         structure: of the model, to find changes of it.
     """
@@ -86,22 +93,30 @@ class Decoder:
 
     @property
     def stale(self) -> bool:
-        """Whether some weights or layers were replaced by others, so that only the model's modules know them."""
+        """Whether some weights or layers were replaced by others, so that only the model's modules
+        know them."""
         return any(map(_STALE, self.matrices)) or self.structure.changed
 
     @cached_property
     def matrices(self) -> list[Matrix]:
         """Of all layers, and the head's."""
         return [
-            *(matrix for layer in self.layers for matrix in (layer.states, layer.out, layer.gate, layer.up, layer.down)), self.head
-        ]  # fmt: skip
+            *(
+                matrix
+                for layer in self.layers
+                for matrix in (layer.states, layer.out, layer.gate, layer.up, layer.down)
+            ),
+            self.head,
+        ]
 
 
 MatrixOf = Callable[[Sequence[Any]], Matrix]
 """The common matrix of layers with the same input (`shoal.models.weights.matrix_of`)."""
 
 
-def decoder_of(hf: Any, linears: Sequence[type] = LINEARS, matrix_of: MatrixOf = matrix_of) -> Decoder | None:
+def decoder_of(
+    hf: Any, linears: Sequence[type] = LINEARS, matrix_of: MatrixOf = matrix_of
+) -> Decoder | None:
     """Reads the decoder off a Transformers model; returns None if `obstacle` has a reason.
 
     Args:
@@ -115,10 +130,20 @@ def decoder_of(hf: Any, linears: Sequence[type] = LINEARS, matrix_of: MatrixOf =
     layers = [_layer(layer, window, matrix_of) for layer in hf.model.layers]
     first, head = hf.model.layers[0].self_attn, matrix_of([hf.lm_head])
     return Decoder(
-        _embedding(hf.model.embed_tokens.weight), layers, _norm(hf.model.norm), head, hf.model.rotary_emb,
-        config.num_attention_heads, config.num_key_value_heads, first.head_dim, first.scaling, ACTIVATIONS[config.hidden_act],
-        config.hidden_size, hf.dtype, Structure(hf),
-    )  # fmt: skip
+        _embedding(hf.model.embed_tokens.weight),
+        layers,
+        _norm(hf.model.norm),
+        head,
+        hf.model.rotary_emb,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        first.head_dim,
+        first.scaling,
+        ACTIVATIONS[config.hidden_act],
+        config.hidden_size,
+        hf.dtype,
+        Structure(hf),
+    )
 
 
 def _embedding(weight: Tensor) -> Tensor:
@@ -131,12 +156,22 @@ def _embedding(weight: Tensor) -> Tensor:
 
 def _layer(layer: Any, window: int | None, matrix_of: MatrixOf) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = [_norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")]
+    norms = [
+        _norm(getattr(attention, name)) if hasattr(attention, name) else None
+        for name in ("q_norm", "k_norm")
+    ]
     return DecoderLayer(
-        _norm(layer.input_layernorm), matrix_of([attention.q_proj, attention.k_proj, attention.v_proj]), norms[0], norms[1],
-        matrix_of([attention.o_proj]), _norm(layer.post_attention_layernorm), matrix_of([mlp.gate_proj]), matrix_of([mlp.up_proj]),
-        matrix_of([mlp.down_proj]), getattr(attention, "sliding_window", window),
-    )  # fmt: skip
+        _norm(layer.input_layernorm),
+        matrix_of([attention.q_proj, attention.k_proj, attention.v_proj]),
+        norms[0],
+        norms[1],
+        matrix_of([attention.o_proj]),
+        _norm(layer.post_attention_layernorm),
+        matrix_of([mlp.gate_proj]),
+        matrix_of([mlp.up_proj]),
+        matrix_of([mlp.down_proj]),
+        getattr(attention, "sliding_window", window),
+    )
 
 
 def _norm(module: Any) -> Norm:
@@ -144,20 +179,27 @@ def _norm(module: Any) -> Norm:
 
 
 def obstacle(hf: Any, linears: Sequence[type] = LINEARS) -> str | None:
-    """Returns the reason why a Transformers model is no decoder of the family, or was changed by its owner; None if it is one."""
+    """Returns the reason why a Transformers model is no decoder of the family, or was changed by
+    its owner; None if it is one."""
     kind, config = type(hf).__name__, hf.config
     if kind not in FAMILY or not type(hf).__module__.startswith("transformers."):
         return f"{kind} is none of {', '.join(sorted(FAMILY))}"
     if config.rope_parameters["rope_type"] not in FIXED_ROTARY:
-        return f"the angles of its rotary positions depend on the length of the text ({config.rope_parameters['rope_type']})"
+        return (
+            f"the angles of its rotary positions depend on the length of the text "
+            f"({config.rope_parameters['rope_type']})"
+        )
     if config.hidden_act not in ACTIVATIONS:
         return f"its gate is {config.hidden_act}"
     return _alteration(hf, linears)
 
 
 def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
-    """Returns the change that its owner made to a model of the family: adapters, quantised layers, hooks; or None."""
-    names = [f"self_attn.{kind}_proj" for kind in "qkvo"] + [f"mlp.{kind}_proj" for kind in ("gate", "up", "down")]
+    """Returns the change that its owner made to a model of the family: adapters, quantised layers,
+    hooks; or None."""
+    names = [f"self_attn.{kind}_proj" for kind in "qkvo"] + [
+        f"mlp.{kind}_proj" for kind in ("gate", "up", "down")
+    ]
     layers = [layer.get_submodule(name) for layer in hf.model.layers for name in names]
     foreign = next((layer for layer in [*layers, hf.lm_head] if type(layer) not in linears), None)
     if foreign is not None:
@@ -166,7 +208,10 @@ def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
         return f"its embedding is a {type(hf.model.embed_tokens).__name__}"
     if any(parameter.dtype != hf.dtype for parameter in _floating(hf, linears)):
         return "its weights have several number formats"
-    if any("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks for module in hf.modules()):
+    if any(
+        "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks
+        for module in hf.modules()
+    ):
         return "a module has hooks, or a forward of its own"
     return None
 
@@ -175,4 +220,6 @@ def _floating(hf: Any, linears: Sequence[type]) -> Iterator[Tensor]:
     """The parameters, but those of linear layers that are kept in another format."""
     for module in hf.modules():
         if isinstance(module, nn.Linear) or type(module) not in linears:
-            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+            yield from (
+                parameter for parameter in module._parameters.values() if parameter is not None
+            )

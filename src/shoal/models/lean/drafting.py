@@ -1,6 +1,7 @@
 """A drafter's steps of a round by the kernels in C: pass, draw, and the next block in one call.
 
-A step feeds itself: it leaves the tokens that it drew where the next one reads them. Between two calls nothing has to be done.
+A step feeds itself: it leaves the tokens that it drew where the next one reads them. Between two
+calls nothing has to be done.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class Drawing:
     """How the steps of a round draw, and what they return.
 
     Attributes:
-        vocab_size: of q; no more than the drafter's own. samplings: of the rows. uniforms: [rows, at least as many as steps, ...]
-            float64.
-        race: draws by an exponential race (`shoal.sampling.native`). want_q, want_highest: beside the tokens.
+        vocab_size: of q; no more than the drafter's own.
+        samplings: of the rows.
+        uniforms: [rows, at least as many as steps, ...] float64.
+        race: draws by an exponential race (`shoal.sampling.native`).
+        want_q, want_highest: beside the tokens.
     """
 
     vocab_size: int
@@ -44,16 +47,28 @@ class LeanSteps:
     """The steps of one round.
 
     Args:
-        whole: passes of the drafter. plan: of the first pass. pending: its tokens, [rows, q] int64. most: steps, at most.
+        whole: passes of the drafter.
+        plan: of the first pass.
+        pending: its tokens, [rows, q] int64.
+        most: steps, at most.
     """
 
     def __init__(
-        self, whole: WholePass, cache: SlotCache, plan: Plan, pending: Tensor, most: int, drawing: Drawing
-    ) -> None:  # fmt: skip
+        self,
+        whole: WholePass,
+        cache: SlotCache,
+        plan: Plan,
+        pending: Tensor,
+        most: int,
+        drawing: Drawing,
+    ) -> None:
         vocab_size = drawing.vocab_size
         rows = plan.rows
         logits = torch.empty(rows, 1, whole.decoder.head.shape[0], dtype=whole.decoder.dtype)
-        self._tokens, self._probs = torch.empty(most, rows, dtype=torch.long), torch.empty(most, rows)
+        self._tokens, self._probs = (
+            torch.empty(most, rows, dtype=torch.long),
+            torch.empty(most, rows),
+        )
         self._highest = torch.empty(most, rows) if drawing.want_highest else None
         self._q = torch.empty(most, rows, vocab_size) if drawing.want_q else None
         work = whole.prepared(plan, pending, cache, logits, ahead=most)
@@ -61,9 +76,13 @@ class LeanSteps:
         block, drawn_from = block_of(
             logits[..., :vocab_size], settings_of(drawing.samplings), drawing.uniforms, drawing.race
         )
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (self._highest, self._q))
+        addresses = (
+            None if tensor is None else tensor.data_ptr() for tensor in (self._highest, self._q)
+        )
         draws = Draws(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
-        self._step = DraftStep(work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions)
+        self._step = DraftStep(
+            work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions
+        )
         self._held = work.held, work.bounds, drawn_from  # the step has their addresses
         self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
         self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0

@@ -17,7 +17,8 @@ from shoal.models.vectors import embedded
 
 
 def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
-    """A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held another."""
+    """A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held
+    another."""
     return tokens[:, : plan.q].clamp(max=vocabulary - 1)
 
 
@@ -29,12 +30,17 @@ class LeanPass:
 
     Attributes:
         decoder: the model.
-        whole: computes passes in one call, those that it can; None if it cannot compute this decoder.
+        whole: computes passes in one call, those that it can; None if it cannot compute this
+            decoder.
         no_whole: the reason why there is no `whole`.
     """
 
     def __init__(
-        self, decoder: Decoder, kernels: NativeKernels, whole: WholePass | None = None, no_whole: str = "it was not made"
+        self,
+        decoder: Decoder,
+        kernels: NativeKernels,
+        whole: WholePass | None = None,
+        no_whole: str = "it was not made",
     ) -> None:
         self.decoder = decoder
         self.whole, self.no_whole = whole, no_whole
@@ -58,29 +64,44 @@ class LeanPass:
         """A pass over the plan's tokens.
 
         Args:
-            tokens: [rows, q] int64, or more columns; ids beyond the embedding stand for the last one.
-            cache: announced the plan (`SlotCache.begin`). method: attends where the operations cannot.
+            tokens: [rows, q] int64, or more columns; ids beyond the embedding stand for the last
+                one.
+            cache: announced the plan (`SlotCache.begin`).
+            method: attends where the operations cannot.
             hidden_layers: hidden states wanted (`shoal.models.runner.Runner`).
             vectors: what negative ids stand for (`shoal.models.vectors`).
 
         Returns:
-            Logits [rows, q, vocab]; without `want_logits`, nothing of use. Hidden states, [rows, q, layers * width], or packed
-            [1, tokens, layers * width]; None where none are wanted.
+            Logits [rows, q, vocab]; without `want_logits`, nothing of use. Hidden states, [rows, q,
+            layers * width], or packed [1, tokens, layers * width]; None where none are wanted.
         """
-        decoder, tokens = self.decoder, plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding)))
+        decoder, tokens = (
+            self.decoder,
+            plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding))),
+        )
         do = self._kernels(plan, cache, method)
         x = embedded(tokens.flatten(), partial(decoder.embedding.index_select, 0), vectors)
-        kept = {0: x.clone()} if 0 in hidden_layers else {}  # the next layer may overwrite its input
+        kept = (
+            {0: x.clone()} if 0 in hidden_layers else {}
+        )  # the next layer may overwrite its input
         for index, layer in enumerate(decoder.layers):
             states = layer.states.linear(do.norm(x, layer.attention_norm))
             x = layer.out.linear_add(do.attend(states, index), x)
             h = do.norm(x, layer.mlp_norm)
-            x = layer.down.linear_add(layer.up.linear_mul(h, layer.gate.linear(h, decoder.activation)), x)
+            x = layer.down.linear_add(
+                layer.up.linear_mul(h, layer.gate.linear(h, decoder.activation)), x
+            )
             if index + 1 in hidden_layers:
                 kept[index + 1] = x.clone()
-        last = do.norm(x, decoder.norm) if want_logits or len(decoder.layers) in hidden_layers else x
+        last = (
+            do.norm(x, decoder.norm) if want_logits or len(decoder.layers) in hidden_layers else x
+        )
         kept |= {len(decoder.layers): last} if hidden_layers else {}
         hidden = (
-            torch.cat([kept[layer] for layer in hidden_layers], dim=-1).view(*tokens.shape, -1) if hidden_layers else None
+            torch.cat([kept[layer] for layer in hidden_layers], dim=-1).view(*tokens.shape, -1)
+            if hidden_layers
+            else None
         )
-        return plan.unpack(decoder.head.linear(last).view(*tokens.shape, -1)) if want_logits else x, hidden
+        return plan.unpack(
+            decoder.head.linear(last).view(*tokens.shape, -1)
+        ) if want_logits else x, hidden

@@ -21,7 +21,8 @@ from shoal.native.structs import Attention, Heads
 
 
 class NativeKernels:
-    """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see `shoal.native.build`."""
+    """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see
+    `shoal.native.build`."""
 
     def __init__(self, decoder: Decoder) -> None:
         made = library()
@@ -45,12 +46,17 @@ class NativePass:
     Kernels take addresses: every tensor that they read is held here, or by the caller, meanwhile.
     """
 
-    def __init__(self, kernels: NativeKernels, plan: Plan, cache: SlotCache, method: Method) -> None:
+    def __init__(
+        self, kernels: NativeKernels, plan: Plan, cache: SlotCache, method: Method
+    ) -> None:
         decoder = kernels.decoder
         self._kernels, self._plan, self._cache, self._method = kernels, plan, cache, method
         self._threads = torch.get_num_threads()
         if len(cache) < len(decoder.layers):
-            cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
+            cache.make_layers(
+                len(decoder.layers),
+                torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype),
+            )
         self._stores = cache.addresses(plan.into)
         self._cos, self._sin = kernels.angles.reach(plan.reach)
         self._positions = plan.pack(plan.positions).reshape(-1)
@@ -69,22 +75,57 @@ class NativePass:
     def _heads_of(self, plan: Plan, cache: SlotCache) -> Heads:
         decoder = self._kernels.decoder
         return Heads(
-            len(self._positions), decoder.heads, decoder.kv_heads, decoder.dim, self._cos.shape[1], self._threads, 0.0,
-            self._cos.data_ptr(), self._sin.data_ptr(), self._positions.data_ptr(), cache.written.data_ptr(),
-        )  # fmt: skip
+            len(self._positions),
+            decoder.heads,
+            decoder.kv_heads,
+            decoder.dim,
+            self._cos.shape[1],
+            self._threads,
+            0.0,
+            self._cos.data_ptr(),
+            self._sin.data_ptr(),
+            self._positions.data_ptr(),
+            cache.written.data_ptr(),
+        )
 
     def _attention_of(self, plan: Plan, cache: SlotCache) -> Attention:
         """All but the addresses of a layer's tensors."""
         decoder = self._kernels.decoder
         heads, kv_heads, dim = decoder.heads, decoder.kv_heads, decoder.dim
         token = kv_heads * dim
-        self._row_starts = self._first_tokens(plan), np.array(plan.slots or [0]) * (cache.capacity * token)
+        self._row_starts = (
+            self._first_tokens(plan),
+            np.array(plan.slots or [0]) * (cache.capacity * token),
+        )
         firsts, slots = (starts.ctypes.data for starts in self._row_starts)
         return Attention(
-            plan.rows, heads, kv_heads, dim, dim, self._threads, decoder.scale, 0.0, 0, plan.bounds.data_ptr(), firsts, slots,
-            slots, None, None, plan.q, None, None, None, None, None, None, (heads + 2 * kv_heads) * dim, dim, *(token, dim) * 4,
+            plan.rows,
+            heads,
+            kv_heads,
+            dim,
+            dim,
+            self._threads,
+            decoder.scale,
+            0.0,
+            0,
+            plan.bounds.data_ptr(),
+            firsts,
+            slots,
+            slots,
+            None,
+            None,
+            plan.q,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            (heads + 2 * kv_heads) * dim,
+            dim,
+            *(token, dim) * 4,
             self._out.data_ptr(),
-        )  # fmt: skip
+        )
 
     def _first_tokens(self, plan: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         """Where in the pass each row's tokens begin, [rows]."""
@@ -96,11 +137,20 @@ class NativePass:
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalises [tokens, width]. The result is good until the next call."""
         kernels, (tokens, width) = self._kernels, x.shape
-        kernels.rms_norm(x.data_ptr(), norm.weight.data_ptr(), self._normed_at, tokens, width, norm.eps, self._threads)
+        kernels.rms_norm(
+            x.data_ptr(),
+            norm.weight.data_ptr(),
+            self._normed_at,
+            tokens,
+            width,
+            norm.eps,
+            self._threads,
+        )
         return self._normed
 
     def attend(self, states: Tensor, index: int) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the cache, attends; `states` is overwritten.
+        """Rotates queries and keys, writes keys and values to the cache, attends; `states` is
+        overwritten.
 
         Args:
             states: queries, keys and values of layer `index`, [tokens, (heads + 2 kv heads) * dim].
@@ -111,9 +161,14 @@ class NativePass:
         keys, values, shared_keys, shared_values = self._stores[4 * index : 4 * index + 4]
         heads, layer = self._heads, self._kernels.decoder.layers[index]
         heads.states = states.data_ptr()
-        heads.keys, heads.values = (shared_keys, shared_values) if self._plan.into is not None else (keys, values)
+        heads.keys, heads.values = (
+            (shared_keys, shared_values) if self._plan.into is not None else (keys, values)
+        )
         if layer.query_norm is not None and layer.key_norm is not None:
-            heads.query_norm, heads.key_norm = layer.query_norm.weight.data_ptr(), layer.key_norm.weight.data_ptr()
+            heads.query_norm, heads.key_norm = (
+                layer.query_norm.weight.data_ptr(),
+                layer.key_norm.weight.data_ptr(),
+            )
             heads.eps = layer.query_norm.eps
         self._kernels.heads(self._heads_at)
         if not self._attends:
@@ -133,7 +188,9 @@ class NativePass:
         return self._out
 
 
-def attended(method: Method, cache: SlotCache, masks: Masks, decoder: Decoder, index: int, query: Tensor) -> Tensor:
+def attended(
+    method: Method, cache: SlotCache, masks: Masks, decoder: Decoder, index: int, query: Tensor
+) -> Tensor:
     """Attends in layer `index` by a method, over the cache, the pass's own keys included.
 
     Args:
@@ -144,9 +201,19 @@ def attended(method: Method, cache: SlotCache, masks: Masks, decoder: Decoder, i
     """
     plan = cache.plan
     assert plan is not None
-    rows = plan.unpack(query[None]) if plan.packed else query.view(plan.rows, plan.q, *query.shape[1:])
+    rows = (
+        plan.unpack(query[None]) if plan.packed else query.view(plan.rows, plan.q, *query.shape[1:])
+    )
     key, value = cache.rows(index)
     inputs = AttentionInputs(
-        rows.transpose(1, 2), key, value, masks, decoder.scale, decoder.layers[index].window, None, None, *cache.shared()
+        rows.transpose(1, 2),
+        key,
+        value,
+        masks,
+        decoder.scale,
+        decoder.layers[index].window,
+        None,
+        None,
+        *cache.shared(),
     )
     return plan.pack(method(inputs)).reshape(len(query), -1)

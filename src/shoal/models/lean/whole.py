@@ -1,4 +1,5 @@
-"""A pass in one call: the kernel `decode`, for decoders all of whose matrices are packed in panels."""
+"""A pass in one call: the kernel `decode`, for decoders all of whose matrices are packed in
+panels."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from shoal.native.structs import Layer, Model, Norm, Pass, Weights
 
 
 def whole_pass(decoder: Decoder, angles: Angles) -> tuple[WholePass | None, str]:
-    """Makes the passes in one call, or tells the reason why the kernel does not compute the decoder. Raises NotBuilt."""
+    """Makes the passes in one call, or tells the reason why the kernel does not compute the
+    decoder. Raises NotBuilt."""
     try:
         return WholePass(decoder, angles), ""
     except _Unfit as reason:
@@ -32,8 +34,9 @@ def whole_pass(decoder: Decoder, angles: Angles) -> tuple[WholePass | None, str]
 class WholePass:
     """The passes of a decoder in one call each.
 
-    The structs with the addresses of the weights are made once. `Decoder.stale` finds weights that are elsewhere later; until then
-    the tensors are held here, so that no address is one of freed memory. Packed weights never move (`PanelMatrix`).
+    The structs with the addresses of the weights are made once. `Decoder.stale` finds weights that
+    are elsewhere later; until then the tensors are held here, so that no address is one of freed
+    memory. Packed weights never move (`PanelMatrix`).
     """
 
     def __init__(self, decoder: Decoder, angles: Angles) -> None:
@@ -44,7 +47,9 @@ class WholePass:
         self._model_at = ctypes.pointer(self._model)
         gated, attended = decoder.layers[0].gate.shape[0], decoder.heads * decoder.dim
         features = 2 * decoder.width + 2 * (attended + decoder.kv_heads * decoder.dim) + gated
-        rounded = max(decoder.width, attended, gated) if isinstance(decoder.head, Int8PanelMatrix) else 0
+        rounded = (
+            max(decoder.width, attended, gated) if isinstance(decoder.head, Int8PanelMatrix) else 0
+        )
         self._token_bytes = features * decoder.dtype.itemsize + rounded + 4  # of a scale
 
     def of(self, decoder: Decoder) -> WholePass:
@@ -52,39 +57,78 @@ class WholePass:
         return WholePass(decoder, self.angles)
 
     def __call__(
-        self, plan: Plan, tokens: Tensor, cache: SlotCache, want_logits: bool, vectors: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
-        """Computes a pass of at most `MOST_COLUMNS` tokens a row; returns its logits [rows, q, vocab], empty unless wanted."""
+        self,
+        plan: Plan,
+        tokens: Tensor,
+        cache: SlotCache,
+        want_logits: bool,
+        vectors: Tensor | None = None,
+    ) -> Tensor:
+        """Computes a pass of at most `MOST_COLUMNS` tokens a row; returns its logits [rows, q,
+        vocab], empty unless wanted."""
         decoder = self.decoder
-        logits = torch.empty(plan.rows, plan.q, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype)
+        logits = torch.empty(
+            plan.rows, plan.q, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype
+        )
         work = self.prepared(plan, tokens, cache, logits if want_logits else None, vectors=vectors)
         require_done(self._decode(work.pass_))
         return logits
 
     def prepared(
-        self, plan: Plan, tokens: Tensor, cache: SlotCache, logits: Tensor | None, ahead: int = 0, vectors: Tensor | None = None
-    ) -> Prepared:  # fmt: skip
+        self,
+        plan: Plan,
+        tokens: Tensor,
+        cache: SlotCache,
+        logits: Tensor | None,
+        ahead: int = 0,
+        vectors: Tensor | None = None,
+    ) -> Prepared:
         """The pass, ready to be computed.
 
         Args:
-            logits: receives those of all columns. ahead: positions of later passes that the same struct will compute.
+            logits: receives those of all columns.
+            ahead: positions of later passes that the same struct will compute.
             vectors: what negative ids stand for (`shoal.models.vectors`).
         """
         decoder = self.decoder
         if len(cache) < len(decoder.layers):
-            cache.make_layers(len(decoder.layers), torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype))
-        bounds = array("i", [*plan.starts, *plan.counts, *plan.offsets, *plan.bases, *(plan.slots or [0])])
+            cache.make_layers(
+                len(decoder.layers),
+                torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype),
+            )
+        bounds = array(
+            "i", [*plan.starts, *plan.counts, *plan.offsets, *plan.bases, *(plan.slots or [0])]
+        )
         ids, stores = tokens.contiguous(), cache.addresses(plan.into)
         trees = _Trees(plan, decoder) if plan.parents is not None or plan.gaps is not None else None
         cos, sin = self.angles.reach(plan.reach + ahead)
         count, rows = sum(plan.counts) if plan.packed else plan.rows * plan.q, plan.rows
-        workspace = torch.empty((2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8)
-        inputs = (0, ids.data_ptr(), None) if vectors is None else (len(vectors), ids.data_ptr(), vectors.data_ptr())
+        workspace = torch.empty(
+            (2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8
+        )
+        inputs = (
+            (0, ids.data_ptr(), None)
+            if vectors is None
+            else (len(vectors), ids.data_ptr(), vectors.data_ptr())
+        )
         pass_ = Pass(
-            self._model_at, stores.buffer_info()[0], count, rows, plan.q, torch.get_num_threads(), plan.packed, cache.capacity,
-            ids.shape[1], *inputs, bounds.buffer_info()[0], *((None, None) if trees is None else trees.addresses),
-            cos.data_ptr(), sin.data_ptr(), workspace.data_ptr(), None if logits is None else logits.data_ptr(),
-        )  # fmt: skip
+            self._model_at,
+            stores.buffer_info()[0],
+            count,
+            rows,
+            plan.q,
+            torch.get_num_threads(),
+            plan.packed,
+            cache.capacity,
+            ids.shape[1],
+            *inputs,
+            bounds.buffer_info()[0],
+            *((None, None) if trees is None else trees.addresses),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            workspace.data_ptr(),
+            None if logits is None else logits.data_ptr(),
+        )
         return Prepared(pass_, bounds, (ids, vectors, stores, trees, cos, sin, workspace, logits))
 
 
@@ -99,14 +143,20 @@ class Prepared(NamedTuple):
 def require_done(failure: int) -> None:
     """Raises MemoryError, IndexError: what `decode` returns says that the pass failed."""
     if failure:
-        raise MemoryError("no memory for the scores of attention") if failure == 1 else IndexError("no such token")
+        raise (
+            MemoryError("no memory for the scores of attention")
+            if failure == 1
+            else IndexError("no such token")
+        )
 
 
 class _Trees:
-    """Positions of columns that do not follow from where their rows start, and what the columns of draft trees see.
+    """Positions of columns that do not follow from where their rows start, and what the columns of
+    draft trees see.
 
     Attributes:
-        positions: [rows, q] int64. addresses: of these, and of the addresses of each layer's words (None for chains).
+        positions: [rows, q] int64.
+        addresses: of these, and of the addresses of each layer's words (None for chains).
     """
 
     def __init__(self, plan: Plan, decoder: Decoder) -> None:
@@ -141,23 +191,37 @@ class _Structs:
             raise _Unfit("its layers are of several sizes")
         layers = (Layer * len(decoder.layers))(*map(self._layer, decoder.layers))
         return Model(
-            len(layers), decoder.heads, decoder.kv_heads, decoder.dim, angles.reach(1)[0].shape[1], decoder.width,
-            len(decoder.embedding), decoder.scale, self._address(decoder.embedding), layers, self._norm(decoder.norm),
+            len(layers),
+            decoder.heads,
+            decoder.kv_heads,
+            decoder.dim,
+            angles.reach(1)[0].shape[1],
+            decoder.width,
+            len(decoder.embedding),
+            decoder.scale,
+            self._address(decoder.embedding),
+            layers,
+            self._norm(decoder.norm),
             self._weights(decoder.head),
-        )  # fmt: skip
+        )
 
     def _layer(self, layer: DecoderLayer) -> Layer:
         return Layer(
             *map(self._weights, (layer.states, layer.out, layer.gate, layer.up, layer.down)),
-            *map(self._norm, (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)), layer.window or 0,
-        )  # fmt: skip
+            *map(
+                self._norm, (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+            ),
+            layer.window or 0,
+        )
 
     def _weights(self, matrix: Matrix) -> Weights:
         if not isinstance(matrix, PanelMatrix | Int8PanelMatrix) or not matrix.whole:
             raise _Unfit("its weights are not packed in panels")
         bias = None if matrix.bias is None else self._address(matrix.bias)
         rounded = (matrix.scales, matrix.zeros) if isinstance(matrix, Int8PanelMatrix) else ()
-        weight, *more = (self._address(tensor, tensor.dtype) for tensor in (matrix.panels, *rounded))
+        weight, *more = (
+            self._address(tensor, tensor.dtype) for tensor in (matrix.panels, *rounded)
+        )
         return Weights(matrix.shape[1], matrix.shape[0], weight, bias, *more)
 
     def _norm(self, norm: decoders.Norm | None) -> Norm:

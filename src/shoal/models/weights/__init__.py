@@ -1,4 +1,5 @@
-"""The weights of linear layers: the forms in which they lie in memory, which is chosen, and what users still may do with them.
+"""The weights of linear layers: the forms in which they lie in memory, which is chosen, and what
+users still may do with them.
 
 matrix      one weight matrix and the products by it
 panels      packed for the product kernel in C
@@ -15,4 +16,14 @@ from shoal.models.weights.fusing import matches, matrix_of
 from shoal.models.weights.layers import LINEARS, PackedLinear, lay_out, nbytes
 from shoal.models.weights.matrix import Matrix
 
-__all__ = ["LINEARS", "Matrix", "PackedLinear", "by_facts", "by_measurement", "lay_out", "matches", "matrix_of", "nbytes"]
+__all__ = [
+    "LINEARS",
+    "Matrix",
+    "PackedLinear",
+    "by_facts",
+    "by_measurement",
+    "lay_out",
+    "matches",
+    "matrix_of",
+    "nbytes",
+]

@@ -1,8 +1,9 @@
 """Whether the weights of a shape are packed: measured once per CPU, and remembered on disk.
 
-The form changes the rounding, and with it the tokens of a seed. So the first choice for a shape is kept in the user's cache folder
-and every later process makes the same. A take multiplies by weights that are not in the cache, as those of a model are not in the
-next pass; disturbed takes do not change the choice (see `ratios`).
+The form changes the rounding, and with it the tokens of a seed. So the first choice for a shape is
+kept in the user's cache folder and every later process makes the same. A take multiplies by weights
+that are not in the cache, as those of a model are not in the next pass; disturbed takes do not
+change the choice (see `ratios`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ LOG = logging.getLogger("shoal")
 TOKENS = (1, 8, 40)
 """Tokens per product: a row that decodes, a batch, a batch that verifies drafts."""
 TOLERATED = 1.25
-"""Packed weights are kept unless their products take more than this share of the others' time, on average over `TOKENS`."""
+"""Packed weights are kept unless their products take more than this share of the others' time, on
+average over `TOKENS`."""
 WORST = 2.0
 """A larger ratio is a disturbance: a thread that waited for a processor."""
 SECONDS = 1.0
@@ -52,18 +54,24 @@ COPIES = 16
 
 def by_facts(keys: Collection[Key]) -> dict[Key, str]:
     """The forms without packing: input-major where MKL multiplies, which it does in float32."""
-    return {(shape, dtype): INPUT_MAJOR if dtype == torch.float32 and formats.cpu().mkl else AS_IS for shape, dtype in keys}
+    return {
+        (shape, dtype): INPUT_MAJOR if dtype == torch.float32 and formats.cpu().mkl else AS_IS
+        for shape, dtype in keys
+    }
 
 
 def by_measurement(keys: Collection[Key]) -> dict[Key, str]:
-    """The forms with packing where this CPU gains by it; known from an earlier process, or measured and remembered."""
+    """The forms with packing where this CPU gains by it; known from an earlier process, or measured
+    and remembered."""
     forms = by_facts(keys)
     wanted = {key: _name(key) for key in keys if packing(key[1]) is not None}
     place = _place() if wanted else None
     known = _read(place)
     new = {}
     for name in sorted(set(wanted.values()) - known.keys()):
-        shape, dtype = next((shape, dtype) for (shape, dtype), other in wanted.items() if other == name)
+        shape, dtype = next(
+            (shape, dtype) for (shape, dtype), other in wanted.items() if other == name
+        )
         times = measured(shape, dtype, SECONDS / len(set(wanted.values())))
         new[name] = {"packs": packs(times), "ratios": [round(ratio, 2) for ratio in ratios(times)]}
     if new:
@@ -72,7 +80,8 @@ def by_measurement(keys: Collection[Key]) -> dict[Key, str]:
 
 
 Takes = Mapping[int, Sequence[tuple[float, float]]]
-"""Seconds of products by plain and by packed weights, one after the other, for each number of tokens."""
+"""Seconds of products by plain and by packed weights, one after the other, for each number of
+tokens."""
 
 
 def packs(takes: Takes) -> bool:
@@ -83,10 +92,14 @@ def packs(takes: Takes) -> bool:
 def ratios(takes: Takes) -> list[float]:
     """The time of products by packed weights over that of the others, for each number of tokens.
 
-    By the shortest takes, or by the median of neighbours, whichever is less, and `WORST` at most: a disturbance must fool both,
-    for several numbers of tokens, and in favour of the others, which are the worse choice nearly everywhere.
+    By the shortest takes, or by the median of neighbours, whichever is less, and `WORST` at most: a
+    disturbance must fool both, for several numbers of tokens, and in favour of the others, which
+    are the worse choice nearly everywhere.
     """
-    shortest = [min(packed for _, packed in pairs) / min(plain for plain, _ in pairs) for pairs in takes.values()]
+    shortest = [
+        min(packed for _, packed in pairs) / min(plain for plain, _ in pairs)
+        for pairs in takes.values()
+    ]
     neighbours = [median(packed / plain for plain, packed in pairs) for pairs in takes.values()]
     return [min(a, b, WORST) for a, b in zip(shortest, neighbours, strict=True)]
 
@@ -96,7 +109,9 @@ def measured(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> Take
     ends, (out, width) = time.perf_counter() + seconds, (min(shape[0], ROWS), shape[1])
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, width, generator=generator).to(dtype)
-    inputs = {tokens: torch.randn(tokens, width, generator=generator).to(dtype) for tokens in TOKENS}
+    inputs = {
+        tokens: torch.randn(tokens, width, generator=generator).to(dtype) for tokens in TOKENS
+    }
     copies = min(max(2, math.ceil(min(1.25 * cache_bytes(), ROTATED) / weight.nbytes)), COPIES)
     form = by_facts([(shape, dtype)])[shape, dtype]
     pairs = [(Matrix(weight.clone(), None, form), packed(weight, None)) for _ in range(copies)]
@@ -130,7 +145,7 @@ def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> in
         return 32 * 2**20
 
 
-# ── what is remembered ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is remembered ────────────────────────────────────────────────────────────────────────────
 
 
 def _name(key: Key) -> str:
@@ -144,7 +159,10 @@ def _facts() -> str:
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+        model = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+            model,
+        )
     except OSError:
         pass
     flags = ",".join(sorted(processor.cpu_flags()))
@@ -156,21 +174,27 @@ def _place() -> Path | None:
     """The file for this CPU; None where there is no folder to keep it."""
     folder = cache_folder()
     return (
-        None if folder is None else folder / f"weights-{hashlib.blake2b(_facts().encode(), digest_size=8).hexdigest()}.json"
+        None
+        if folder is None
+        else folder
+        / f"weights-{hashlib.blake2b(_facts().encode(), digest_size=8).hexdigest()}.json"
     )
 
 
 def _read(place: Path | None) -> dict[str, Any]:
     """The choices in a file; none where it is missing or damaged."""
     try:
-        known = json.loads(place.read_text(encoding="utf-8"))["choices"] if place is not None else {}
+        known = (
+            json.loads(place.read_text(encoding="utf-8"))["choices"] if place is not None else {}
+        )
         return {name: choice for name, choice in known.items() if isinstance(choice["packs"], bool)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
 def _remember(place: Path | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds choices to the file and returns all. What another process has written meanwhile counts."""
+    """Adds choices to the file and returns all. What another process has written meanwhile
+    counts."""
     known = {**new, **_read(place)}
     if place is not None:
         try:
@@ -183,5 +207,9 @@ def _remember(place: Path | None, new: Mapping[str, Any]) -> dict[str, Any]:
                 Path(beside).unlink()
                 raise
         except OSError as error:
-            LOG.warning("cannot remember how weights are multiplied fastest, so each process measures it: %s", error)
+            LOG.warning(
+                "cannot remember how weights are multiplied fastest, so each process measures "
+                "it: %s",
+                error,
+            )
     return known

@@ -16,17 +16,21 @@ from shoal.models.weights.parameter import PackedWeight
 
 @torch.no_grad()
 def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
-    """The matrix by which layers with the same input compute: a layer's own, or that of all of them, one below the other.
+    """The matrix by which layers with the same input compute: a layer's own, or that of all of
+    them, one below the other.
 
-    Several layers get a common matrix, packed if the weight of the first is. From then on their weights and biases are rows of it,
-    so nothing is stored twice, and a write into them is a write into it. `matches` says whether it is still theirs. The weights of
-    several must not be tied to others.
+    Several layers get a common matrix, packed if the weight of the first is. From then on their
+    weights and biases are rows of it, so nothing is stored twice, and a write into them is a write
+    into it. `matches` says whether it is still theirs. The weights of several must not be tied to
+    others.
 
     Raises:
         ValueError: some have a bias and some have none, or unlike inputs or dtypes.
     """
     if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
-        raise ValueError("layers of one matrix need the same input, the same dtype, and all a bias or none")
+        raise ValueError(
+            "layers of one matrix need the same input, the same dtype, and all a bias or none"
+        )
     first: Any = layers[0].weight
     if _packed(first) and matches(first.matrix, layers):
         return first.matrix
@@ -34,8 +38,15 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     dense, bias = joined([_plain(layer.weight) for layer in layers]), None
     if layers[0].bias is not None:
         bias = joined([layer.bias.detach() for layer in layers])
-    table = any(_packed(weight) and weight.matrix.table is not None for weight in (layer.weight for layer in layers))
-    matrix = packed(dense, bias, table=table) if form == PACKED else Matrix(dense, bias, form, table=table)
+    table = any(
+        _packed(weight) and weight.matrix.table is not None
+        for weight in (layer.weight for layer in layers)
+    )
+    matrix = (
+        packed(dense, bias, table=table)
+        if form == PACKED
+        else Matrix(dense, bias, form, table=table)
+    )
     for layer, start in zip(layers, starts(layers), strict=True):
         stop = start + layer.out_features
         if form != PACKED:
@@ -43,15 +54,21 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
         elif isinstance(layer.weight, PackedWeight):
             layer.weight.data = PackedWeight.rows(matrix, start, stop)
         else:
-            use_packed(layer, nn.Parameter(PackedWeight.rows(matrix, start, stop), layer.weight.requires_grad))
+            use_packed(
+                layer,
+                nn.Parameter(PackedWeight.rows(matrix, start, stop), layer.weight.requires_grad),
+            )
         if bias is not None:
             layer.bias.data = bias[start:stop]
     return matrix
 
 
 def matches(matrix: Matrix, layers: Sequence[nn.Linear]) -> bool:
-    """Whether these layers still compute by this matrix: no weight or bias of theirs was replaced by another tensor."""
-    return all(_is_part(matrix, start, layer) for layer, start in zip(layers, starts(layers), strict=True))
+    """Whether these layers still compute by this matrix: no weight or bias of theirs was replaced
+    by another tensor."""
+    return all(
+        _is_part(matrix, start, layer) for layer, start in zip(layers, starts(layers), strict=True)
+    )
 
 
 def _is_part(matrix: Matrix, start: int, layer: nn.Linear) -> bool:
@@ -63,7 +80,11 @@ def _is_part(matrix: Matrix, start: int, layer: nn.Linear) -> bool:
     if matrix.form == PACKED:
         return False
     dense, own = matrix.dense()[start:], _plain(weight)
-    return own.data_ptr() == dense.data_ptr() and own.dtype == dense.dtype and own.stride() == dense.stride()
+    return (
+        own.data_ptr() == dense.data_ptr()
+        and own.dtype == dense.dtype
+        and own.stride() == dense.stride()
+    )
 
 
 def starts(layers: Sequence[Any]) -> list[int]:
@@ -82,15 +103,21 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of the rows of all: without a copy where they lie one after the other already; input-major if all are."""
+    """One tensor of the rows of all: without a copy where they lie one after the other already;
+    input-major if all are."""
     first, place = parts[0], parts[0].storage_offset()
     adjacent = True
     for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.stride() == first.stride()
+        same = (
+            part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and part.stride() == first.stride()
+        )
         adjacent = adjacent and same and part.storage_offset() == place
         place += len(part) * part.stride(0)
     if adjacent:
-        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+        return first.as_strided(
+            (sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset()
+        )
     if first.dim() == 2 and all(part.stride(0) == 1 and not part.is_contiguous() for part in parts):
         return torch.cat([part.t() for part in parts], 1).t()
     return torch.cat(list(parts))

@@ -1,7 +1,8 @@
 """A weight matrix of int8 whose products round their activations to 8 bits, too.
 
-Every output has a scale, and every token, so that rows do not influence each other. Sums are integers and exact: a CPU whose oneDNN
-multiplies bytes by packed weights and one that does not get the same bits, and so do the kernels in C.
+Every output has a scale, and every token, so that rows do not influence each other. Sums are
+integers and exact: a CPU whose oneDNN multiplies bytes by packed weights and one that does not get
+the same bits, and so do the kernels in C.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ def plain_sums(q: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 class Int8Matrix(Matrix):
-    """y = x Wᵀ + b with W int8 [out, in] and a scale per output. x is of any floating dtype, and so is what is returned.
+    """y = x Wᵀ + b with W int8 [out, in] and a scale per output. x is of any floating dtype, and so
+    is what is returned.
 
     Attributes:
-        scales: [out] float32; the weights are W * scales[:, None]. Else as `Matrix`, its forms "as-is" and "packed".
+        scales: [out] float32; the weights are W * scales[:, None]. Else as `Matrix`, its forms
+            "as-is" and "packed".
     """
 
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, form: str = AS_IS) -> None:
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None = None, form: str = AS_IS
+    ) -> None:
         self.scales = scales
         super().__init__(weight, bias, form)
 
@@ -80,7 +85,21 @@ class Int8Matrix(Matrix):
 
         def sums(q: Tensor) -> Tensor:
             shifted = q.view(torch.uint8).bitwise_xor_(ZERO)  # q + 128
-            return pointwise(shifted, 1.0, ZERO, weight, scales.float(), zeros, None, 1.0, 0, torch.float32, "none", [], "")
+            return pointwise(
+                shifted,
+                1.0,
+                ZERO,
+                weight,
+                scales.float(),
+                zeros,
+                None,
+                1.0,
+                0,
+                torch.float32,
+                "none",
+                [],
+                "",
+            )
 
         return sums
 
@@ -93,16 +112,20 @@ GROUP = 4
 
 
 class Int8PanelMatrix(Int8Matrix):
-    """The same by the product kernel in C. Packed weights are [panels, inputs / 4, 16, 4], zeros fill up both.
+    """The same by the product kernel in C. Packed weights are [panels, inputs / 4, 16, 4], zeros
+    fill up both.
 
     Attributes:
-        zeros: [out] int32, 128 times the sum of each output's bytes: activations are shifted by so much.
+        zeros: [out] int32, 128 times the sum of each output's bytes: activations are shifted by so
+            much.
     """
 
     zeros: Tensor
 
     def _packed(self, weight: Tensor) -> Tensor:
-        padded = F.pad(weight.contiguous(), (0, -weight.shape[1] % GROUP, 0, -weight.shape[0] % PANEL))
+        padded = F.pad(
+            weight.contiguous(), (0, -weight.shape[1] % GROUP, 0, -weight.shape[0] % PANEL)
+        )
         made = padded.view(len(padded) // PANEL, PANEL, -1, GROUP).transpose(1, 2)
         zeros = ZERO * weight.sum(dim=1, dtype=torch.int32)
         if hasattr(self, "_weight"):  # kernels know the addresses
@@ -123,18 +146,31 @@ class Int8PanelMatrix(Int8Matrix):
 
     def _unpacked(self) -> Tensor:
         out, width = self.shape
-        return self._weight.transpose(1, 2).reshape(len(self._weight) * PANEL, -1)[:out, :width].contiguous()
+        return (
+            self._weight.transpose(1, 2)
+            .reshape(len(self._weight) * PANEL, -1)[:out, :width]
+            .contiguous()
+        )
 
     def _products(self) -> Products:
         if self.form != PACKED:
             return super()._products()
-        panels = Panels(self._weight, self.bias, self.shape, self._weight.shape[1] * GROUP, self.scales, self.zeros)
+        panels = Panels(
+            self._weight,
+            self.bias,
+            self.shape,
+            self._weight.shape[1] * GROUP,
+            self.scales,
+            self.zeros,
+        )
 
         def product(x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
             bias = panels.bias
             if x.dtype in SUFFIXES and (bias is None or bias.dtype == x.dtype):
                 return panels.product(x, kind, other)
             wide = replace(panels, bias=None if bias is None else bias.float())
-            return wide.product(x.float(), kind, None if other is None else other.float()).to(x.dtype)
+            return wide.product(x.float(), kind, None if other is None else other.float()).to(
+                x.dtype
+            )
 
         return products(product)

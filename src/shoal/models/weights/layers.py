@@ -1,4 +1,5 @@
-"""The linear layers of a model that is ours, with their weights in the form that its CPU multiplies fastest."""
+"""The linear layers of a model that is ours, with their weights in the form that its CPU multiplies
+fastest."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from shoal.models.weights.saving import SavePretrained
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is, or was, packed: `nn.Linear` under another forward.
 
-    The layer computes by what its parameters are at that time: by the matrix where the weight is packed, and as `nn.Linear` where
-    it was replaced, or for autograd.
+    The layer computes by what its parameters are at that time: by the matrix where the weight is
+    packed, and as `nn.Linear` where it was replaced, or for autograd.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +36,11 @@ class PackedLinear(nn.Linear):
         ):
             return F.linear(x, weight, self.bias)
         y = matrix.linear(x)
-        return y if matrix.shape[0] == self.out_features else y.narrow(-1, weight.start, self.out_features).contiguous()
+        return (
+            y
+            if matrix.shape[0] == self.out_features
+            else y.narrow(-1, weight.start, self.out_features).contiguous()
+        )
 
 
 LINEARS = (nn.Linear, PackedLinear)
@@ -50,10 +55,11 @@ def use_packed(layer: nn.Linear, weight: nn.Parameter) -> None:
 
 @torch.no_grad()
 def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> str:
-    """Gives the weights of a model's linear layers the forms that `choose` says for their shapes and dtypes; returns what was done.
+    """Gives the weights of a model's linear layers the forms that `choose` says for their shapes
+    and dtypes; returns what was done.
 
-    For a model that is ours. Shapes, values and names stay, tied weights stay tied. `save_pretrained` of the model keeps working,
-    also through `push_to_hub` (see `SavePretrained`).
+    For a model that is ours. Shapes, values and names stay, tied weights stay tied.
+    `save_pretrained` of the model keeps working, also through `push_to_hub` (see `SavePretrained`).
 
     Args:
         choose: see `shoal.models.weights.choice`.
@@ -70,17 +76,24 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
         done[form] += 1
     if set(done) - {AS_IS} and hasattr(hf, "save_pretrained"):
         hf.save_pretrained = SavePretrained(hf)
-    return ", ".join(f"{count} {form}" for form, count in done.most_common()) if len(done) > 1 else next(iter(done), AS_IS)
+    return (
+        ", ".join(f"{count} {form}" for form, count in done.most_common())
+        if len(done) > 1
+        else next(iter(done), AS_IS)
+    )
 
 
 def nbytes(weights: Iterable[Tensor]) -> int:
     """What parameters take in memory, those of one packed matrix once."""
     packed = {weight.matrix for weight in weights if isinstance(weight, PackedWeight)}
-    return sum(weight.nbytes for weight in weights if not isinstance(weight, PackedWeight)) + sum(m.nbytes() for m in packed)
+    return sum(weight.nbytes for weight in weights if not isinstance(weight, PackedWeight)) + sum(
+        m.nbytes() for m in packed
+    )
 
 
 class _Shared:
-    """One parameter that linear layers have as their weight, and everything else that has it too."""
+    """One parameter that linear layers have as their weight, and everything else that has it
+    too."""
 
     def __init__(self) -> None:
         self.owners: list[tuple[nn.Module, str]] = []
@@ -107,7 +120,8 @@ class _Shared:
         return (self.weight.shape[0], self.weight.shape[1]), self.weight.dtype
 
     def pack(self) -> None:
-        """Packs the parameter in the place of the ordinary one; with a table if something else than products uses it."""
+        """Packs the parameter in the place of the ordinary one; with a table if something else than
+        products uses it."""
         layers, old = self.layers, self.weight
         matrix = packed(old, layers[0].bias, table=len(layers) < len(self.owners))
         new = nn.Parameter(PackedWeight.rows(matrix), old.requires_grad)
@@ -119,7 +133,8 @@ class _Shared:
 
 
 def _shared_weights(hf: nn.Module) -> list[_Shared]:
-    """The weights of linear layers with their owners. None of them is kept here, so that a replaced one is freed at once."""
+    """The weights of linear layers with their owners. None of them is kept here, so that a replaced
+    one is freed at once."""
     found: dict[int, _Shared] = {}
     for module in hf.modules():
         for name, parameter in module._parameters.items():

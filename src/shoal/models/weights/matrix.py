@@ -1,12 +1,14 @@
 """One weight matrix, in the order of memory that its CPU multiplies fastest.
 
-A decoding pass is products [tokens, in] x [in, out] of few tokens, whose time is that of reading the weights. Three forms:
+A decoding pass is products [tokens, in] x [in, out] of few tokens, whose time is that of reading
+the weights. Three forms:
 
 - "as-is": [out, in] in rows, as libraries keep weights.
-- "input-major": the same shape with other strides. MKL repacks weights in rows in every float32 product of more than about ten
-  tokens, which can cost more than the product; it need not repack these.
-- "packed": blocks in the order in which oneDNN's kernels read them, an opaque tensor. Products take activations, sums and products
-  of the result in the same kernel.
+- "input-major": the same shape with other strides. MKL repacks weights in rows in every float32
+  product of more than about ten tokens, which can cost more than the product; it need not repack
+  these.
+- "packed": blocks in the order in which oneDNN's kernels read them, an opaque tensor. Products take
+  activations, sums and products of the result in the same kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ FUSED: dict[str, Fused] = {
     "none": ("none", [], ""), "relu": ("relu", [], ""), "silu": _SILU, "swish": _SILU,
     "gelu": ("gelu", [], "none"), "gelu_new": _TANH, "gelu_pytorch_tanh": _TANH,
 }  # fmt: skip
-"""Activations by their names in Transformers (`hidden_act` of a config), as oneDNN's attribute, scalars and algorithm."""
+"""Activations by their names in Transformers (`hidden_act` of a config), as oneDNN's attribute,
+scalars and algorithm."""
 
 
 def _tanh_gelu(x: Tensor) -> Tensor:
@@ -38,8 +41,13 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu, "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_new": _tanh_gelu, "gelu_pytorch_tanh": _tanh_gelu,
-}  # fmt: skip
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+}
 """The same as functions; "none" has none."""
 
 
@@ -59,17 +67,25 @@ def input_major(weight: Tensor) -> Tensor:
 
 
 class Matrix:
-    """W [out, in] and b [out] of one linear layer, or of several with the same input, one below the other.
+    """W [out, in] and b [out] of one linear layer, or of several with the same input, one below the
+    other.
 
-    `linear`, `linear_add` and `linear_mul` are chosen when the weights change, so that a call has nothing to decide; whoever keeps
-    a matrix asks it for them at each call. x is [tokens, in] and contiguous, in the dtype of the weights; nothing is recorded for
-    autograd.
+    `linear`, `linear_add` and `linear_mul` are chosen when the weights change, so that a call has
+    nothing to decide; whoever keeps a matrix asks it for them at each call. x is [tokens, in] and
+    contiguous, in the dtype of the weights; nothing is recorded for autograd.
 
     Attributes:
-        form: one of `FORMS`. shape: (out, in). dtype: of the weights. bias: [out] or None.
-        device: where they are. epoch: counts changes of the weights. stale: the parameters that had this matrix have got another.
-        table: the same weights as [out, in] in rows, where they are looked up by row too (tied embeddings), else None.
-        linear: (x, activation) -> activation(x Wᵀ + b), [tokens, out]; a name in `ACTIVATIONS`, or "none".
+        form: one of `FORMS`.
+        shape: (out, in).
+        dtype: of the weights.
+        bias: [out] or None.
+        device: where they are.
+        epoch: counts changes of the weights.
+        stale: the parameters that had this matrix have got another.
+        table: the same weights as [out, in] in rows, where they are looked up by row too (tied
+            embeddings), else None.
+        linear: (x, activation) -> activation(x Wᵀ + b), [tokens, out]; a name in `ACTIVATIONS`, or
+            "none".
         linear_add: (x, other) -> x Wᵀ + b + other; other [tokens, out].
         linear_mul: (x, other) -> (x Wᵀ + b) * other.
     """
@@ -78,7 +94,9 @@ class Matrix:
     linear_add: Callable[[Tensor, Tensor], Tensor]
     linear_mul: Callable[[Tensor, Tensor], Tensor]
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, form: str = AS_IS, *, table: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, form: str = AS_IS, *, table: bool = False
+    ) -> None:
         self.form, self.bias = form, bias
         self.shape, self.dtype = (weight.shape[0], weight.shape[1]), weight.dtype
         self.device, self.epoch, self.stale = weight.device, 0, False
@@ -86,11 +104,17 @@ class Matrix:
         self._keep(weight.detach(), table)
 
     def _keep(self, weight: Tensor, table: bool) -> None:
-        """Takes weights [out, in] over; those in rows are not copied where the form is "as-is" or a table is wanted."""
+        """Takes weights [out, in] over; those in rows are not copied where the form is "as-is" or a
+        table is wanted."""
         with torch.inference_mode(False), torch.no_grad():
-            weight = weight.clone() if weight.is_inference() else weight  # else it could be written only there
+            weight = (
+                weight.clone() if weight.is_inference() else weight
+            )  # else it could be written only there
             if self.form == PACKED:
-                self.table, self._weight = weight.contiguous() if table else None, self._packed(weight)
+                self.table, self._weight = (
+                    weight.contiguous() if table else None,
+                    self._packed(weight),
+                )
             else:
                 self._weight = input_major(weight) if self.form == INPUT_MAJOR else weight
                 self.table = self._weight if table else None
@@ -130,16 +154,23 @@ class Matrix:
             self._keep(kept, self.table is not None)
 
     def adds(self, bias: Tensor | None, start: int = 0) -> bool:
-        """Whether the products of the rows from `start` on have this bias, which may be the one of a layer of several."""
+        """Whether the products of the rows from `start` on have this bias, which may be the one of
+        a layer of several."""
         if bias is self.bias:
             return True
-        return bias is not None and self.bias is not None and bias.data_ptr() == self.bias[start:].data_ptr()
+        return (
+            bias is not None
+            and self.bias is not None
+            and bias.data_ptr() == self.bias[start:].data_ptr()
+        )
 
     def nbytes(self) -> int:
         """What the weights take in memory, with the padding of blocks and with the table."""
         if self.form != PACKED:
             return self._weight.nbytes
-        return torch.ops.mkldnn._nbytes(self._weight) + (0 if self.table is None else self.table.nbytes)
+        return torch.ops.mkldnn._nbytes(self._weight) + (
+            0 if self.table is None else self.table.nbytes
+        )
 
     def __reduce__(self) -> Any:
         return _again, (self.dense(), self.bias, self.form, self.table is not None)

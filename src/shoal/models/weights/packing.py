@@ -1,7 +1,7 @@
 """Which packing: that of the kernels in C, or that of oneDNN; decided by facts.
 
-Panels cost less per call and read the weights once, in order. Tiles (AMX), which only oneDNN's kernels use, multiply many tokens in
-the time of one.
+Panels cost less per call and read the weights once, in order. Tiles (AMX), which only oneDNN's
+kernels use, multiply many tokens in the time of one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ TILES, BYTE_TILES = "AMX-BF16", "amx_int8"
 
 
 def packing(dtype: torch.dtype) -> type[Matrix] | None:
-    """The class of packed matrices of a dtype on this CPU; None where weights of that dtype are not packed."""
+    """The class of packed matrices of a dtype on this CPU; None where weights of that dtype are not
+    packed."""
     cpu = formats.cpu()
     if dtype not in cpu.packs:
         return None
-    return PanelMatrix if dtype in SUFFIXES and cpu.products.get(dtype) != TILES and not missing() else Matrix
+    return (
+        PanelMatrix
+        if dtype in SUFFIXES and cpu.products.get(dtype) != TILES and not missing()
+        else Matrix
+    )
 
 
 def packed(weight: Tensor, bias: Tensor | None, *, table: bool = False) -> Matrix:

@@ -1,4 +1,5 @@
-"""A matrix packed for the product kernel in C: panels of 16 outputs, read from memory once and in order."""
+"""A matrix packed for the product kernel in C: panels of 16 outputs, read from memory once and in
+order."""
 
 from __future__ import annotations
 
@@ -25,17 +26,21 @@ PLAIN, SILU, ADD, MUL = range(4)
 class PanelMatrix(Matrix):
     """Weights as [panels, inputs, 16], bfloat16 as [panels, inputs / 2, 16, 2]; zeros fill up both.
 
-    Each sum runs over the inputs in their order, whatever the other tokens of a product are: a token's result has the same bits in
-    every batch.
+    Each sum runs over the inputs in their order, whatever the other tokens of a product are: a
+    token's result has the same bits in every batch.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, form: str = PACKED, *, table: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, form: str = PACKED, *, table: bool = False
+    ) -> None:
         super().__init__(weight, bias, form, table=table)
 
     def _packed(self, weight: Tensor) -> Tensor:
         """New weights get the place of the old ones: kernels know its address."""
         group = GROUP[self.dtype]
-        padded = F.pad(weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % PANEL))
+        padded = F.pad(
+            weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % PANEL)
+        )
         panels = padded.view(len(padded) // PANEL, PANEL, -1, group)
         made = panels.transpose(1, 2)
         return self._weight.copy_(made) if hasattr(self, "_weight") else made.contiguous()
@@ -52,13 +57,23 @@ class PanelMatrix(Matrix):
 
     def _unpacked(self) -> Tensor:
         out, width = self.shape
-        return self._weight.transpose(1, 2).reshape(len(self._weight) * PANEL, -1)[:out, :width].contiguous()
+        return (
+            self._weight.transpose(1, 2)
+            .reshape(len(self._weight) * PANEL, -1)[:out, :width]
+            .contiguous()
+        )
 
     def _products(self) -> Products:
-        return _products(self._weight, self.bias, self.shape) if self.form == PACKED else super()._products()
+        return (
+            _products(self._weight, self.bias, self.shape)
+            if self.form == PACKED
+            else super()._products()
+        )
 
     def nbytes(self) -> int:
-        return self._weight.nbytes + (0 if self.table is None or self.form != PACKED else self.table.nbytes)
+        return self._weight.nbytes + (
+            0 if self.table is None or self.form != PACKED else self.table.nbytes
+        )
 
     def __reduce__(self) -> Any:
         return _again, (self.dense(), self.bias, self.form, self.table is not None)
@@ -77,7 +92,9 @@ class Panels:
     """What the kernel multiplies by.
 
     Attributes:
-        weight: the panels. shape: (out, in). width: inputs with their padding.
+        weight: the panels.
+        shape: (out, in).
+        width: inputs with their padding.
         scales, zeros: of bytes, see `kernels.h`; else None.
     """
 
@@ -98,11 +115,18 @@ class Panels:
             other = other.contiguous()
         token_scales = q = None
         if self.scales is not None:
-            token_scales, q = rows.new_empty(len(rows), dtype=torch.float32), rows.new_empty(rows.shape, dtype=torch.uint8)
+            token_scales, q = (
+                rows.new_empty(len(rows), dtype=torch.float32),
+                rows.new_empty(rows.shape, dtype=torch.uint8),
+            )
         read = (self.weight, self.bias, self.scales, self.zeros, token_scales, q, rows, other, y)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in read)
         kernel: Any = getattr(library(), f"product_{SUFFIXES[rows.dtype]}")
-        kernel(ctypes.byref(Product(len(rows), self.width, outputs, kind, torch.get_num_threads(), *addresses)))
+        kernel(
+            ctypes.byref(
+                Product(len(rows), self.width, outputs, kind, torch.get_num_threads(), *addresses)
+            )
+        )
         return y.view(*x.shape[:-1], outputs)
 
 

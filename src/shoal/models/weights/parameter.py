@@ -1,8 +1,10 @@
-"""A packed matrix as the weight of an `nn.Linear`: it reads, writes, saves and copies as an ordinary tensor does.
+"""A packed matrix as the weight of an `nn.Linear`: it reads, writes, saves and copies as an
+ordinary tensor does.
 
-`PackedWeight` has the shape and dtype of the weights and no memory of its own. What reads it gets the weights exactly, unpacked for
-the occasion. What writes it, or a view of it, unpacks, writes and packs again. So `state_dict`, `load_state_dict`, optimizers,
-`p.data.copy_()` and `p[0].zero_()` work. They take longer than on ordinary weights, products take less. What would need an address
+`PackedWeight` has the shape and dtype of the weights and no memory of its own. What reads it gets
+the weights exactly, unpacked for the occasion. What writes it, or a view of it, unpacks, writes and
+packs again. So `state_dict`, `load_state_dict`, optimizers, `p.data.copy_()` and `p[0].zero_()`
+work. They take longer than on ordinary weights, products take less. What would need an address
 (`data_ptr`, an array of NumPy that can be written) is refused.
 """
 
@@ -26,7 +28,8 @@ class PackedWeight(Tensor):
     """Some rows of a `Matrix`, or a view of them, as a tensor.
 
     Attributes:
-        matrix: where the weights are. start: their first row there; None for a view that torch took.
+        matrix: where the weights are.
+        start: their first row there; None for a view that torch took.
     """
 
     matrix: Matrix
@@ -37,10 +40,16 @@ class PackedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, matrix: Matrix, like: Tensor, start: int | None = None) -> Any:
-        """like: a tensor of the shape, strides and offset that this has within `matrix.dense()`, on any device."""
+        """like: a tensor of the shape, strides and offset that this has within `matrix.dense()`, on
+        any device."""
         with torch.inference_mode(False):
             return Tensor._make_wrapper_subclass(
-                cls, like.shape, like.stride(), like.storage_offset(), dtype=matrix.dtype, device=matrix.device
+                cls,
+                like.shape,
+                like.stride(),
+                like.storage_offset(),
+                dtype=matrix.dtype,
+                device=matrix.device,
             )
 
     def __init__(self, matrix: Matrix, like: Tensor, start: int | None = None) -> None:
@@ -61,7 +70,7 @@ class PackedWeight(Tensor):
             return PackedWeight(args[0].matrix, args[0], args[0].start)
         return _Call(func, args, kwargs or {}).run()
 
-    # ── what torch does beside operations ──────────────────────────────────────────────────────────────────────────
+    # ── what torch does beside operations ─────────────────────────────────────────────────────────
 
     @property  # type: ignore[misc]
     def data(self) -> Tensor:  # type: ignore[override]
@@ -70,7 +79,8 @@ class PackedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """From now on this is `value` itself, also of another dtype or device: ordinary weights unless `value` is packed."""
+        """From now on this is `value` itself, also of another dtype or device: ordinary weights
+        unless `value` is packed."""
         if not isinstance(value, PackedWeight) or value.start is None:
             plain = value.clone() if isinstance(value, PackedWeight) else value.detach()
             bias = self.matrix.bias
@@ -99,7 +109,10 @@ class PackedWeight(Tensor):
 
     def _memory(self) -> Tensor:
         if self.matrix.form == PACKED:
-            raise RuntimeError("packed weights have no address: take weight.detach().clone(), and weight.copy_() to write")
+            raise RuntimeError(
+                "packed weights have no address: take weight.detach().clone(), and "
+                "weight.copy_() to write"
+            )
         return self.of(self.matrix.dense())
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
@@ -107,13 +120,20 @@ class PackedWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            kept = None if self.start is None else PackedWeight(copy.deepcopy(self.matrix, memo), self, self.start)
+            kept = (
+                None
+                if self.start is None
+                else PackedWeight(copy.deepcopy(self.matrix, memo), self, self.start)
+            )
             own = self.detach().clone() if kept is None else kept
-            memo[id(self)] = nn.Parameter(own, self.requires_grad) if isinstance(self, nn.Parameter) else own
+            memo[id(self)] = (
+                nn.Parameter(own, self.requires_grad) if isinstance(self, nn.Parameter) else own
+            )
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A parameter comes back packed; the entry of a state dict as an ordinary tensor, which every program can load."""
+        """A parameter comes back packed; the entry of a state dict as an ordinary tensor, which
+        every program can load."""
         if isinstance(self, nn.Parameter) and self.start is not None:
             return _parameter, (self.matrix, self.start, self.start + len(self), self.requires_grad)
         return self.clone().__reduce_ex__(protocol)
@@ -128,27 +148,40 @@ class _Call:
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.weights = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedWeight)]
-        self.dense: dict[int, Tensor] = {}  # one for each matrix, by its id: views of one see each other's writes
+        self.weights = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedWeight)
+        ]
+        self.dense: dict[
+            int, Tensor
+        ] = {}  # one for each matrix, by its id: views of one see each other's writes
         for weight in self.weights:
             if id(weight.matrix) not in self.dense:
                 seen = weight._seen
                 fresh = seen is not None and seen[0] == weight.matrix.epoch
-                self.dense[id(weight.matrix)] = seen[1] if seen is not None and fresh else weight.matrix.dense()
-        self.parts = {id(weight): weight.of(self.dense[id(weight.matrix)]) for weight in self.weights}
+                self.dense[id(weight.matrix)] = (
+                    seen[1] if seen is not None and fresh else weight.matrix.dense()
+                )
+        self.parts = {
+            id(weight): weight.of(self.dense[id(weight.matrix)]) for weight in self.weights
+        }
 
     def run(self) -> Any:
         """What the operation returns; afterwards the matrices hold what it wrote."""
         written = list(self._written())
         before = [(part.shape, part.data_ptr()) for part in written]
-        args, kwargs = tree_map(lambda leaf: self.parts.get(id(leaf), leaf), (self.args, self.kwargs))
+        args, kwargs = tree_map(
+            lambda leaf: self.parts.get(id(leaf), leaf), (self.args, self.kwargs)
+        )
         try:
             out = self.func(*args, **kwargs)
         finally:
             if written:
                 self._write()
         if [(part.shape, part.data_ptr()) for part in written] != before:
-            raise RuntimeError(f"{self.func} gives weights other memory, which packed ones cannot take: assign weight.data")
+            raise RuntimeError(
+                f"{self.func} gives weights other memory, which packed ones cannot take: assign "
+                f"weight.data"
+            )
         return self._results(out)
 
     def _written(self) -> Iterator[Tensor]:
@@ -156,7 +189,9 @@ class _Call:
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = self.args[i] if i < len(self.args) else self.kwargs.get(argument.name)
-                yield from (self.parts[id(leaf)] for leaf in tree_leaves(given) if id(leaf) in self.parts)
+                yield from (
+                    self.parts[id(leaf)] for leaf in tree_leaves(given) if id(leaf) in self.parts
+                )
 
     def _write(self) -> None:
         for matrix in {id(weight.matrix): weight.matrix for weight in self.weights}.values():
@@ -165,7 +200,9 @@ class _Call:
     def _results(self, out: Any) -> Any:
         """What the operation returned; parts of packed matrices are packed weights."""
         own = {id(self.parts[id(weight)]): weight for weight in self.weights}
-        matrices = {_memory(self.dense[id(weight.matrix)]): weight.matrix for weight in self.weights}
+        matrices = {
+            _memory(self.dense[id(weight.matrix)]): weight.matrix for weight in self.weights
+        }
 
         def result(tensor: Any) -> Any:
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
@@ -177,7 +214,9 @@ class _Call:
 
     def _view(self, matrix: Matrix, tensor: Tensor) -> PackedWeight:
         if tensor.dtype != matrix.dtype:
-            raise RuntimeError("packed weights cannot be viewed as another dtype: take weight.detach().clone()")
+            raise RuntimeError(
+                "packed weights cannot be viewed as another dtype: take weight.detach().clone()"
+            )
         view = PackedWeight(matrix, tensor)
         view._seen = matrix.epoch, self.dense[id(matrix)]
         return view

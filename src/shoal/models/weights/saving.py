@@ -12,12 +12,14 @@ from shoal.models.weights.parameter import PackedWeight
 
 
 class SavePretrained:
-    """Transformers' `save_pretrained` for a model with packed or input-major weights, as an attribute of that model.
+    """Transformers' `save_pretrained` for a model with packed or input-major weights, as an
+    attribute of that model.
 
-    Transformers compares the addresses of tied tensors if they are contiguous, and raises otherwise; it copies all others itself.
-    Packed tensors are unpacked here, and each tied one copied once, so the file holds it once and in the usual order. The model is
-    not touched. The reference is weak: no cycle keeps the weights alive. `__reduce__` binds a deep copy or an unpickled model to
-    itself.
+    Transformers compares the addresses of tied tensors if they are contiguous, and raises
+    otherwise; it copies all others itself. Packed tensors are unpacked here, and each tied one
+    copied once, so the file holds it once and in the usual order. The model is not touched. The
+    reference is weak: no cycle keeps the weights alive. `__reduce__` binds a deep copy or an
+    unpickled model to itself.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -41,20 +43,30 @@ class SavePretrained:
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entries; packed weights are ordinary tensors, those of one matrix parts of one tensor."""
+    """The same entries; packed weights are ordinary tensors, those of one matrix parts of one
+    tensor."""
     packed = {name: tensor for name, tensor in state.items() if isinstance(tensor, PackedWeight)}
     dense = {matrix: matrix.dense() for matrix in {tensor.matrix for tensor in packed.values()}}
     return {**state, **{name: tensor.of(dense[tensor.matrix]) for name, tensor in packed.items()}}
 
 
 def contiguous_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entries; tensors that share their memory with others (tied, or rows of one matrix) and are not contiguous are
-    replaced by contiguous copies, a tied one by the same for all its names."""
+    """The same entries; tensors that share their memory with others (tied, or rows of one matrix)
+    and are not contiguous are replaced by contiguous copies, a tied one by the same for all its
+    names."""
     sharing: dict[int, list[str]] = {}
     for name, tensor in state.items():
         if isinstance(tensor, Tensor):
             sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    names = [name for group in sharing.values() if len(group) > 1 for name in group if not state[name].is_contiguous()]
-    places = {name: (state[name].data_ptr(), state[name].shape, state[name].stride()) for name in names}
+    names = [
+        name
+        for group in sharing.values()
+        if len(group) > 1
+        for name in group
+        if not state[name].is_contiguous()
+    ]
+    places = {
+        name: (state[name].data_ptr(), state[name].shape, state[name].stride()) for name in names
+    }
     copies = {place: state[name].contiguous() for name, place in places.items()}
     return {**state, **{name: copies[place] for name, place in places.items()}}

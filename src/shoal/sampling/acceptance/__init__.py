@@ -10,9 +10,9 @@ Glossary, used in every module, log line and figure:
     bonus           the token drawn from p after all drafts of the row were accepted (with no drafts: plain decoding)
     committed       part of the row for good: the accepted drafts, then one replacement or bonus
 
-Every rule commits tokens that have exactly the distribution of tokens drawn from p one by one, but for `Typical`, which is lossy,
-says so by `lossy`, and is never chosen unless it is named. A greedy row's p is one-hot: its
-argmax is accepted, and anything else replaced by it.
+Every rule commits tokens that have exactly the distribution of tokens drawn from p one by one, but
+for `Typical`, which is lossy, says so by `lossy`, and is never chosen unless it is named. A greedy
+row's p is one-hot: its argmax is accepted, and anything else replaced by it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,30 @@ from shoal.sampling.acceptance.rejection import (
     reject_and_replace,
     rejection_by_tensors,
     residual,
-)  # fmt: skip
+)
 from shoal.sampling.acceptance.rule import ChainRule, Rule, decides_chains
 from shoal.sampling.acceptance.typical import Typical
 
-RULES: dict[str, Callable[[], Rule]] = {"rejection": Rejection, "coupled": Coupled, "typical": Typical}
+RULES: dict[str, Callable[[], Rule]] = {
+    "rejection": Rejection,
+    "coupled": Coupled,
+    "typical": Typical,
+}
 
 __all__ = [
-    "RULES", "ChainRule", "Coupled", "Rejection", "Rule", "Typical", "acceptance_mask", "accepted_lengths", "by_rejection",
-    "by_samples", "decides_chains", "exact_match", "reject_and_replace", "rejection_by_tensors", "residual",
-]  # fmt: skip
+    "RULES",
+    "ChainRule",
+    "Coupled",
+    "Rejection",
+    "Rule",
+    "Typical",
+    "acceptance_mask",
+    "accepted_lengths",
+    "by_rejection",
+    "by_samples",
+    "decides_chains",
+    "exact_match",
+    "reject_and_replace",
+    "rejection_by_tensors",
+    "residual",
+]

@@ -30,14 +30,17 @@ from shoal.types.trees import DraftTree
 
 @dataclass(unsafe_hash=True)
 class Rejection:
-    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al. 2023, section 3.2)."""
+    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al.
+    2023, section 3.2)."""
 
     lossy: ClassVar[str] = ""
     numbers_rounds: ClassVar[bool] = True
     reads_q: ClassVar[bool] = True
     matches_greedy: ClassVar[bool] = True
 
-    def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+    def uniforms(
+        self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None
+    ) -> Tensor:
         return torch.from_numpy(round_uniforms(seeds, firsts, width, rounds))
 
     draw = staticmethod(inverse_transform)
@@ -46,12 +49,19 @@ class Rejection:
         if tree.siblings is not None and not scores.greedy:
             choice = accept_independent if tree.siblings.independent else accept_recursively
             return walk(tree, tree.siblings, scores, uniforms, choice)
-        # A greedy row's p is a point mass: its token is accepted and anything else replaced by it, whatever q and the uniforms are.
+        # A greedy row's p is a point mass: its token is accepted and anything else replaced by it,
+        # whatever q and the uniforms are.
         if tree.q is None or scores.greedy:
             return by_samples(tree, scores, self.draw, uniforms)
         return by_rejection(tree, scores, uniforms)
 
     def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
-    ) -> Verdict:  # fmt: skip
+        self,
+        drafts: Tensor,
+        lengths: Tensor,
+        q: Sequence[Tensor],
+        p: Tensor,
+        uniforms: Tensor,
+        sampler: Sampler | None = None,
+    ) -> Verdict:
         return decide_chains(drafts, lengths, q, p, uniforms, sampler or self.draw)

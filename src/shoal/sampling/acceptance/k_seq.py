@@ -1,7 +1,9 @@
-"""k-SEQ, for candidates drawn independently of each other (SpecTr: Sun et al. 2023, arXiv 2310.15141).
+"""k-SEQ, for candidates drawn independently of each other (SpecTr: Sun et al. 2023, arXiv
+2310.15141).
 
-Takes trees whose q is known (`shoal.types.siblings`) made of k sequences drawn independently. How many of them agree with what was
-accepted so far changes from position to position. Of a single one it is rejection sampling as of a chain.
+Takes trees whose q is known (`shoal.types.siblings`) made of k sequences drawn independently. How
+many of them agree with what was accepted so far changes from position to position. Of a single one
+it is rejection sampling as of a chain.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ HALVINGS = 40
 """Of the interval that gamma lies in: each doubles its precision."""
 
 
-def accept_independent(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts the first draw x for which u < p(x) / (gamma q(x)), with a u for each; of a greedy row, whose p is a point mass, the
-    draw that is its token. A `shoal.sampling.acceptance.tree_walk.Choice`.
+def accept_independent(
+    p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accepts the first draw x for which u < p(x) / (gamma q(x)), with a u for each; of a greedy
+    row, whose p is a point mass, the draw that is its token. A
+    `shoal.sampling.acceptance.tree_walk.Choice`.
 
-    One uniform serves all draws, spread again after each rejection (`shoal.sampling.acceptance.recursive`).
+    One uniform serves all draws, spread again after each rejection
+    (`shoal.sampling.acceptance.recursive`).
     """
     count = (tokens >= 0).sum(dim=1)
     scale = gamma(p, q, count)
@@ -46,11 +52,12 @@ def _rest(p: Tensor, share: Tensor, count: Tensor) -> Tensor:
 
 
 def gamma(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
-    """The least gamma in [1, k], up to rounding, with 1 - (1 - b)^k <= gamma b, where b = sum min(q, p / gamma): then no token is
-    accepted more often than p has it. [rows] float64.
+    """The least gamma in [1, k], up to rounding, with 1 - (1 - b)^k <= gamma b, where b = sum
+    min(q, p / gamma): then no token is accepted more often than p has it. [rows] float64.
 
     Args:
-        p, q: [rows, vocab]. count: k, [rows] int64.
+        p, q: [rows, vocab].
+        count: k, [rows] int64.
     """
     p, q, k = p.double(), q.double(), count.double()
     low, high = torch.ones_like(k), k.clone()

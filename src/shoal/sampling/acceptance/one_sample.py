@@ -1,7 +1,8 @@
-"""One sample per node: the target draws a token at every column, and the drafts that are just that are accepted.
+"""One sample per node: the target draws a token at every column, and the drafts that are just that
+are accepted.
 
-Takes any drafter: nothing has to be known of how a tree was made, as long as it was made without looking at these draws; by the
-coupled rule even then, as its draws are those of plain decoding.
+Takes any drafter: nothing has to be known of how a tree was made, as long as it was made without
+looking at these draws; by the coupled rule even then, as its draws are those of plain decoding.
 """
 
 from __future__ import annotations
@@ -22,26 +23,35 @@ from shoal.types.trees import DraftTree
 
 
 def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
-    """Length of each row's leading run of passing drafts, no longer than its own draft length; [rows] int64."""
+    """Length of each row's leading run of passing drafts, no longer than its own draft length;
+    [rows] int64."""
     inside = torch.arange(passes.shape[1], device=passes.device) < draft_lengths[:, None]
     return (passes & inside).long().cumprod(dim=1).sum(dim=1)
 
 
 def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
-    """Follows from the root the nodes that are what the target says itself, as far as there are any.
+    """Follows from the root the nodes that are what the target says itself, as far as there are
+    any.
 
-    One sample per node (Leviathan et al. 2023 for a point mass q; trees: SpecInfer, Miao et al. 2024, arXiv 2305.09781): whatever
-    proposed the tree, what is committed is what plain decoding draws by the same uniforms, so nothing has to be known of q.
+    One sample per node (Leviathan et al. 2023 for a point mass q; trees: SpecInfer, Miao et al.
+    2024, arXiv 2305.09781): whatever proposed the tree, what is committed is what plain decoding
+    draws by the same uniforms, so nothing has to be known of q.
 
     Args:
-        said: the token that follows each column of the pass, drawn from p there, [rows, m + 1] int64. probs: of it, same shape.
+        said: the token that follows each column of the pass, drawn from p there, [rows, m + 1]
+            int64.
+        probs: of it, same shape.
     """
     if not tree.branches:
         accepted = accepted_lengths(said[:, : tree.m] == tree.tokens, tree.lengths)
         return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs)
     paths = [_followed(*row) for row in zip(tree.drafts, tree.parents, said.tolist(), strict=True)]
     longest = max(map(len, paths))
-    path = torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in paths], device=said.device, dtype=torch.long)
+    path = torch.tensor(
+        [nodes + [0] * (longest - len(nodes)) for nodes in paths],
+        device=said.device,
+        dtype=torch.long,
+    )
     path = path.view(len(paths), longest)
     accepted = torch.tensor([len(nodes) for nodes in paths], device=said.device)
     last = torch.tensor([nodes[-1] + 1 if nodes else 0 for nodes in paths], device=said.device)
@@ -50,8 +60,9 @@ def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
 
 
 def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
-    """The path from the root on whose every node is what was said after its parent. Of siblings with the same token the first is
-    taken, whatever was said after them: a choice by later draws would bend the distribution."""
+    """The path from the root on whose every node is what was said after its parent. Of siblings
+    with the same token the first is taken, whatever was said after them: a choice by later draws
+    would bend the distribution."""
     path, last = [], -1
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent == last and token == said[last + 1]:
@@ -61,30 +72,41 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
 
 
 def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
-    """`exact_match` of a sample per column, drawn from p there by the uniforms of its depth: [rows, depth of the tree + 1, ...]."""
+    """`exact_match` of a sample per column, drawn from p there by the uniforms of its depth: [rows,
+    depth of the tree + 1, ...]."""
     uniforms = tree.by_column(uniforms)
     verdict = by_kernel(tree, scores, sampler, uniforms, rejection=False)
     return exact_match(tree, *drawn(scores, sampler, uniforms)[:2]) if verdict is None else verdict
 
 
-def match_samples(drafts: Tensor, lengths: Tensor, p: Tensor, sampler: Sampler, uniforms: Tensor) -> Verdict:
+def match_samples(
+    drafts: Tensor, lengths: Tensor, p: Tensor, sampler: Sampler, uniforms: Tensor
+) -> Verdict:
     """Accepts the drafts that are what the target says: a sample from p of each column."""
     said = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
     accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, lengths)
-    return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), p.gather(-1, said[..., None]).squeeze(-1))
+    return Verdict(
+        accepted,
+        said.gather(1, accepted[:, None]).squeeze(1),
+        p.gather(-1, said[..., None]).squeeze(-1),
+    )
 
 
 @dataclass(unsafe_hash=True)
 class Coupled:
-    """Draws what plain decoding would draw by the same uniforms, and accepts the drafts that are just that.
+    """Draws what plain decoding would draw by the same uniforms, and accepts the drafts that are
+    just that.
 
-    Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does not move by rounding. The
-    price is a lower acceptance than the 1 - d of rejection sampling, d being the total variation of p and q.
+    Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does
+    not move by rounding. The price is a lower acceptance than the 1 - d of rejection sampling, d
+    being the total variation of p and q.
 
-    An exponential race over all tokens accepts at least (1 - d) / (1 + d) (Daliri et al. 2024, arXiv 2408.07978), at the cost of a
-    random number per token. Here the race is over buckets of tokens: the buckets agree at least that often for the d of their sums.
-    Inside the bucket the token is drawn by inverse transform, for which there is no bound: distributions in one bucket may never
-    agree. On the bundled pair the difference to a race over all tokens is within counting errors (docs/measurements/numerics.md).
+    An exponential race over all tokens accepts at least (1 - d) / (1 + d) (Daliri et al. 2024,
+    arXiv 2408.07978), at the cost of a random number per token. Here the race is over buckets of
+    tokens: the buckets agree at least that often for the d of their sums. Inside the bucket the
+    token is drawn by inverse transform, for which there is no bound: distributions in one bucket
+    may never agree. On the bundled pair the difference to a race over all tokens is within counting
+    errors (docs/measurements/numerics.md).
     """
 
     lossy: ClassVar[str] = ""
@@ -92,7 +114,9 @@ class Coupled:
     reads_q: ClassVar[bool] = False
     matches_greedy: ClassVar[bool] = True
 
-    def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+    def uniforms(
+        self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None
+    ) -> Tensor:
         return torch.from_numpy(race_uniforms(seeds, firsts, width))
 
     draw = staticmethod(exponential_race)
@@ -101,6 +125,12 @@ class Coupled:
         return by_samples(tree, scores, self.draw, uniforms)
 
     def decide_chains(
-        self, drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler | None = None,
-    ) -> Verdict:  # fmt: skip
+        self,
+        drafts: Tensor,
+        lengths: Tensor,
+        q: Sequence[Tensor],
+        p: Tensor,
+        uniforms: Tensor,
+        sampler: Sampler | None = None,
+    ) -> Verdict:
         return match_samples(drafts, lengths, p, sampler or self.draw, uniforms)

@@ -1,7 +1,8 @@
-"""Recursive rejection sampling, for siblings drawn without replacement (RSD: Jeon et al. 2024, arXiv 2402.14160).
+"""Recursive rejection sampling, for siblings drawn without replacement (RSD: Jeon et al. 2024,
+arXiv 2402.14160).
 
-Takes trees whose q is known (`shoal.types.siblings`), each sibling drawn from what its elders left of q: RSD-C, RSD-S, DySpec. Of
-an only child it is rejection sampling as of a chain.
+Takes trees whose q is known (`shoal.types.siblings`), each sibling drawn from what its elders left
+of q: RSD-C, RSD-S, DySpec. Of an only child it is rejection sampling as of a chain.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ from shoal.sampling.acceptance.rejection import acceptance_mask, residual
 
 def accept_recursively(
     p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor, sampled: Tensor | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Accepts draw x with probability min(1, p(x)/q(x)); after a rejection p becomes norm(max(p - q, 0)), q loses x, and the next
-    draw is tried. The last p is that of the replacement. A `shoal.sampling.acceptance.tree_walk.Choice`.
+) -> tuple[Tensor, Tensor]:
+    """Accepts draw x with probability min(1, p(x)/q(x)); after a rejection p becomes norm(max(p -
+    q, 0)), q loses x, and the next draw is tried. The last p is that of the replacement. A
+    `shoal.sampling.acceptance.tree_walk.Choice`.
 
-    Draws behind the first `sampled` of a row are point masses, whose q is 1 at their token, whatever was drawn before.
+    Draws behind the first `sampled` of a row are point masses, whose q is 1 at their token,
+    whatever was drawn before.
 
-    One uniform serves all draws: after a rejection it is uniform in [a, 1), a being the probability of acceptance, and is spread
-    over [0, 1) again.
+    One uniform serves all draws: after a rejection it is uniform in [a, 1), a being the probability
+    of acceptance, and is spread over [0, 1) again.
     """
     chosen = torch.full_like(tokens[:, 0], -1)
     for j, token in enumerate(tokens.unbind(dim=1)):
         tried = (chosen < 0) & (token >= 0)
         x = token.clamp(min=0)[:, None]
-        own = q if sampled is None else torch.where((j < sampled)[:, None], q, torch.zeros_like(q).scatter(1, x, 1.0))
+        own = (
+            q
+            if sampled is None
+            else torch.where((j < sampled)[:, None], q, torch.zeros_like(q).scatter(1, x, 1.0))
+        )
         p_x, q_x = p.gather(1, x).squeeze(1), own.gather(1, x).squeeze(1)
         accepted = tried & acceptance_mask(p_x, q_x, uniforms)
         chosen = torch.where(accepted, j, chosen)
@@ -39,7 +46,8 @@ def accept_recursively(
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
-    """q without a token each, [rows, 1], renormalised; [rows, vocab]. Zeros where nothing is left."""
+    """q without a token each, [rows, 1], renormalised; [rows, vocab]. Zeros where nothing is
+    left."""
     rest = q.scatter(1, tokens, 0.0)
     mass = rest.sum(dim=-1, keepdim=True)
     return rest / torch.where(mass > 0, mass, 1.0)

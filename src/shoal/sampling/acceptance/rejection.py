@@ -1,4 +1,5 @@
-"""Rejection sampling of chains (Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023, Algorithm 2).
+"""Rejection sampling of chains (Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023,
+Algorithm 2).
 
 Draft x is accepted with probability min(1, p(x)/q(x)). Takes chains drawn from a q that is known.
 """
@@ -19,7 +20,8 @@ from shoal.types.trees import DraftTree
 
 
 def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tensor:
-    """Which drafts pass on their own: u < p(x)/q(x), written without the division so that q(x) = 0 is safe.
+    """Which drafts pass on their own: u < p(x)/q(x), written without the division so that q(x) = 0
+    is safe.
 
     Args:
         p_draft, q_draft: probabilities of the draft tokens, [rows, k] float.
@@ -34,8 +36,8 @@ def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tenso
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """norm(max(p - q, 0)), [..., vocab]: what is left of p once the drafter's share is taken.
 
-    Where rounding leaves nothing (p = q up to the last bit, so a rejection has probability 0 in exact arithmetic) the
-    answer is p itself, never 0/0.
+    Where rounding leaves nothing (p = q up to the last bit, so a rejection has probability 0 in
+    exact arithmetic) the answer is p itself, never 0/0.
     """
     rest = (p - q).clamp_(min=0)
     mass = rest.sum(dim=-1, keepdim=True)
@@ -45,9 +47,14 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def reject_and_replace(
-    drafts: Tensor, draft_lengths: Tensor, q: Tensor | None, p: Tensor, u_accept: Tensor, u_next: Tensor,
+    drafts: Tensor,
+    draft_lengths: Tensor,
+    q: Tensor | None,
+    p: Tensor,
+    u_accept: Tensor,
+    u_next: Tensor,
     sampler: Sampler = inverse_transform,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Speculative rejection sampling for a ragged batch.
 
     Args:
@@ -56,8 +63,8 @@ def reject_and_replace(
         q: drafter distributions, [rows, k, vocab]; None when k = 0.
         p: target distributions, [rows, k + 1, vocab].
         u_accept: [rows, k] float64.
-        u_next: [rows, k + 1, 2] float64: for the token after j accepted drafts, the uniform for a replacement ([..., 0]) and for a
-            bonus ([..., 1]).
+        u_next: [rows, k + 1, 2] float64: for the token after j accepted drafts, the uniform for a
+            replacement ([..., 0]) and for a bonus ([..., 1]).
         sampler: `inverse_transform`, by whatever computes it.
     """
     k = drafts.shape[1]
@@ -70,10 +77,18 @@ def reject_and_replace(
     rows, rejected = torch.arange(len(p), device=p.device), accepted < draft_lengths
     # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
     p_next = p.flatten(0, 1).index_select(0, rows * p.shape[1] + accepted)
-    q_next = q.flatten(0, 1).index_select(0, rows * k + accepted.clamp(max=k - 1)).mul_(rejected[:, None].to(q.dtype))
+    q_next = (
+        q.flatten(0, 1)
+        .index_select(0, rows * k + accepted.clamp(max=k - 1))
+        .mul_(rejected[:, None].to(q.dtype))
+    )
     token = sampler(residual(p_next, q_next), u_next[rows, accepted, (~rejected).long()][:, None])
     prob = p_next.gather(1, token[:, None])
-    return Verdict(accepted, token, torch.nn.functional.pad(p_draft, (0, 1)).scatter_(1, accepted[:, None], prob))
+    return Verdict(
+        accepted,
+        token,
+        torch.nn.functional.pad(p_draft, (0, 1)).scatter_(1, accepted[:, None], prob),
+    )
 
 
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
@@ -88,10 +103,18 @@ def rejection_by_tensors(tree: DraftTree, scores: Scores, uniforms: Tensor) -> V
 
 
 def decide_chains(
-    drafts: Tensor, lengths: Tensor, q: Sequence[Tensor], p: Tensor, uniforms: Tensor, sampler: Sampler = inverse_transform
+    drafts: Tensor,
+    lengths: Tensor,
+    q: Sequence[Tensor],
+    p: Tensor,
+    uniforms: Tensor,
+    sampler: Sampler = inverse_transform,
 ) -> Verdict:
-    """`reject_and_replace` by a round's uniforms [rows, k + 1, 3], and q [rows, vocab] of each column."""
+    """`reject_and_replace` by a round's uniforms [rows, k + 1, 3], and q [rows, vocab] of each
+    column."""
     k = drafts.shape[1]
-    stacked = q[0][:, None] if len(q) == 1 else torch.stack(list(q), dim=1) if q else None  # one is not copied
+    stacked = (
+        q[0][:, None] if len(q) == 1 else torch.stack(list(q), dim=1) if q else None
+    )  # one is not copied
     u_accept, u_next = uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1)
     return reject_and_replace(drafts, lengths, stacked, p, u_accept, u_next, sampler)

@@ -1,4 +1,5 @@
-"""From the root down a tree whose nodes were drawn from a q that is known: what rules for such trees have in common."""
+"""From the root down a tree whose nodes were drawn from a q that is known: what rules for such
+trees have in common."""
 
 from __future__ import annotations
 
@@ -16,20 +17,27 @@ from shoal.types.trees import DraftTree
 Choice = Callable[..., tuple[Tensor, Tensor]]
 """What a rule decides at one column of each row.
 
-Args: p and q there, [rows, vocab]; the tokens drawn, [rows, draws] int64, -1 after the last; uniforms, [rows] float64 in [0, 1);
-where some draws are point masses, how many of each row's are not, [rows].
-Returns: which draw is accepted, [rows] int64, -1 = none; and what the replacement is drawn from if none is, [rows, vocab].
+Args: p and q there, [rows, vocab]; the tokens drawn, [rows, draws] int64, -1 after the last;
+uniforms, [rows] float64 in [0, 1); where some draws are point masses, how many of each row's are
+not, [rows]. Returns: which draw is accepted, [rows] int64, -1 = none; and what the replacement is
+drawn from if none is, [rows, vocab].
 """
 
 
-def walk(tree: DraftTree, siblings: Siblings, scores: Scores, uniforms: Tensor, choice: Choice) -> Verdict:
-    """Goes from the root to the child that is accepted, as long as one is; then the replacement is drawn, or the bonus at a leaf.
+def walk(
+    tree: DraftTree, siblings: Siblings, scores: Scores, uniforms: Tensor, choice: Choice
+) -> Verdict:
+    """Goes from the root to the child that is accepted, as long as one is; then the replacement is
+    drawn, or the bonus at a leaf.
 
-    Whatever a uniform is for, it is that of the position, as for chains: a row comes to each position once.
+    Whatever a uniform is for, it is that of the position, as for chains: a row comes to each
+    position once.
 
     Args:
-        siblings: of the tree. uniforms: by position, [rows, depth of the tree + 1, 3] (TOKEN, ACCEPT, REPLACE).
-        choice: has the property that what is accepted, or drawn in its place, has the distribution p.
+        siblings: of the tree.
+        uniforms: by position, [rows, depth of the tree + 1, 3] (TOKEN, ACCEPT, REPLACE).
+        choice: has the property that what is accepted, or drawn in its place, has the distribution
+            p.
     """
     p = scores.p()
     paths: list[list[int]] = [[] for _ in tree.drafts]
@@ -40,7 +48,9 @@ def walk(tree: DraftTree, siblings: Siblings, scores: Scores, uniforms: Tensor, 
         columns = [paths[b][-1] + 1 if paths[b] else 0 for b in active]
         rows = torch.tensor(active, device=p.device)
         p_here = p[rows, torch.tensor(columns, device=p.device)]
-        chosen, rest = _chosen(tree, siblings, active, columns, p_here, uniforms[rows, depth, 1], choice)
+        chosen, rest = _chosen(
+            tree, siblings, active, columns, p_here, uniforms[rows, depth, 1], choice
+        )
         following = []
         for place, (b, column, pick) in enumerate(zip(active, columns, chosen, strict=True)):
             if pick >= 0:
@@ -61,32 +71,58 @@ def walk(tree: DraftTree, siblings: Siblings, scores: Scores, uniforms: Tensor, 
 
 
 def _chosen(
-    tree: DraftTree, siblings: Siblings, rows: Sequence[int], columns: Sequence[int], p: Tensor, uniforms: Tensor, choice: Choice
-) -> tuple[list[int], Tensor]:  # fmt: skip
-    """Which draw of the rows' columns is accepted, -1 = none, and the weights of the token that follows if none is."""
+    tree: DraftTree,
+    siblings: Siblings,
+    rows: Sequence[int],
+    columns: Sequence[int],
+    p: Tensor,
+    uniforms: Tensor,
+    choice: Choice,
+) -> tuple[list[int], Tensor]:
+    """Which draw of the rows' columns is accepted, -1 = none, and the weights of the token that
+    follows if none is."""
     chosen, rest = [-1] * len(rows), p
-    places = [place for place, (b, column) in enumerate(zip(rows, columns, strict=True)) if siblings.draws[b][column]]
+    places = [
+        place
+        for place, (b, column) in enumerate(zip(rows, columns, strict=True))
+        if siblings.draws[b][column]
+    ]
     if not places:
         return chosen, rest
-    draws = [[tree.drafts[rows[i]][node] for node in siblings.draws[rows[i]][columns[i]]] for i in places]
+    draws = [
+        [tree.drafts[rows[i]][node] for node in siblings.draws[rows[i]][columns[i]]] for i in places
+    ]
     width = max(map(len, draws))
     tokens = torch.tensor([own + [-1] * (width - len(own)) for own in draws], device=p.device)
     index = torch.tensor(places, device=p.device)
-    contexts = torch.tensor([siblings.contexts[rows[i]][columns[i]] for i in places], device=p.device)
+    contexts = torch.tensor(
+        [siblings.contexts[rows[i]][columns[i]] for i in places], device=p.device
+    )
     known = [p[index], siblings.q[contexts].to(p.dtype), tokens, uniforms[index]]
     if siblings.sampled is not None:
-        known.append(torch.tensor([siblings.sampled[rows[i]][columns[i]] for i in places], device=p.device))
+        known.append(
+            torch.tensor([siblings.sampled[rows[i]][columns[i]] for i in places], device=p.device)
+        )
     picked, left = choice(*known)
     for place, pick in zip(places, picked.tolist(), strict=True):
         chosen[place] = pick
     return chosen, p.index_copy(0, index, left)
 
 
-def _verdict(paths: Sequence[list[int]], token: Tensor, prob: Tensor, probs: Sequence[list[Tensor]]) -> Verdict:
+def _verdict(
+    paths: Sequence[list[int]], token: Tensor, prob: Tensor, probs: Sequence[list[Tensor]]
+) -> Verdict:
     """Of paths of any lengths."""
     longest = max(map(len, paths))
-    path = torch.tensor([own + [0] * (longest - len(own)) for own in paths], dtype=torch.long, device=token.device)
+    path = torch.tensor(
+        [own + [0] * (longest - len(own)) for own in paths], dtype=torch.long, device=token.device
+    )
     nothing = torch.zeros_like(prob[0])
-    along = torch.stack([torch.stack([*own, prob[b], *[nothing] * (longest - len(own))]) for b, own in enumerate(probs)])
+    along = torch.stack(
+        [
+            torch.stack([*own, prob[b], *[nothing] * (longest - len(own))])
+            for b, own in enumerate(probs)
+        ]
+    )
     accepted = torch.tensor([len(own) for own in paths], device=token.device)
     return Verdict(accepted, token, along, path.view(len(paths), longest))

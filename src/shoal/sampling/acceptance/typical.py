@@ -1,7 +1,9 @@
-"""Typical acceptance: drafts that the target finds plausible enough. Lossy: what is sampled has another distribution than p.
+"""Typical acceptance: drafts that the target finds plausible enough. Lossy: what is sampled has
+another distribution than p.
 
-Cai et al., "Medusa" (ICML 2024, arXiv 2401.10774), section 2.3.1: draft x is accepted if p(x) > min(epsilon, delta * exp(-H(p))),
-with H the entropy of p in nats, and of a tree the longest path of accepted nodes; epsilon 0.09 and delta 0.3 as in its code.
+Cai et al., "Medusa" (ICML 2024, arXiv 2401.10774), section 2.3.1: draft x is accepted if p(x) >
+min(epsilon, delta * exp(-H(p))), with H the entropy of p in nats, and of a tree the longest path of
+accepted nodes; epsilon 0.09 and delta 0.3 as in its code.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from shoal.types.trees import DraftTree
 
 
 def plausible(p: Tensor, tokens: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Whether tokens [...] are typical of distributions p [..., vocab]; [...] bool. A point mass has its own token only."""
+    """Whether tokens [...] are typical of distributions p [..., vocab]; [...] bool. A point mass
+    has its own token only."""
     limit = (delta * torch.exp(-torch.special.entr(p.double()).sum(-1))).clamp_(max=epsilon)
     return p.gather(-1, tokens[..., None]).squeeze(-1) > limit
 
 
 @dataclass(unsafe_hash=True)
 class Typical:
-    """Accepts drafts whose probability under p is above a threshold that falls with p's entropy; what follows them is drawn from p.
+    """Accepts drafts whose probability under p is above a threshold that falls with p's entropy;
+    what follows them is drawn from p.
 
     Rows that are greedy are exact: their p is a point mass.
     """
@@ -41,7 +45,9 @@ class Typical:
     lossy: ClassVar[str] = LOSSY_RULES["typical"]
     numbers_rounds: ClassVar[bool] = True
 
-    def uniforms(self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None) -> Tensor:
+    def uniforms(
+        self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None
+    ) -> Tensor:
         return torch.from_numpy(round_uniforms(seeds, firsts, width, rounds))
 
     draw = staticmethod(inverse_transform)
@@ -50,7 +56,9 @@ class Typical:
         if scores.greedy or not tree.m:
             return by_samples(tree, scores, self.draw, uniforms)
         p = scores.p()
-        uniforms = tree.by_column(uniforms).flip(-1)  # REPLACE first: TOKEN drew the draft of the same position
+        uniforms = tree.by_column(uniforms).flip(
+            -1
+        )  # REPLACE first: TOKEN drew the draft of the same position
         said = self.draw(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
         kept = plausible(_before(tree, p), tree.tokens, self.epsilon, self.delta)
         if not tree.branches:
@@ -60,7 +68,9 @@ class Typical:
             token = said.gather(1, accepted[:, None])
             drawn = p[torch.arange(len(p), device=p.device), accepted].gather(1, token)
             return Verdict(accepted, token.squeeze(1), along.scatter(1, accepted[:, None], drawn))
-        paths = [_longest(parents, own) for parents, own in zip(tree.parents, kept.tolist(), strict=True)]
+        paths = [
+            _longest(parents, own) for parents, own in zip(tree.parents, kept.tolist(), strict=True)
+        ]
         return _along(tree, paths, said, p)
 
 
@@ -68,7 +78,10 @@ def _before(tree: DraftTree, p: Tensor) -> Tensor:
     """The distribution at the column that each node follows, [rows, m, vocab]."""
     if not tree.branches:
         return p[:, : tree.m]
-    columns = [[parent + 1 for parent in parents] + [0] * (tree.m - len(parents)) for parents in tree.parents]
+    columns = [
+        [parent + 1 for parent in parents] + [0] * (tree.m - len(parents))
+        for parents in tree.parents
+    ]
     index = torch.tensor(columns, device=p.device).view(len(columns), tree.m)
     return p[torch.arange(len(columns), device=p.device)[:, None], index]
 

@@ -1,9 +1,9 @@
-"""Earlier answers on disk, for the engines and runs to come: `suffix:answers=FILE`.
+"""Earlier answers on disk, for later engines and runs: `suffix:answers=FILE`.
 
-A file of JSON objects, one a line: first what it is, then a text each, with the length of its
-prompt. Texts are appended as rows come to their end, under a lock, so that several processes may
-share a file; one that has become too long keeps its last texts. Its owner alone may read it, as it
-holds what users wrote.
+The file has one JSON object on each line. The first line names the format and the tokenizer; every
+other line holds the tokens of one text and the length of its prompt. A text is appended when its
+row ends, under a lock, so several processes may share a file. A file that has become too long keeps
+its last texts. Only its owner may read it, because it holds the texts of users.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shoal.errors import RequestError
 
 LOG = logging.getLogger("shoal")
 TOKEN_BYTES = 8
-"""Of a token in the file, at most about: its digits and a comma."""
+"""The most bytes that a token takes in the file, about: its digits and a comma."""
 TEXT_TOKENS = 8
-"""Tokens that take as much as a text's line takes beside its own."""
+"""The number of tokens that take as many bytes as the rest of a text's line."""
 
 
 class AnswerFile:
-    """Texts of rows that came to their end.
+    """A file with the texts of rows that have ended.
 
     Args:
-        path: of the file.
-        limit: tokens of an engine's table: the file holds about as many.
-        vocab_size: of the target.
+        path: the path of the file.
+        limit: the most tokens in an engine's table; the file holds about as many.
+        vocab_size: the size of the target's vocabulary.
     """
 
     def __init__(self, path: str, limit: int, vocab_size: int) -> None:
@@ -38,8 +38,11 @@ class AnswerFile:
         self._broken = False
 
     def read(self) -> list[tuple[list[int], int]]:
-        """The last texts, of half of `limit` tokens, with the lengths of their prompts; lines that
-        a crash has damaged, and tokens that the target has not, are passed over."""
+        """Returns the last texts, with the lengths of their prompts.
+
+        The texts have `limit` / 2 tokens together, at most. Lines that a crash has damaged, and
+        lines with tokens outside the target's vocabulary, are skipped.
+        """
         try:
             with open(self._path, "rb") as file:
                 _locked(file, shared=True)
@@ -49,8 +52,11 @@ class AnswerFile:
             return []
 
     def append(self, tokens: Sequence[int], prompt: int) -> None:
-        """A text. What cannot be written is given up, and said once: drafts are not worth an
-        answer."""
+        """Appends a text.
+
+        If the file cannot be written, a warning is logged once and no more texts are appended: an
+        answer must not fail because of its drafts.
+        """
         if self._broken:
             return
         try:
@@ -70,7 +76,7 @@ class AnswerFile:
             self._give_up(error)
 
     def _shorten(self, file: BinaryIO) -> None:
-        """Leaves the last texts, of a quarter of `limit` tokens, in place of all."""
+        """Keeps only the last texts, with `limit` / 4 tokens at most."""
         kept = _last(file, self._limit // 4, None)
         file.seek(0)
         first = file.readline()
@@ -85,13 +91,15 @@ class AnswerFile:
 
 
 def require_answers(path: str, tokenizer: str | None) -> None:
-    """Makes the file if there is none.
+    """Creates the file if there is none.
 
     Args:
-        tokenizer: the fingerprint of the target's; None = unknown.
+        path: the path of the file.
+        tokenizer: the fingerprint of the target's tokenizer; None = unknown.
 
     Raises:
-        RequestError: it cannot be written, is something else, or one of another tokenizer.
+        RequestError: the file cannot be written, has another format, or belongs to another
+            tokenizer.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
@@ -121,7 +129,7 @@ def require_answers(path: str, tokenizer: str | None) -> None:
 
 
 def _last(file: BinaryIO, tokens: int, vocab_size: int | None) -> list[bytes]:
-    """The last lines of so many tokens, but for the first line of all."""
+    """Returns the last lines that have `tokens` tokens together, without the file's first line."""
     file.seek(0)
     kept: list[bytes] = []
     held = 0
@@ -137,7 +145,7 @@ def _last(file: BinaryIO, tokens: int, vocab_size: int | None) -> list[bytes]:
 
 
 def _text_of(line: bytes) -> tuple[list[int], int]:
-    """Nothing where the line is damaged."""
+    """Returns the tokens of a line and the length of its prompt; ([], 0) if the line is damaged."""
     try:
         value = json.loads(line)
         tokens, prompt = value["tokens"], value["prompt"]

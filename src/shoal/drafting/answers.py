@@ -1,4 +1,4 @@
-"""Earlier answers of an engine in one suffix automaton, and where the rows that run stand in it."""
+"""Earlier answers of an engine in one suffix automaton, and the places of the running rows in it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from shoal.drafting.text import NUMBER_BYTES, number_bytes
 from shoal.types.requests import Row
 
 LONGEST = 64
-"""Most tokens of a row that are matched: longer matches say no more about what follows."""
+"""The most tokens of a row that are matched: longer matches say no more about the next token."""
 
 
 PLACE_BYTES = 9
-"""Of a token's place in a list, about."""
+"""The bytes of a token's place in a list, about."""
 
 
 class Answers:
-    """Texts of rows that came to their end, their prompts included, the last ones up to a limit.
+    """The texts of rows that have ended, prompts included: the last ones, up to a limit.
 
-    They are read when the next draft is asked for, and never where none is.
+    New texts are read into the automaton when the next draft is proposed, not before.
 
     Args:
-        limit: tokens that the automaton holds. A full one is made anew of the last texts, up to
-            half of that.
-        file: where texts are kept for later engines, and those of earlier ones are.
+        limit: the most tokens in the automaton. A full automaton is built anew from the last texts,
+            with half as many tokens at most.
+        file: the file that later engines read, with the texts of earlier ones.
     """
 
     def __init__(self, limit: int, file: AnswerFile | None = None) -> None:
@@ -45,17 +45,22 @@ class Answers:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, to a few percent."""
+        """The memory that the texts and the automaton take, in bytes, to a few percent."""
         texts = [tokens for tokens, _ in self._texts]
         return self._automaton.bytes + sum(map(getsizeof, texts)) + number_bytes(texts)
 
     @staticmethod
     def most_bytes(limit: int) -> int:
-        """The most that it takes."""
+        """Returns the most memory that a table of `limit` tokens takes, in bytes."""
         return TOKEN_BYTES * limit + (PLACE_BYTES + NUMBER_BYTES) * limit // 2
 
     def leave(self, row: Row, whole: bool) -> None:
-        """A row has left; whole: its text is an answer."""
+        """Forgets the place of a row that has left.
+
+        Args:
+            row: the row.
+            whole: True if the row's text is an answer, which is then kept.
+        """
         self._rows.pop(row, None)
         if not whole:
             return
@@ -74,8 +79,11 @@ class Answers:
             self._unread = min(self._unread, len(self._texts))
 
     def read(self, rows: Iterable[Row]) -> int:
-        """Reads what is new, and where these rows stand; returns how many tokens the automaton has
-        gained."""
+        """Reads new texts, and the places of these rows.
+
+        Returns:
+            The number of tokens that the automaton has gained.
+        """
         before = self._automaton.tokens
         if self._unopened and self._file is not None:
             self._unopened = False
@@ -95,7 +103,11 @@ class Answers:
         return self._automaton.tokens - before
 
     def _add(self, tokens: Sequence[int], prompt: int) -> None:
-        """A text. What is known of its prompt occurs once, however many rows had it."""
+        """Adds a text to the automaton.
+
+        A beginning of the prompt that the automaton has already is not added again, so a prompt
+        that several rows had is counted once.
+        """
         automaton, state, known = self._automaton, ROOT, 0
         while known < prompt:
             following = automaton.following[state].get(tokens[known])
@@ -105,8 +117,10 @@ class Answers:
         automaton.read(state, tokens[known:])
 
     def _follow(self, row: Row) -> None:
-        """The longest suffix of the row that is in the automaton; anew where texts were added,
-        which may have longer ones."""
+        """Finds the longest suffix of the row that is in the automaton.
+
+        The search starts anew if texts were added since, because they may have longer matches.
+        """
         automaton = self._automaton
         state, matched, known, changes = self._rows.get(row, (ROOT, 0, 0, -1))
         if changes != self._changes:
@@ -120,6 +134,6 @@ class Answers:
         self._rows[row] = state, matched, len(row.tokens), self._changes
 
     def place(self, row: Row) -> Place:
-        """Where a row stands that was among those last read."""
+        """Returns the place of a row that was among the rows last read."""
         state, matched, _, _ = self._rows[row]
         return Place(self._automaton, state, matched).continued()

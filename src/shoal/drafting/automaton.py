@@ -1,10 +1,9 @@
-"""A suffix automaton of several texts that grow at their ends: every substring has a state, which
-knows how often it occurs.
+"""A suffix automaton of several texts that grow at their ends, with the count of every substring.
 
-After Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); of several
+After Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); for several
 texts, Blumer et al., "Complete inverted files for efficient text retrieval and analysis" (1987).
-Appending a token takes amortised constant time, and at most two states, but for counting: that
-takes a step for every suffix that occurs elsewhere as well, up to `COUNTED`.
+Appending a token takes amortised constant time and at most two new states. Counting takes one more
+step for every suffix that occurs elsewhere as well, up to `COUNTED` steps.
 """
 
 from __future__ import annotations
@@ -14,25 +13,29 @@ from sys import getsizeof
 from typing import NamedTuple
 
 COUNTED = 64
-"""Most suffixes of a text that are counted when a token is appended: only a text that repeats
-itself over and over has more. Those left out are the shortest, which nobody looks up where longer
-ones are known."""
+"""The most suffixes of a text that are counted when a token is appended.
+
+Only a text that repeats itself over and over has more. The shortest suffixes are left out; they are
+not looked up if a longer one matches.
+"""
 INTEGER_BYTES = 28
-"""Of a number of more than a byte; a state has two that no other has: its own, and its length."""
+"""The bytes of an integer above 255; each state has two of its own: its number and its length."""
 TOKEN_BYTES = 2 * (getsizeof({0: 0}) + 2 * INTEGER_BYTES + 4 * 9)
-"""Most bytes of a token: of two states, each with places in four lists."""
+"""The most bytes that a token takes: two states, each with places in four lists."""
 ROOT = 0
 
 
 class SuffixAutomaton:
-    """States are numbers; `ROOT` is the empty text's, where every text begins.
+    """A suffix automaton whose states are numbers; `ROOT` is the state of the empty text.
+
+    Every text begins at `ROOT`.
 
     Attributes:
-        following: of each state, the states that tokens lead to.
-        link: of each state, that of its longest suffix that occurs elsewhere as well.
-        length: of each state, the tokens of its longest text.
-        count: how often its texts occur.
-        tokens: appended so far.
+        following: for each state, the next state by token.
+        link: for each state, the state of its longest suffix that occurs elsewhere as well.
+        length: for each state, the number of tokens of its longest text.
+        count: for each state, the number of times that its texts occur.
+        tokens: the number of tokens appended so far.
     """
 
     def __init__(self) -> None:
@@ -42,12 +45,12 @@ class SuffixAutomaton:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, to a few percent."""
+        """The memory that the automaton takes, in bytes, to a few percent."""
         lists = (self.following, self.link, self.length, self.count)
         return 2 * INTEGER_BYTES * len(self.length) + sum(map(getsizeof, (*lists, *self.following)))
 
     def append(self, state: int, token: int) -> int:
-        """The state of a whole text, once it has become a token longer."""
+        """Appends a token to the whole text of `state`; returns the state of the longer text."""
         following, link, length = self.following, self.link, self.length
         known = following[state].get(token)
         if known is None:
@@ -73,8 +76,10 @@ class SuffixAutomaton:
             state = link[state]
 
     def _of_length(self, above: int, token: int, state: int) -> int:
-        """The state of the longest text of `above` and the token: `state`, or a part of it split
-        off if that knows longer ones."""
+        """Returns the state of the longest text of `above` and the token.
+
+        This is `state`, or, if `state` has longer texts, a new state that is split off from it.
+        """
         following, link, length = self.following, self.link, self.length
         if length[state] == length[above] + 1:
             return state
@@ -88,7 +93,7 @@ class SuffixAutomaton:
         return shorter
 
     def read(self, state: int, tokens: Iterable[int]) -> int:
-        """The state of a whole text, once it has become longer by these tokens."""
+        """Appends tokens to the whole text of `state`; returns the state of the longer text."""
         for token in tokens:
             state = self.append(state, token)
         return state
@@ -102,22 +107,28 @@ class SuffixAutomaton:
 
 
 class Place(NamedTuple):
-    """Where the end of a text stands in an automaton: the state of its longest suffix that has been
-    continued, and its length."""
+    """A place in an automaton: the longest suffix of a text that some text continues.
+
+    Attributes:
+        automaton: the automaton.
+        state: the state of the suffix.
+        length: the number of its tokens.
+    """
 
     automaton: SuffixAutomaton
     state: int
     length: int
 
     def continued(self) -> Place:
-        """The same or a shorter suffix, of which some text goes on."""
+        """Returns the place of the longest suffix, this one included, after which some text
+        continues."""
         automaton, state, _ = self
         while state > ROOT and not automaton.following[state]:
             state = automaton.link[state]
         return self if state == self.state else Place(automaton, state, automaton.length[state])
 
     def counts(self) -> list[tuple[int, int]]:
-        """How often each token follows, the one seen last first."""
+        """Returns (count, token) for each next token, the token seen last first."""
         count = self.automaton.count
         return [
             (count[state], token)
@@ -125,5 +136,5 @@ class Place(NamedTuple):
         ]
 
     def after(self, token: int) -> Place:
-        """Once a token follows that some text has there."""
+        """Returns the place after one more token, which must follow here in some text."""
         return Place(self.automaton, self.automaton.following[self.state][token], self.length + 1)

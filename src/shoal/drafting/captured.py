@@ -1,10 +1,9 @@
-"""Whole rounds as captured functions: where those of target and drafter are captured and nothing of
-the rows asks for more.
+"""Whole rounds as captured functions, for rounds that need no more than these compute.
 
-What a round decides is what its stages decide one after the other: the same uniforms, distributions
-and rule, and the same questions to a controller that ends drafts by the drafter's confidence.
-Everything else (controls that read what was generated, grammars, trees, logits that are not finite)
-is left to the stages.
+A captured round decides the same as its stages one after the other: it has the same uniforms,
+distributions and rule, and it asks the same questions of a controller that ends drafts by the
+drafter's confidence. All other rounds are left to the stages: controls that read generated tokens,
+grammars, trees, logits that are not finite.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, chains
 
 RECENT = 4
-"""Rounds whose drafts say how many steps the next one computes before it looks at confidences: as
-many as the shortest of them."""
+"""The number of last rounds whose drafts set how many steps the next round computes first.
+
+The round computes as many steps as the shortest of them needed before it looks at confidences.
+"""
 
 
 class Decided(NamedTuple):
@@ -45,9 +46,10 @@ class Decided(NamedTuple):
 
     Attributes:
         tree: the drafts.
-        logits: of the target, [rows, k + 1, vocab], good until the next round.
-        share: of the round's time, the drafter's.
-        between: of the drafter's time, that of all steps but one; None = unknown.
+        logits: the target's logits, [rows, k + 1, vocab], valid until the next round.
+        verdict: the verdict of the rule.
+        share: the drafter's share of the round's time.
+        between: the share of the drafter's time that all steps but one took; None = unknown.
     """
 
     tree: DraftTree
@@ -61,9 +63,9 @@ class CapturedRounds:
     """The captured rounds of one engine.
 
     Args:
-        target: with the engine's cache.
-        drafter: of the engine; None = plain decoding.
-        rule: decides.
+        target: the target, with the engine's cache.
+        drafter: the engine's drafter; None = plain decoding.
+        rule: the rule that decides about drafts.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
@@ -81,14 +83,17 @@ class CapturedRounds:
         uniforms: Callable[[int], Tensor],
         stop: Stop | None = None,
     ) -> Decided | None:
-        """The round of these rows; None where it is left to its stages, which then find the caches
-        as they were.
+        """Computes the round of these rows; returns None if the round is left to its stages.
+
+        If it is left to the stages, the caches are as they were before.
 
         Args:
-            lengths: drafts of each row.
-            uniforms: of so many positions, on the host, [rows, positions, ...] float64.
-            stop: ends drafts by the drafter's confidence; where the round is left to its stages,
-                they may ask from the start.
+            rows: the rows.
+            lengths: the draft length of each row.
+            uniforms: returns the uniforms for a number of positions, on the host, [rows, positions,
+                ...] float64.
+            stop: ends drafts by the drafter's confidence. If the round is left to its stages, they
+                may call it from the first position on.
 
         Raises:
             OutOfStep.
@@ -115,13 +120,19 @@ class CapturedRounds:
     def want(
         self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool
     ) -> None:
-        """Names rounds for `build_next`, see `RoundKinds.want`."""
+        """Names rounds for `build_next` to build, see `RoundKinds.want`."""
         if self._target.captures is not None and not self._target.ordinary_only:
             self._kinds.want(rows, drafts, samplings, looks=looks)
 
     def build_next(self) -> bool:
-        """Between two rounds: builds one function of rounds that no row has asked for yet; whether
-        there was one to build. Raises OutOfStep."""
+        """Builds one function of rounds that no row has asked for yet; runs between two rounds.
+
+        Returns:
+            True if there was a function to build.
+
+        Raises:
+            OutOfStep.
+        """
         captures = self._target.captures
         if captures is None or captures.failed.pause:
             return False
@@ -134,15 +145,17 @@ class CapturedRounds:
             return False
 
     def _fail(self, error: Exception) -> None:
-        """Leaves rounds of a kind that failed to their stages. Raises the error again if the device
-        is lost."""
+        """Leaves rounds of the failed kind to their stages. Raises the error again if the device is
+        lost."""
         require_device(self._target.device, error)
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _decided(self, work: Round, uniforms: Tensor, stop: Stop | None) -> Decided | None:
-        """The round; None where it is left to its stages: its kind has failed, or logits are not
-        finite."""
+        """Computes the round; returns None if the round is left to its stages.
+
+        This happens if its kind has failed, or if logits are not finite.
+        """
         target, noise = self._target, uniforms.flatten(2)
         round_ = self._kinds.prepared(work, noise.shape[2], looks=stop is not None)
         if round_ is None:
@@ -190,11 +203,11 @@ class CapturedRounds:
     def _drafted(
         self, round_: CapturedRound, work: Round, stop: Stop, clock: _Clock
     ) -> Round | None:
-        """The round with the lengths that `stop` leaves, asked as the stages ask it: position by
-        position, while a draft goes on. None where the drafter has no distribution.
+        """Computes the drafts and returns the round with the draft lengths that `stop` leaves.
 
-        Before the first look as many steps are computed as all recent rounds needed, later a piece
-        at a time.
+        `stop` is asked position by position while a draft goes on, as the stages ask it. Before the
+        first question as many steps are computed as all recent rounds needed, later one piece at a
+        time. Returns None if the drafter has no distribution.
         """
         lengths, asked, computed = list(work.lengths), 0, 0
         while asked < max(lengths):
@@ -214,8 +227,11 @@ class CapturedRounds:
         return replace(work, lengths=lengths, k=computed, plan=plan)
 
     def _undo(self, work: Round) -> None:
-        """Nothing of a round counts. What is not finite must not stand in the cells that it wrote,
-        where others read past it."""
+        """Takes a round back.
+
+        The cells that it wrote are set to zero: passes of other rows read past these cells, and
+        must not find values there that are not finite.
+        """
         for row, start in zip(work.rows, work.plan.starts, strict=True):
             self._target.cache.lengths[row.slot] = start
             self._target.cache.zero_tail(row.slot, start)
@@ -224,7 +240,8 @@ class CapturedRounds:
 
 
 class _Clock:
-    """Times of a round in which the host looks at confidences, those of building apart."""
+    """A clock for a round in which the host looks at confidences; time spent on building is left
+    out."""
 
     def __init__(self, *runners: Runner | None) -> None:
         self._runners = [runner for runner in runners if runner is not None]
@@ -236,16 +253,17 @@ class _Clock:
         return time.perf_counter() - sum(runner.seconds_building for runner in self._runners)
 
     def looked(self, steps: int, seconds: float) -> None:
-        """The host has the confidences of so many steps, which took the device so long."""
+        """Notes that the host has the confidences of `steps` steps, which took the device
+        `seconds`."""
         if self._first is None:
             self._first, self._more = self._now(), seconds * (steps - 1) / steps
 
     def drafted(self) -> None:
-        """The drafts have ended."""
+        """Notes that the drafts have ended."""
         self._end = self._now()
 
     def shares(self) -> tuple[float, float]:
-        """`share` and `between` of `Decided`, of a round that is over."""
+        """Returns `share` and `between` of `Decided`, for a round that is over."""
         assert self._first is not None
         drafting = max(self._end - self._started, 1e-12)
         between = min(self._end - self._first + self._more, drafting)
@@ -253,7 +271,7 @@ class _Clock:
 
 
 def _outcome(found: Found, work: Round, share: float, between: float | None) -> Decided:
-    """The round as the stages after the verdict take it."""
+    """Returns the round in the form that the stages after the verdict take."""
     k, rows = max(work.lengths), len(work.rows)
     drafts = [own[:length].tolist() for own, length in zip(found.drafts, work.lengths, strict=True)]
     tree = DraftTree.empty(rows, torch.device("cpu"), work.k)

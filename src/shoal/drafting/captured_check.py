@@ -1,7 +1,6 @@
-"""First runs of captured rounds, compared with ordinary passes and with the rule on the same
-logits.
+"""The comparison of first captured rounds with ordinary passes, and with the rule on their logits.
 
-The caches are those before the round; ordinary passes write to them what the captured ones wrote.
+The caches are those from before the round; ordinary passes write the same cells again.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from shoal.models.runner import Runner
 
 
 def check_drafts(round_: CapturedRound, work: Round, drafter: Runner) -> None:
-    """Before the target's pass, whose function may write over what steps have returned.
+    """Compares the drafter's steps with ordinary passes.
+
+    Runs before the target's pass, whose function may overwrite the results of the steps.
 
     Raises:
-        ArithmeticError: the steps are not what ordinary passes make of them.
+        ArithmeticError: the steps differ from the ordinary passes.
     """
     functions, first = round_.functions, work.first
     assert first is not None
@@ -39,10 +40,13 @@ def check_drafts(round_: CapturedRound, work: Round, drafter: Runner) -> None:
 
 
 def check_verdict(round_: CapturedRound, work: Round, found: Found, target: Runner) -> None:
-    """After the target's pass.
+    """Compares the target's pass and the verdict with an ordinary pass and the rule.
+
+    Runs after the target's pass.
 
     Raises:
-        ArithmeticError: it is not what an ordinary pass and the rule make of the same drafts.
+        ArithmeticError: the pass differs from an ordinary pass on the same drafts, or the verdict
+            from the rule's.
     """
     functions, rows, plan = round_.functions, len(work.rows), work.plan
     assert round_.logits is not None

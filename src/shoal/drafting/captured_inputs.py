@@ -1,5 +1,4 @@
-"""What a captured round is given: the rows, where they are in both caches, and the numbers that are
-uploaded."""
+"""The inputs of a captured round: the rows, their places in both caches, and the uploaded numbers."""
 
 from __future__ import annotations
 
@@ -17,15 +16,19 @@ from shoal.types.requests import Row
 
 @dataclass(frozen=True)
 class Round:
-    """What a round computes.
+    """A round to compute.
 
     Attributes:
-        lengths: drafts of each row that are verified; before they are drawn the most that there may
-            be.
-        k: drafts that are computed of each row, at least the longest length.
-        plan: of the target's pass.
-        first: of the drafter's first pass, which feeds `pending`; None where nothing is drafted.
-        held: tokens of each row in the drafter's cache.
+        rows: the rows.
+        lengths: the number of drafts of each row that are verified; before they are drawn, the most
+            that there may be.
+        style: the way in which tokens are drawn.
+        k: the number of drafts that are computed for each row, at least the longest length.
+        plan: the plan of the target's pass.
+        first: the plan of the drafter's first pass, which feeds `pending`; None if nothing is
+            drafted.
+        pending: for each row, the tokens that the drafter's cache lacks.
+        held: the number of tokens of each row in the drafter's cache.
     """
 
     rows: Sequence[Row]
@@ -38,7 +41,7 @@ class Round:
     held: Sequence[int]
 
     def later(self, step: int, count: int = 1) -> Plan:
-        """Of the drafter's pass `step`, counted from 1 for the one after the first."""
+        """Returns the plan of the drafter's pass `step`; pass 1 is the one after the first."""
         first = self.first
         assert first is not None
         starts = [length + step - 1 for length in first.lengths]
@@ -48,11 +51,13 @@ class Round:
 
 
 def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size: int) -> None:
-    """Puts what the drafter's steps and all draws read into the inputs, on the host.
+    """Puts the inputs of the drafter's steps and of all draws into place, on the host.
 
     Args:
+        round_: the captured round.
+        work: the round to compute.
         noise: the uniforms of the rows, [rows, positions, numbers] float64.
-        vocab_size: of the drafter.
+        vocab_size: the size of the drafter's vocabulary.
     """
     functions, rows = round_.functions, len(work.rows)
     inputs, padded = functions.inputs, round_.kind.rows
@@ -74,8 +79,13 @@ def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size:
 
 
 def fill_target(round_: CapturedRound, work: Round, vocab_size: int) -> None:
-    """Puts what the target's pass and the decision read beside it into the inputs, on the host.
-    vocab_size: of the target."""
+    """Puts the other inputs of the target's pass and of the decision into place, on the host.
+
+    Args:
+        round_: the captured round.
+        work: the round to compute.
+        vocab_size: the size of the target's vocabulary.
+    """
     inputs, rows = round_.functions.inputs, round_.kind.rows
     round_.functions.place_target(work.plan, round_.columns(max(work.lengths)))
     inputs.put("last", _padded([min(row.tokens[-1], vocab_size - 1) for row in work.rows], rows))
@@ -85,6 +95,6 @@ def fill_target(round_: CapturedRound, work: Round, vocab_size: int) -> None:
 def _padded(
     values: Sequence[int] | Sequence[Sequence[int]], rows: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """The values of real rows, and zeros."""
+    """Returns the values of the real rows, followed by zeros up to `rows` rows."""
     own = np.array(values, dtype=np.int64)
     return np.concatenate([own, np.zeros((rows - len(own), *own.shape[1:]), dtype=np.int64)])

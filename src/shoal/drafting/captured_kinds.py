@@ -1,5 +1,7 @@
-"""Which rounds can be captured, and the captured round that serves one: few are built, as each
-takes as long as many rounds."""
+"""The kinds of rounds that can be captured, and the captured round that serves a round.
+
+Few kinds are built, because each capture takes as long as many rounds.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +23,51 @@ from shoal.sampling.acceptance import ChainRule, Rule, decides_chains
 from shoal.types.requests import Row
 
 MOST = 64
-"""Functions of rounds kept per generation of captures: a graph takes a few megabytes, and what it
-returns."""
+"""The most functions of rounds that are kept for one generation of captures.
+
+A graph takes a few megabytes, and its results take memory as well.
+"""
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
-"""Rows that rounds are captured for: a round of fewer rows takes about as long, and each capture
-takes as long as many rounds."""
+"""The numbers of rows that rounds are captured for.
+
+A round with fewer rows takes about as long, and each capture takes as long as many rounds.
+"""
 STEADY = 8
-"""Rounds of one draft length, one after the other, before it is captured where a longer one has
-been."""
+"""The number of successive rounds of one draft length before it is captured beside a longer one."""
 PENDING = 2
-"""Columns of a drafter's first pass: most tokens of a row that its cache lacks."""
+"""The number of columns of a drafter's first pass: most tokens of a row that its cache lacks."""
 PIECE = 2
-"""Steps that are one function where drafts end by the drafter's confidence. A wait for the host
-costs a tenth of a step, and half a piece is computed in vain: `benchmarks/pieces.py` counts
-both."""
+"""The number of steps in one function if drafts end by the drafter's confidence.
+
+A wait for the host costs a tenth of a step, and half a piece is computed in vain:
+`benchmarks/pieces.py` counts both.
+"""
 AT_ONCE = 8
-"""Drafts whose pieces and widths are all built before the first round of their kind, so that no
-later round waits for a capture; longer drafts are rare."""
+"""The number of drafts whose pieces and widths are all built before the first round of their kind.
+
+No later round then waits for a capture; longer drafts are rare.
+"""
 AHEAD, AHEAD_BYTES = MOST * 3 // 4, 1 << 30
-"""Functions, and bytes of their results, up to which rounds are built before a row asks for
-them."""
+"""The most functions, and bytes of their results, that are built before a row asks for them."""
 LONGEST = 16
-"""Drafts that such a round has buffers for."""
+"""The number of drafts that rounds ended by the drafter's confidence have buffers for."""
 
 
 _PROPOSE = ModelDrafter.propose
-"""What captured rounds compute in one go; a drafter whose own is another one is asked for it."""
+"""The method that captured rounds replace. A drafter with another `propose` is not captured."""
 
 
 class RoundKinds:
     """The captured rounds over the caches of two models.
 
     Args:
-        target: with the engine's cache.
-        drafter: of the engine; None = plain decoding.
-        rule: decides.
+        target: the target, with the engine's cache.
+        drafter: the engine's drafter; None = plain decoding.
+        rule: the rule that decides about drafts.
 
     Attributes:
-        drafter: the same, if it is a model that drafts chains of the target's own ids.
+        drafter: the drafter, if it is a model that drafts chains in the target's ids; None
+            otherwise.
         last: the kind that was asked for last, or built.
     """
 
@@ -76,8 +85,13 @@ class RoundKinds:
         ] = {}  # to be built when nothing runs, the most wanted last, and drafts of it
 
     def round_of(self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool) -> Round | None:
-        """What a round of these rows computes; None where it cannot be captured. looks: drafts end
-        by the drafter's confidence."""
+        """Returns the round to compute for these rows; None if it cannot be captured.
+
+        Args:
+            rows: the rows.
+            lengths: the draft length of each row.
+            looks: True if drafts end by the drafter's confidence.
+        """
         target, k = self._target, max(lengths)
         drafter = self.drafter if k else None
         if not decides_chains(self._rule) or k > LONGEST or any(row.reads_history for row in rows):
@@ -111,9 +125,12 @@ class RoundKinds:
         return None
 
     def _steps(self, k: int, captures: Captures, style: Style) -> int:
-        """Drafts to compute where k are asked for: more where that has been captured and k has not,
-        as rows that are about to end ask for a few rounds of each length. What is not captured
-        costs nothing to build."""
+        """Returns the number of drafts to compute if k are asked for.
+
+        A longer captured length serves until k was asked for `STEADY` times in a row: rows near
+        their end ask for each short length only a few times. The eager executor always computes k
+        drafts, because it needs no capture.
+        """
         if captures.executor == "eager":
             return k
         self._repeats = self._repeats + 1 if k == self._longest else 1
@@ -129,10 +146,13 @@ class RoundKinds:
         return min(captured, default=k) if self._repeats < STEADY else k
 
     def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound | None:
-        """Returns the round that serves this one, built if need be; None if its kind has failed.
+        """Returns the captured round that serves this one, built if needed; None if its kind has
+        failed.
 
         Args:
-            numbers: uniforms per position.
+            work: the round to compute.
+            numbers: the number of uniforms per position.
+            looks: True if drafts end by the drafter's confidence.
         """
         keys = 0 if work.first is None else max(work.first.tails) + work.k - 1
         kind = self._kind(
@@ -161,8 +181,7 @@ class RoundKinds:
         *,
         looks: bool,
     ) -> Kind:
-        """Of rounds of so many rows and drafts whose passes span so many keys, over the caches as
-        they are."""
+        """Returns the kind of rounds of so many rows, drafts and keys, over the present caches."""
         assert isinstance(self._rule, ChainRule)
         target, drafting = self._models(k)
         slots = target.cache.slots - 1
@@ -182,7 +201,7 @@ class RoundKinds:
         )
 
     def _models(self, k: int) -> tuple[Model, Model | None]:
-        """The two sides of rounds of k drafts."""
+        """Returns the target's and the drafter's side of rounds of k drafts."""
         target, drafter = self._target, self.drafter
         assert target.captures is not None
         drafting = None
@@ -191,8 +210,8 @@ class RoundKinds:
         return Model(target.captures, target.cache), drafting
 
     def _rounds(self, k: int) -> dict[Hashable, CapturedRound]:
-        """What is built over the caches as they are: with the drafter's, where k drafts are
-        wanted."""
+        """Returns the rounds built over the present caches, with the drafter's cache if k is above
+        0."""
         target, drafting = self._models(k)
         built = target.passes.generation(target.cache)
         return (
@@ -202,7 +221,7 @@ class RoundKinds:
         )
 
     def _round(self, kind: Kind) -> CapturedRound:
-        """The rounds of a kind, as yet without functions if they are new."""
+        """Returns the round of a kind; a new round has no functions yet."""
         rounds, models = self._rounds(kind.k), self._models(kind.k)
         if kind not in rounds:
             while sum(len(round_.built) for round_ in rounds.values()) >= MOST:
@@ -216,8 +235,11 @@ class RoundKinds:
     # ── what fails ────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, error: Exception) -> str:
-        """Ends the kind that was asked for last, or everything that is captured where memory was
-        short. Returns that in words."""
+        """Gives up the kind that was asked for last, or all captures if memory was short.
+
+        Returns:
+            A sentence that says which.
+        """
         kind = self.last
         target, drafting = self._models(0 if kind is None else kind.k)
         consequence = target.passes.failed.note(kind and _as_failed(kind), error)
@@ -256,7 +278,7 @@ class RoundKinds:
                 self._wanted[kind] = min(-(-k // PIECE) * PIECE, AT_ONCE) if kind.looks else k
 
     def _drafts(self) -> bool:
-        """Whether the drafter is a model whose passes are captured, on the device of the target."""
+        """Returns True if the drafter is a captured model on the target's device."""
         runner = None if self.drafter is None else self.drafter.runner
         return (
             runner is not None
@@ -266,9 +288,14 @@ class RoundKinds:
         )
 
     def build_next(self) -> bool:
-        """Builds one function of rounds that were used before the caches changed their size, or are
-        wanted, if it is not there; whether there was one. No more than `AHEAD` of them, and none in
-        the place of another."""
+        """Builds one function of rounds that are wanted, or were used before the caches changed
+        their size.
+
+        At most `AHEAD` functions are built, and none takes the place of another.
+
+        Returns:
+            True if a function was built.
+        """
         for kind, drafts in reversed(self._wanted.items()):
             if self._failed(kind) or (kind.k and not self._drafts()):
                 continue
@@ -305,7 +332,9 @@ def _as_failed(kind: Kind) -> Kind:
 
 
 def _keys(model: Model, keys: int) -> int:
-    """Keys that a pass spans: a kernel that reads lengths on the device is given whole slots, and
-    one round serves all lengths."""
+    """Returns the number of keys that a pass spans.
+
+    A kernel that reads lengths on the device is given whole slots, so one round serves all lengths.
+    """
     cache = model.cache
     return cache.capacity if model.passes.knows_prefixes else keys_for(keys, cache.capacity)

@@ -1,5 +1,7 @@
-"""Directories of trained heads: a config.json beside tensors, as they are published; what does not
-fit is one clear error."""
+"""Directories of trained heads in their published form: a config.json beside tensors.
+
+A directory that does not fit raises one clear error.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _loaded: Belongings[Any] = Belongings("heads")
 
 
 def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) -> Heads:
-    """The heads in a directory, loaded once for a target.
+    """Returns the heads in a directory, loaded once for each target.
 
     Raises:
         UnsupportedModel: the target gives no hidden states.
@@ -40,7 +42,11 @@ def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) 
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Raises RequestError: there is no config.json, or it holds no object."""
+    """Returns the object in the directory's config.json.
+
+    Raises:
+        RequestError: there is no config.json, or it holds no object.
+    """
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -55,8 +61,11 @@ def read_config(directory: Path) -> dict[str, Any]:
 def whole_number(
     config: dict[str, Any], directory: Path, *names: str, default: int | None = None
 ) -> int:
-    """The first of these numbers that a config has, at least 1. Raises RequestError: it has none,
-    or something else."""
+    """Returns the first of these numbers that a config has, at least 1.
+
+    Raises:
+        RequestError: the config has none of them, or the value is no whole number >= 1.
+    """
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if value is None:
         raise RequestError(
@@ -70,11 +79,13 @@ def whole_number(
 
 
 def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
-    """The tensors in the first of these files that exists; .bin and .pt are read as tensors alone,
-    never as code.
+    """Returns the tensors in the first of these files that exists.
+
+    Files named .bin and .pt are read as tensors alone, never as code.
 
     Raises:
-        RequestError: none of them is there. ModelError: it is damaged.
+        RequestError: none of the files exists.
+        ModelError: the file is damaged.
     """
     file = next((directory / name for name in names if (directory / name).is_file()), None)
     if file is None:
@@ -97,7 +108,8 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None
     """Copies tensors into the parameters of the same names.
 
     Raises:
-        ModelError: some are missing. PairMismatch: one has another shape.
+        ModelError: some tensors are missing.
+        PairMismatch: a tensor has another shape than its parameter.
     """
     wanted = dict(module.named_parameters())
     missing = sorted(name for name in wanted if name not in tensors)
@@ -118,7 +130,7 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None
 
 
 def require_width(directory: Path, what: str, found: int, target: Runner, wanted: int) -> None:
-    """Raises PairMismatch: the heads are those of a target of another size."""
+    """Raises PairMismatch if the heads belong to a target of another size."""
     if found != wanted:
         raise PairMismatch(
             f"{directory} cannot draft for {target.name}: {what} of {found} v {wanted}: heads "
@@ -127,7 +139,7 @@ def require_width(directory: Path, what: str, found: int, target: Runner, wanted
 
 
 def layers_and_width(target: Runner) -> tuple[int, int]:
-    """How many layers a target has, and how wide its hidden states are."""
+    """Returns the number of a target's layers, and the width of its hidden states."""
     config = target.hf.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return int(text.num_hidden_layers), int(text.hidden_size)

@@ -1,9 +1,9 @@
-"""What a drafter of another vocabulary reads: the text of each row in its own tokens.
+"""The text of each row in the tokens of a drafter with another vocabulary.
 
-A prompt is split by the drafter's tokenizer. What is committed afterwards is split anew together
-with the word before it, as the drafter would split the whole text: it guesses worse after tokens
-mapped one by one, or kept as it wrote them in pieces. Of the cache, what comes before the first
-token that has changed stays.
+The drafter's tokenizer splits a prompt. Committed tokens are split anew together with the word
+before them, as the drafter would split the whole text: its drafts are worse after tokens that were
+mapped one by one, or that were kept in the pieces in which the drafter wrote them. The drafter's
+cache keeps all tokens before the first one that has changed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Contexts:
         ] = {}  # by identity: the request, and the same in the drafter's ids
 
     def of(self, row: Row) -> Context:
-        """The row's own, begun if it is new."""
+        """Returns the context of a row; begins it if the row is new."""
         found = self._of.get(row)
         if found is None:
             request = self._prompt(row.request)
@@ -61,22 +61,25 @@ class Contexts:
 
     @property
     def rows(self) -> Sequence[Row]:
-        """The target's rows that are read."""
+        """The target's rows that have a context."""
         return list(self._of)
 
     def known(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of the rows that have been read."""
+        """Returns the rows that have a context."""
         return [row for row in rows if row in self._of]
 
     def leave(self, rows: Iterable[Row]) -> None:
-        """Forgets rows, and prompts that no row has."""
+        """Forgets rows, and prompts without rows."""
         left = {id(row.request) for row in rows if self._of.pop(row, None) is not None}
         for key in left - {id(row.request) for row in self._of}:
             del self._prompts[key]
 
     def follow(self, row: Row) -> int:
-        """Reads what was committed since; returns how many tokens from the first on are what they
-        were, drafts included."""
+        """Reads newly committed tokens.
+
+        Returns:
+            The number of leading tokens that have not changed, drafts included.
+        """
         own = self.of(row)
         tokens, drafted, new = own.row.tokens, own.drafted, row.tokens[own.read :]
         if not new and not drafted:
@@ -103,7 +106,7 @@ class Contexts:
         return start + same
 
     def _append(self, own: Context, texts: Sequence[int]) -> None:
-        """Reads a run of the target's tokens without special ones."""
+        """Reads a run of the target's tokens without special tokens."""
         if texts:
             tokens = own.row.tokens
             window = self._draft.windows(tokens, own.floor)[0]
@@ -112,7 +115,7 @@ class Contexts:
             )
 
     def _prompt(self, request: Request) -> Request:
-        """The prompt in the drafter's ids: at least one."""
+        """Returns the prompt in the drafter's ids, with at least one id."""
         key = id(request)
         if key not in self._prompts:
             found = list(self._draft.begin)
@@ -136,4 +139,4 @@ class Contexts:
 
 
 WIDEST = 64
-"""Tokens at the end of a row that reading on may change."""
+"""The number of tokens at the end of a row that later tokens may change."""

@@ -1,9 +1,8 @@
-"""Lookups in the index of a corpus: the longest end of a row that stands in its texts, and what
-followed it there.
+"""Lookups in the index of a corpus: the longest end of a row in its texts, and the tokens after it.
 
 After He et al., "REST: Retrieval-based speculative decoding" (NAACL 2024, arXiv 2311.08252): in a
-suffix array all places where some tokens stand are neighbours. Work is bounded: a few binary
-searches for each part of the index and token.
+suffix array all places of one sequence of tokens are neighbours. A lookup takes a few binary
+searches for each part of the index and each token.
 """
 
 from __future__ import annotations
@@ -15,10 +14,13 @@ from typing import NamedTuple
 from shoal.drafting.index_file import DEPTH, END, Index, Part
 
 LONGEST = DEPTH // 2
-"""Most tokens of a row that are matched: what follows lies within the order of the index, too."""
+"""The most tokens of a row that are matched: the next tokens are in the order of the index, too."""
 COUNTED = 128
-"""Places whose next token is looked at. Of more, every so many: places are in the order of what
-follows, so that shares hold."""
+"""The number of places whose next token is read.
+
+If there are more places, evenly spaced ones are read: places are sorted by the tokens that follow,
+so the shares of the tokens are kept.
+"""
 
 
 class Interval(NamedTuple):
@@ -29,11 +31,11 @@ class Interval(NamedTuple):
     last: int
 
     def narrowed(self, depth: int, token: int) -> Interval:
-        """Those that have the token so many tokens further on."""
+        """Returns the places that have the token `depth` tokens further on."""
         return Interval(self.part, self._search(depth, token), self._search(depth, token + 1))
 
     def _search(self, depth: int, token: int) -> int:
-        """The first place with this token there, or a later one."""
+        """Returns the first place with this token, or a greater one, `depth` tokens further on."""
         (tokens, places), low, high = (self.part.tokens, self.part.places), self.first, self.last
         size = len(tokens)
         while low < high:
@@ -46,7 +48,7 @@ class Interval(NamedTuple):
         return low
 
     def goes_on(self, depth: int) -> bool:
-        """Whether some text has a token there. The end of a text comes before all tokens."""
+        """Returns True if some text has a token there. The end of a text comes before all tokens."""
         return (
             self.last > self.first
             and self.part.tokens[self.part.places[self.last - 1] + depth] != END
@@ -54,7 +56,12 @@ class Interval(NamedTuple):
 
 
 class CorpusPlace(NamedTuple):
-    """Where `length` tokens stand in a corpus. intervals: of the parts that have them."""
+    """The places of a sequence of tokens in a corpus.
+
+    Attributes:
+        intervals: the intervals of the parts that have the sequence.
+        length: the number of its tokens.
+    """
 
     intervals: tuple[Interval, ...]
     length: int
@@ -63,7 +70,10 @@ class CorpusPlace(NamedTuple):
         return self
 
     def counts(self) -> list[tuple[float, int]]:
-        """How often each token follows, about; of equal ones the lower id first."""
+        """Returns (weight, token) for each next token, of equal weights the lower id first.
+
+        The weight is about the number of times that the token follows.
+        """
         if self.length >= DEPTH:
             return []
         weights: dict[int, float] = {}
@@ -76,7 +86,7 @@ class CorpusPlace(NamedTuple):
         return sorted((weight, token) for token, weight in weights.items())
 
     def after(self, token: int) -> CorpusPlace:
-        """Once a token follows that some text has there."""
+        """Returns the place after one more token, which must follow here in some text."""
         narrowed = [one.narrowed(self.length, token) for one in self.intervals]
         return CorpusPlace(tuple(one for one in narrowed if one.last > one.first), self.length + 1)
 
@@ -85,17 +95,20 @@ NOWHERE = CorpusPlace((), 0)
 
 
 class Corpus:
-    """Texts that rows are looked up in.
+    """A collection of texts in which rows are looked up.
 
     Args:
-        index: of the texts.
+        index: the index of the texts.
     """
 
     def __init__(self, index: Index) -> None:
         self._index = index
 
     def place(self, tokens: Sequence[int]) -> CorpusPlace:
-        """The longest end of a row, of at most `LONGEST` tokens, after which some text goes on."""
+        """Returns the place of the longest end of a row after which some text goes on.
+
+        The end has at most `LONGEST` tokens.
+        """
         end = list(tokens[-LONGEST:])
         found: dict[int, tuple[Interval, ...]] = {}
 
@@ -107,7 +120,7 @@ class Corpus:
         return CorpusPlace(found[longest], longest) if longest else NOWHERE
 
     def _intervals(self, tokens: Sequence[int]) -> tuple[Interval, ...]:
-        """Of the parts that have these tokens and go on after them."""
+        """Returns the intervals of the parts that have these tokens and go on after them."""
         kept = []
         for part in self._index.parts:
             interval = Interval(part, 0, len(part.places))
@@ -121,8 +134,10 @@ class Corpus:
 
 
 def _longest(stands: Callable[[int], bool], most: int) -> int:
-    """The longest length that stands somewhere: all shorter ones do. Most matches are short, so
-    that lengths are doubled first."""
+    """Returns the greatest length that stands somewhere; all shorter ones stand as well.
+
+    Lengths are doubled first, because most matches are short.
+    """
     low, high = 0, 1
     while high <= most and stands(high):
         low, high = high, 2 * high

@@ -532,8 +532,9 @@ def test_check_of_a_pair_with_two_tokenizers(shoal: Command, tiny: Models) -> No
 def test_check_of_a_pair_that_does_not_fit(shoal: Command, tiny: Models, tmp_path: Path) -> None:
     """The drafter's tokenizer changes what it reads."""
     drafter = shutil.copytree(tiny.drafter, tmp_path / "drafter")
-    tokenizer = json.loads((drafter / "tokenizer.json").read_text())
-    (drafter / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "Lowercase"}}))
+    tokenizer = json.loads((drafter / "tokenizer.json").read_text(encoding="utf-8"))
+    changed = json.dumps(tokenizer | {"normalizer": {"type": "Lowercase"}})
+    (drafter / "tokenizer.json").write_text(changed, encoding="utf-8")
     answer = shoal("check", "--model", tiny.target, "--draft", drafter, "--json")
     assert answer.code == 2
     assert answer.json["verdict"] == "fail"
@@ -624,21 +625,10 @@ def test_streams_that_the_caller_closed_are_empty(closed: str, arguments: str, c
 
 def test_arguments_and_files_are_utf8_in_a_locale_of_ascii(tiny: Models, tmp_path: Path) -> None:
     """Where Python's own UTF-8 mode, which LC_ALL=C brings, is off."""
-    command = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "generate",
-        *tiny.pair,
-        "--max-new-tokens",
-        "2",
-        "--json",
-        "-p",
-        "é😀",
-        "-f",
-        "ß.txt",
-    ]
-    (tmp_path / "ß.txt").write_text("ß", encoding="utf-8")
+    options = [*tiny.pair, "--max-new-tokens", "2", "--json"]
+    texts = ["-p", "é😀".encode(), "-f", "ß.txt".encode()]  # bytes: this process may have that locale, too
+    command = [sys.executable, "-m", "shoal", "generate", *options, *texts]
+    (tmp_path / os.fsdecode("ß.txt".encode())).write_text("ß", encoding="utf-8")
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
 """Attention over rows of unequal lengths, a method per module: functions of tensors and masks.
 
-No Transformers here (`shoal.models.bridge`), and nothing that outlives a pass.
+The package does not import Transformers (`shoal.models.bridge` does), and keeps nothing that
+outlives a pass.
 """

@@ -1,8 +1,10 @@
-"""Bifurcated attention (Athiwaratkun et al., ICML 2024, arXiv 2403.08845): a prompt's keys and
-values are read once per pass, by the queries of all rows of its group together, and never repeated.
+"""Bifurcated attention (Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
 
-Each query attends to its group's prompt and to its own row's tail in two calls. The results, each a
-mean over its keys, are weighted by the softmax denominators they come with (log-sum-exp). That is
+A prompt's keys and values are read once per pass, by the queries of all rows of its group together,
+and never repeated.
+
+Each query attends to its group's prompt and to its own row's tail in two calls. Each result is a
+mean over its keys; the two are weighted by their softmax denominators (log-sum-exp). The sum is
 exact for any number of queries per row, windows and sinks.
 """
 
@@ -18,14 +20,22 @@ from shoal.models.attention.masks import additive
 from shoal.types.prefix import Prefix
 
 Part = tuple[Tensor, Tensor]
-"""Attention to some of the keys, [..., q, value dim], and the logarithm of its denominator, [...,
-q] float32 at least."""
+"""The attention to some of the keys, [..., q, value dim], and the logarithm of its denominator.
+
+The logarithm is [..., q], float32 at least.
+"""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The part of one prompt that some query of its group sees: cells first..end-1 of the shared
-    store, where position p is cell base + p; `rows` of the pass, as what indexes a tensor."""
+    """The part of one prompt that some query of its group sees.
+
+    Attributes:
+        rows: index of the group's rows in the pass.
+        base: position p is cell base + p of the shared store.
+        first: first cell of the part.
+        end: cell behind the last cell of the part.
+    """
 
     rows: slice | Tensor
     base: int
@@ -34,7 +44,11 @@ class Shared:
 
 
 def bifurcated(inputs: AttentionInputs) -> Tensor:
-    """One call for all tails, one for each prompt; returns [rows, q, heads, value dim]."""
+    """Attends in one call for all tails, and one for each prompt.
+
+    Returns:
+        [rows, q, heads, value dim].
+    """
     rows, heads, q, dim = inputs.query.shape
     kv_heads, fold = inputs.key.shape[1], inputs.group
     query = inputs.query.reshape(rows, kv_heads, fold * q, dim)
@@ -51,7 +65,11 @@ def bifurcated(inputs: AttentionInputs) -> Tensor:
 
 
 def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
-    """What the rows of one group take from their prompt; query [rows, kv heads, fold * q, dim]."""
+    """Computes the attention of one group's rows to their prompt.
+
+    Args:
+        query: [rows, kv heads, fold * q, dim].
+    """
     assert inputs.shared_key is not None
     assert inputs.shared_value is not None
     rows, kv_heads, folded, dim = query.shape
@@ -72,8 +90,10 @@ def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
 
 
 def _groups(inputs: AttentionInputs) -> list[Shared]:
-    """The prompts of the pass, each with its rows. One that all queries have left behind a sliding
-    window is missing."""
+    """Returns the prompts of the pass, each with its rows.
+
+    A prompt that all queries have left behind a sliding window is missing.
+    """
     of: dict[Prefix, list[int]] = {}
     for row, prefix in enumerate(inputs.plan.prefixes):
         if prefix is not None:
@@ -91,11 +111,11 @@ def _shared(inputs: AttentionInputs, prefix: Prefix, rows: list[int]) -> Shared:
 
 
 def _prompt_bias(inputs: AttentionInputs, shared: Shared) -> Tensor | None:
-    """The additive mask over a prompt for all queries of its group, [1, 1, rows * group * q, end -
-    first]: 0 where visible.
+    """Returns the additive mask over a prompt for all queries of its group.
 
     Returns:
-        None when every query sees all of it, as without a window.
+        [1, 1, rows * group * q, end - first], 0 where visible; None when every query sees the whole
+        prompt, as without a window.
     """
     if inputs.window is None:
         return None
@@ -117,8 +137,14 @@ def _merged(one: Part, other: Part) -> Part:
 def _part(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs
 ) -> Part:
-    """query [b, kv heads, q, dim], key and value [b, kv heads, kv, dim], bias [b, 1, q, kv] or
-    None."""
+    """Attends to some of the keys.
+
+    Args:
+        query: [b, kv heads, q, dim].
+        key: [b, kv heads, kv, dim].
+        value: [b, kv heads, kv, value dim].
+        bias: [b, 1, q, kv] or None.
+    """
     if query.device.type == "cpu" and inputs.softcap is None and key.shape[-1] == value.shape[-1]:
         # What `scaled_dot_product_attention` calls on a CPU; the public function keeps the
         # denominator to itself.

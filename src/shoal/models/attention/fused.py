@@ -1,9 +1,9 @@
-"""One Triton kernel for a whole ragged pass: every row at its exact length, its group's shared
-prompt as a second range of keys.
+"""The attention method "fused": one Triton kernel computes a whole ragged pass.
 
-`attend` works on plain tensors and asks nothing of the host, so that it may be captured in a CUDA
-graph; `fused` is the method of `shoal.models.attention` on top of it. The kernels are in
-`kernels.py`.
+The kernel reads every row at its exact length, and the prompt that the row's group shares as a
+second range of keys. `attend` works on plain tensors and asks nothing of the host, so that it may
+be captured in a CUDA graph; `fused` is the method of `shoal.models.attention` on top of it. The
+kernels are in `kernels.py`.
 """
 
 from __future__ import annotations
@@ -20,34 +20,38 @@ from shoal.errors import RequestError
 from shoal.models.attention.inputs import AttentionInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernel computes in; sums and softmax are float32 always."""
+"""The dtypes that the kernel computes in; sums and softmax are always float32."""
 TRITON = (3, 6)
 """The oldest release in whose language the kernels are written."""
 
 STEP_BYTES = 32 * 1024
-"""Keys and values of one step of a program; two or three steps in flight and the queries fit into
-99 KiB, the shared memory that a program may have on the smaller of today's GPUs."""
+"""The bytes of keys and values of one step of a program.
+
+Two or three steps in flight and the queries fit into 99 KiB, the shared memory that a program may
+have on the smaller of today's GPUs.
+"""
 SHARE = 256
-"""Fewest keys worth a program of their own."""
+"""The smallest number of keys that is worth a program."""
 MOST_SPLITS = 64
-"""One program joins the shares of a query."""
+"""The largest number of shares of a query; one program joins them."""
 PROGRAMS = 2
-"""Programs wanted per multiprocessor before keys are no longer shared out."""
+"""The number of programs per multiprocessor from which on keys are no longer shared out."""
 CAPABILITY = (8, 0)
-"""Compute capability from which the kernels run."""
+"""The compute capability from which on the kernels run."""
 EVERYTHING = 1 << 30
 """A window that hides nothing."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is cut; decided from shapes only.
+    """The cut of the work into programs and steps, decided from shapes only.
 
     Attributes:
-        queries: folded queries per program.
-        keys: keys per step. Powers of two, 16 at least.
+        queries: folded queries per program, a power of two, 16 at least.
+        keys: keys per step, a power of two, 16 at least.
         splits: programs that share the keys of one tile of queries.
-        warps, stages: Triton's `num_warps` and `num_stages`.
+        warps: Triton's `num_warps`.
+        stages: Triton's `num_stages`.
     """
 
     queries: int
@@ -57,13 +61,13 @@ class Tiling:
     stages: int = 2
 
     def tiles(self, query: Tensor, key: Tensor) -> int:
-        """Programs over the queries of one KV head."""
+        """Returns the number of programs over the queries of one KV head."""
         folded = query.shape[1] // key.shape[1] * query.shape[2]
         return -(-folded // self.queries)
 
 
 def available(query: Tensor) -> bool:
-    """Whether the kernel runs well where the query is, in its dtype."""
+    """Returns True if the kernel runs well on the query's device, in its dtype."""
     return (
         query.dtype in DTYPES
         and ((query.is_cuda and _multiplies(query.device)) or _interpreted())
@@ -72,11 +76,14 @@ def available(query: Tensor) -> bool:
 
 
 def fused(inputs: AttentionInputs) -> Tensor:
-    """The kernel; returns [rows, q, heads, value dim]; unused query columns come back zero.
+    """Attends by the kernel.
+
+    Returns:
+        [rows, q, heads, value dim]; unused query columns are zero.
 
     Raises:
         RequestError: not on a CUDA device (nor in Triton's interpreter), without Triton, or in a
-            dtype it does not have.
+            dtype that the kernel does not have.
     """
     query = inputs.query
     if not available(query):
@@ -106,11 +113,11 @@ def fused(inputs: AttentionInputs) -> Tensor:
 
 
 def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
-    """Steps of about `STEP_BYTES`, and just enough splits to occupy the GPU: a power of two, so
-    that few kernels are compiled.
+    """Returns a cut with steps of about `STEP_BYTES`, and just enough splits to occupy the GPU.
 
-    Tiles are as large as the registers of a program hold: with larger ones the compiler spills
-    (tests/gpu/test_fused.py reads it off the machine code).
+    The number of splits is a power of two, so that few kernels are compiled. Tiles are as large as
+    the registers of a program hold: with larger ones the compiler spills (tests/gpu/test_fused.py
+    reads it off the machine code).
 
     Args:
         query: [rows, heads, q, dim].
@@ -147,28 +154,29 @@ def attend(
     sinks: Tensor | None = None,
     cut: Tiling | None = None,
 ) -> Tensor:
-    """Ragged attention over a slot cache. Launches depend on shapes alone; lengths are read on the
-    device.
+    """Computes ragged attention over a slot cache.
 
-    Column j < counts[b] of row b is its token starts[b] + j, and sees the tokens up to itself. With
-    a tree it stands at positions[b, j], and sees the tokens before starts[b] and the columns whose
-    bits are set in words[b, j]. Token t of row b is cell bases[b] + t of the shared store if t <
-    offsets[b], else key t - offsets[b] of row b.
+    Launches depend on shapes alone; lengths are read on the device.
+
+    Column j < counts[b] of row b is the row's token starts[b] + j, and sees the tokens up to
+    itself. With a tree the column stands at positions[b, j], and sees the tokens before starts[b]
+    and the columns whose bits are set in words[b, j]. Token t of row b is cell bases[b] + t of the
+    shared store if t < offsets[b], else key t - offsets[b] of row b.
 
     Args:
         query: [rows, heads, q, dim] float32, bfloat16 or float16.
-        key: [rows, kv heads, kv, dim].
-        value: [rows, kv heads, kv, value dim]. Views of a larger store are fine.
+        key: [rows, kv heads, kv, dim]; may be a view of a larger store.
+        value: [rows, kv heads, kv, value dim]; may be a view of a larger store.
         bounds: starts, counts, offsets, bases; [4, rows] int32, contiguous, on the device.
         scale: multiplies the scores.
         shared: keys [cells, kv heads, dim] and values [cells, kv heads, value dim] of shared
             prompts; None = every offset is 0.
         tree: positions and words (restricted to the window), [rows, q] int64 each, contiguous; None
             = all rows are chains.
-        window: most recent positions that a query sees, itself included; None = all.
-        softcap: scores become softcap * tanh(scores / softcap); None = as they are.
+        window: number of most recent positions that a query sees, itself included; None = all.
+        softcap: scores become softcap * tanh(scores / softcap); None = scores stay as they are.
         sinks: [heads], a logit each that takes probability and gives nothing; None = none.
-        cut: how to cut the work; None = by `tiling`.
+        cut: the cut of the work; None = by `tiling`.
 
     Returns:
         [rows, q, heads, value dim] in the query's dtype; unused columns are zero.
@@ -237,28 +245,31 @@ def attend(
 
 
 def joining_warps(splits: int, value_dim: int) -> int:
-    """Warps of the program that joins the shares of a query: at most 64 numbers a thread."""
+    """Returns the number of warps of the program that joins the shares of a query.
+
+    A thread has at most 64 numbers.
+    """
     return min(8, max(1, _power(splits) * _block(value_dim) // 2048))
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that holds `size`."""
+    """Returns the smallest power of two that is not less than `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def _block(size: int) -> int:
-    """The same, 16 at least: what the tensor cores take."""
+    """Returns the smallest power of two from `size` on, 16 at least: tensor cores take 16."""
     return max(16, _power(size))
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The kernels take any strides but the last."""
+    """Returns the tensor with a last stride of 1; the kernels take any other strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; the interpreter is one."""
+    """Returns the number of multiprocessors of a GPU; 1 for the interpreter."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -268,15 +279,19 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def _multiplies(device: torch.device) -> bool:
-    """Whether a GPU has the tensor cores that the kernels are compiled for; on older ones they
-    spill and crawl."""
+    """Returns True if a GPU has the tensor cores that the kernels are compiled for.
+
+    On older GPUs the kernels spill and crawl.
+    """
     return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 @cache
 def has_triton() -> bool:
-    """Whether there is a Triton whose language the kernels are written in; torch before 2.10 brings
-    an older one."""
+    """Returns True if there is a Triton in whose language the kernels are written.
+
+    Torch before 2.10 brings an older Triton.
+    """
     if importlib.util.find_spec("triton") is None:
         return False
     import triton

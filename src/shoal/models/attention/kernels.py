@@ -59,9 +59,11 @@ def _over(
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The online softmax, continued over the keys of tokens first..last-1; `key` and `value` point
-    at token 0. From `start` on, tokens are columns of the block; in a tree `word` says which of
-    them a query sees."""
+    """Continues the online softmax over the keys of tokens first..last-1.
+
+    `key` and `value` point at token 0. From `start` on, tokens are columns of the block; in a tree
+    `word` gives the columns that a query sees.
+    """
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for at in range(first, last, BLOCK_K):
         cell = at + tl.arange(0, BLOCK_K)
@@ -280,8 +282,10 @@ def combine(
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Joins the shares of one query of one head; grid (places,): parts [splits, places, value dim]
-    -> out [places, value dim]."""
+    """Joins the shares of one query of one head.
+
+    The grid is (places,): parts [splits, places, value dim] -> out [places, value dim].
+    """
     place = tl.program_id(0).to(tl.int64)
     splits, value_dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
     share = splits.to(tl.int64) * places + place

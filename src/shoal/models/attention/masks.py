@@ -1,4 +1,7 @@
-"""Which keys the queries of a pass see. Masks are made once per pass and serve all its layers."""
+"""The masks of a pass: the keys that each query sees.
+
+Masks are made once per pass and serve all its layers.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +17,49 @@ T = TypeVar("T")
 
 
 class Layout(Protocol):
-    """Where the queries and keys of a pass are: a `Plan`, or the buffers of a captured pass."""
+    """The places of the queries and keys of a pass: a `Plan`, or the buffers of a captured pass."""
 
     @property
     def q(self) -> int:
-        """Columns per row."""
+        """The number of columns per row."""
 
     @property
     def kv(self) -> int:
-        """Keys per slot."""
+        """The number of keys per slot."""
 
     @property
     def common_keys(self) -> int:
-        """So many first keys of its slot each query sees, a sliding window aside; 0 where that is
-        not known."""
+        """The number of first keys of its slot that each query sees, a sliding window aside.
+
+        0 where that number is not known.
+        """
 
     @property
     def positions(self) -> Tensor:
-        """Of each column, [rows, q] int64."""
+        """The position of each column, [rows, q] int64."""
 
     @property
     def places(self) -> Tensor:
-        """Positions minus the length of the row's prefix, [rows, q] int64: in a chain the index of
-        each column's own key."""
+        """The positions minus the length of the row's prefix, [rows, q] int64.
+
+        In a chain, a column's place is the index of its own key.
+        """
 
     @property
     def firsts(self) -> Tensor:
-        """Index of each row's column 0 in its slot, [rows] int64."""
+        """The index of each row's column 0 in its slot, [rows] int64."""
 
     @property
     def words(self) -> Tensor | None:
-        """Which columns of its block each column sees (`shoal.models.cache.tree`), [rows, q] int64;
-        None = all rows are chains."""
+        """The columns of its block that each column sees (`shoal.models.cache.tree`), [rows, q]
+        int64.
+
+        None if all rows are chains.
+        """
 
     @property
     def bounds(self) -> Tensor:
-        """Starts, counts, offsets and bases, [4, rows] integers
+        """The starts, counts, offsets and bases, [4, rows] integers
         (`shoal.models.attention.fused`)."""
 
 
@@ -61,24 +71,26 @@ class Masks:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned the first time that this pass asked for that key."""
+        """Returns the result of the pass's first call of `make` for that key."""
         if key not in self._made:
             self._made[key] = make()
         made: T = self._made[key]
         return made
 
     def clear(self) -> None:
-        """The layout's buffers have changed, or will."""
+        """Forgets all masks, because the layout's buffers have changed or will change."""
         self._made.clear()
 
     @property
     def bounds(self) -> Tensor:
-        """Those of the layout in int32."""
+        """The layout's bounds in int32."""
         return self.once("bounds", lambda: self.layout.bounds.to(torch.int32))
 
     def tree(self, window: int | None = None) -> tuple[Tensor, Tensor] | None:
-        """Positions, and words restricted to the window, [rows, q] int64 each; None where all rows
-        are chains."""
+        """Returns the positions, and the words restricted to the window, [rows, q] int64 each.
+
+        Returns None if all rows are chains.
+        """
         layout, words = self.layout, self.layout.words
         if words is None:
             return None
@@ -89,13 +101,14 @@ class Masks:
     def visible(
         self, window: int | None = None, width: int | None = None, rows: slice = slice(None)
     ) -> Tensor:
-        """Which keys of its slot each query sees: causal or by its tree, within the sliding window
-        if any; [rows, q, width] bool.
+        """Computes the keys of its slot that each query sees, [rows, q, width] bool.
+
+        A query sees keys causally or by its tree, within the sliding window if there is one.
 
         Args:
             window: number of most recent positions a query sees, its own included; None = all.
-            width: None = `kv`.
-            rows: of the pass.
+            width: number of keys; None = `kv`.
+            rows: rows of the pass.
         """
         layout, tree = self.layout, self.tree(window)
         places = layout.places[rows]
@@ -105,8 +118,9 @@ class Masks:
         return seen_in_trees(keys, places, layout.firsts[rows], tree[1][rows], window)
 
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
-        """The additive mask over slots, [rows, 1, fold * q, kv]: 0 where visible, the dtype's
-        lowest elsewhere.
+        """Returns the additive mask over slots, [rows, 1, fold * q, kv].
+
+        The mask is 0 where a key is visible, the dtype's lowest number elsewhere.
 
         Args:
             fold: query heads per KV head folded into the query axis (head-major), so the mask
@@ -123,7 +137,7 @@ class Masks:
         return self.once((dtype, window, fold), lambda: additive(self.visible(window), dtype, fold))
 
     def explicit_bias(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The same for callers that need a mask even where nothing is hidden."""
+        """Returns the mask of `bias`, or zeros where `bias` returns None."""
         bias = self.bias(dtype, window)
         if bias is not None:
             return bias
@@ -134,11 +148,12 @@ class Masks:
 
 
 def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """The words without the columns that a sliding window hides, by position; [rows, q] int64.
+    """Removes from the words the columns that a sliding window hides, by position; [rows, q] int64.
 
     Args:
-        words, positions: [rows, q] int64.
-        window: most recent positions that a column sees, its own included; None = all.
+        words: [rows, q] int64.
+        positions: [rows, q] int64.
+        window: number of most recent positions that a column sees, its own included; None = all.
     """
     if window is None:
         return words
@@ -150,11 +165,12 @@ def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
 def seen_in_trees(
     keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | None
 ) -> Tensor:
-    """Which keys of its slot each column sees, [rows, q, kv] bool.
+    """Computes the keys of its slot that each column sees, [rows, q, kv] bool.
 
     Args:
         keys: indices in the slot, [kv].
-        places, firsts: see `Layout`.
+        places: see `Layout`.
+        firsts: see `Layout`.
         words: restricted by `within`, [rows, q].
     """
     column = keys - firsts[:, None, None]  # [rows, 1, kv]
@@ -164,13 +180,16 @@ def seen_in_trees(
 
 
 def seen_in_chains(keys: Tensor, places: Tensor, window: int | None) -> Tensor:
-    """Which keys a query at each place sees."""
+    """Computes the keys that a query at each place sees, a bool each."""
     seen = keys <= places
     return seen if window is None else seen & (keys > places - window)
 
 
 def additive(seen: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
-    """[rows, q, kv] bool -> [rows, 1, fold * q, kv]: 0 where seen, the dtype's lowest elsewhere."""
+    """Converts [rows, q, kv] bool to an additive mask, [rows, 1, fold * q, kv].
+
+    The mask is 0 where a key is seen, the dtype's lowest number elsewhere.
+    """
     hidden = ~seen.repeat(1, fold, 1)[:, None]
     zeros = torch.zeros(hidden.shape, dtype=dtype, device=seen.device)
     return zeros.masked_fill_(hidden, torch.finfo(dtype).min)

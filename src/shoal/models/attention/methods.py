@@ -3,10 +3,13 @@
 reference   explicit softmax, one row at a time, float32: the definition of correct
 pad         BASS-PAD: one padded batched call
 split       BASS-SPLIT: one call per row at its exact length
-fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA (or Triton's interpreter)
-native      one kernel in C, each row at its exact length, shared prompts included; CPU with a C compiler; long prompts by split
+fused       one Triton kernel, each row at its exact length, shared prompts included; CUDA
+            (or Triton's interpreter)
+native      one kernel in C, each row at its exact length, shared prompts included; CPU with a
+            C compiler; long prompts by split
 strict      bits that depend on the query's own row only; CPU (`shoal.models.strict`)
-bifurcated  tails padded, each shared prompt once for all its rows; what pad and split are where prompts are shared
+bifurcated  tails padded, each shared prompt once for all its rows; pad and split call it where
+            prompts are shared
 auto        fused where it runs on CUDA; on a CPU native where there is a C compiler; else pad
 """
 
@@ -52,27 +55,27 @@ METHODS: dict[str, Method] = {
 }
 
 KV_BLOCKS: dict[str, int] = {"strict": KV_BLOCK}
-"""Methods that want whole blocks of that many keys."""
+"""The methods that need whole blocks of that many keys."""
 
 KERNELS = ("fused", "native")
-"""Methods that are one call, whatever rows share."""
+"""The methods that are one call, with shared prompts or without."""
 
 SHARING = METHODS.keys() - KV_BLOCKS.keys()
-"""Methods that know prefixes."""
+"""The methods that take rows with a prefix."""
 
 
 def method_named(name: str) -> Method:
-    """Raises RequestError for a name that is not in `METHODS`."""
+    """Returns the method of a name; raises RequestError for a name that is not in `METHODS`."""
     if name not in METHODS:
         raise RequestError(f"attention must be one of {', '.join(METHODS)}, got {name!r}")
     return METHODS[name]
 
 
 def resolved(name: str, device: torch.device, dtype: torch.dtype, static: bool = False) -> str:
-    """Returns the method that "auto" comes to on a device; any other name as it is.
+    """Returns the name of the method that "auto" means on a device; any other name as it is.
 
     Args:
-        static: in captured passes, which `native` cannot be part of.
+        static: True in captured passes, which `native` cannot be part of.
     """
     if name != "auto":
         return name

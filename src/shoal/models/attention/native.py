@@ -1,5 +1,7 @@
-"""The attention method "native": one call of the kernel for a whole ragged pass on a CPU, every row
-at its exact length."""
+"""The attention method "native": one call of the C kernel computes a whole ragged pass on a CPU.
+
+The kernel reads every row at its exact length.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,27 @@ from shoal.native.build import SUFFIXES, library, missing
 from shoal.native.structs import Attention
 
 MOST_COLUMNS = 64
-"""Most tokens per row that the kernel takes. For prompts, products of whole matrices are faster."""
+"""The largest number of tokens per row that the kernel takes.
+
+For prompts, products of whole matrices are faster.
+"""
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run there."""
+    """Returns True if the kernels run on the device, in the dtype."""
     return device.type == "cpu" and dtype in SUFFIXES and not missing()
 
 
 def takes(plan: Plan) -> bool:
-    """Whether the kernel attends in this pass; not for long prompts."""
+    """Returns True if the kernel attends in this pass; False for long prompts."""
     return plan.q <= MOST_COLUMNS
 
 
 def native(inputs: AttentionInputs) -> Tensor:
-    """The kernel, or `split` where it does not attend; returns [rows, q, heads, value dim]; unused
-    query columns come back zero.
+    """Attends by the kernel, or by `split` where the kernel does not take the pass.
+
+    Returns:
+        [rows, q, heads, value dim]; unused query columns are zero.
 
     Raises:
         RequestError: not on a CPU, no C compiler, or a dtype that the kernel does not have.
@@ -101,11 +108,11 @@ def native(inputs: AttentionInputs) -> Tensor:
 
 
 def attend(dtype: torch.dtype, attention: Attention) -> None:
-    """Calls the kernel. Raises MemoryError."""
+    """Calls the kernel; raises MemoryError if there is no memory for the scores."""
     if getattr(library(), f"attend_{SUFFIXES[dtype]}")(ctypes.byref(attention)):
         raise MemoryError("no memory for the scores of attention")
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The kernel takes any strides but the last."""
+    """Returns the tensor with a last stride of 1; the kernel takes any other strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -21,14 +21,16 @@ def pad(inputs: AttentionInputs) -> Tensor:
 def attend_folded(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs
 ) -> Tensor:
-    """Attention with each GQA group folded into the query axis instead of K and V repeated (up to
-    8x on a CPU).
+    """Attends with each GQA group folded into the query axis.
+
+    K and V are not repeated, which is up to 8 times faster on a CPU.
 
     Args:
         query: [rows, heads, q, dim].
-        key, value: [rows, kv heads, kv, dim].
+        key: [rows, kv heads, kv, dim].
+        value: [rows, kv heads, kv, value dim].
         bias: additive mask [rows, 1, group * q, kv] or None.
-        inputs: scale, softcap and sinks.
+        inputs: has the scale, the softcap and the sinks.
 
     Returns:
         [rows, q, heads, value dim].
@@ -46,8 +48,7 @@ def attend_folded(
 def _explicit(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs, q: int
 ) -> Tensor:
-    """The folded call for what the library's kernel lacks: soft-capped scores and attention
-    sinks."""
+    """Computes the folded call with soft-capped scores and sinks, which the library's kernel lacks."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(wide) * inputs.scale
     if inputs.softcap is not None:

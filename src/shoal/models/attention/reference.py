@@ -9,8 +9,11 @@ from shoal.models.attention.inputs import AttentionInputs
 
 
 def reference(inputs: AttentionInputs) -> Tensor:
-    """softmax(q k^T * scale + mask) v row by row; returns [rows, q, heads, value dim] in the
-    query's dtype."""
+    """Computes softmax(q k^T * scale + mask) v row by row.
+
+    Returns:
+        [rows, q, heads, value dim] in the query's dtype.
+    """
     inputs = inputs.repeated()
     query, key, value = (
         t.to(torch.promote_types(t.dtype, torch.float32))

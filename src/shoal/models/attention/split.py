@@ -1,5 +1,7 @@
-"""BASS-SPLIT: one call per row over exactly its own keys; no padding is read, at the price of more
-calls."""
+"""BASS-SPLIT: one call per row over exactly its own keys.
+
+No padding is read, at the price of more calls.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from shoal.models.attention.pad import attend_folded
 
 
 def split(inputs: AttentionInputs) -> Tensor:
-    """Per-row calls at exact lengths; returns [rows, q, heads, value dim]; unused query columns
-    come back zero."""
+    """Attends row by row at exact lengths.
+
+    Returns:
+        [rows, q, heads, value dim]; unused query columns are zero.
+    """
     if inputs.shared_key is not None:
         return bifurcated(inputs)
     plan = inputs.plan
@@ -26,8 +31,10 @@ def split(inputs: AttentionInputs) -> Tensor:
 
 
 def _row_bias(inputs: AttentionInputs, row: int) -> Tensor | None:
-    """The additive mask over one row's own tokens and keys, [1, 1, group * count, length]; None
-    when all are seen. Not for rows with a prefix."""
+    """Returns the additive mask over one row's own tokens and keys, [1, 1, group * count, length].
+
+    Returns None when every key is seen. The row must not have a prefix.
+    """
     count, length, window = inputs.plan.counts[row], inputs.plan.lengths[row], inputs.window
     if window is not None and window >= length:
         window = None

@@ -1,12 +1,12 @@
-"""Attention whose bits depend on nothing but the query's own row: for `strict=True`, on a CPU.
+"""The attention of `strict=True` on a CPU: its bits depend on nothing but the query's own row.
 
-A kernel's rounding follows the shapes it is given. So every call here has the same ones: queries
-come in tiles of `TILE` positions moved to the batch axis, and keys in whole blocks of `KV_BLOCK`,
-the unit in which the library's kernel walks over them. A block that is masked as a whole changes no
-bit of its running softmax, so neither do longer neighbours.
+A kernel's rounding depends on the shapes it is given. So every call here has the same shapes:
+queries come in tiles of `TILE` positions moved to the batch axis, and keys in whole blocks of
+`KV_BLOCK`, the unit in which the library's kernel walks over keys. A block that is masked as a
+whole changes no bit of the kernel's running softmax. So longer neighbours change no bit either.
 
-Where in its block a key stands does change bits. So each query of a draft tree gets a copy of its
-row's keys in which its path lies as it would in a chain: q times the memory traffic, which `strict`
+A key's place in its block does change bits. So each query of a draft tree gets a copy of its row's
+keys in which its path lies as it would in a chain: q times the memory traffic, which `strict`
 accepts.
 """
 
@@ -22,15 +22,22 @@ from shoal.models.attention.masks import additive, seen_in_chains
 from shoal.models.attention.pad import attend_folded
 
 TILE = 4
-"""Query positions per tile: 1 is best for plain decoding, 8 for verifying; 4 costs both a
-little."""
+"""The number of query positions per tile.
+
+1 is best for plain decoding, 8 for verifying; 4 costs both a little.
+"""
 KV_BLOCK = 512
-"""Keys per block of torch's CPU kernel; cache views are a multiple of it long (`Plan`)."""
+"""The number of keys per block of torch's CPU kernel.
+
+The length of cache views is a multiple of it (`Plan`).
+"""
 
 
 def strict(inputs: AttentionInputs) -> Tensor:
-    """Tiles of each row, all rows or all tiles per call, whichever needs fewer calls; returns
-    [rows, q, heads, value dim]."""
+    """Attends by tiles: all tiles of a row, or one tile of all rows, per call.
+
+    Of the two, the one that needs fewer calls is taken. Returns [rows, q, heads, value dim].
+    """
     query, key, value, plan = inputs.query, inputs.key, inputs.value, inputs.plan
     if inputs.softcap is not None or inputs.sinks is not None or key.shape[-1] != value.shape[-1]:
         raise UnsupportedModel(
@@ -72,7 +79,11 @@ def strict(inputs: AttentionInputs) -> Tensor:
 
 
 def _paths(inputs: AttentionInputs, row: int) -> Tensor:
-    """One row's columns in a tile each, over the keys of their own paths; [q, heads, value dim]."""
+    """Attends with each column of one row in a tile of its own, over the keys of the column's path.
+
+    Returns:
+        [q, heads, value dim].
+    """
     plan = inputs.plan
     query = zero_pad(
         inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1)

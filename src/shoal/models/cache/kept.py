@@ -1,7 +1,7 @@
-"""Keys and values of prompts that no row has any more, for rows that begin with the same tokens.
+"""The keys and values of prompts whose rows have left, for rows that begin with the same tokens.
 
-They are copied, out of a row and into another, so that a row's cells are its own, and passes are
-those of any row.
+Keys and values are copied out of a row and into another row. So each row's cells are its own, and
+its passes are those of any row.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shoal.models.cache.slots import SlotCache
 from shoal.types.prefix import Prefix
 
 MIN_TOKENS = 8
-"""Shortest prefix that is worth copying."""
+"""The length of the shortest prefix that is worth copying."""
 Pair = tuple[Tensor, Tensor]
 
 
 class KeptPrefixes:
-    """Kept tokens of one model: a tree says in which cells, beside its caches there are [cells,
-    heads, dim] per layer.
+    """The kept tokens of one model.
 
-    Rows are copied from a cache of the model and into one, which may be another: caches come and go
-    with engines.
+    A tree gives the cells of the tokens; the cells are [cells, heads, dim] per layer, beside the
+    model's caches. Rows are copied from a cache of the model and into one, which may be another
+    cache: caches come and go with engines.
 
     Args:
         capacity: most tokens.
@@ -40,12 +40,11 @@ class KeptPrefixes:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the cells that there are, taken or not."""
+        """The number of bytes of all cells, taken or not."""
         return sum(tensor.nbytes for layer in self._layers for tensor in layer)
 
     def known(self, owner: str, tokens: Sequence[int]) -> int:
-        """How many tokens these begin with that are kept for the owner; 0 if they are too few to
-        copy."""
+        """Returns the number of first tokens that are kept for the owner; 0 if too few to copy."""
         return len(self._found(owner, tokens))
 
     @torch.inference_mode()
@@ -57,11 +56,13 @@ class KeptPrefixes:
         slot: int,
         prefix: Prefix | None = None,
     ) -> int:
-        """Copies what is kept of the tokens to the beginning of an empty slot of a cache, or of a
-        place in its shared store.
+        """Copies the kept tokens to the beginning of an empty slot, or into the shared store.
+
+        Args:
+            prefix: the place in the shared store; None = the slot.
 
         Returns:
-            How many of the tokens it was, from the first on.
+            The number of tokens that were copied, from the first on.
         """
         cells = np.asarray(self._found(owner, tokens), dtype=np.int64)
         base = slot * cache.capacity if prefix is None else prefix.base
@@ -77,8 +78,10 @@ class KeptPrefixes:
 
     @torch.inference_mode()
     def keep(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int) -> None:
-        """Keeps tokens that the row in a cache's slot begins with; what is not kept yet is
-        copied."""
+        """Keeps tokens that the row in a cache's slot begins with.
+
+        Tokens that are not kept yet are copied.
+        """
         start, cells = self._tree.add(owner, tokens)
         if not cells:
             return
@@ -99,8 +102,10 @@ class KeptPrefixes:
         return cells if len(cells) >= MIN_TOKENS else []
 
     def _reserve(self, stores: Sequence[tuple[Pair, Pair]], cells: int) -> None:
-        """Makes room for so many cells, for twice as many as there were if the capacity allows it;
-        what is there stays."""
+        """Makes room for `cells` cells and keeps the tokens that are there.
+
+        The room grows at least to twice the size before, if the capacity allows it.
+        """
         if cells <= self._cells:
             return
         cells = max(cells, min(2 * self._cells, self._tree.capacity))
@@ -114,7 +119,7 @@ class KeptPrefixes:
 
 
 def _stores(cache: SlotCache) -> list[tuple[Pair, Pair]]:
-    """A cache's keys and values by layer: of slots, and shared."""
+    """Returns a cache's keys and values by layer: those of the slots, and the shared ones."""
     return [
         ((keys, values), (shared_keys, shared_values))
         for keys, values, shared_keys, shared_values in cache.stores()

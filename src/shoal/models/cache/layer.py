@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes, of a cache line and of the widest vectors."""
+"""The number of bytes of a cache line and of the widest vectors."""
 
 
 @dataclass
 class Layer:
-    """Keys and values of one layer, [slots, capacity, heads, dim] and shared [cells, heads, dim];
-    value dims may differ from key dims (MLA)."""
+    """The keys and values of one layer; value dims may differ from key dims (MLA).
+
+    Attributes:
+        keys: [slots, capacity, heads, dim].
+        values: [slots, capacity, heads, value dim].
+        shared_keys: [cells, heads, dim].
+        shared_values: [cells, heads, value dim].
+    """
 
     keys: Tensor
     values: Tensor
@@ -24,12 +30,14 @@ class Layer:
     shared_values: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """The slots'."""
+        """Returns the keys and values of the slots."""
         return self.keys, self.values
 
     def resize(self, slots: int, capacity: int, cells: int, used: int) -> None:
-        """Makes room, or takes it back, keeping what fits of the first `used` tokens in each
-        slot."""
+        """Enlarges or cuts the tensors.
+
+        Of the first `used` tokens in each slot, those that fit are kept.
+        """
         size, kept = (slots, capacity), (slots, min(used, capacity))
         self.keys, self.values = (
             _resized(tensor, size, kept) for tensor in (self.keys, self.values)
@@ -41,14 +49,18 @@ class Layer:
 
 
 def allocated(states: Tensor, *size: int) -> Tensor:
-    """Zeros [*size, heads, dim] for states [rows, heads, q, dim]: a masked key is multiplied by 0,
-    and 0 * NaN would be NaN."""
+    """Returns zeros [*size, heads, dim] for states [rows, heads, q, dim].
+
+    The cells must be zero because a masked key is multiplied by 0, and 0 * NaN would be NaN.
+    """
     return _zeros(states, (*size, states.shape[1], states.shape[3]))
 
 
 def _resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
-    """The tensor with its first dimensions enlarged or cut, and of the old elements those within
-    `kept`; itself where nothing changes."""
+    """Returns the tensor with its first dimensions enlarged or cut; itself where nothing changes.
+
+    The old elements within `kept` are copied.
+    """
     if tensor.shape[: len(size)] == size:
         return tensor
     resized = _zeros(tensor, (*size, *tensor.shape[len(size) :]))
@@ -58,8 +70,11 @@ def _resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Te
 
 
 def _zeros(like: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Zeros of a tensor's dtype on its device. On a CPU the system makes a page when something is
-    first written there, so that room which no row uses costs neither time nor memory."""
+    """Returns zeros of a tensor's dtype on its device.
+
+    On a CPU the system makes a page when something is first written there, so that room which no
+    row uses costs neither time nor memory.
+    """
     if like.device.type != "cpu":
         return like.new_zeros(size)
     count = math.prod(size) * like.element_size()

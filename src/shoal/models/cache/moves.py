@@ -1,4 +1,4 @@
-"""Tokens that are copied from one cache to another."""
+"""The copying of tokens from one cache to another."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class Moves:
-    """Cells whose keys and values are copied, in all layers alike."""
+    """The cells whose keys and values are copied, in all layers alike."""
 
     def __init__(self) -> None:
         self._cells: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
 
     def add(self, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-        """From and to these flat cells, [tokens] int64 each."""
+        """Adds tokens to copy, from and to these flat cells, [tokens] int64 each."""
         if len(source):
             self._cells.append((source, target))
 
     def carry_out(self, stores: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copies from stores to targets, [..., heads, dim] each."""
+        """Copies the added tokens from stores to targets, [..., heads, dim] each."""
         if not self._cells:
             return
         at, to = (

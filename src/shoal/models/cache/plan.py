@@ -1,12 +1,11 @@
-"""Where the tokens of one forward pass go: their positions, and the cells of the cache that they
-are written to.
+"""The plan of one forward pass: its tokens' positions, and the cells of the cache they go to.
 
 Rows have different lengths and no padding token is ever seen: row b feeds `counts[b]` tokens at
 positions starts[b], starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has
-unused columns on the right. A *packed* pass leaves them out: the model sees one sequence of
-sum(counts) tokens, so that its linear layers pay for real tokens only. In a padded pass what they
-write lies beyond the row's length, is never attended to and is overwritten by the row's next
-tokens.
+unused columns on the right. A *packed* pass leaves the unused columns out: the model sees one
+sequence of sum(counts) tokens, so that its linear layers pay for real tokens only. In a padded pass
+the keys and values of unused columns lie beyond the row's length, are never attended to, and are
+overwritten by the row's next tokens.
 
 A row may have a *gap*: tokens that its slot leaves out, somewhere before those that are fed
 (`SlotCache.take`). The tokens fed are then further on in the text than in the slot.
@@ -14,9 +13,9 @@ A row may have a *gap*: tokens that its slot leaves out, somewhere before those 
 A row may have a *prefix*: its first tokens, kept once for all rows of its group in the cache's
 shared store. Its slot then only holds the tail, the tokens from position `offset` on.
 
-The tokens a row feeds may be a draft *tree* (`shoal.models.cache.tree`): keys are still written one
-column after another, but a token's position is the row's start plus its depth, and in the block it
-sees its ancestors only.
+The tokens that a row feeds may be a draft *tree* (`shoal.models.cache.tree`): keys are still
+written one column after another, but a token's position is the row's start plus its depth, and in
+the block the token sees its ancestors only.
 """
 
 from __future__ import annotations
@@ -32,29 +31,31 @@ from shoal.models.cache.tree import Array, Parents, branching, layout
 from shoal.types.prefix import Prefix
 
 PACK_FROM = 1 / 8
-"""A pass of Transformers' modules is packed if at least this share of its columns is unused:
-packing costs 5 % of a small one."""
+"""The smallest share of unused columns for which a pass of Transformers' modules is packed.
+
+Packing costs 5 % of a small pass.
+"""
 
 
 class Plan:
-    """One ragged forward pass.
+    """The layout of one ragged forward pass.
 
     Args:
         packed: leave out unused columns, if there are any and at least the share `pack_from` of all
             columns is unused.
-        prefixes: of each row, or None for a row that has all its tokens in its slot; None = no row
-            has one.
-        into: set when the one row of the pass is a prompt on its way into the shared store; it has
-            no slot.
+        prefixes: the prefix of each row, or None for a row that has all its tokens in its slot;
+            None = no row has a prefix.
+        into: set when the one row of the pass is a prompt on its way into the shared store; the
+            prompt has no slot.
         kv_block: `kv` is rounded up to a multiple of it.
-        parents: the tree that each row's tokens are, of counts[b] - 1 nodes
-            (`shoal.models.cache.tree`); None = all are chains.
-        gaps: tokens that each row's slot leaves out; None = none.
+        parents: the tree of each row's tokens, of counts[b] - 1 nodes (`shoal.models.cache.tree`);
+            None = all are chains.
+        gaps: number of tokens that each row's slot leaves out; None = none.
 
     Attributes:
         slots: cache slot of each row.
         first_slot: set when slots are consecutive, so that caches may return views.
-        starts: tokens each row has already, but for its gap.
+        starts: number of tokens each row has already, without its gap.
         counts: tokens fed per row.
         lengths: starts + counts.
         q: max(counts).
@@ -64,7 +65,8 @@ class Plan:
         kv: keys per slot that the pass spans.
         positions: absolute positions of the block, [rows, q] int64.
         parents: None where no row's tree branches.
-        depths, tree_words: of the columns, [rows, q] int64 on the host; None without parents.
+        depths: depths of the columns, [rows, q] int64 on the host; None without parents.
+        tree_words: words of the columns, [rows, q] int64 on the host; None without parents.
 
     Raises:
         RequestError, InternalError: see `shoal.models.cache.tree.layout`.
@@ -125,7 +127,7 @@ class Plan:
 
     @property
     def reach(self) -> int:
-        """The furthest position of a column, padding included, and one."""
+        """The furthest position of a column, padding included, plus one."""
         return (
             max(
                 self.starts
@@ -137,12 +139,12 @@ class Plan:
 
     @cached_property
     def _columns(self) -> Array:
-        """How far behind its row's start each column is: [q], with trees [rows, q]."""
+        """The distance of each column from its row's start: [q], with trees [rows, q]."""
         return np.arange(self.q) if self.depths is None else self.depths
 
     @cached_property
     def _cells(self) -> Array:
-        """Where in its slot each column is written, [rows, q]."""
+        """The index in its slot that each column is written to, [rows, q]."""
         return self._column(self.starts) - self._column(self.offsets) + np.arange(self.q)
 
     @staticmethod
@@ -151,30 +153,36 @@ class Plan:
 
     @property
     def shares(self) -> bool:
-        """Whether some row has a prefix."""
+        """True if some row has a prefix."""
         return any(self.offsets)
 
     # ── packed and padded ─────────────────────────────────────────────────────────────────────────
 
     def pack(self, block: Tensor) -> Tensor:
-        """[rows, q, ...] -> [1, sum(counts), ...], row after row; in a padded pass the block
-        itself."""
+        """Packs [rows, q, ...] into [1, sum(counts), ...], row after row.
+
+        In a padded pass the block is returned as it is.
+        """
         return block.flatten(0, 1).index_select(0, self._real)[None] if self.packed else block
 
     def unpack(self, sequence: Tensor) -> Tensor:
-        """The inverse of `pack`: [1, sum(counts), ...] -> [rows, q, ...]; unused columns repeat the
-        row's last token."""
+        """Converts [1, sum(counts), ...] to [rows, q, ...], the inverse of `pack`.
+
+        Unused columns repeat the row's last token.
+        """
         return self.spread(sequence[0]) if self.packed else sequence
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """[sum(counts), ...], row after row -> [rows, q, ...]; unused columns repeat the row's last
-        token."""
+        """Converts [sum(counts), ...], row after row, to [rows, q, ...].
+
+        Unused columns repeat the row's last token.
+        """
         columns = tokens.index_select(0, self._origin)
         return columns.view(self.rows, self.q, *columns.shape[1:])
 
     @cached_property
     def _real(self) -> Tensor:
-        """Which of the rows * q columns are tokens, [sum(counts)] int64."""
+        """The indices of the real tokens among the rows * q columns, [sum(counts)] int64."""
         return torch.from_numpy(self._real_columns).to(self.device)
 
     @cached_property
@@ -183,7 +191,7 @@ class Plan:
 
     @cached_property
     def _origin(self) -> Tensor:
-        """Which token of the packed sequence a column is, [rows * q] int64."""
+        """The index in the packed sequence of each column's token, [rows * q] int64."""
         counts = np.array(self.counts)[:, None]
         origin = (
             np.cumsum(self.counts)[:, None] - counts + np.minimum(np.arange(self.q), counts - 1)
@@ -193,22 +201,25 @@ class Plan:
     # ── cells ─────────────────────────────────────────────────────────────────────────────────────
 
     def cells(self, capacity: int) -> Tensor:
-        """Flat cells that the pass writes, [tokens of the pass] int64: of the slots (slot *
-        capacity + position - offset), or of the shared store if `into` is set (base + position)."""
+        """Returns the flat cells that the pass writes, [tokens of the pass] int64.
+
+        The cells are those of the slots (slot * capacity + position - offset), or of the shared
+        store if `into` is set (base + position).
+        """
         first = [slot * capacity for slot in self.slots] if self.into is None else [self.into.base]
         cells = (np.array(first)[:, None] + self._cells).reshape(-1)
         return torch.from_numpy(cells[self._real_columns] if self.packed else cells).to(self.device)
 
     def repeated(self, tail: Tensor, shared: Tensor) -> Tensor:
-        """Keys or values with every row's prefix before its tail, as if nothing were shared.
+        """Returns keys or values with every row's prefix before its tail, as if without sharing.
 
         Args:
             tail: [rows, heads, kv, dim].
             shared: [cells, heads, dim].
 
         Returns:
-            [rows, heads, max(offsets) + kv, dim]: index i is position i; zeros beyond what a row
-            has.
+            [rows, heads, max(offsets) + kv, dim]: index i is position i; zeros beyond a row's
+            tokens.
         """
         rows = tail.new_zeros(self.rows, tail.shape[1], max(self.offsets) + self.kv, tail.shape[3])
         for row, own, prefix, offset in zip(rows, tail, self.prefixes, self.offsets, strict=True):
@@ -221,8 +232,10 @@ class Plan:
 
     @cached_property
     def places(self) -> Tensor:
-        """positions - offsets - gaps, [rows, q] int64: without trees the index of each query's own
-        key in its slot."""
+        """The positions - offsets - gaps, [rows, q] int64.
+
+        Without trees, a query's place is the index of its own key in its slot.
+        """
         before = (
             self.offsets
             if self.gaps is None
@@ -236,22 +249,26 @@ class Plan:
 
     @cached_property
     def firsts(self) -> Tensor:
-        """Index in its slot of each row's first column, [rows] int64."""
+        """The index in its slot of each row's first column, [rows] int64."""
         firsts = [start - offset for start, offset in zip(self.starts, self.offsets, strict=True)]
         return torch.tensor(firsts, device=self.device)
 
     @cached_property
     def words(self) -> Tensor | None:
-        """Which columns of its block each column sees, [rows, q] int64; None where no row's tree
-        branches."""
+        """The columns of its block that each column sees, [rows, q] int64.
+
+        None if no row's tree branches.
+        """
         return (
             None if self.tree_words is None else torch.from_numpy(self.tree_words).to(self.device)
         )
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Where each row is, for kernels that ask nothing of the host: starts, counts, offsets,
-        bases; [4, rows] int32."""
+        """The starts, counts, offsets and bases, [4, rows] int32.
+
+        They are for kernels that ask nothing of the host.
+        """
         return torch.tensor(
             [self.starts, self.counts, self.offsets, self.bases],
             dtype=torch.int32,
@@ -260,17 +277,17 @@ class Plan:
 
     @property
     def bases(self) -> list[int]:
-        """Where in the shared store each row's prefix begins; 0 without."""
+        """The first cell of each row's prefix in the shared store; 0 without a prefix."""
         return [0 if prefix is None else prefix.base for prefix in self.prefixes]
 
     @property
     def common_keys(self) -> int:
-        """So many first keys of its slot each query sees; 0 where rows feed several tokens."""
+        """The number of first keys of its slot that each query sees; 0 if rows feed more tokens."""
         return min(self.tails) if self.q == 1 else 0
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where in its slot the columns of each row end, padding included.
+        """The end of each row's columns in its slot, padding included.
 
         The unused columns of a padded pass must see at least themselves, or they would turn into
         NaN.

@@ -1,11 +1,11 @@
-"""Which tokens are kept, and in which cells: a radix tree of token ids, one per owner. Pure Python.
+"""A radix tree of kept token ids and their cells, one tree per owner. Pure Python.
 
 Each node has the tokens that its prefix adds to its parent's, and the cells of their keys and
-values. A node is split where two prefixes part, so that all tokens are found that a prefix shares
-with any other (RadixAttention, Zheng et al. 2023, arXiv 2312.07104, section 3).
+values. A node is split where two prefixes part, so that a search finds all tokens that a prefix
+shares with any other (RadixAttention, Zheng et al. 2023, arXiv 2312.07104, section 3).
 
-What was not used for the longest time is given up first. Nodes are kept in the order of their last
-use, a node after those below it. So the first one always is a leaf.
+The node that was not used for the longest time is given up first. Nodes are kept in the order of
+their last use, a node after those below it. So the first node always is a leaf.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Node:
         self.children: dict[int, _Node] = {}
 
     def path(self) -> Iterator[_Node]:
-        """This node and those above it, without the root."""
+        """Yields this node and the nodes above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -34,10 +34,10 @@ class _Node:
 
 
 class PrefixTree:
-    """Prefixes of token ids and the cells that hold them.
+    """The prefixes of token ids and the cells that hold them.
 
     Args:
-        capacity: how many cells there are, 0 .. capacity - 1.
+        capacity: number of cells, 0 .. capacity - 1.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,11 +51,11 @@ class PrefixTree:
 
     @property
     def used(self) -> int:
-        """Cells taken."""
+        """The number of cells that are taken."""
         return self._begun - len(self._free)
 
     def find(self, owner: str, tokens: Sequence[int]) -> Cells:
-        """The cells of the longest kept prefix of the tokens; it counts as used."""
+        """Returns the cells of the longest kept prefix of the tokens, and counts it as used."""
         cells: Cells = []
         root = last = self._roots.get(owner, _Node((), [], None))
         for last, shared in self._walk(root, tokens):
@@ -67,7 +67,8 @@ class PrefixTree:
         """Keeps the tokens, or the first of them where cells do not suffice.
 
         Returns:
-            How many were kept before, and the cells of those that follow; the caller fills them.
+            The number of tokens that were kept before, and the cells of the tokens that follow; the
+            caller fills them.
         """
         root = node = self._roots.pop(owner, None) or _Node((), [], None)
         known = 0
@@ -85,8 +86,10 @@ class PrefixTree:
         return known, cells
 
     def _walk(self, node: _Node, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
-        """The nodes along the tokens, and how many of each one's tokens these share; all but the
-        last share all."""
+        """Yields the nodes along the tokens, and the number of each node's tokens that these share.
+
+        All nodes but the last one share all their tokens.
+        """
         at = 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             shared = common(child.tokens, tokens[at : at + len(child.tokens)])
@@ -97,7 +100,7 @@ class PrefixTree:
             node, at = child, at + shared
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Parts a node after so many of its tokens; returns the upper part."""
+        """Parts a node after `at` of its tokens; returns the upper part."""
         assert node.parent is not None
         upper = _Node(node.tokens[:at], node.cells[:at], node.parent)
         node.parent.children[upper.tokens[0]] = upper
@@ -111,8 +114,10 @@ class PrefixTree:
             self._by_use.move_to_end(each)
 
     def _take(self, count: int, below: _Node) -> Cells:
-        """So many free cells, or as many as there are without giving up this node or one above
-        it."""
+        """Returns `count` free cells, or fewer.
+
+        Nodes are given up for them, but neither `below` nor a node above it.
+        """
         protected = set(below.path())
         while self.capacity - self.used < count:
             oldest = next(iter(self._by_use), None)
@@ -135,7 +140,7 @@ class PrefixTree:
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Returns the number of tokens that two sequences begin with in common."""
     least = min(len(one), len(other))
     if tuple(one[:least]) == tuple(other[:least]):
         return least

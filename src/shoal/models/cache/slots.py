@@ -1,5 +1,6 @@
-"""Slot-based ragged KV cache behind Transformers' Cache API; the only file that touches its cache
-classes.
+"""The slot-based ragged KV cache behind Transformers' Cache API.
+
+No other file touches Transformers' cache classes.
 
 Each layer keeps two tensors [slots, capacity, kv heads, head dim]. A row owns one slot; appending
 writes its new columns in place at the row's own length, and rolling back is setting that length.
@@ -30,15 +31,17 @@ from shoal.types.prefix import Prefix
 
 
 class SlotCache(Cache):
-    """KV of up to `slots` rows of unequal lengths for one model.
+    """The keys and values of up to `slots` rows of unequal lengths, for one model.
 
     Attributes:
-        slots, capacity, cells: rows, tokens per row and tokens in the shared store that there is
-            room for.
+        slots: number of rows that there is room for.
+        capacity: number of tokens per row that there is room for.
+        cells: number of tokens that there is room for in the shared store.
         lengths: valid tokens per row, those in the shared store included; everything beyond is
             garbage that the masks hide.
-        prefixes: where the row in each slot has its first tokens, if not there.
-        gaps: tokens of each row that are left out, so that its `lengths` are less than its
+        prefixes: for each slot, the place of its row's first tokens in the shared store; None if
+            they lie in the slot.
+        gaps: number of each row's tokens that are left out, so that its `lengths` are less than its
             positions.
     """
 
@@ -57,12 +60,14 @@ class SlotCache(Cache):
     # ── what the engine does with it ──────────────────────────────────────────────────────────────
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Makes room for `slots` rows of `capacity` tokens in their slots and `cells` in the shared
-        store, keeping what is there; never shrinks."""
+        """Makes room for `slots` rows of `capacity` tokens in their slots, and for `cells` cells.
+
+        Keeps the tokens that are there; never shrinks.
+        """
         self._resize(max(slots, self.slots), max(capacity, self.capacity), max(cells, self.cells))
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Gives back what is beyond that; nothing there is needed any more."""
+        """Gives back the slots, tokens and cells beyond these sizes, which nobody needs."""
         self._resize(min(slots, self.slots), min(capacity, self.capacity), min(cells, self.cells))
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
@@ -83,17 +88,17 @@ class SlotCache(Cache):
         self.slots, self.capacity, self.cells = slots, capacity, cells
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
-        """A new row takes the slot, with the tokens of its prefix or none."""
+        """Lets a new row take the slot, with the tokens of its prefix or none."""
         self.prefixes[slot], self.lengths[slot] = prefix, 0 if prefix is None else prefix.length
         self.gaps[slot] = 0
 
     def clear(self) -> None:
-        """No slot has a row."""
+        """Empties all slots."""
         for slot in range(self.slots):
             self.enter(slot)
 
     def begin(self, plan: Plan) -> None:
-        """Announces a forward pass; `update` then writes where the plan says."""
+        """Announces a forward pass, in which `update` writes to the plan's cells."""
         if plan.into is not None:
             if plan.into.base + plan.kv > self.cells:
                 raise InternalError(
@@ -107,28 +112,31 @@ class SlotCache(Cache):
         self.plan, self._written = plan, None
 
     def end(self) -> None:
-        """The pass is over: its real tokens (not the unused columns) now count."""
+        """Ends the pass: its real tokens (not the unused columns) now count."""
         assert self.plan is not None
         self.wrote(self.plan)
         self.plan = self._written = self._layer = None
 
     def wrote(self, plan: Plan) -> None:
-        """The plan's tokens are in the cells."""
+        """Notes that the plan's tokens are in their cells."""
         if plan.into is None:
             for slot, length in zip(plan.slots, plan.lengths, strict=True):
                 self.lengths[slot] = length
 
     def stores(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Keys and values of each layer, the slots' and the shared ones, for passes that write and
-        read them themselves."""
+        """Returns the keys and values of each layer, those of the slots and the shared ones.
+
+        They are for passes that write and read keys and values themselves.
+        """
         return [
             (layer.keys, layer.values, layer.shared_keys, layer.shared_values)
             for layer in self._layers
         ]
 
     def addresses(self, into: Prefix | None = None) -> array[int]:
-        """Those of `stores`, [layers, 4] int64, for kernels that take addresses; good until the
-        cache changes its size.
+        """Returns the addresses of `stores`, [layers, 4] int64, for kernels that take addresses.
+
+        The addresses are good until the cache changes its size.
 
         Args:
             into: a prompt on its way into the shared store, whose place there is the slot of the
@@ -146,7 +154,7 @@ class SlotCache(Cache):
         return self._addresses
 
     def rollback(self, slot: int, length: int) -> None:
-        """Forgets everything from `length` on. O(1): nothing moves."""
+        """Forgets all tokens from `length` on. O(1): nothing moves."""
         if not self._offset(slot) <= length <= self.lengths[slot]:
             shared = f", {self._offset(slot)} of them shared" if self.prefixes[slot] else ""
             raise InternalError(
@@ -155,11 +163,10 @@ class SlotCache(Cache):
         self.lengths[slot] = length
 
     def keep(self, slot: int, length: int, columns: Sequence[int]) -> None:
-        """Keeps some columns of the last block and forgets the others: they become the tokens at
-        `length`, `length` + 1, ...
+        """Keeps some columns of the last block and forgets the others.
 
-        A path of a draft tree. Columns 0, 1, ... lie there already: nothing moves, and this is
-        `rollback`.
+        The columns, a path of a draft tree, become the tokens at `length`, `length` + 1, ...
+        Columns 0, 1, ... lie there already: nothing moves, and the call is a `rollback`.
 
         Args:
             length: tokens of the row before the block.
@@ -190,8 +197,10 @@ class SlotCache(Cache):
 
     @torch.inference_mode()  # what a forward pass in that mode wrote can only be changed in it
     def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
-        """Moves token slots `cells` of the slot to `start`, `start` + 1, ...; in place, the ranges
-        may overlap."""
+        """Moves tokens `cells` of the slot to `start`, `start` + 1, ..., in place.
+
+        The ranges may overlap.
+        """
         index = torch.tensor(cells, device=self._layers[0].keys.device)
         for layer in self._layers:
             for tensor in layer.tensors():
@@ -199,8 +208,10 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of `target` those of `source`; what is shared stays where
-        it is."""
+        """Makes the first `length` tokens of slot `target` those of slot `source`.
+
+        Tokens in the shared store stay there.
+        """
         tail = length - self._offset(source)
         if source != target:
             for layer in self._layers:
@@ -213,13 +224,14 @@ class SlotCache(Cache):
     def take(
         self, source: SlotCache, slots: Sequence[int | None], first: int, recent: int, layers: int
     ) -> None:
-        """Makes slots 0, 1, ... hold some tokens of these slots of another cache: the `first` ones
-        and the `recent` ones, or all of a row that has no more. Keys are copied as they are, at the
-        positions that they have there.
+        """Makes slots 0, 1, ... hold some tokens of these slots of another cache.
+
+        The tokens are the `first` ones and the `recent` ones, or all tokens of a row that has no
+        more. Keys are copied as they are, at the positions that they have in the other cache.
 
         Args:
             slots: None leaves a slot empty.
-            layers: so many first ones of the other cache.
+            layers: number of the other cache's layers, from the first on.
         """
         for layer in source._layers[len(self._layers) : layers]:
             self._add_layer(layer.keys.transpose(1, 2), layer.values.transpose(1, 2))
@@ -248,15 +260,14 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def zero_tail(self, slot: int, length: int) -> None:
-        """Makes zeros of what the slot holds from position `length` on."""
+        """Zeroes the keys and values of the slot from position `length` on."""
         for layer in self._layers:
             for tensor in layer.tensors():
                 tensor[slot, max(0, length - self._offset(slot)) :] = 0
 
     @torch.inference_mode()
     def zero_non_finite(self, slot: int) -> None:
-        """Makes zeros of all NaN and infinite values that the slot and its prefix hold, at any
-        position."""
+        """Zeroes all NaN and infinite values of the slot and its prefix, at any position."""
         prefix = self.prefixes[slot]
         for layer in self._layers:
             held = [tensor[slot] for tensor in layer.tensors()]
@@ -267,12 +278,12 @@ class SlotCache(Cache):
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def _offset(self, slot: int) -> int:
-        """The position of the first token in the slot."""
+        """Returns the position of the first token in the slot."""
         prefix = self.prefixes[slot]
         return 0 if prefix is None else prefix.length
 
     def bytes_per_token(self) -> int:
-        """Bytes one token of one row takes over all layers; 0 before the first pass."""
+        """Returns the bytes of one token of one row over all layers; 0 before the first pass."""
         return sum(
             t.element_size() * t.shape[2:].numel()
             for layer in self._layers
@@ -280,13 +291,13 @@ class SlotCache(Cache):
         )
 
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Returns the number of allocated bytes."""
         return (self.slots * self.capacity + self.cells) * self.bytes_per_token()
 
     # ── during a pass ─────────────────────────────────────────────────────────────────────────────
 
     def make_layers(self, layers: int, states: Tensor) -> None:
-        """Makes the layers that a model of so many has and no pass has made yet.
+        """Makes those of a model's `layers` layers that no pass has made yet.
 
         Args:
             states: keys, or values, of the shape [rows, heads, q, dim].
@@ -301,8 +312,7 @@ class SlotCache(Cache):
 
     @property
     def written(self) -> Tensor:
-        """The flat cells that the pass under way writes to, [tokens of the pass] int64
-        (`Plan.cells`)."""
+        """The flat cells that the pass writes to, [tokens of the pass] int64 (`Plan.cells`)."""
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
         if self._written is None:
@@ -310,21 +320,27 @@ class SlotCache(Cache):
         return self._written
 
     def write(self, index: int, keys: Tensor, values: Tensor) -> None:
-        """Writes the keys and values of the pass's tokens in layer `index`, [tokens, heads, dim]
-        each."""
+        """Writes the keys and values of the pass's tokens in layer `index`.
+
+        Args:
+            keys: [tokens, heads, dim].
+            values: [tokens, heads, dim].
+        """
         for store, states in zip(self._stores(index), (keys, values), strict=True):
             store.view(-1, store.shape[-2] * store.shape[-1]).index_copy_(
                 0, self.written, states.reshape(self.written.numel(), -1)
             )
 
     def written_stores(self, index: int) -> tuple[Tensor, Tensor]:
-        """Where the pass under way writes keys and values of layer `index`, for passes that do so
-        themselves."""
+        """Returns the stores of layer `index` for passes that write keys and values themselves."""
         return self._stores(index)
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of the plan's rows in layer `index`, [rows, heads, kv, dim] each;
-        views when the slots are consecutive."""
+        """Returns the keys and values of the plan's rows in layer `index`, [rows, heads, kv, dim]
+        each.
+
+        They are views when the slots are consecutive.
+        """
         keys, values = self._stores(index)
         return self._rows(keys).transpose(1, 2), self._rows(values).transpose(1, 2)
 
@@ -338,7 +354,7 @@ class SlotCache(Cache):
         return store[torch.tensor(plan.slots, device=store.device), : plan.kv]
 
     def _stores(self, index: int) -> tuple[Tensor, Tensor]:
-        """Where the pass under way writes keys and values."""
+        """Returns the stores of layer `index` that the pass under way writes keys and values to."""
         self._layer = layer = self._layers[index]
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
@@ -347,8 +363,11 @@ class SlotCache(Cache):
         )
 
     def shared(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Keys and values in the shared store of the layer that was updated last, [cells, heads,
-        dim]; (None, None) in a pass without a prefix."""
+        """Returns the keys and values in the shared store of the layer that was updated last.
+
+        Returns:
+            [cells, heads, dim] each; (None, None) in a pass without a prefix.
+        """
         if self._layer is None or self.plan is None or not self.plan.shares:
             return None, None
         return self._layer.shared_keys, self._layer.shared_values
@@ -358,9 +377,12 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Appends [rows, heads, q, dim], or packed [1, heads, tokens, dim], at the plan's cells;
-        returns all keys and values of the plan's rows, [rows, heads, kv, dim], as views when the
-        slots are consecutive."""
+        """Appends [rows, heads, q, dim], or packed [1, heads, tokens, dim], at the plan's cells.
+
+        Returns:
+            All keys and values of the plan's rows, [rows, heads, kv, dim], as views when the slots
+            are consecutive.
+        """
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
         if layer_idx == len(self._layers):
@@ -372,8 +394,11 @@ class SlotCache(Cache):
         return self.rows(layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Transformers only uses this for default positions and masks, which shoal always passes
-        itself."""
+        """Returns the longest row's length before the pass; 0 outside of a pass.
+
+        Transformers uses the length only for default positions and masks, which shoal always passes
+        itself.
+        """
         return max(self.plan.starts) if self.plan is not None else 0
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
@@ -383,7 +408,7 @@ class SlotCache(Cache):
         return self.capacity
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """The name of `get_max_length` before Transformers 5.15."""
+        """Returns the capacity; Transformers before 5.15 calls `get_max_length` by this name."""
         return self.capacity
 
     def __len__(self) -> int:
@@ -391,8 +416,7 @@ class SlotCache(Cache):
 
 
 def _as_slot(into: Prefix, keys: Tensor, values: Tensor) -> tuple[int, int, int, int]:
-    """Addresses of a layer's stores for a pass whose only slot is the prompt's place in the shared
-    store."""
+    """Returns a layer's addresses for a pass whose only slot is the prompt's place in the store."""
     own = [
         store.data_ptr() + into.base * store.stride(0) * store.element_size()
         for store in (keys, values)

@@ -1,9 +1,9 @@
-"""Draft trees in a verification block: the depth of each column, and which columns of the block it
-sees.
+"""The layout of draft trees in a verification block.
 
-Column 0 of a row is its last committed token, the root; column 1 + i is node i of its tree. A
-node's parent comes before it. A column sees itself and its ancestors: bit i of its word says
-whether it sees column i (Miao et al., SpecInfer, ASPLOS 2024, arXiv 2305.09781, "tree attention").
+The layout has the depth of each column, and the columns of the block that it sees. Column 0 of a
+row is its last committed token, the root; column 1 + i is node i of its tree. A node's parent comes
+before the node. A column sees itself and its ancestors: bit i of its word is 1 if it sees column i
+(Miao et al., SpecInfer, ASPLOS 2024, arXiv 2305.09781, "tree attention").
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shoal.config import MOST_NODES
 from shoal.errors import InternalError, RequestError
 
 Parents = Sequence[Sequence[int]]
-"""Of each row, the parent node of each node of its tree; -1 is the root."""
+"""The parent node of each node of each row's tree; -1 is the root."""
 Array = npt.NDArray[np.int64]
 
 
 def branching(parents: Parents | None) -> bool:
-    """Whether some row's tree is not a chain."""
+    """Returns True if some row's tree is not a chain."""
     return parents is not None and any(
         tree != range(-1, len(tree) - 1) and list(tree) != list(range(-1, len(tree) - 1))
         for tree in parents
@@ -30,16 +30,17 @@ def branching(parents: Parents | None) -> bool:
 
 
 def layout(parents: Parents, counts: Sequence[int]) -> tuple[Array, Array]:
-    """Depths and words of all columns, [rows, q] int64 each. Unused columns continue the row's last
-    column as a chain.
+    """Computes the depths and words of all columns, [rows, q] int64 each.
+
+    Unused columns continue the row's last column as a chain.
 
     Args:
         parents: [rows][nodes].
         counts: columns of each row, 1 + nodes. q = max(counts).
 
     Raises:
-        RequestError: more than `MOST_NODES` nodes. InternalError: counts that do not fit, or a
-            parent that is not an earlier node.
+        RequestError: more than `MOST_NODES` nodes.
+        InternalError: counts that do not fit, or a parent that is not an earlier node.
     """
     if [len(tree) + 1 for tree in parents] != list(counts):
         raise InternalError(
@@ -63,10 +64,10 @@ def layout(parents: Parents, counts: Sequence[int]) -> tuple[Array, Array]:
 
 
 def _own(q: int) -> npt.NDArray[np.uint64]:
-    """The bit of each column."""
+    """Returns the bit of each column, [q]."""
     return np.left_shift(np.uint64(1), np.arange(q, dtype=np.uint64))
 
 
 def chain_words(q: int) -> Array:
-    """The words of a chain's columns, [q] int64: the lower triangle."""
+    """Returns the words of a chain's columns, [q] int64: the lower triangle."""
     return np.bitwise_or.accumulate(_own(q)).view(np.int64)

@@ -1,5 +1,4 @@
-"""How much memory a device has left, and what part of it keys and values may take where nobody
-says."""
+"""The free memory of a device, and the part of it that keys and values may take by default."""
 
 from __future__ import annotations
 
@@ -10,21 +9,30 @@ from pathlib import Path
 import torch
 
 KV_SHARE = 0.5
-"""Part of the free memory that the caches may take. The rest is for the passes, the logits and
-distributions of a batch, and the copy of a layer while its cache grows."""
+"""The part of the free memory that the caches may take.
+
+The rest is for the passes, the logits and distributions of a batch, and the copy of a layer while
+its cache grows.
+"""
 
 
 def kv_budget(device: torch.device) -> int | None:
-    """Bytes for the keys and values of all models on a device, to be asked once the weights are
-    there; None where the system does not tell what is free. Processes that torchrun started on one
-    machine share its main memory."""
+    """Returns the number of bytes for the keys and values of all models on a device.
+
+    The caller asks once the weights are on the device. Processes that torchrun started on one
+    machine share its main memory. Returns None if the system does not report its free memory.
+    """
     free = free_bytes(device)
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     return None if free is None else int(KV_SHARE * free / sharing)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device, those that PyTorch holds unused included."""
+    """Returns the bytes that can still be allocated on a device.
+
+    Memory that PyTorch holds and does not use counts as free. Returns None if the system does not
+    report its free memory.
+    """
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
@@ -32,8 +40,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _of_machine(root: Path) -> int | None:
-    """Main memory: what the kernel takes for available, or what the limits of the process's control
-    groups leave of it."""
+    """Returns the free main memory in bytes; None if the system does not report it.
+
+    The result is the least of the memory that the kernel counts as available and the memory that
+    the limits of the process's control groups leave.
+    """
     known = [free for free in (_available(root), *_left_by_groups(root)) if free is not None]
     return max(min(known), 0) if known else None
 
@@ -49,7 +60,7 @@ def _available(root: Path) -> int | None:
 
 
 def _left_by_groups(root: Path) -> Iterator[int | None]:
-    """What each group above the process leaves, in versions 2 and 1 of Linux' control groups."""
+    """Yields the bytes that each control group of the process leaves, in Linux' versions 2 and 1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -65,7 +76,7 @@ def _left_by_groups(root: Path) -> Iterator[int | None]:
 
 
 def _left(group: Path, limit: str, used: str, file_cache: str) -> int | None:
-    """None: the group has no limit, or is not to be seen."""
+    """Returns the bytes that a group leaves; None if it has no limit or cannot be read."""
     most, now = _text(group / limit).strip(), _text(group / used).strip()
     if not (most.isdecimal() and now.isdecimal()):
         return None
@@ -73,7 +84,7 @@ def _left(group: Path, limit: str, used: str, file_cache: str) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Reads the lines of a file that consist of a name and a number."""
     pairs = (line.split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdecimal()}
 

@@ -1,8 +1,8 @@
-"""What is made for a model once, kept in the model: it is freed when the model is.
+"""A store for objects that are made once for a model. It lies in the model and is freed with it.
 
 A `WeakKeyDictionary` does not do this. It frees a value with its key, but here values lead to their
-keys (a runner holds its model), and what the dictionary holds keeps such a key alive for ever. What
-hangs on the model is a cycle, which Python collects.
+keys (a runner holds its model), and a value that the dictionary holds keeps such a key alive for
+ever. A value that hangs on the model is part of a cycle, which Python collects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 class _Belongings(dict[str, Any]):
-    """Of one model: copies and pickles of the model begin without them."""
+    """The stored objects of one model. Copies and pickles of the model begin without them."""
 
     def __init__(self, owner: nn.Module | None = None) -> None:
         self.owner = (lambda: None) if owner is None else weakref.ref(owner)
@@ -30,10 +30,10 @@ class _Belongings(dict[str, Any]):
 
 
 class Belongings(Generic[Value]):
-    """What belongs to models, by model and key.
+    """The objects that are stored in models, by model and key.
 
     Args:
-        name: under which it is kept, unlike those of others.
+        name: the name of this store, different from the names of all other stores.
     """
 
     ATTRIBUTE = "_shoal_belongings"
@@ -42,8 +42,11 @@ class Belongings(Generic[Value]):
         self._name = name
 
     def of(self, model: nn.Module) -> dict[Hashable, Value]:
-        """What is kept of a model. A model is no key that frees itself: give `weakref.ref(model)`,
-        or keep it with that model."""
+        """Returns the objects of a model, by key.
+
+        Do not use a model as a key: it would not be freed. Use `weakref.ref(model)`, or store the
+        object in that model.
+        """
         found = vars(model).get(self.ATTRIBUTE)
         if not isinstance(found, _Belongings) or found.owner() is not model:
             found = vars(model)[self.ATTRIBUTE] = _Belongings(model)

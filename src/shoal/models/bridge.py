@@ -1,15 +1,14 @@
-"""The bridge to Transformers: an unmodified model computes one pass with shoal's attention,
-positions and masks.
+"""The bridge to Transformers: an unmodified model computes a pass with shoal's attention and masks.
 
 A model takes one of two attention paths. On the path "interface" it looks its attention up in the
-AttentionInterface by the name in its config. For the length of a pass that is a name registered
-here, whose function calls the attention method of the pass under way. Transformers' mask interface
-does not know these names, so that such a model passes no mask: `Masks` has them all. A few older
-models take the path "mask": they compute attention in their own eager code and are given a 4D mask.
+AttentionInterface by the name in its config. During a pass that name is one registered here, whose
+function calls the attention method of the pass under way. Transformers' mask interface does not
+know these names, so the model passes no mask: `Masks` has all masks. A few older models take the
+path "mask": they compute attention in their own eager code and are given a 4D mask.
 
-Ordinary passes and captured ones (`shoal.models.compiled`) have a name each, because they find the
-pass under way differently: by a context variable, or by a global. Hence one capture at a time in a
-process.
+Ordinary passes and captured ones (`shoal.models.compiled`) have different names, because they find
+the pass under way differently: by a context variable, or by a global. So a process makes one
+capture at a time.
 """
 
 from __future__ import annotations
@@ -41,40 +40,44 @@ NAME, STATIC_NAME = "shoal", "shoal-static"
 
 
 class ReplacedWeights(RuntimeError):
-    """Weights or layers of a model were replaced by others after passes had read them off."""
+    """The error that weights or layers of a model were replaced after passes had read them off."""
 
 
 class AttentionState(Protocol):
-    """What the layers of a pass under way ask for."""
+    """The state of a pass under way, which the layers read."""
 
     @property
     def method(self) -> Method:
-        """Computes the attention of a layer."""
+        """The method that computes the attention of a layer."""
 
     @property
     def masks(self) -> Masks:
-        """Of the pass."""
+        """The masks of the pass."""
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shared store of the layer whose keys were written last, [cells, heads, dim] each;
-        (None, None) without prefixes."""
+        """Returns the shared store of the layer whose keys were written last.
+
+        The keys and the values are [cells, heads, dim] each; (None, None) without prefixes.
+        """
 
 
 class Layers(Protocol):
-    """Computes passes in place of the model's modules (`shoal.models.layers`)."""
+    """The layers that compute passes in place of the model's modules (`shoal.models.layers`)."""
 
     @property
     def stale(self) -> bool:
-        """Whether only the modules know all weights any more."""
+        """True if weights were replaced so that only the modules still know all of them."""
 
     def __call__(self, tokens: Tensor, positions: Tensor, state: Any) -> Tensor:
-        """Computes a captured pass, as `Bridge.static_logits`."""
+        """Computes a captured pass and returns its logits, like `Bridge.static_logits`."""
 
     def ordinary(
         self, tokens: Tensor, cache: SlotCache, method: Method, want_logits: bool
     ) -> Tensor:
-        """Computes the pass that the cache was announced, packed or padded as its plan says: its
-        logits."""
+        """Computes the pass that was announced to the cache and returns its logits.
+
+        The tokens are packed or padded as the cache's plan says.
+        """
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class _Ordinary:
 
 
 class _Static:
-    """The state of the captured pass under way, and the lock of whoever sets it."""
+    """The state of the captured pass under way, and the lock of the thread that sets it."""
 
     state: AttentionState | None = None
     lock = threading.RLock()
@@ -101,15 +104,15 @@ _static = _Static()
 
 
 class Bridge:
-    """One Transformers model, as passes call it.
+    """A Transformers model with the calls that passes make.
 
     Attributes:
         hf: the model, as its owner left it except during a pass.
         attention_path: "interface" or "mask".
-        context: positions that the model has.
-        takes_positions: whether it is told the positions of its tokens.
-        lock: held during a pass.
-        layers: compute passes in place of the model's modules, if set.
+        context: the number of positions of the model.
+        takes_positions: True if the model is told the positions of its tokens.
+        lock: the lock that is held during a pass.
+        layers: the layers that compute passes in place of the model's modules, if set.
     """
 
     def __init__(self, hf: Any, attention_path: str, context: int) -> None:
@@ -123,8 +126,10 @@ class Bridge:
         self._structure: Structure | None = None
 
     def of(self, hf: Any) -> Bridge:
-        """The same for another model with this one's config, which one pass at a time may
-        switch."""
+        """Returns a bridge to another model that has this model's config.
+
+        One pass at a time may switch the attention of that config.
+        """
         other = copy.copy(self)
         other.hf, other.layers, other._structure = hf, None, None
         return other
@@ -139,17 +144,19 @@ class Bridge:
         hidden_layers: Sequence[int] = (),
         vectors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """A pass as long as its rows are: the logits of `tokens`, packed or padded as the cache's
-        plan says; and the hidden states that were asked for, side by side
-        (`shoal.models.runner.Runner.hidden_layers`).
+        """Computes an ordinary pass, as long as its rows are.
+
+        Returns the logits of `tokens`, packed or padded as the cache's plan says, and the hidden
+        states of `hidden_layers` side by side (`shoal.models.runner.Runner.hidden_layers`); None
+        without such layers.
 
         Args:
-            forward_context: entered while the model computes.
-            want_logits: False allows those of the last column only.
-            vectors: what negative ids stand for (`shoal.models.vectors`).
+            forward_context: a context that is entered while the model computes.
+            want_logits: False allows the logits of the last column only.
+            vectors: the vectors that negative ids stand for (`shoal.models.vectors`).
 
         Raises:
-            UnsupportedModel: it does not return its hidden states.
+            UnsupportedModel: the model does not return its hidden states.
         """
         plan = cache.plan
         assert plan is not None
@@ -182,8 +189,7 @@ class Bridge:
         return logits, _side_by_side(found, hidden_layers) if hidden_layers else None
 
     def require_same_weights(self) -> None:
-        """Raises ReplacedWeights: the model has other weights or layers than passes have read off
-        it."""
+        """Raises ReplacedWeights if the model has other weights or layers than passes have read."""
         if self._structure is None:
             self._structure = Structure(self.hf)
         if self._structure.changed if self.layers is None else self.layers.stale:
@@ -194,10 +200,10 @@ class Bridge:
 
     @contextmanager
     def static(self, state: AttentionState) -> Iterator[None]:
-        """Within it, `static_logits` may be called or captured.
+        """Opens a context in which `static_logits` may be called or captured.
 
         Raises:
-            ReplacedWeights: a captured function would read weights that the model has no longer, or
+            ReplacedWeights: a captured function would read weights that the model no longer has, or
                 leave out layers that it has.
         """
         self.require_same_weights()
@@ -209,8 +215,10 @@ class Bridge:
                 _static.state = before
 
     def static_logits(self, tokens: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Logits [rows, q, vocab]: a function of tensors alone. Positions beyond the context belong
-        to columns nobody reads."""
+        """Computes the logits [rows, q, vocab] of a captured pass as a function of tensors alone.
+
+        Positions beyond the context belong to columns that are not read.
+        """
         if self.layers is not None:
             return self.layers(tokens, positions, cache)  # angles are computed, not looked up
         options: dict[str, Any] = (
@@ -222,9 +230,9 @@ class Bridge:
         return logits
 
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Logits [rows, q, vocab] of a forward pass without a cache, by the model's own attention.
+        """Computes the logits [rows, q, vocab] without a cache, by the model's own attention.
 
-        Soft-capped scores (Gemma 2) are computed by the eager one: Transformers 5.17 takes SDPA for
+        The eager attention computes soft-capped scores (Gemma 2): Transformers 5.17 takes SDPA for
         them, which leaves the cap out.
         """
         capped = (
@@ -236,7 +244,7 @@ class Bridge:
 
     @contextmanager
     def _switched(self, name: str) -> Iterator[None]:
-        """The model computes attention by that name; afterwards by its own again."""
+        """Switches the model's attention to that name within the context, and back afterwards."""
         config = self.hf.config
         with self.lock:
             before = config._attn_implementation
@@ -250,11 +258,11 @@ class Bridge:
 
 
 def cache_name(hf: Any) -> str:
-    """Name the argument that gives a model its cache: Transformers 5.24 renames `past_key_values`
-    to `cache`.
+    """Returns the name of the argument that gives a model its cache.
 
-    A model of somebody else's may have either name with any version, and one that wraps another may
-    name neither; that one hands on what Transformers' own functions take.
+    Transformers 5.24 renames `past_key_values` to `cache`. A model from another source may have
+    either name with any version. A model that wraps another may name neither; it hands on the
+    arguments that Transformers' own functions take.
     """
     for forward in (hf.forward, create_causal_mask):
         parameters = inspect.signature(forward).parameters
@@ -265,8 +273,11 @@ def cache_name(hf: Any) -> str:
 
 
 def _side_by_side(found: Any, layers: Sequence[int]) -> Tensor:
-    """Hidden states of some layers, [rows, q, layers * width]. Raises UnsupportedModel: the model's
-    output has none."""
+    """Returns the hidden states of some layers side by side, [rows, q, layers * width].
+
+    Raises:
+        UnsupportedModel: the model's output has no such states.
+    """
     states = getattr(found, "hidden_states", None)
     if states is None or max(layers) >= len(states):
         raise UnsupportedModel(
@@ -287,8 +298,11 @@ def _inputs(
     sinks: Tensor | None,
     other: dict[str, Any],
 ) -> AttentionInputs:
-    """OPT passes a scaling of 1, MLA its own: use what is given. A window that is passed counts,
-    None included; Qwen2-MoE passes nothing and notes it on the module."""
+    """Collects the inputs of a layer's attention.
+
+    The scaling that the model passes is used: OPT passes 1, MLA its own. A window that the model
+    passes counts, None included; Qwen2-MoE passes none and notes it on the module.
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = (
         other["sliding_window"]
@@ -311,9 +325,16 @@ def _attend(
     s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """The function of ordinary passes. query [rows, heads, q, dim] or packed, [1, heads, tokens,
-    dim]; key and value [rows, kv heads, kv, dim] as stored (not repeated); returns ([rows, q,
-    heads, value dim] or packed, None)."""
+    """Computes the attention of a layer in an ordinary pass.
+
+    Args:
+        query: [rows, heads, q, dim], or packed [1, heads, tokens, dim].
+        key: [rows, kv heads, kv, dim] as stored (not repeated).
+        value: [rows, kv heads, kv, dim] as stored (not repeated).
+
+    Returns:
+        ([rows, q, heads, value dim] or packed, None).
+    """
     state = _ordinary.get()
     if state is None:
         raise InternalError(
@@ -338,7 +359,7 @@ def _attend_static(
     s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """The function of captured passes, which are never packed."""
+    """Computes the attention of a layer in a captured pass, which is never packed."""
     state = _static.state
     if state is None:
         raise InternalError(

@@ -1,5 +1,7 @@
-"""What can be known of a model before its first token: whether its rows can be ragged, its
-attention path, its context."""
+"""The properties of a model that are known before its first token.
+
+They are its attention path, its context, and whether its rows can have different lengths.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,21 @@ REFUSED = {
     "gpt_neo": "its local layers slice keys at an offset common to all rows",
 }
 ROPES_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding that rescale by the longest row of a batch, whose positions they read
-on the host."""
+"""The kinds of rotary embedding that rescale by the longest row of a batch.
+
+They read the row's positions on the host.
+"""
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
 
 
 def capabilities(hf: Any, name: str) -> tuple[str, int]:
-    """The attention path of a model (see `shoal.models.runner`), and how many tokens a row of it
-    may hold.
+    """Returns the attention path of a model (see `shoal.models.bridge`) and its context.
+
+    The context is the number of tokens that a row may hold.
 
     Raises:
-        UnsupportedModel: with the reason, for models whose rows cannot have lengths of their own.
+        UnsupportedModel: the rows of the model cannot have lengths of their own; the message names
+            the reason.
     """
     config = hf.config.get_text_config()
     reason = _refusal(hf, config)
@@ -61,8 +67,11 @@ def _refusal(hf: Any, config: Any) -> str | None:
 
 
 def _context(config: Any) -> int:
-    """Positions a row may use. Dynamic and long RoPE rescale by the longest row of a batch, so rows
-    would change their neighbours beyond the original length: they are held to it."""
+    """Returns the number of positions that a row may use.
+
+    Dynamic and long RoPE rescale by the longest row of a batch, so a row beyond the original length
+    would change its neighbours. Models with such a RoPE are limited to the original length.
+    """
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     context = next((int(v) for v in (getattr(config, n, None) for n in names) if v), 1 << 20)
     for parameters in rope_parameters(config):
@@ -75,7 +84,7 @@ def _context(config: Any) -> int:
 
 
 def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
-    """Those of the model, or one by one those of its kinds of layers."""
+    """Returns the RoPE parameters of a model: one mapping, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return (
         list(rope.values())

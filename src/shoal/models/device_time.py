@@ -1,4 +1,4 @@
-"""How long a device works: by events of its stream, as the host only launches and does not wait."""
+"""The working time of a device, measured by events of its stream: the host does not wait."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 MOST = 256
-"""Stretches that are kept: more than a round has."""
+"""The number of stretches that are stored before they are added up, more than a round has."""
 
 
 def event_for(device: torch.device) -> Any:
-    """An event that notes when the stream reaches it; None for a device whose work is done when a
-    call returns."""
+    """Returns an event that notes when the stream reaches it.
+
+    Returns None for a device whose work is done when a call returns.
+    """
     return (
         torch.cuda.Event(enable_timing=True)
         if device.type == "cuda" and torch.cuda.is_available()
@@ -22,16 +24,18 @@ def event_for(device: torch.device) -> Any:
 
 
 def _stream(device: torch.device) -> Any:
-    """Returns the stream that works for a device: without one, an event is recorded on the stream
-    of the current device."""
+    """Returns the stream that works for a device; None for a device without streams.
+
+    Without a stream, an event is recorded on the stream of the current device.
+    """
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class Moments:
-    """Moments in the work of a device, noted again and again.
+    """A list of moments in the work of a device, which can be noted again and again.
 
     Args:
-        count: how many.
+        count: the number of moments.
     """
 
     def __init__(self, device: torch.device, count: int) -> None:
@@ -44,27 +48,26 @@ class Moments:
         return self._events[0] is not None
 
     def note(self, place: int) -> None:
-        """This is the moment: all work launched before it is done, none of what is launched after
-        it."""
+        """Notes a moment: all work launched before it is done, no work launched after it is."""
         if self._events[place] is not None:
             self._events[place].record(_stream(self._device))
         else:
             self._times[place] = time.perf_counter()
 
     def seconds(self, first: int, second: int) -> float:
-        """From one moment to another; the device has passed both."""
+        """Returns the seconds from one moment to another; the device has passed both."""
         if self._events[first] is None:
             return self._times[second] - self._times[first]
         return float(self._events[first].elapsed_time(self._events[second])) / 1000
 
     def wait(self, place: int) -> None:
-        """Until the device has passed a moment."""
+        """Waits until the device has passed a moment."""
         if self._events[place] is not None:
             self._events[place].synchronize()
 
 
 class Spans:
-    """Stretches of a device's work, added up when they are asked for: nothing waits before."""
+    """The stretches of a device's work, whose times `take` adds up without an earlier wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,13 +75,13 @@ class Spans:
         self._used, self._seconds = 0, 0.0
 
     def begin(self) -> None:
-        """A stretch begins here. One that did not end is forgotten."""
+        """Begins a stretch. An earlier stretch that did not end is dropped."""
         if self._used == len(self._all):
             self._all.append(Moments(self._device, 2))
         self._all[self._used].note(0)
 
     def end(self) -> None:
-        """It ends here."""
+        """Ends the stretch that began last."""
         last = self._all[self._used]
         last.note(1)
         self._used += 1
@@ -86,7 +89,10 @@ class Spans:
             self._add()
 
     def take(self) -> float:
-        """Seconds of all stretches since this was last asked. Waits for the end of the last one."""
+        """Returns the seconds of all stretches since the last call.
+
+        Waits for the end of the last one.
+        """
         self._add()
         taken, self._seconds = self._seconds, 0.0
         return taken

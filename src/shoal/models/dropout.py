@@ -1,5 +1,4 @@
-"""What makes a model's logits random in training mode, and evaluation mode for the length of a
-call."""
+"""The settings that make a model random in training mode, and a context of evaluation mode."""
 
 from __future__ import annotations
 
@@ -14,16 +13,23 @@ from torch.nn.modules.dropout import _DropoutNd
 from shoal.errors import RequestError
 
 RANDOM = re.compile(r"drop|jitter", re.IGNORECASE)
-"""In the name of a setting that is a probability of dropout (`attention_dropout`, `resid_pdrop`,
-`layerdrop`, ...) or an amount of noise (`router_jitter_noise`)."""
+"""The pattern of the names of settings that make a model random.
+
+They are a probability of dropout (`attention_dropout`, `resid_pdrop`, `layerdrop`, ...) or an
+amount of noise (`router_jitter_noise`).
+"""
 UNUSED = re.compile(r"classif|summary", re.IGNORECASE)
-"""In the name of a dropout that belongs to a head for classification, which a language model does
-not have."""
+"""The pattern of the names of dropouts in a head for classification.
+
+A language model does not have such a head.
+"""
 
 
 def random_settings(hf: nn.Module) -> list[str]:
-    """The settings of a model that make it random in training mode, as "name=value"; empty if there
-    is none."""
+    """Returns the settings that make a model random in training mode, as "name=value".
+
+    The list is empty if there are none.
+    """
     found = {
         f"{name}.p={m.p:g}": None
         for name, m in hf.named_modules()
@@ -35,7 +41,7 @@ def random_settings(hf: nn.Module) -> list[str]:
 
 
 def _numbers(owner: Any) -> Iterator[tuple[str, float]]:
-    """The attributes of a module or a config that are numbers and named like a dropout."""
+    """Yields the attributes of a module or a config that are numbers and named like a dropout."""
     values: Mapping[str, Any] = vars(owner) if owner is not None else {}
     for name, value in values.items():
         if (
@@ -49,11 +55,11 @@ def _numbers(owner: Any) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def evaluating(*models: tuple[Any, str]) -> Iterator[None]:
-    """These (model, name) pairs are in evaluation mode meanwhile; afterwards each module is in the
-    mode it was in.
+    """Puts (model, name) pairs in evaluation mode within the context.
 
-    Without dropout both modes compute the same logits, but for gradient checkpointing: in training
-    mode it takes the cache away from the layers.
+    Afterwards each module is in its former mode. Without dropout both modes compute the same
+    logits, except with gradient checkpointing: in training mode it takes the cache away from the
+    layers.
 
     Raises:
         RequestError: a model in training mode has a dropout above 0, so its logits are random.

@@ -1,15 +1,15 @@
-"""EAGLE-3 heads as published: one decoder layer on three hidden states of a target, with norms and
-a vocabulary of its own.
+"""EAGLE-3 heads as published: one decoder layer on three hidden states of a target.
 
-After Li et al., "EAGLE-3" (2025, arXiv 2503.01840), section 3.1. What is drafted after token j is
-computed from the token's embedding and a state: for a committed token the target's hidden states of
-three layers at position j - 1, of which the matrix `fc` makes one; for a drafted one what the layer
-itself has computed for the token before. Both are normalised, and side by side they are the input
-of attention. The residual sum begins with the state.
+The heads have norms and a vocabulary of their own. After Li et al., "EAGLE-3" (2025, arXiv
+2503.01840), section 3.1. The draft after token j is computed from the token's embedding and a
+state. For a committed token the matrix `fc` makes the state of the target's hidden states of three
+layers at position j - 1; for a drafted token the state is the output of the layer itself for the
+token before. The embedding and the state are normalised, and side by side they are the input of
+attention. The residual sum begins with the state.
 
-Tensors are named as SGLang and vLLM read them: fc, midlayer.*, norm, lm_head, d2t (of each id of
-the draft vocabulary, the target's id minus it) and t2d. `Eagle3Model` quacks like a Transformers
-model as far as `Runner` looks.
+Tensors have the names that SGLang and vLLM read: fc, midlayer.*, norm, lm_head, d2t (for each id of
+the draft vocabulary, the target's id minus it) and t2d. `Eagle3Model` has the methods of a
+Transformers model that `Runner` uses.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from transformers.models.llama.modeling_llama import (
 from shoal.models.cache import Plan
 
 HIDDEN = -1e4
-"""Score of a first token, which has no state: no other token sees it."""
+"""The score of a first token, which has no state: no other token sees it."""
 
 
 class Eagle3Attention(nn.Module):
-    """Its projections, with an input twice as wide as the layer."""
+    """The projections of the layer's attention, with an input twice as wide as the layer."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Eagle3Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * dim, width, bias=config.attention_bias)
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows, q, 2 * width] -> queries, keys and values, [rows, heads, q, dim] each."""
+        """Projects [rows, q, 2 * width] to queries, keys and values, [rows, heads, q, dim] each."""
         return tuple(  # type: ignore[return-value]
             layer(x).view(*x.shape[:2], -1, self.dim).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -70,14 +70,14 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Heads(nn.Module):
-    """The weights.
+    """The weights of the heads.
 
     Args:
-        config: of the layer.
-        features: width of the target's hidden states, three side by side.
-        draft_vocab: ids that it drafts.
-        target_vocab: the target's.
-        embedding: the target's, unless the checkpoint has one: `embed_tokens`.
+        config: the config of the layer.
+        features: the width of the target's three hidden states side by side.
+        draft_vocab: the number of ids that the heads draft.
+        target_vocab: the number of the target's ids.
+        embedding: the target's embedding; None if the checkpoint has one, `embed_tokens`.
     """
 
     def __init__(
@@ -102,14 +102,16 @@ class Eagle3Heads(nn.Module):
         self.register_buffer("target_ids", torch.arange(draft_vocab), persistent=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[rows, q] -> [rows, q, width]."""
+        """Returns the embeddings [rows, q, width] of tokens [rows, q]."""
         embedding = self._embedding[0]
         found: Tensor = (self.embed_tokens if embedding is None else embedding)(tokens)
         return found
 
     def said(self, states: Tensor) -> Tensor:
-        """States that the layer computed, [..., width], -> logits over the target's vocabulary,
-        -inf for ids never drafted."""
+        """Computes logits over the target's vocabulary of the layer's states [..., width].
+
+        The logits are -inf for ids that the heads never draft.
+        """
         logits = self.lm_head(self.norm(states))
         if logits.shape[-1] == self.target_vocab:
             return logits  # type: ignore[no-any-return]
@@ -120,11 +122,12 @@ class Eagle3Heads(nn.Module):
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Callable[..., Tensor]
     ) -> Tensor:
-        """What the layer computes, [rows, q, width].
+        """Computes the layer's states, [rows, q, width].
 
         Args:
-            tokens, positions: [rows, q].
-            states: of each token, [rows, q, width].
+            tokens: [rows, q].
+            states: the state of each token, [rows, q, width].
+            positions: [rows, q].
             attend: queries, keys and values [rows, heads, q, dim] -> [rows, q, heads, dim].
         """
         layer: Any = self.midlayer
@@ -138,19 +141,18 @@ class Eagle3Heads(nn.Module):
 
 
 States = Callable[[Plan], Tensor]
-"""A pass -> the state of each of its tokens, [rows, q, width]."""
+"""A function from a pass to the state of each of its tokens, [rows, q, width]."""
 
 
 class Eagle3Model(nn.Module):
-    """The heads behind a runner's cache.
+    """A model of the heads and a runner's cache.
 
     Args:
-        heads: shared by all that draft with them.
-        states: of the tokens of a pass.
-        target: whose positions and number format they have.
+        heads: the heads, shared by all models that draft with them.
+        states: the function that gives the states of the tokens of a pass.
 
     Attributes:
-        computed: what the layer computed for the tokens of the last pass, [rows, q, width].
+        computed: the layer's states for the tokens of the last pass, [rows, q, width].
     """
 
     def __init__(self, heads: Eagle3Heads, states: States) -> None:
@@ -181,8 +183,15 @@ class Eagle3Model(nn.Module):
         position_ids: Tensor,
         logits_to_keep: int = 0,
     ) -> Any:
-        """tokens, position_ids [rows, q] or packed -> an object with `logits` [rows, q, target's
-        vocabulary]."""
+        """Computes the logits [rows, q, target's vocabulary] of a pass.
+
+        Args:
+            tokens: [rows, q] or packed.
+            position_ids: [rows, q] or packed.
+
+        Returns:
+            An object with the attribute `logits`.
+        """
         plan = past_key_values.plan
         function = AttentionInterface()[self.config._attn_implementation]
 
@@ -200,7 +209,7 @@ class Eagle3Model(nn.Module):
 
 
 def _with_mask(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """One feature more, whose product hides the keys of position 0."""
+    """Appends a feature to queries and keys whose product hides the keys of position 0."""
     first = (positions == 0).to(key.dtype)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
     return torch.cat([query, torch.ones_like(query[..., :1])], dim=-1), torch.cat(
         [key, HIDDEN * first], dim=-1
@@ -208,8 +217,12 @@ def _with_mask(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, T
 
 
 def layer_config(values: dict[str, Any]) -> LlamaConfig:
-    """The config of the layer by a published config.json. Raises ValueError, TypeError:
-    Transformers does not take it."""
+    """Makes the config of the layer from a published config.json.
+
+    Raises:
+        ValueError: Transformers does not take the config.
+        TypeError: Transformers does not take the config.
+    """
     names = (
         "hidden_size",
         "intermediate_size",
@@ -229,8 +242,10 @@ def layer_config(values: dict[str, Any]) -> LlamaConfig:
 
 
 def published_layers(values: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """Hidden states that heads read, as Transformers numbers them: those that a config.json names,
-    else those that SGLang and vLLM take."""
+    """Returns the numbers of the hidden states that heads read, as Transformers numbers them.
+
+    They are the ones that a config.json names, or else the ones that SGLang and vLLM take.
+    """
     named = values.get("eagle_aux_hidden_state_layer_ids") or (
         values.get("eagle_config") or {}
     ).get("eagle_aux_hidden_state_layer_ids")

@@ -1,9 +1,9 @@
-"""The first layers of a model as a model of their own: early exit (Elhoushi et al., LayerSkip, ACL
-2024, arXiv 2404.16710).
+"""The first layers of a model as a model of their own: early exit.
 
-Nothing is copied. The modules that lead to the layers are, as shells; what they hold is the
-model's. The runner of such a model feeds the cache that it was made from: what it writes are the
-keys and values of the model's first layers, at the places where the model itself would write them.
+After Elhoushi et al., LayerSkip, ACL 2024, arXiv 2404.16710. No weights are copied. The modules
+that lead to the layers are copied as shells; their contents are the model's. The runner of such a
+model feeds the cache that it was made from: it writes the keys and values of the model's first
+layers, at the places where the model itself would write them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from shoal.models.lean.forward import LeanPass
 from shoal.models.runner import Runner
 
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-"""What Transformers calls the norm between the last layer and the head."""
+"""The names that Transformers gives to the norm between the last layer and the head."""
 
 _models: Belongings[Any] = Belongings("first layers")
-"""Of a model, by the number of layers."""
+"""The models of the first layers of a model, by the number of layers."""
 _places: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""Of each model, the name of its list of layers."""
+"""The name of the list of layers of each model."""
 
 
 def require_exit(runner: Runner, layers: int) -> None:
-    """Raises RequestError: the model does not have more layers than that. UnsupportedModel: see
-    `first_layers`."""
+    """Checks that a model can exit after a number of layers.
+
+    Raises:
+        RequestError: the model does not have more layers than that.
+        UnsupportedModel: see `first_layers`.
+    """
     every = layer_count(runner)
     if not 1 <= layers < every:
         raise RequestError(
@@ -44,13 +48,14 @@ def require_exit(runner: Runner, layers: int) -> None:
 
 
 def layer_count(runner: Runner) -> int:
-    """How many layers the model has. Raises UnsupportedModel: see `first_layers`."""
+    """Returns the number of layers of the model. Raises UnsupportedModel: see `first_layers`."""
     return len(runner.hf.get_submodule(_place_of(runner)))
 
 
 def first_layers(runner: Runner, layers: int) -> Runner:
-    """The model's first layers, its last norm and its head, as a runner over the same cache. Its
-    passes are lean where those of the model are, and never captured.
+    """Makes a runner of the model's first layers, its last norm and its head, over the same cache.
+
+    Its passes are lean if the model's passes are, and never captured.
 
     Raises:
         UnsupportedModel: the model's layers are not one list that its passes go through, or other
@@ -61,9 +66,14 @@ def first_layers(runner: Runner, layers: int) -> Runner:
 
 
 def head_of(runner: Runner) -> Callable[[Tensor], Tensor]:
-    """What makes logits [..., vocab] of the states after a layer, [..., width]: the last norm and
-    the head, without what a few models do to their logits afterwards. Raises UnsupportedModel: its
-    last norm is not known by name."""
+    """Returns the function that computes logits [..., vocab] of a layer's states [..., width].
+
+    The function applies the last norm and the head. It leaves out the operations that a few models
+    apply to their logits afterwards.
+
+    Raises:
+        UnsupportedModel: the model's last norm has none of the names in `NORMS`.
+    """
     owner = runner.hf.get_submodule(_place_of(runner).rpartition(".")[0])
     head = runner.hf.get_output_embeddings()
     norm = next(
@@ -82,8 +92,10 @@ def head_of(runner: Runner) -> Callable[[Tensor], Tensor]:
 
 
 def _model_of(runner: Runner, layers: int) -> Any:
-    """The Transformers model, made and tried once. Its config is the model's own, which tells
-    layers how to attend."""
+    """Returns the Transformers model of the first layers, which is made and tried once.
+
+    Its config is the model's own, which tells layers how to attend.
+    """
     known = _models.of(runner.hf)
     if layers not in known:
         _place_of(runner)
@@ -99,8 +111,13 @@ def _model_of(runner: Runner, layers: int) -> Any:
 
 
 def shallow(hf: Any, layers: int) -> Any:
-    """A Transformers model of the model's first layers, its last norm and its head, which are its
-    own modules. Raises UnsupportedModel: its layers are not one list."""
+    """Makes a Transformers model of a model's first layers, its last norm and its head.
+
+    The modules are the model's own.
+
+    Raises:
+        UnsupportedModel: the model's layers are not one list.
+    """
     place = _place_in(hf)
     if not place:
         raise UnsupportedModel(
@@ -116,14 +133,18 @@ def shallow(hf: Any, layers: int) -> Any:
 
 
 def _shell(module: Any) -> Any:
-    """Another module of the same class with the same contents."""
+    """Makes another module of the same class with the same contents."""
     other = copy.copy(module)
     other._modules = dict(module._modules)
     return other
 
 
 def _place_of(runner: Runner) -> str:
-    """The name of the model's list of layers."""
+    """Returns the name of the list of layers of a runner's model.
+
+    Raises:
+        UnsupportedModel: the model has no such list, or its layers cannot be cut.
+    """
     place = _place_in(runner.hf)
     if not place or runner.cut_obstacle:
         why = runner.cut_obstacle or "its layers are no list of modules"
@@ -132,7 +153,7 @@ def _place_of(runner: Runner) -> str:
 
 
 def _place_in(hf: Any) -> str:
-    """The same; "" where there is no such list."""
+    """Returns the name of the list of layers of a model; "" if there is no such list."""
     if hf not in _places:
         config = hf.config
         count = getattr(
@@ -157,7 +178,7 @@ def _kind(runner: Runner) -> str:
 
 @torch.inference_mode()
 def _layers_passed(runner: Runner, hf: Any) -> int:
-    """Of how many layers a pass of the model writes keys; 0 where it fails."""
+    """Returns the number of layers whose keys a pass of the model writes; 0 if the pass fails."""
     tried = runner.over_same_cache(hf, None)
     tried.cache = SlotCache()
     tried.reserve(1, 1)

@@ -1,8 +1,8 @@
-"""Lets a process that was forked from one that computed compute as well (a worker of gunicorn with
---preload, of a DataLoader).
+"""Lets a process compute that was forked from a process that had computed.
 
-A child has none of its parent's threads, and OpenMP of gcc waits for them for ever. So the child
-computes on one thread.
+Examples are a worker of gunicorn with --preload, and a worker of a DataLoader. A child has none of
+its parent's threads, and OpenMP of gcc waits for them for ever. So the child computes on one
+thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Which number format a model is loaded in, decided by facts: the checkpoint's own format, and the
-instructions of the CPU.
+"""The choice of a model's number format by the checkpoint's format and the CPU's instructions.
 
 The same facts give the same format in every process. A measurement would not: the format changes
-the rounding of the logits, and with it the tokens of a seed, so a choice that follows the load of
-the machine makes seeds worthless.
+the rounding of the logits, and with it the tokens of a seed, so a choice that depends on the load
+of the machine makes seeds worthless.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ from safetensors import SafetensorError, safe_open
 from shoal.native.processor import cpu_flags
 
 WIDE = 1024
-"""Least hidden size for bfloat16 on a CPU. Layers of 256 features take up to twice as long in
-bfloat16 with AVX512-BF16, because converting activations costs more than the product; layers of
-1,024 and more take half as long from 8 tokens on."""
+"""The least hidden size for bfloat16 on a CPU.
+
+Layers of 256 features take up to twice as long in bfloat16 with AVX512-BF16, because converting
+activations costs more than the product; layers of 1,024 and more take half as long from 8 tokens
+on.
+"""
 
 FLAGS = {
     torch.bfloat16: {
@@ -40,22 +42,26 @@ FLAGS = {
         "asimdhp": "ARM-FP16",
     },
 }
-"""CPU flags, as `torch.cpu.get_capabilities` or /proc/cpuinfo spell them, of instructions that
-multiply a 16-bit format."""
+"""The flags of CPU instructions that multiply a 16-bit format.
+
+The flags are spelled as in `torch.cpu.get_capabilities` or /proc/cpuinfo.
+"""
 
 
 INT8_FLAGS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
-"""CPU flags of instructions that add products of bytes exactly; without them oneDNN's sums saturate
-at 16 bits."""
+"""The flags of CPU instructions that add products of bytes exactly.
+
+Without these instructions oneDNN's sums saturate at 16 bits.
+"""
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """What the choice of formats needs to know of this machine.
+    """The facts about a machine that the choice of formats needs.
 
     Attributes:
         products: the instruction set that multiplies a 16-bit format, for each format that has one.
-        mkl: matrix products are MKL's, on x86.
+        mkl: True if MKL computes matrix products, on x86.
         packs: the formats whose weights oneDNN can pack (`shoal.models.weights`).
     """
 
@@ -65,8 +71,14 @@ class Cpu:
 
     @staticmethod
     def of(flags: Iterable[str], *, onednn: bool = True, mkl: bool = False) -> Cpu:
-        """From CPU flags. onednn: torch has oneDNN; without it 16-bit products use no such
-        instructions."""
+        """Returns the facts that follow from CPU flags.
+
+        Args:
+            flags: the CPU flags.
+            onednn: True if torch has oneDNN; without it 16-bit products do not use the
+                instructions.
+            mkl: see `Cpu`.
+        """
         known = set(flags) if onednn else set()
         found = {
             dtype: [name for flag, name in names.items() if flag in known]
@@ -77,7 +89,7 @@ class Cpu:
 
 @lru_cache(maxsize=1)
 def cpu() -> Cpu:
-    """The facts of this machine; asked once per process."""
+    """Returns the facts of this machine, which are read once per process."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     onednn = torch.backends.mkldnn.is_available()
     facts = Cpu.of(cpu_flags(), onednn=onednn, mkl=x86 and torch.backends.mkl.is_available())
@@ -88,8 +100,10 @@ def cpu() -> Cpu:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch packs weights of a format, multiplies by them, and gives them back;
-    versions and CPUs differ."""
+    """Returns True if this torch packs weights of a format, multiplies by them and gives them back.
+
+    Versions of torch and CPUs differ in this.
+    """
     weight = torch.arange(-8, 8).view(4, 4).to(dtype)
     try:
         if dtype == torch.int8:
@@ -107,16 +121,17 @@ def can_pack(dtype: torch.dtype) -> bool:
 def number_format(
     checkpoint: torch.dtype | None, width: int, cpu: Cpu, target: torch.dtype | None = None
 ) -> tuple[torch.dtype, str]:
-    """The format in which a model is computed on a CPU, and why.
+    """Returns the format in which a model is computed on a CPU, and the reason.
 
-    bfloat16 for a bfloat16 checkpoint of wide layers on a CPU with bfloat16 products, else float32,
-    which holds the weights of any 16-bit checkpoint exactly. A drafter follows its target, unless
-    that would round its weights.
+    The format is bfloat16 for a bfloat16 checkpoint of wide layers on a CPU with bfloat16 products.
+    In all other cases it is float32, which holds the weights of any 16-bit checkpoint exactly. A
+    drafter follows its target, unless that would round its weights.
 
     Args:
-        checkpoint: format of the stored weights; None where it is unknown.
-        width: hidden size of the model.
-        target: format of the target that this model drafts for; None for a target.
+        checkpoint: the format of the stored weights; None if it is unknown.
+        width: the hidden size of the model.
+        cpu: the facts of the machine.
+        target: the format of the target that this model drafts for; None for a target.
     """
     instructions, stored = cpu.products.get(torch.bfloat16), _name(checkpoint)
     if checkpoint != torch.bfloat16:
@@ -142,8 +157,11 @@ def number_format(
 
 
 def stored_format(config: Any, source: str | Path) -> torch.dtype | None:
-    """The format of a checkpoint's weights: what its Transformers config says, else the first
-    tensor of its safetensors files, if `source` is a directory; None where neither says it."""
+    """Returns the format of a checkpoint's weights; None if it is not stated.
+
+    The model's Transformers config states it, or else the first tensor of the safetensors files, if
+    `source` is a directory.
+    """
     for owner in (config, config.get_text_config()):
         dtype = getattr(owner, "dtype", None)
         dtype = (

@@ -1,5 +1,8 @@
-"""What was chosen when a pair was loaded: what changes the rounding of logits or the drafts, and so
-may change a seed's tokens."""
+"""The report of the choices that were made when a pair was loaded.
+
+It lists the choices that change the rounding of logits or the drafts, and so may change a seed's
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from shoal.models.runner import Runner
 def load_report(
     target: Runner, draft: Runner | None, drafter: str | None = None
 ) -> dict[str, dict[str, str] | None]:
-    """The choices for each model, ready for JSON; no name or path of a model in it. "draft" is None
-    without a drafter.
+    """Returns the choices for each model, ready for JSON, without the name or path of a model.
+
+    The value of "draft" is None without a drafter.
 
     Args:
-        drafter: the name and the options of one that is no model.
+        drafter: the name and the options of a drafter that is not a model.
     """
     chosen = ({} if drafter is None else {"drafter": drafter}) | (
         {} if draft is None else described(draft)
@@ -26,13 +30,18 @@ def load_report(
 
 
 def described(runner: Runner) -> dict[str, str]:
-    """Returns the choices for one model.
+    """Returns the choices for one model, by name.
 
-    dtype, dtype_reason: the number format, and the reason for it. device: where the model is.
-    weights: their order in memory (`shoal.models.weights`). quantize: the 8-bit format, or "off".
-    attention: the method, with "auto" resolved. passes: the executor of passes of a few tokens
-    (`shoal.models.executors`), and why a faster one is not used. strict: how strict passes were
-    proved, or "off".
+    Returns:
+        dtype: the number format.
+        dtype_reason: the reason for the number format.
+        device: the device of the model.
+        weights: the order of the weights in memory (`shoal.models.weights`).
+        quantize: the 8-bit format, or "off".
+        attention: the method, with "auto" resolved.
+        passes: the executor of passes of a few tokens (`shoal.models.executors`), and the reason
+            why a faster one is not used.
+        strict: the proof of strict passes, or "off".
     """
     notes, name = runner.notes, str(runner.dtype).removeprefix("torch.")
     reason = notes.get("dtype", "that of the model object").removeprefix(f"{name}: ")
@@ -71,7 +80,7 @@ def _attention(runner: Runner) -> str:
 
 
 def one_line(report: dict[str, dict[str, str] | None]) -> str:
-    """For the log."""
+    """Returns a report as one line for the log."""
     return "loaded: " + "; ".join(f"{role} {_words(chosen)}" for role, chosen in report.items())
 
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers by `from_pretrained`, and what wraps a model object as a checked runner."""
+"""The loading of models and tokenizers, and the wrapping of a model object as a checked runner."""
 
 from __future__ import annotations
 
@@ -40,26 +40,27 @@ ROWWISE = {
     Int8Linear,
     *(made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values()),
 }
-"""Layers that work on one token at a time: linear ones and activations."""
+"""The layers that work on one token at a time: linear ones and activations."""
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.spm", "*spiece*")
-"""What tokenizers are read from, by any of their classes."""
+"""The patterns of the files that tokenizers of any class are read from."""
 
 
 def bundled(part: str) -> Path:
-    """Directory of the bundled "target" or "drafter"."""
+    """Returns the directory of the bundled "target" or "drafter"."""
     return Path(str(resources.files("shoal"))) / "data" / "pair" / part
 
 
 def wrap(
     hf: Any, name: str, attention: str = "auto", checked: bool = True, strict: bool = False
 ) -> Runner:
-    """A runner around a Transformers model object, checked.
+    """Makes a runner around a Transformers model object, and checks it.
 
     Args:
-        strict: passes whose bits do not depend on what else is in them (`shoal.models.strict`).
+        strict: True for passes whose bits do not depend on the other rows in them
+            (`shoal.models.strict`).
 
     Raises:
-        RequestError: if the model is in training mode, or strict on an accelerator or with another
+        RequestError: the model is in training mode, or strict is on an accelerator or with another
             attention.
         UnsupportedModel: see `shoal.models.capabilities`, `selfcheck` and `strict`.
     """
@@ -87,18 +88,20 @@ def require_eval(hf: Any, name: str) -> None:
 
 
 def is_model(source: Any) -> bool:
-    """Whether it is a Transformers model object."""
+    """Returns True if the source is a Transformers model object."""
     return isinstance(source, transformers.PreTrainedModel)
 
 
 def name_of(hf: Any) -> str:
-    """What to call a model object."""
+    """Returns the name of a model object: its config's name or path, or else its class."""
     return hf.config.name_or_path or type(hf).__name__
 
 
 def tokenizer_at_hand(hf: Any) -> Any:
-    """The tokenizer that lies where a model object was loaded from, on this machine; None if there
-    is none."""
+    """Returns the tokenizer at the place on this machine that a model object was loaded from.
+
+    Returns None if there is no tokenizer.
+    """
     try:
         return (
             load_tokenizer(hf.config.name_or_path, local_files_only=True)
@@ -126,24 +129,25 @@ def load_runner(
     kept: Sequence[int] | None = None,
     watch: StageWatch = unwatched,
 ) -> Runner:
-    """Loads a causal LM through `from_pretrained` (hub id or directory; sharded or single-file
-    safetensors).
+    """Loads a causal LM through `from_pretrained`.
+
+    The source is a hub id or a directory, with sharded or single-file safetensors.
 
     Args:
-        dtype: "auto" is the checkpoint's own on an accelerator, and decided by
-            `shoal.models.formats` on a CPU.
+        dtype: the number format; "auto" is the checkpoint's own on an accelerator, and on a CPU the
+            choice of `shoal.models.formats`.
         quantize: a format of `shoal.models.quantize`.
         strict: see `wrap`.
-        target_dtype: for a drafter, that of its target.
-        pack: weights may be packed (`shoal.models.weights`).
-        kept: ids that its head keeps (`shoal.models.trimming`); None = all.
-        tensor_parallel: a part of the model in every process that torchrun started; returns in the
-            first (see `shoal.models.tensor_parallel`).
-        watch: its stages are told to.
+        tensor_parallel: True puts a part of the model in every process that torchrun started; the
+            call returns in the first (see `shoal.models.tensor_parallel`).
+        target_dtype: the target's format, for a drafter.
+        pack: True if weights may be packed (`shoal.models.weights`).
+        kept: the ids that the model's head keeps (`shoal.models.trimming`); None for all.
+        watch: the function that is told the stages of the load.
 
     Raises:
-        RequestError: not found, or an unknown dtype or device. ModelError: unreadable weights or no
-            memory.
+        RequestError: the model is not found, or the dtype or device is unknown.
+        ModelError: the weights are unreadable, or the memory does not suffice.
         UnsupportedModel: see `shoal.models.capabilities` and `selfcheck`.
     """
     file = gguf_of(source, revision, local_files_only)
@@ -214,8 +218,10 @@ def _auto_dtype(
     target_dtype: torch.dtype | None,
     sharded: bool,
 ) -> tuple[torch.dtype | str, str]:
-    """The number format of dtype="auto", and why. The processes of a sharded model may have unlike
-    CPUs, and must agree."""
+    """Returns the number format of dtype="auto", and the reason.
+
+    The processes of a sharded model may have unlike CPUs, and must agree on a format.
+    """
     if place.type != "cpu":
         return "auto", "that of the checkpoint"
     if sharded:
@@ -229,7 +235,7 @@ def _auto_dtype(
 def _sharding(
     name: str, config: Any, device: str | torch.device, quantize: str, strict: bool
 ) -> dict[str, Any]:
-    """What makes `from_pretrained` share a model out among the processes that torchrun started."""
+    """Returns the options of `from_pretrained` that share a model out among torchrun's processes."""
     if strict or quantize != "off" or str(device) != "auto":
         raise RequestError(
             "tensor_parallel wants device 'auto', and goes neither with strict nor with a "
@@ -240,8 +246,14 @@ def _sharding(
 
 
 def _weights(source: str | Path, config: Any, **options: Any) -> Any:
-    """The model with its weights. Raises what `_from` does; UnsupportedModel: others have quantised
-    them, and not for this."""
+    """Returns the model with its weights.
+
+    Raises:
+        RequestError: see `_from`.
+        ModelError: see `_from`; or the checkpoint is incomplete.
+        UnsupportedModel: the checkpoint was quantised by another library in a form that cannot be
+            read here.
+    """
     try:
         hf, found = _from(
             source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
@@ -265,7 +277,10 @@ def _weights(source: str | Path, config: Any, **options: Any) -> Any:
 
 
 def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
-    """Transformers fills what a checkpoint lacks with random numbers, and only warns."""
+    """Raises ModelError if a checkpoint lacks tensors of its model.
+
+    Transformers fills such tensors with random numbers, and only warns.
+    """
     names = sorted(missing)
     if names:
         raise ModelError(
@@ -276,7 +291,7 @@ def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
 
 
 def load_tokenizer(source: str | Path, **hub: Any) -> Any:
-    """The Transformers tokenizer of a model. Raises RequestError when there is none."""
+    """Returns the Transformers tokenizer of a model. Raises RequestError if there is none."""
     file = gguf_of(source, hub.get("revision"), hub.get("local_files_only", False))
     if file is not None:
         return tokenizer_of(file)
@@ -291,7 +306,7 @@ def load_tokenizer(source: str | Path, **hub: Any) -> Any:
 
 
 def _from(source: str | Path, auto: Any, **options: Any) -> Any:
-    """`auto.from_pretrained` with every failure raised as one of our errors."""
+    """Calls `auto.from_pretrained` and raises every failure as one of shoal's errors."""
     what = auto.__name__.removeprefix("Auto")
     try:
         return auto.from_pretrained(str(directory_of(source) or source), **options)
@@ -311,7 +326,7 @@ def _from(source: str | Path, auto: Any, **options: Any) -> Any:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What an error of Transformers says, without the advice that follows."""
+    """Returns the message of an error of Transformers, without the advice that follows it."""
     text = str(error).strip()
     line = text.splitlines()[0].rstrip() if text else ""
     whole = " ".join(text.split()) if line.endswith(":") else line
@@ -322,8 +337,11 @@ def _first_sentence(error: Exception) -> str:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "auto" takes an accelerator if there is one. Raises RequestError for a device that is not
-    here."""
+    """Returns the device of a name; "auto" is an accelerator if there is one.
+
+    Raises:
+        RequestError: the device is not available.
+    """
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -337,7 +355,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
-    """A torch dtype, or "auto" as it is. Raises RequestError for an unknown name."""
+    """Returns a torch dtype, or "auto" as it is. Raises RequestError for an unknown name."""
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
     if dtype not in DTYPES:
@@ -346,8 +364,10 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
 
 
 def eos_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The token ids that end a text: the model's generation config first, then its config, then the
-    tokenizer."""
+    """Returns the token ids that end a text.
+
+    The sources are the model's generation config first, then its config, then the tokenizer.
+    """
     generation = getattr(hf, "generation_config", None)
     for owner in (generation, hf.config, tokenizer):
         value = getattr(owner, "eos_token_id", None)

@@ -1,5 +1,4 @@
-"""Which exceptions mean that there is no memory, wherever they come from, and the one error that
-they become."""
+"""The recognition of exceptions that mean a lack of memory, and the one error that they become."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ SIGNS = (
     # a new handle fails for want of memory, though the status then says "not initialized"
     "cublascreate",
 )
-"""What such errors say; libraries raise them as plain RuntimeErrors."""
+"""The texts in the messages of such errors; libraries raise them as plain RuntimeErrors."""
 ADVICE = "lower max_batch, n, max_new_tokens or use dtype='bfloat16'"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that there was no memory, on any device."""
+    """Returns True if the error means that there was no memory, on any device."""
     if isinstance(error, (MemoryError, OutOfMemory)):
         return True
     if isinstance(error, OSError):
@@ -34,10 +33,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class explained:
-    """A context in which out of memory becomes an `OutOfMemory` that says what to do; anything else
-    stays what it is.
+    """A context in which out of memory becomes an `OutOfMemory` with advice.
 
-    The traceback of the cause is dropped: its frames hold the tensors that took the memory.
+    Every other error passes unchanged. The traceback of the cause is dropped: its frames hold the
+    tensors that took the memory.
     """
 
     def __init__(self, who: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether a drafter can propose for a target, and by which tokens."""
+"""The comparison of a drafter's vocabulary with a target's: can it propose, and by which tokens?"""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from shoal.models.spelling import Spelling
 from shoal.models.vocabulary import Vocabularies, vocabularies
 
 VOCABULARY_PADDING = 512
-"""Without tokenizers to compare, vocabularies this close count as one padded to different sizes."""
+"""The largest difference of two vocabularies' sizes that counts as padding without tokenizers."""
 PROBE = 'def f(x):\n    return x ** 2  # Größe ≤ 10 → 你好, I\'m 3.14\n\t<b>"ok"</b>'
-"""Text that different tokenizers split differently."""
+"""A text that different tokenizers split differently."""
 
 
 def compared(
     target: Runner, draft: Runner, tokenizer: Any = None, draft_tokenizer: Any = None
 ) -> Vocabularies | None:
-    """The vocabularies of a pair whose tokenizers differ; None where they do not.
+    """Returns the vocabularies of a pair whose tokenizers differ; None if they do not differ.
 
     Tokenizers decide, not sizes: models often pad one vocabulary to different widths. Without both
     tokenizers the widths must agree up to `VOCABULARY_PADDING`.
@@ -46,7 +46,7 @@ def compared(
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:
-    """Whether ids that both have mean the same tokens, and both split text alike."""
+    """Returns True if common ids mean the same tokens, and both tokenizers split text alike."""
     ours, theirs = ({i: t for t, i in tok.get_vocab().items()} for tok in (tokenizer, other))
     if any(ours[i] != theirs[i] for i in ours.keys() & theirs.keys()):
         return False

@@ -1,4 +1,4 @@
-"""How a runner computes its passes, by the setting `compile`: decided when a model is loaded."""
+"""The choice of the executors of a runner by the setting `compile`, when a model is loaded."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ from shoal.native.build import SUFFIXES, missing
 log = logging.getLogger("shoal")
 
 MOST_DIM = 1024
-"""Features of a head that the kernel `heads` has room for."""
+"""The largest number of features of a head that the kernel `heads` has room for."""
 MODES = ("auto", "on", "off", "modules")
 
 
 def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
-    """Chooses the executors of a model. CUDA: captured rounds, and Triton layers for models of the
-    family. CPU: kernels in C for attention, and lean passes for models of the family.
+    """Chooses the executors of a model.
+
+    On CUDA they are captured rounds, and Triton layers for models of the family. On a CPU they are
+    kernels in C for attention, and lean passes for models of the family.
 
     Args:
-        mode: "on": compiled, or captured; "off": neither; "auto": where that is possible without
-            waiting; "modules": as "auto", and the model's own modules compute all but attention.
-        owned: shoal loaded the model, so that nobody else has put hooks on its modules, or will.
+        mode: "on" compiles or captures passes; "off" does neither; "auto" compiles or captures them
+            if that is possible without waiting; "modules" is like "auto", and the model's own
+            modules compute everything except attention.
+        owned: True if shoal loaded the model, so that no other code has put hooks on its modules,
+            or will.
 
     Raises:
-        RequestError: another mode; "on" where the kernels cannot be built.
+        RequestError: the mode is unknown, or it is "on" and the kernels cannot be built.
     """
     if mode not in MODES:
         raise RequestError(f"compile must be 'auto', 'on', 'off' or 'modules', got {mode!r}")
@@ -71,8 +75,10 @@ def _not_wanted(owned: bool) -> str:
 
 
 def use_fused_layers(runner: Runner) -> None:
-    """Makes the passes of a model of the family by fused layers, if these then still compute what
-    the model does."""
+    """Computes the passes of a model of the family by fused layers.
+
+    The layers are taken back if they do not compute the same logits as the model.
+    """
     layers = fused_layers_of(runner.hf) if runner.can_be_lean else None
     if layers is None:
         runner.absent[TRITON_LAYERS] = _no_fused_layers(runner)
@@ -96,8 +102,10 @@ def _no_fused_layers(runner: Runner) -> str:
 
 
 def use_lean_passes(runner: Runner) -> None:
-    """Makes the passes of a model of the family lean, if they then still compute what the model
-    does."""
+    """Computes the passes of a model of the family by lean passes.
+
+    The lean passes are taken back if they do not compute the same logits as the model.
+    """
     decoder = None
     if runner.dtype in SUFFIXES and runner.can_be_lean and runner.attention in ("auto", "native"):
         decoder = decoder_of(runner.hf) or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
@@ -130,8 +138,10 @@ def _no_decoder(runner: Runner) -> str:
 
 
 def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:
-    """Says in a line how far an executor's distributions are from those of the model's modules;
-    whether rounding explains it."""
+    """Returns True if rounding explains an executor's distance from the model's modules.
+
+    The distance of the distributions is logged.
+    """
     allowed = tolerance(runner)
     if error <= allowed:
         log.debug(

@@ -1,4 +1,4 @@
-"""Prompts through a model: in passes of bounded size, those of similar lengths together."""
+"""The computation of prompts: passes of bounded size, with prompts of similar lengths together."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
 MAX_PASS_WIDTH = 512
-"""Prompt tokens per row and pass: bounds the memory of a long prompt's attention."""
+"""The largest number of prompt tokens per row and pass.
+
+It bounds the memory of a long prompt's attention.
+"""
 SHORT = 4 * MOST_COLUMNS
-"""Longest prompt that is computed in narrow passes, where kernels compute these in one call."""
+"""The length of the longest prompt for narrow passes, if kernels compute these in one call."""
 MAX_PASS_TOKENS = 4096
-"""Tokens per pass over all rows, padding included."""
+"""The largest number of tokens per pass over all rows, padding included."""
 
 
 def pass_width(runner: Runner, longest: int) -> int:
-    """Tokens per row and pass of prompts of up to `longest` tokens. Kernels compute a pass in one
-    call up to `MOST_COLUMNS` tokens; a wider one goes operation by operation, which takes longer
-    for short prompts and is as fast for long ones."""
+    """Returns the number of tokens per row and pass for prompts of up to `longest` tokens.
+
+    Kernels compute a pass in one call up to `MOST_COLUMNS` tokens; a wider one goes operation by
+    operation, which takes longer for short prompts and is as fast for long ones.
+    """
     whole = runner.lean is not None and runner.lean.whole is not None and not runner.hidden_layers
     in_one_call = longest <= SHORT and whole
     return MOST_COLUMNS if in_one_call else MAX_PASS_WIDTH
@@ -33,12 +38,12 @@ def feed_prompts(
     prompts: Sequence[tuple[int, Sequence[int]]],
     hidden: dict[int, Tensor] | None = None,
 ) -> int:
-    """Appends tokens to slots, in as few passes as hold them; returns how many there were.
+    """Appends tokens to slots in as few passes as hold them, and returns the number of the tokens.
 
     Args:
-        prompts: (slot, tokens) pairs; those without tokens are passed over.
-        hidden: receives the hidden states of each slot's tokens, [tokens, features], if the runner
-            keeps any.
+        prompts: (slot, tokens) pairs; pairs without tokens are skipped.
+        hidden: a dict that receives the hidden states of each slot's tokens, [tokens, features], if
+            the runner keeps any.
     """
     todo = sorted((pair for pair in prompts if pair[1]), key=lambda pair: -len(pair[1]))
     width = pass_width(runner, len(todo[0][1]) if todo else 0)
@@ -76,7 +81,7 @@ def feed_prompts(
 
 
 def _free(runner: Runner, slot: int) -> int:
-    """Tokens that there is room for in the slot."""
+    """Returns the number of tokens for which the slot has room."""
     prefix, length = runner.cache.prefixes[slot], runner.cache.lengths[slot]
     return runner.cache.capacity - length + (0 if prefix is None else prefix.length)
 
@@ -84,11 +89,13 @@ def _free(runner: Runner, slot: int) -> int:
 def feed_prefix(
     runner: Runner, prefix: Prefix, start: int, tokens: Tensor, hidden: list[Tensor] | None = None
 ) -> int:
-    """Appends tokens [1, q] int64 from position `start` on to a prompt in the shared store; returns
-    how many there were.
+    """Appends tokens to a prompt in the shared store, and returns their number.
 
     Args:
-        hidden: receives their hidden states, [tokens, features], if the runner keeps any.
+        start: the position of the first token.
+        tokens: [1, q] int64.
+        hidden: a list that receives the hidden states of the tokens, [tokens, features], if the
+            runner keeps any.
     """
     width = pass_width(runner, tokens.shape[1])
     for first in range(0, tokens.shape[1], width):

@@ -1,11 +1,10 @@
-"""Weights in 8 bits: a copy of a model whose linear layers hold int8 (CPU, CUDA) or fp8 (CUDA) and
-all else is shared.
+"""Weights in 8 bits: a copy of a model with linear layers in int8 (CPU, CUDA) or fp8 (CUDA).
 
-A quantised *target* is another model: what is lossless is so with respect to it. A quantised
-*drafter* proposes a little less well, and costs no exactness at all; but it is never chosen
-unasked, because other drafts mean other tokens for a seed under the rule `rejection`, and whether
-it is faster depends on the layers' sizes. Activations are scaled per token, so that rows do not
-influence each other.
+All other tensors are shared with the model. A quantised *target* is another model: lossless
+decoding is lossless with respect to it. A quantised *drafter* proposes a little less well, and
+costs no exactness at all; but it is never chosen by default, because other drafts mean other tokens
+for a seed under the rule `rejection`, and whether it is faster depends on the layers' sizes.
+Activations are scaled per token, so that rows do not influence each other.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ from shoal.models.weights.parameter import PackedWeight
 FORMATS = ("off", "int8", "fp8")
 ROLES = ("target", "draft")
 OF_CUDA = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Of weights alone, by the product kernel of ours."""
+"""The formats on CUDA that quantise the weights alone, for shoal's own product kernel."""
 
 
 class Int8Linear(nn.Module):
-    """y = x Wᵀ + b with int8 weights, one scale per output, and activations rounded to int8, one
-    scale per token.
+    """A layer y = x Wᵀ + b with int8 weights and activations that are rounded to int8.
+
+    The weights have one scale per output, the activations one scale per token.
 
     Attributes:
-        weight: [out, in] int8, packed where oneDNN multiplies bytes fastest.
+        weight: [out, in] int8, packed if oneDNN multiplies bytes fastest.
         scales: [out] float32.
         bias: [out] or None.
     """
@@ -54,15 +54,17 @@ class Int8Linear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Takes weights that are no bytes as well, so that a policy that is trained can be loaded
-        into its copy in bytes."""
+        """Loads weights in bytes or in a floating-point format.
+
+        Thus the weights of a policy in training can be loaded into its copy in bytes.
+        """
         if (given := state_dict.get(f"{prefix}weight")) is not None and given.is_floating_point():
             weight, scales = _in_bytes(given.to(self.scales.device))
             state_dict = {**state_dict, f"{prefix}weight": weight, f"{prefix}scales": scales}
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of `x`."""
+        """Computes [..., out] of [..., in], in the dtype of `x`."""
         weight: Any = self.weight
         rows = x.reshape(-1, x.shape[-1])
         if type(weight) is PackedWeight:
@@ -77,7 +79,7 @@ class Int8Linear(nn.Module):
 
 
 def _in_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [out, in] as int8, and scales [out] float32."""
+    """Returns weights [out, in] as int8, and their scales [out] float32."""
     wide = weight.float()
     scales = wide.abs().amax(dim=1).clamp(min=1e-12) / 127
     return (wide / scales[:, None]).round().to(torch.int8).contiguous(), scales
@@ -85,11 +87,13 @@ def _in_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def byte_matrix_of(layers: Sequence[Int8Linear]) -> Int8Matrix:
-    """As `shoal.models.weights.matrix_of`: from then on weights, scales and biases of the layers
-    are rows of common ones. A bias that another model has as well stays that model's.
+    """Returns the common matrix of the layers, like `shoal.models.weights.matrix_of` for int8.
+
+    From then on weights, scales and biases of the layers are rows of common ones. A bias that
+    another model has as well stays that model's.
 
     Raises:
-        ValueError: some have a bias and some have none, or unlike inputs.
+        ValueError: some layers have a bias and some have none, or their inputs differ.
     """
     if len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
         raise ValueError("layers of one matrix need the same input, and all a bias or none")
@@ -127,10 +131,12 @@ def byte_matrix_of(layers: Sequence[Int8Linear]) -> Int8Matrix:
 
 
 def parse(text: str | Mapping[str, str]) -> dict[str, str]:
-    """Formats by role: "target=int8,draft=int8", "off" (both, the default), or a mapping.
+    """Parses the formats by role.
+
+    Examples are "target=int8,draft=int8", "off" (both, the default), or a mapping.
 
     Raises:
-        RequestError: an unknown role or format.
+        RequestError: a role or a format is unknown.
     """
     chosen = dict.fromkeys(ROLES, "off")
     if isinstance(text, str) and text != "off":
@@ -147,15 +153,16 @@ def parse(text: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
-    """A copy of a Transformers model with 8-bit linear layers, or the model itself if `form` says
-    so; and what was done.
+    """Makes a copy of a Transformers model with 8-bit linear layers.
+
+    Returns the copy, or the model itself if `form` is "off", and the format in words.
 
     Args:
         form: "int8", "fp8" or "off".
-        pack: on a CPU, int8 weights may be packed (see `shoal.models.loading.load_runner`).
+        pack: True if int8 weights may be packed on a CPU (see `shoal.models.loading.load_runner`).
 
     Raises:
-        RequestError: a format that this device cannot compute.
+        RequestError: the device cannot compute the format.
     """
     if form == "off":
         return hf, "off"
@@ -176,15 +183,19 @@ def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
 
 
 def _copy(hf: Any) -> Any:
-    """The same modules anew around the same tensors: replacing layers of it leaves the owner's
-    model as it is."""
+    """Copies the modules of a model around the same tensors.
+
+    If layers of the copy are replaced, the owner's model stays as it is.
+    """
     tensors = [*hf.parameters(), *hf.buffers()]
     return copy.deepcopy(hf, {id(tensor): tensor for tensor in tensors})
 
 
 def cannot_save(*_: Any, **__: Any) -> None:
-    """`save_pretrained` of a quantised copy, whose tensors `from_pretrained` could not load. Raises
-    RequestError."""
+    """Raises RequestError; it replaces `save_pretrained` of a quantised copy.
+
+    `from_pretrained` could not load the copy's tensors.
+    """
     raise RequestError(
         "a model that shoal quantised cannot be saved: load it with quantize='off' and save that"
     )
@@ -195,12 +206,12 @@ def _int8_copy(hf: Any, packing: type[Int8Matrix] | None) -> Any:
 
 
 def _weight_only(hf: Any, form: torch.dtype) -> Any:
-    """On CUDA: the product kernel of ours, whose time is that of reading the weights."""
+    """Makes a copy for CUDA with shoal's own product kernel, as fast as reading the weights."""
     return _with_layers(hf, lambda layer: WeightOnly8Bit(layer, form))
 
 
 def _with_layers(hf: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
-    """A copy of the model with other linear layers."""
+    """Makes a copy of the model with other linear layers."""
     ours = _copy(hf)
     ours.save_pretrained = cannot_save
     for parent in list(ours.modules()):
@@ -211,7 +222,10 @@ def _with_layers(hf: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
 
 
 def _with_torchao(hf: Any, form: str) -> Any:
-    """On CUDA without Triton: torchao's kernels. fp8 weights and activations; weight-only int8."""
+    """Makes a copy for CUDA without Triton, with torchao's kernels.
+
+    With "fp8" the weights and activations are in 8 bits, with "int8" the weights only.
+    """
     try:
         from torchao.quantization import (
             Float8DynamicActivationFloat8WeightConfig,

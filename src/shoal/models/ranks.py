@@ -1,8 +1,8 @@
-"""How the processes of one model speak to each other: rank 0 says what is next, on the CPU, beside
-the collectives of the model.
+"""The messages among the processes of one model: rank 0 announces the next step.
 
-What rank 0 says is enough for the others; they answer in one case only: whether something that each
-rank has to build was built.
+The messages travel on the CPU, beside the collectives of the model. The messages of rank 0 are
+enough for the other ranks. They answer in one case only: to report whether each rank has built an
+object that all ranks must build.
 """
 
 from __future__ import annotations
@@ -25,20 +25,26 @@ from torch.distributed import distributed_c10d
 from shoal.errors import OutOfStep, RequestError
 
 TIMEOUT = timedelta(days=365)
-"""How long the other ranks wait for the next message of rank 0, which may wait for its user."""
+"""The time that the other ranks wait for the next message of rank 0, which may wait for its user.
+"""
 PASS_SECONDS = 300.0
-"""How long a rank waits within a pass for the others, and rank 0 until they hear it, unless the
-environment says otherwise: one that is stopped would not end."""
+"""The default time in seconds that a rank waits for the others within a pass.
+
+Rank 0 waits as long until the others hear it. A process that waits for a stopped one would not end
+otherwise. The environment variable `VARIABLE` overrides the default.
+"""
 VARIABLE = "SHOAL_RANK_TIMEOUT"
 AGREEMENT = timedelta(minutes=10)
-"""How long a rank that has loaded its part, has built something, or failed to, waits for the others
-to say the same."""
+"""The time that a rank waits for the others' answers.
+
+A rank asks for them after it has loaded its part, has built an object, or has failed to.
+"""
 STOP = "stop"
 AGAIN = "start them all again"
 
 
 class Ranks:
-    """The processes of one model. All ranks make this at the same point, when the model is loaded.
+    """The processes of one model. All ranks make this object at the same point of the load.
 
     Raises:
         RequestError: `SHOAL_RANK_TIMEOUT` is not a number of seconds.
@@ -64,7 +70,7 @@ class Ranks:
     # ── rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
     def number(self) -> int:
-        """For something that all ranks have.
+        """Returns a new number for an object that all ranks have.
 
         Raises:
             OutOfStep: an earlier block failed.
@@ -73,16 +79,16 @@ class Ranks:
         return next(self._numbers)
 
     def drop_with(self, owner: Any, number: int) -> None:
-        """The other ranks let go of what has that number once rank 0's owner is gone."""
+        """Makes the other ranks drop the object of that number once rank 0's owner is gone."""
         weakref.finalize(owner, self._dropped.append, number).atexit = False
 
     @contextmanager
     def broadcast(self, what: str, number: int, *arguments: Any) -> Iterator[None]:
-        """What the block does, the other ranks do as well.
+        """Announces the operation of the block to the other ranks, which do it as well.
 
         Raises:
-            OutOfStep: one of them has ended or hangs, or an earlier block failed: nobody knows how
-                far the others came.
+            OutOfStep: a rank has ended or hangs, or an earlier block failed, so that the progress
+                of the other ranks is unknown.
         """
         with self._lock:
             self._require_in_step()
@@ -105,8 +111,11 @@ class Ranks:
             self._out_of_step = False
 
     def stop(self) -> None:
-        """Lets the other ranks end; those that wait in a failed pass end by the loss of this
-        process, and would not hear."""
+        """Lets the other ranks end.
+
+        Ranks that wait in a failed pass would not hear the message; they end by the loss of this
+        process.
+        """
         if not self._out_of_step:
             try:
                 self._say(STOP, -1)
@@ -135,12 +144,13 @@ class Ranks:
     # ── all ranks ─────────────────────────────────────────────────────────────────────────────────
 
     def first_failure(self, error: Exception | None) -> str | None:
-        """What the first rank says whose error is not None; None if all of them succeeded. All
-        ranks call this at the same point.
+        """Returns the error of the first rank that has one; None if all ranks succeeded.
+
+        All ranks call this at the same point.
 
         Raises:
-            OutOfStep: not all ranks got here. One that waits in a collective for a rank that failed
-                before it does not.
+            OutOfStep: not all ranks reached the call. A rank that waits in a collective for a rank
+                that failed earlier does not reach it.
         """
         reason = None if error is None else f"{type(error).__name__}: {error}"
         answers: list[str | None] = [None] * dist.get_world_size()
@@ -156,15 +166,22 @@ class Ranks:
         )
 
     def leave(self) -> None:
-        """Ends the threads of the groups while Python is still there: one that lets go of a tensor
-        later aborts the process."""
+        """Ends the threads of the groups while Python still runs.
+
+        A thread that drops a tensor later aborts the process.
+        """
         dist.destroy_process_group()
         del self._group, self._answers  # the last references: their threads are joined here
 
     # ── the others ────────────────────────────────────────────────────────────────────────────────
 
     def hear(self) -> tuple[str, int, tuple[Any, ...], list[int]]:
-        """What rank 0 says: what is to be done, with what, how, and the numbers of what is gone."""
+        """Waits for the next message of rank 0.
+
+        Returns:
+            The operation, the number of its object, the arguments, and the numbers of dropped
+            objects.
+        """
         said: list[Any] = [None]
         dist.broadcast_object_list(said, src=0, group=self._group, device=torch.device("cpu"))
         heard: tuple[str, int, tuple[Any, ...], list[int]] = said[0]
@@ -172,8 +189,11 @@ class Ranks:
 
 
 def pass_seconds() -> float:
-    """How long a rank waits within a pass. Raises RequestError for what is not a number of
-    seconds."""
+    """Returns the seconds that a rank waits within a pass.
+
+    Raises:
+        RequestError: the variable is not a number of seconds.
+    """
     given = os.environ.get(VARIABLE, "") or PASS_SECONDS
     try:
         seconds = float(given)
@@ -185,7 +205,7 @@ def pass_seconds() -> float:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether a collective failed because of another process."""
+    """Returns True if a collective failed because of another process."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )

@@ -103,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The entry point of `shoal` and `python -m shoal`."""
+    """Runs the command line of `shoal` and `python -m shoal`."""
     if (
         sys.getfilesystemencoding() == "ascii"
     ):  # LC_ALL=C and PYTHONUTF8=0: é would be two bytes that stand for nothing
@@ -123,7 +123,7 @@ def _debug() -> bool:
 
 
 def _report(kind: str, message: str, arguments: Sequence[str], code: int) -> int:
-    """Says what went wrong: a line on stderr and, under --json, an object on stdout."""
+    """Reports an error: a line on stderr and, under --json, an object on stdout."""
     from shoal.cli.console import stderr
 
     line = " ".join(message.split())

@@ -70,7 +70,7 @@ class FileArguments:
 
 @dataclass(frozen=True)
 class NameOptions:
-    """What lines call the model, and how it is asked."""
+    """The name by which lines call the model, and the chat template."""
 
     name: Annotated[
         str | None,
@@ -83,7 +83,7 @@ class NameOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What a line may ask for, and what the samples may take."""
+    """The limits of a line, and of the caches and the time of its samples."""
 
     max_n: MaxNOption = 256
     max_tokens: MaxTokensOption = 1024
@@ -201,8 +201,10 @@ def batch(
 
 
 def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
-    """What changes tokens and is known before a model is loaded; a drafter changes no seed's tokens
-    and no distribution."""
+    """Returns the settings that change tokens and are known before a model is loaded.
+
+    A drafter is left out: it changes no seed's tokens and no distribution.
+    """
     from shoal import __version__
     from shoal.models.loading import bundled
     from shoal.serve.batch_lines import digest

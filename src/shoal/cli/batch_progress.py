@@ -29,11 +29,15 @@ MINUTE = 60.0
 
 @dataclass
 class BatchProgress:
-    """`lines` of the input, `kept` of them answered before; `answered` now, `failed` of these with
-    an error.
+    """The progress of a batch: its counts, and the seconds since the models began to load.
 
-    `lossy`: what answers say of a lossy rule. `loaded`: what was chosen when the models were
-    loaded; None where Ray's processes loaded them.
+    Attributes:
+        lines: the number of lines of the input.
+        kept: the number of lines that an earlier run answered.
+        answered: the number of lines answered in this run.
+        failed: the number of those answers that are an error.
+        lossy: the note about a lossy rule that answers carry.
+        loaded: the choices made when the models were loaded; None if Ray's processes loaded them.
     """
 
     lines: int
@@ -65,7 +69,7 @@ class BatchProgress:
 
     @property
     def seconds(self) -> float:
-        """Since the models began to load."""
+        """The seconds since the models began to load."""
         return time.perf_counter() - self.started_at
 
     @property
@@ -74,7 +78,7 @@ class BatchProgress:
         return self.tokens / self.seconds
 
     def document(self) -> dict[str, Any]:
-        """As --json prints it."""
+        """Returns the object that --json prints."""
         counts = {name: value for name, value in vars(self).items() if name != "started_at"}
         return {**counts, "seconds": self.seconds, "tokens_per_second": self.speed}
 
@@ -90,11 +94,10 @@ class BatchProgress:
 
 @contextmanager
 def displayed(progress: BatchProgress) -> Iterator[Callable[[], None]]:
-    """Shows progress on stderr for as long as the block lasts: a bar on a terminal, elsewhere a
-    line a minute.
+    """Shows progress on stderr during the block: a bar on a terminal, elsewhere a line a minute.
 
     Yields:
-        What to call when it has changed.
+        A function to call when the progress has changed.
     """
     if stderr().is_terminal:
         with _bar(progress) as update:

@@ -1,5 +1,4 @@
-"""`shoal bench`: decoding methods measured on the same work, once their greedy tokens were
-compared."""
+"""`shoal bench`: decoding methods, measured on the same work after their greedy tokens agreed."""
 
 from __future__ import annotations
 
@@ -43,11 +42,17 @@ class RandomWeights(PairNames):
 
 @dataclass(frozen=True)
 class BenchSource(ModelSource, RandomWeights):
-    """The pair that is measured. As bases are read from the right, the fields of `RandomWeights`
-    come before ModelSource's own."""
+    """The pair that is measured.
+
+    Python reads bases from the right, so the fields of `RandomWeights` precede ModelSource's own.
+    """
 
     def pair(self, seed: int) -> Shoal:
-        """The pair. Raises RequestError for options that contradict each other."""
+        """Returns the pair.
+
+        Raises:
+            RequestError: options contradict each other.
+        """
         from shoal.bench.shapes import shaped_pair, shuffle_weights
 
         if self.shape is None:
@@ -69,7 +74,7 @@ class BenchSource(ModelSource, RandomWeights):
 
 @dataclass(frozen=True)
 class WorkOptions:
-    """What is decoded, and how; every combination of the lists is measured."""
+    """The work that is decoded; every combination of the lists is measured."""
 
     prompts: Annotated[
         list[Path] | None,
@@ -139,7 +144,11 @@ class WorkOptions:
     ] = False
 
     def job(self, repeats: int) -> Job:
-        """The job, without the ids that end rows. Raises RequestError for a list that is none."""
+        """Returns the job, without the ids that end rows.
+
+        Raises:
+            RequestError: an option that takes a list has another text.
+        """
         from shoal.bench.job import Job
 
         return Job(
@@ -228,8 +237,10 @@ def _measure(
 
 
 def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[tuple[int, ...]]:
-    """The prompts as ids: those given, random ones for a pair without tokenizer, or held-out
-    problems."""
+    """Returns the prompts as ids: the given ones, or held-out problems.
+
+    A pair without tokenizer gets random ones.
+    """
     size = max(POOL, *job.batches)
     if pair.tokenizer is None:
         if texts:

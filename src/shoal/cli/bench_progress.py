@@ -35,21 +35,21 @@ class Bar:
         self.progress.update(self.task, total=steps)
 
     def step(self, text: str) -> None:
-        """One more run begins."""
+        """Counts a run that begins, and shows its name and the time that is left."""
         left = self.seconds_left()
         shown = "" if left is None else f"{duration(left)} left"
         self.progress.update(self.task, description=text, advance=1, left=shown)
         self.made += 1
 
     def seconds_left(self) -> float | None:
-        """None before the first step has ended."""
+        """Returns the seconds that are left; None before the first step has ended."""
         known = self.left()
         if known is not None or not self.made:
             return known
         return (monotonic() - self.started) / self.made * (self.steps - self.made)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays above the bar."""
         self.progress.console.print(text, markup=False)
 
 
@@ -71,5 +71,5 @@ def progress_bar() -> Iterator[Bar]:
 
 
 def duration(seconds: float) -> str:
-    """Such as "12 s" or "3 minutes"."""
+    """Writes seconds as a text such as "12 s" or "3 minutes"."""
     return f"{math.ceil(seconds)} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

@@ -1,4 +1,4 @@
-"""Where the results of `shoal bench` go."""
+"""The files and tables that `shoal bench` writes its results to."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReportOptions:
             require_matplotlib()
 
     def deliver(self, report: Report, with_regret: bool) -> None:
-        """Files first, then the tables, or every repeat as JSON, on stdout."""
+        """Writes the files first, then the tables, or every repeat as JSON, to stdout."""
         from shoal.bench import regret, tables
         from shoal.bench.provenance import write_results
 
@@ -80,13 +80,16 @@ class ReportOptions:
 
 
 def _console(width: int) -> Console:
-    """As wide as the terminal, or as the tables need in a file."""
+    """Returns a console as wide as the terminal; in a file it is as wide as the tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 def _file_name(report: Report) -> str:
-    """Such as 2026-11-21-x86_64-2-threads.json; an earlier file of the day is replaced."""
+    """Returns a name such as 2026-11-21-x86_64-2-threads.json.
+
+    An earlier file of the same day is replaced.
+    """
     machine = report.machine
     parts = [machine["date"], machine["device"], f"{machine['threads']}-threads"]
     parts += ["imposed"] if report.config["acceptance"] is not None else []
@@ -94,7 +97,11 @@ def _file_name(report: Report) -> str:
 
 
 def read_report(file: Path) -> Report:
-    """A report that `--output` wrote. Raises RequestError for any other file."""
+    """Reads a report that `--output` wrote.
+
+    Raises:
+        RequestError: the file is no such report.
+    """
     from shoal.bench.report import Report
 
     try:

@@ -28,12 +28,13 @@ BESIDE_ROWS = 4
 def tinted(
     increment: Increment, ids: list[int], decode: Callable[[list[int]], str], drawn: str = DRAWN
 ) -> Text:
-    """What a round added to a row, coloured by which model chose the tokens; the accepted draft
-    tokens come first in it.
+    """Returns the text that a round added to a row, coloured by the model that chose the tokens.
+
+    The accepted draft tokens come first in it.
 
     Args:
-        ids: of the row before the round.
-        drawn: the style of what the target drew.
+        ids: the token ids of the row before the round.
+        drawn: the style of the text that the target drew.
     """
     accepted = (
         len(decode([*ids, *increment.token_ids[: increment.accepted]])) - len(decode(ids))
@@ -111,14 +112,14 @@ class Board:
         self.live.stop()
 
     def add(self, increment: Increment) -> None:
-        """Takes in what a round added to a row and redraws, at most every `REFRESH` seconds."""
+        """Adds a round's text to its row, and redraws at most every `REFRESH` seconds."""
         self.rows[self.first[increment.prompt] + increment.sample].add(increment, self.decode)
         if time.perf_counter() - self.shown_at > REFRESH:
             self.live.update(self.render(), refresh=True)
             self.shown_at = time.perf_counter()
 
     def render(self) -> RenderableType:
-        """The whole picture: panels where they fit, else a line per row."""
+        """Returns the whole picture: panels if they fit, else a line per row."""
         columns = max(1, min(4, self.console.width // 60))
         lines = -(-len(self.rows) // columns)
         height = min(12, (self.console.height - 4) // lines)

@@ -36,7 +36,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ChatSampling(GenerateSampling):
-    """As those of `shoal generate`, for answers that are longer."""
+    """The sampling options of a chat: as in `shoal generate`, but answers may be longer."""
 
     n: Annotated[
         int, sampling_option("-n", "--samples", min=1, help="Answers to each message.")
@@ -48,7 +48,7 @@ class ChatSampling(GenerateSampling):
 
 @dataclass(frozen=True)
 class ChatOutput:
-    """What is shown, and what is kept."""
+    """The output of a chat, and whether its lines are kept."""
 
     quiet: Annotated[
         bool, output_option("--quiet", "-q", help="Without counts and times behind answers.")
@@ -64,7 +64,7 @@ class ChatOutput:
     )
 
     def view(self) -> ChatView:
-        """How answers are shown."""
+        """Returns the view that shows answers."""
         return JsonView() if self.json else TextView(self.quiet)
 
 
@@ -113,7 +113,7 @@ def chat(
 
 
 def _names(model: Shoal) -> str:
-    """Target and drafter."""
+    """Names the target and the drafter."""
     drafter = model.drafter_name
     if drafter is None:
         return f"{display_name(model.target)}, plain decoding"
@@ -123,8 +123,10 @@ def _names(model: Shoal) -> str:
 
 
 def _talk(session: ChatSession, view: ChatView, read: ReadLine) -> None:
-    """Answers what is entered in a terminal until the user leaves; errors and Ctrl-C end an answer,
-    and no chat."""
+    """Answers the lines of a terminal until the user leaves.
+
+    An error or Ctrl-C ends an answer, but not the chat.
+    """
     while True:
         asking = False
         try:

@@ -28,11 +28,11 @@ class Leave(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """A command of a chat.
 
     Attributes:
-        argument: its name in the help; "" where it takes none.
-        run: does it; returns what to say, or "".
+        argument: the argument's name in the help; "" if it takes none.
+        run: runs the command; returns the line to print, or "".
     """
 
     argument: str
@@ -42,11 +42,12 @@ class Command:
 
 
 def run_command(session: ChatSession, line: str) -> None:
-    """Does what a line that begins with / says.
+    """Runs the command of a line that begins with /.
 
     Raises:
-        RequestError: there is no such command, or it cannot be done. Leave. KeyboardInterrupt: see
-            `ChatSession.answer`.
+        RequestError: there is no such command, or it cannot be done.
+        Leave: the user wants to leave.
+        KeyboardInterrupt: see `ChatSession.answer`.
     """
     name, _, argument = line.partition(" ")
     command, argument = COMMANDS.get(name), argument.strip()

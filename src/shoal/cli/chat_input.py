@@ -1,4 +1,4 @@
-"""What a chat reads: lines of a terminal or of a pipe, which become messages and commands."""
+"""The input of a chat: lines of a terminal or a pipe, which become messages and commands."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ PROMPT, INSIDE = "> ", "… "
 HISTORY_LINES = 1000
 
 ReadLine = Callable[[str], str]
-"""The next line without its end, after a prompt that a terminal shows. Raises EOFError: there are
-no more."""
+"""A function that returns the next line without its end.
+
+It takes the prompt that a terminal shows, and raises EOFError if there are no more lines.
+"""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the user entered: a message, unless its line begins with /."""
+    """An entry of the user: a message, or a command if its line begins with /."""
 
     text: str
     is_command: bool = False
 
 
 def next_entry(read: ReadLine) -> Entry:
-    """The next message or command; lines without text are passed over.
+    """Returns the next entry; lines without text are passed over.
 
     Raises:
-        EOFError: there are no more. RequestError: there are no more, and a quote is open.
+        EOFError: there are no more lines.
+        RequestError: there are no more lines, and a quote is open.
     """
     line = ""
     while not line.strip():
@@ -55,7 +58,12 @@ def next_entry(read: ReadLine) -> Entry:
 
 
 def read_piped(_prompt: str) -> str:
-    """The next line of stdin. Raises EOFError; RequestError: it is not UTF-8."""
+    """Returns the next line of stdin.
+
+    Raises:
+        EOFError: there are no more lines.
+        RequestError: the line is not UTF-8.
+    """
     try:
         line = sys.stdin.readline()
     except UnicodeDecodeError as error:
@@ -66,15 +74,16 @@ def read_piped(_prompt: str) -> str:
 
 
 class TerminalLines:
-    """Lines of a terminal, edited by readline where Python has it, with those of earlier chats
-    behind the arrow keys.
+    """The lines of a terminal, edited by readline if Python has it.
+
+    The lines of earlier chats are behind the arrow keys.
 
     Args:
-        history: the file of these lines; None = none are read or kept.
-        commands: what Tab completes.
+        history: the file of these lines; None = no lines are read or kept.
+        commands: the commands that Tab completes.
 
     Attributes:
-        fault: why lines are not kept; "" where they are, or need not be.
+        fault: the reason that lines are not kept; "" if they are, or need not be.
     """
 
     def __init__(self, history: Path | None, commands: Sequence[str]) -> None:
@@ -92,7 +101,11 @@ class TerminalLines:
             self._open(history)
 
     def read(self, prompt: str) -> str:
-        """The next line. Raises EOFError: Ctrl-D."""
+        """Returns the next line.
+
+        Raises:
+            EOFError: the user pressed Ctrl-D.
+        """
         if not sys.stdout.isatty():  # input() would write the prompt among the answers
             sys.stderr.write(prompt)
             sys.stderr.flush()
@@ -125,14 +138,17 @@ class TerminalLines:
 
 
 def history_file() -> Path:
-    """Where lines are kept: in the user's directory for the state of programs."""
+    """Returns the file of the lines, in the user's directory for the state of programs."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return folder / "shoal" / "chat_history"
 
 
 def _readline() -> Any:
-    """The module; None where Python was built without it, and the terminal edits lines itself."""
+    """Returns the readline module.
+
+    It is None if Python was built without it; the terminal then edits lines itself.
+    """
     try:
         import readline
     except ImportError:
@@ -145,11 +161,11 @@ def _is_libedit(readline: Any) -> bool:
 
 
 def _bold(prompt: str) -> str:
-    """As readline takes it, which has to know what is not seen."""
+    """Returns the prompt in bold, with the escape codes marked for readline as invisible."""
     return f"\001\x1b[1m\002{prompt}\001\x1b[0m\002"
 
 
 def _completion(text: str, state: int, commands: Sequence[str]) -> str | None:
-    """The match of that number, for readline."""
+    """Returns the match of that number, for readline."""
     found = [command for command in commands if text.startswith("/") and command.startswith(text)]
     return found[state] if state < len(found) else None

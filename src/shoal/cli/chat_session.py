@@ -115,7 +115,7 @@ class ChatSession:
             )
 
     def _is_answer(self, sample: Sample) -> bool:
-        """Whether something came."""
+        """Tells whether a sample is an answer: it did not fail, and has text unless interrupted."""
         return sample.finish_reason != "error" and bool(sample.token_ids or not self.interrupted)
 
 
@@ -137,8 +137,10 @@ def _split(rules: ReasoningRules | None) -> Split:
 
 
 def _ends_of_reasoning(model: Shoal) -> list[int]:
-    """The special tokens among what reasoning stands between: texts show these, so that they can be
-    told from an answer."""
+    """Returns the ids of the special tokens that enclose reasoning.
+
+    Texts show these tokens, so that reasoning can be told from an answer.
+    """
     from shoal.engine.detokenizer import special_tokens
     from shoal.serve.reasoning import CLOSING, OPENING
 

@@ -1,4 +1,4 @@
-"""What a chat asks `Shoal.stream` for beside its messages, as /set changes it."""
+"""The options that a chat passes to `Shoal.stream` beside its messages, as /set changes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.types.options import split_options
 SHORT = {"max_tokens": "max_new_tokens"}
 """Other names of options."""
 NAMES = ("n", *(name for name in OPTIONS if name != "logit_bias"), "lookahead", "rule")
-"""What /set changes."""
+"""The names of the options that /set changes."""
 
 
 class ChatSettings:
@@ -39,8 +39,10 @@ class ChatSettings:
         return int(self.values["n"])
 
     def asked(self, attempt: int) -> dict[str, Any]:
-        """The options of `Shoal.stream`; with a seed each later attempt at a message has the next
-        one, so that it differs."""
+        """Returns the options of `Shoal.stream`.
+
+        With a seed, each later attempt at a message has the next seed, so that it differs.
+        """
         options = with_ends(
             {name: value for name, value in self.values.items() if name != "n"}, self._ends
         )
@@ -74,7 +76,7 @@ class ChatSettings:
 
 
 def _value(text: str) -> Any:
-    """Of an option: a number, list or text."""
+    """Reads the value of an option: a number, a list or a text."""
     if text == "none":
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a chat prints: answers on stdout, all else on stderr."""
+"""The output of a chat: answers on stdout, all else on stderr."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ if TYPE_CHECKING:
     from shoal.types.stats import Stats
 
     Split = Callable[[str, bool], tuple[str, str]]
-    """Takes the text of one sample piece by piece, and whether it is the last, as reasoning and
-    other text."""
+    """A function that splits the text of one sample into reasoning and other text.
+
+    It takes the text piece by piece, each with whether it is the last.
+    """
 
 LIMITS = {"length": "cut by max_new_tokens or the context", "time": "cut by the time budget"}
-"""What is said of answers that did not end by themselves."""
+"""The notes about answers that did not end by themselves, by finish reason."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of one message.
+    """The answers to one message.
 
     Attributes:
         said: the message.
         first: the number of the first answer among all of its message, from 1.
-        samples: with the answers that they are.
-        interrupted: Ctrl-C ended it.
+        samples: the samples, each with its answer.
+        interrupted: Ctrl-C ended the answers.
     """
 
     said: str
@@ -48,13 +50,13 @@ class Answered:
 
 
 class ChatView(Protocol):
-    """How answers are shown."""
+    """A way to show answers."""
 
     def growing(self, n: int, decode: Decode, split: Split) -> View:
-        """The view of n answers while they come."""
+        """Returns the view of n answers while they come."""
 
     def answered(self, found: Answered) -> None:
-        """Shows what the view did not."""
+        """Shows the parts of the answers that the view did not show."""
 
     def error(self, kind: str, text: str) -> None:
         """Shows why there is no answer."""
@@ -85,7 +87,7 @@ class RunningAnswer(Unseen):
             self._write("\n")
 
     def add(self, increment: Increment) -> None:
-        """Prints what a round added."""
+        """Prints the text that a round added."""
         reasoning, text = self._split(increment.text, increment.finish_reason is not None)
         if reasoning and self._console.is_terminal:
             self._write(reasoning, "dim")
@@ -106,14 +108,17 @@ class RunningAnswer(Unseen):
 
 
 class TextView:
-    """Answers as text: one as it comes, several under numbers once they have ended. quiet: without
-    counts and times."""
+    """A view of answers as text: one as it comes, several under numbers once they have ended.
+
+    Args:
+        quiet: leave out counts and times.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
 
     def growing(self, n: int, decode: Decode, split: Split) -> View:
-        """One as running text; in a terminal several side by side, as far as they fit."""
+        """Returns a view: running text for one answer; in a terminal several side by side."""
         console = stdout()
         if n == 1:
             return RunningAnswer(console, split)
@@ -122,7 +127,7 @@ class TextView:
         return Counted(n)
 
     def answered(self, found: Answered) -> None:
-        """Several answers, and the counts."""
+        """Prints several answers, and the counts."""
         notes = []
         if len(found.result[0].samples) > 1:
             for number, (sample, answer) in enumerate(found.samples, found.first):
@@ -141,7 +146,7 @@ class TextView:
             say(found.result.stats.lossy, "yellow")
 
     def error(self, kind: str, text: str) -> None:
-        """On stderr."""
+        """Prints the error on stderr."""
         say(" ".join(f"error: {text}".split()), "bold red")
 
 
@@ -149,11 +154,11 @@ class JsonView:
     """Each message becomes a line on stdout, an object."""
 
     def growing(self, n: int, decode: Decode, split: Split) -> View:
-        """Nothing."""
+        """Returns a view that shows nothing."""
         return Unseen()
 
     def answered(self, found: Answered) -> None:
-        """All answers, and the statistics."""
+        """Prints all answers, and the statistics."""
         self._write(
             {
                 "prompt": found.said,
@@ -165,7 +170,7 @@ class JsonView:
         )
 
     def error(self, kind: str, text: str) -> None:
-        """As other commands write errors."""
+        """Prints the error as other commands do."""
         TextView(quiet=True).error(kind, text)
         self._write({"error": {"type": kind, "message": " ".join(text.split())}})
 
@@ -185,7 +190,7 @@ def _document(sample: Sample, answer: Answer) -> dict[str, Any]:
 
 
 def show_answer(console: Console, number: int, sample: Sample, answer: Answer) -> None:
-    """One of several answers, under its number; in a terminal with its reasoning."""
+    """Prints one of several answers, under its number; in a terminal with its reasoning."""
     header = (
         f"# answer {number}: {sample.finish_reason}, {len(sample.token_ids)} tokens, mean "
         f"logprob {sample.mean_logprob:.3f}"
@@ -200,8 +205,10 @@ def show_answer(console: Console, number: int, sample: Sample, answer: Answer) -
 
 
 def counts(stats: Stats, prompt_tokens: int = 0) -> str:
-    """Counts and times in a line; of a prompt with how many of its tokens did not have to be
-    computed."""
+    """Returns counts and times in a line.
+
+    With a prompt's tokens it also says how many of them did not have to be computed.
+    """
     line = (
         f"{stats.committed} tokens, {stats.seconds:.2f} s, {stats.tokens_per_second:.0f} tokens/s, "
         f"acceptance length {stats.acceptance_length:.2f}"
@@ -212,6 +219,6 @@ def counts(stats: Stats, prompt_tokens: int = 0) -> str:
 
 
 def say(text: str, style: str = "dim") -> None:
-    """What is no answer."""
+    """Prints a line that is no answer, on stderr."""
     console = stderr()
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)

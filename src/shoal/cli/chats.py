@@ -15,7 +15,7 @@ from shoal.cli.messages import ChatWriter, Message, message, read_document
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Whether prompts are messages, and what goes before them."""
+    """The options that make prompts messages, and give the messages before them."""
 
     chat: Annotated[
         bool,
@@ -42,7 +42,7 @@ class ChatOptions:
     ] = None
 
     def read(self, tokenizer: Any, prompts: Sequence[str]) -> Sequence[str] | list[list[int]]:
-        """What the model is asked: the prompts themselves, or the ids of conversations.
+        """Returns the prompts themselves, or the ids of conversations that end with them.
 
         Raises:
             RequestError: there is no tokenizer or no template, or the template refuses the
@@ -54,13 +54,21 @@ class ChatOptions:
         return [writer.ids(writer.text([*before, message("user", prompt)])) for prompt in prompts]
 
     def writer(self, tokenizer: Any) -> ChatWriter:
-        """Writes conversations for the model of a tokenizer. Raises RequestError: there is no
-        template."""
+        """Returns the writer of conversations for the model of a tokenizer.
+
+        Raises:
+            RequestError: there is no template.
+        """
         return ChatWriter(tokenizer, read_template(self.chat_template))
 
     def before(self) -> list[Message]:
-        """The messages before a prompt; the system's message of the options replaces that of the
-        file. Raises RequestError."""
+        """Returns the messages before a prompt.
+
+        The system's message of the options replaces the one of the file.
+
+        Raises:
+            RequestError: the file cannot be read.
+        """
         found = [] if self.messages is None else read_document(self.messages)["messages"]
         plain = [message(one["role"], one["content"]) for one in found]
         if self.system is None:

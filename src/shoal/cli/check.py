@@ -26,7 +26,7 @@ from shoal.config import require_text
 EXIT_FAILED_CHECK = 2
 INDENT = 24  # columns before a figure
 GivenPrompts = tuple[str, list[str]]
-"""Where prompts come from, and the prompts."""
+"""The place that prompts come from, and the prompts."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
@@ -63,7 +63,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class MeasureOptions(SampleOptions):
-    """What is measured."""
+    """The length and draft length of the runs that are measured."""
 
     max_new_tokens: NewTokensOption = 64
     k: Annotated[
@@ -128,8 +128,11 @@ def checks_of(
     say: Callable[[str], None],
     trimming: tuple[int, list[str]] | None = None,
 ) -> Iterator[CheckResult]:
-    """All results in order; those about drafting only for a pair that fits. trimming: tokens to
-    keep, and texts to count in."""
+    """Yields all results in order; those about drafting only for a pair that fits.
+
+    Args:
+        trimming: the number of tokens to keep, and the texts to count tokens in.
+    """
     say("loading ...")
     model, results = check_model.load(source)
     yield from results
@@ -174,8 +177,10 @@ def _drafting_checks(case: Case) -> Iterator[CheckResult]:
 
 
 def prompt_sets(given: GivenPrompts, tokenizer: Any, bundled: bool) -> Sequence[PromptSet]:
-    """The user's prompts; without any, built-in ones: Python code for the bundled pair, of several
-    kinds for another."""
+    """Returns the user's prompts, or built-in ones if there are none.
+
+    The bundled pair gets Python code, another pair gets prompts of several kinds.
+    """
     source, texts = given
     if texts:
         return [PromptSet.of("", source, texts, tokenizer)]
@@ -183,8 +188,11 @@ def prompt_sets(given: GivenPrompts, tokenizer: Any, bundled: bool) -> Sequence[
 
 
 def show(console: Console, result: CheckResult, said: bool) -> None:
-    """Status, name and figure; the advice under the figure. said: on which prompts it was measured
-    stands above already."""
+    """Prints the status, name and figure, and the advice under the figure.
+
+    Args:
+        said: the prompts that it was measured on are printed above already.
+    """
     style = STYLES[result.status]
     width = max(20, console.width - INDENT)
     first, *more = textwrap.wrap(result.figure if said else result.whole, width)

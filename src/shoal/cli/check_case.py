@@ -1,4 +1,4 @@
-"""What `shoal check` works on: a model, the task, and the runs that several checks share."""
+"""The case that `shoal check` works on: a model, the task, and runs that several checks share."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ class Measured:
     """Decoding methods, run in turns on the same rows to the same number of tokens.
 
     Attributes:
-        k: draft length of the speculative method.
-        runs, rows, tokens: runs of each method, rows of a run, new tokens of a row.
-        seconds: of all runs of a method together, by name; a method that could not run is in
-            `unavailable`, with the reason.
-        committed: tokens that all rows of a method came to.
+        k: the draft length of the speculative method.
+        runs: the number of runs of each method.
+        rows: the number of rows of a run.
+        tokens: the number of new tokens of a row.
+        seconds: the seconds of all runs of a method together, by name; a method that could not run
+            is in `unavailable`.
+        committed: the number of tokens that all rows of a method committed, by name.
+        unavailable: the reasons that methods could not run, by name.
     """
 
     k: int
@@ -44,7 +47,7 @@ class Measured:
     unavailable: dict[str, str]
 
     def over(self, method: str) -> float | None:
-        """Seconds of that method over those of the speculative one; None where it could not run."""
+        """Returns a method's seconds over the speculative one's; None if it could not run."""
         return (
             self.seconds[method] / self.seconds[f"fixed:{self.k}"]
             if method in self.seconds
@@ -66,13 +69,17 @@ class Case:
 
     @property
     def draft_context(self) -> int:
-        """Most tokens of a row that the drafter reads: those of its model, or as many as there
-        are."""
+        """The most tokens of a row that the drafter reads.
+
+        It is the context of the draft model; without a draft model there is no limit.
+        """
         return sys.maxsize if self.model.draft_model is None else self.model.draft_model.context
 
     def drafted(self) -> Case:
-        """The same with those prompts only that the drafter holds: for others nothing is
-        drafted."""
+        """The case with only those prompts that fit in the drafter's context.
+
+        Nothing is drafted for longer prompts.
+        """
         return replace(
             self, sets=[held for one in self.sets if (held := one.within(self.draft_context))]
         )
@@ -106,8 +113,7 @@ class Case:
 
     @cached_property
     def timed(self) -> dict[int, list[Result]]:
-        """Interleaved runs of the first prompt by draft length, with all rows running to the
-        end."""
+        """Runs of the first prompt in turns, by draft length, with all rows running to the end."""
         lengths = sorted({0, 1, self.k, LONGEST})
         self.say("warming up ...")
         for k in lengths:
@@ -141,8 +147,10 @@ class Case:
         )
 
     def measured(self, one: PromptSet, k: int) -> Measured:
-        """Draft length k, plain decoding and Transformers' batched `generate`: n rows of a prompt,
-        prompt after prompt."""
+        """Measures draft length k, plain decoding and Transformers' batched `generate`.
+
+        Each decodes n rows of a prompt, prompt after prompt.
+        """
         from shoal.bench.methods import baseline_method, shoal_method
         from shoal.bench.work import Work
 
@@ -181,8 +189,12 @@ class Case:
 
 
 def _refusal(method: Method, work: Any) -> str | None:
-    """Warms up; the reason if a method of Transformers cannot run here. Raises what our own methods
-    raise."""
+    """Runs a method once to warm it up.
+
+    Returns:
+        The reason if a method of Transformers cannot run here. Errors of our own methods are
+            raised.
+    """
     try:
         method.run(work)
     except Exception as error:
@@ -193,5 +205,5 @@ def _refusal(method: Method, work: Any) -> str | None:
 
 
 def _per(seconds: float, count: int) -> float:
-    """Milliseconds each."""
+    """Returns the milliseconds of one pass or round."""
     return 1000 * seconds / max(1, count)

@@ -1,5 +1,7 @@
-"""The checks of `shoal check` that need no drafter, each a function from a `Case` or a model to a
-`CheckResult`."""
+"""The checks of `shoal check` that need no drafter.
+
+Each is a function from a `Case` or a model to a `CheckResult`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
 
 
 def training_command(target: Runner) -> str:
-    """What trains a draft model for a target."""
+    """Returns the command that trains a draft model for a target."""
     name = display_name(target)
     return f"shoal train drafter --model {BUNDLED if name != target.name else name} --output DIR"
 
@@ -130,7 +132,7 @@ def _mib(size: float) -> str:
 
 
 def self_check(runner: Runner, role: str) -> CheckResult:
-    """Ragged against plain forward, as measured when the model was loaded."""
+    """Compares the ragged and the plain forward pass, as measured when the model was loaded."""
     error = runner.self_check_error
     name = f"{role} self-check"
     if error is None:
@@ -164,8 +166,10 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
 
 
 def context(case: Case) -> CheckResult:
-    """Whether the longest prompt and its continuation fit in the target, and how far the drafter
-    can follow."""
+    """Checks that the longest prompt and its continuation fit in the target.
+
+    It also tells how far the drafter can follow.
+    """
     longest = case.longest
     need, target = longest + case.max_new_tokens, case.model.target.context
     data = {"needed": need, "target": target}
@@ -196,8 +200,10 @@ def context(case: Case) -> CheckResult:
 
 
 def number_format(runner: Runner) -> CheckResult:
-    """Which number format was chosen and why, whether a CPU has instructions for it, and whether
-    seeds hold in it."""
+    """Tells which number format was chosen and why.
+
+    It also tells whether a CPU has instructions for it, and whether seeds hold in it.
+    """
     import torch
 
     from shoal.models import formats
@@ -285,7 +291,7 @@ def memory(case: Case) -> CheckResult:
 
 
 def _free_bytes(runner: Runner) -> int | None:
-    """Memory that the caches may still take; None where the system does not report it."""
+    """Returns the bytes that caches may still take; None if the system does not report them."""
     if runner.device.type == "cuda":
         import torch
 

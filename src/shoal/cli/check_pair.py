@@ -1,5 +1,7 @@
-"""The checks of `shoal check` about drafting, each a generator of `CheckResult`s that name the
-prompts they were measured on."""
+"""The checks of `shoal check` about drafting.
+
+Each is a generator of `CheckResult`s that name the prompts they were measured on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ WORTHWHILE = 1.05  # a speed-up below this is none
 
 
 def acceptance(case: Case) -> Iterator[CheckResult]:
-    """How much of what the drafter proposes the target keeps, by kind of prompts."""
+    """Measures the share of the drafted tokens that the target keeps, by kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
         yield measured_on(_accepted(named("acceptance", one), case, results), one)
 
@@ -62,7 +64,7 @@ def _accepted(name: str, case: Case, results: dict[float, Result]) -> CheckResul
 
 
 def costs(case: Case) -> Iterator[CheckResult]:
-    """What passes cost at this batch size."""
+    """Measures the time of a target pass and of a draft pass at this batch size."""
     measured = case.costs
     passes = ", ".join(f"q={k + 1} {ms:.1f}" for k, ms in measured.target.items())
     overhead, plain_overhead = measured.overhead(case.k), measured.overhead(0)
@@ -82,14 +84,16 @@ def costs(case: Case) -> Iterator[CheckResult]:
 
 
 def _tenths(milliseconds: float) -> str:
-    """To tenths. What is less, also below zero, is not told from zero: it is the difference of two
-    medians of measured times."""
+    """Writes milliseconds to tenths.
+
+    Less than a tenth, also below zero, is not told from zero: the number is the difference of two
+    medians of measured times.
+    """
     return "< 0.1" if milliseconds < 0.1 else f"{milliseconds:.1f}"
 
 
 def speed_up(case: Case) -> Iterator[CheckResult]:
-    """The speed-up to expect at each draft length, and beside it a measured run of the best one, by
-    kind of prompts."""
+    """Predicts the speed-up at each draft length, and measures the best one, by kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
         chance = per_position(results[TEMPERATURE].stats.acceptance_rate, case.k)
         predicted = {k: predicted_speedup(chance, k, case.costs) for k in range(1, LONGEST + 1)}
@@ -100,8 +104,7 @@ def speed_up(case: Case) -> Iterator[CheckResult]:
 
 
 def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> CheckResult:
-    """What was measured decides whether speculation pays; what was predicted chose the draft
-    length."""
+    """Judges by the measured run whether speculation pays; the prediction chose the length."""
     plain, transformers = measured.over(PLAIN), measured.over(TRANSFORMERS)
     assert plain is not None  # our own methods always run
     data = {
@@ -128,7 +131,7 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
 
 
 def identity(case: Case) -> Iterator[CheckResult]:
-    """Speculation against plain decoding, token by token: greedy, and of a seed."""
+    """Compares speculation with plain decoding token by token: greedily, and with a seed."""
     case.say("comparing greedy decoding ...")
     greedy = greedy_identity(
         case.model, case.prompts, case.n, case.k, max_new_tokens=case.max_new_tokens

@@ -37,10 +37,11 @@ class PromptSet:
     """Prompts of one kind.
 
     Attributes:
-        kind: what they are; "" for the user's own.
-        source: where they come from.
-        given: how many there are, of which at most `MOST`, evenly spaced, are measured.
-        texts, ids: those measured, as texts and as token ids.
+        kind: the name of the kind; "" for the user's own.
+        source: the place that they come from.
+        given: the number of prompts, of which at most `MOST`, evenly spaced, are measured.
+        texts: the measured prompts as texts.
+        ids: the measured prompts as token ids.
     """
 
     kind: str
@@ -51,8 +52,10 @@ class PromptSet:
 
     @staticmethod
     def of(kind: str, source: str, texts: Sequence[str], tokenizer: Any) -> PromptSet:
-        """Encodes a part of the texts, as `Shoal.generate` does; chat by the tokenizer's template
-        where it has one."""
+        """Encodes a part of the texts, as `Shoal.generate` does.
+
+        Chat is encoded by the tokenizer's template if it has one.
+        """
         count = min(MOST, len(texts))
         chosen = tuple(texts[i * len(texts) // count] for i in range(count))
         encode = _encode_chat if kind == CHAT else _encode
@@ -67,13 +70,13 @@ class PromptSet:
 
     @property
     def first_words(self) -> str:
-        """Of the first prompt."""
+        """The first words of the first prompt."""
         words = self.texts[0].split()
         return " ".join(words[:FIRST_WORDS]) + (" ..." if len(words) > FIRST_WORDS else "")
 
     @property
     def count(self) -> str:
-        """How many are measured, and of how many, where that differs."""
+        """The number of measured prompts, with the number of given ones if it differs."""
         return (
             str(len(self.ids))
             if self.given == len(self.ids)
@@ -81,7 +84,7 @@ class PromptSet:
         )
 
     def within(self, tokens: int) -> PromptSet | None:
-        """The prompts of at most that many tokens; None if there are none."""
+        """Returns the prompts of at most that many tokens; None if there are none."""
         kept = [
             (text, ids)
             for text, ids in zip(self.texts, self.ids, strict=True)
@@ -94,7 +97,7 @@ class PromptSet:
         )
 
     def first(self) -> PromptSet:
-        """The same with the first prompt only."""
+        """The set with the first prompt only."""
         return replace(self, texts=self.texts[:1], ids=self.ids[:1])
 
     def __str__(self) -> str:
@@ -105,7 +108,7 @@ class PromptSet:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Returns an object for JSON."""
         return {
             "kind": self.kind or "own",
             "source": self.source,
@@ -131,17 +134,17 @@ def _encode_chat(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def built_in(kinds: Sequence[str], tokenizer: Any) -> tuple[PromptSet, ...]:
-    """A set of each kind."""
+    """Returns a set of each kind."""
     return tuple(PromptSet.of(kind, "built in", BUILT_IN[kind], tokenizer) for kind in kinds)
 
 
 def named(name: str, one: PromptSet) -> str:
-    """The name of a check on one kind of prompts."""
+    """Returns the name of a check on one kind of prompts."""
     return f"{name}, {one.kind.split()[-1]}" if one.kind else name
 
 
 def measured_on(found: CheckResult, *sets: PromptSet) -> CheckResult:
-    """The same result, saying on which prompts it was measured."""
+    """Returns the result with the prompts on which it was measured."""
     said = (
         str(sets[0])
         if len(sets) == 1
@@ -152,8 +155,11 @@ def measured_on(found: CheckResult, *sets: PromptSet) -> CheckResult:
 
 
 def check_prompts(sets: Sequence[PromptSet], bundled: bool) -> CheckResult:
-    """What is measured on; built-in prompts predict little for other texts, so they give a warning,
-    but for the bundled pair."""
+    """Tells which prompts are measured.
+
+    Built-in prompts predict little for other texts, so they give a warning, except with the bundled
+    pair.
+    """
     figure, data = "; ".join(map(str, sets)), {"sets": [one.to_dict() for one in sets]}
     if not any(one.kind for one in sets):
         return CheckResult("prompts", "ok", figure, data=data)

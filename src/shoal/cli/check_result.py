@@ -10,14 +10,14 @@ CheckStatus = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
-        figure: what was seen.
-        advice: what to do about it; "" if nothing.
+        name: the name of the check.
+        figure: the measured or observed figure.
+        advice: the action to take; "" if there is none.
         data: the figures, for JSON.
-        on: the prompts that they were measured on; "" where prompts do not matter.
+        on: the prompts that they were measured on; "" if prompts do not matter.
     """
 
     name: str
@@ -29,11 +29,11 @@ class CheckResult:
 
     @property
     def whole(self) -> str:
-        """The figure and what it was measured on."""
+        """The figure and the prompts it was measured on."""
         return f"{self.figure}; on {self.on}" if self.on else self.figure
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Returns an object for JSON."""
         return {
             "name": self.name,
             "verdict": self.status,
@@ -44,6 +44,6 @@ class CheckResult:
 
 
 def overall(results: list[CheckResult]) -> CheckStatus:
-    """The worst status."""
+    """Returns the worst status."""
     statuses = {result.status for result in results}
     return "fail" if "fail" in statuses else "warn" if "warn" in statuses else "ok"

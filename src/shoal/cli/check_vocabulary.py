@@ -1,5 +1,7 @@
-"""What `shoal check` says of a drafter that cannot propose all tokens: one with another tokenizer,
-or a trimmed head."""
+"""The check of a drafter that cannot propose all tokens.
+
+Such a drafter has another tokenizer, or a trimmed head.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,17 @@ LOST = 0.25
 
 
 def written(case: Case) -> list[Sequence[int]]:
-    """What the target wrote in the runs on which acceptance was measured, sample by sample."""
+    """Returns the target's tokens of each sample, from the runs that measured acceptance."""
     results = [result for by_temperature in case.acceptance for result in by_temperature.values()]
     return [one.token_ids for result in results for output in result for one in output.samples]
 
 
 def trim(case: Case, k: int, texts: Sequence[str]) -> CheckResult:
-    """Writes which k tokens the drafter's head is to keep (`shoal.models.trimming`): those that the
-    target writes most, or, with texts, those that they hold most. The share that is said is that of
-    one half of these in what was counted of the other.
+    """Writes which k tokens the drafter's head is to keep (`shoal.models.trimming`).
+
+    They are the tokens that the target writes most, or, with texts, the tokens that the texts hold
+    most. The reported share is the part of one half of these tokens that the k most used tokens of
+    the other half cover.
 
     Raises:
         RequestError: there is no draft model, or none in a directory; or it is trimmed already.
@@ -81,7 +85,7 @@ def trim(case: Case, k: int, texts: Sequence[str]) -> CheckResult:
 
 
 def vocabulary(case: Case) -> Iterator[CheckResult]:
-    """Nothing where the drafter can propose all tokens."""
+    """Yields a result if the drafter cannot propose all tokens."""
     found, choice, shared_tokens = case.model.vocabularies, case.model.choice, case.model.shared
     if found is None and shared_tokens is None:
         return

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 KINDS = {bool: "", str: "TEXT", Path: "PATH"}
-"""What stands for a type's name; numbers keep theirs, which names their range."""
+"""The words that stand for a type's name; numbers keep theirs, which names their range."""
 
 
 class Command(TyperCommand):
@@ -22,7 +22,7 @@ class Command(TyperCommand):
         self.help = None if self.help is None else unbroken(self.help)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Its options, the one for help included, each with a `metavar`."""
+        """Returns the command's options, the one for help included, each with a `metavar`."""
         return with_kinds(super().get_params(ctx))
 
 
@@ -30,18 +30,21 @@ class Group(TyperGroup):
     """A command of several commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Its options, the one for help included, each with a `metavar`."""
+        """Returns the group's options, the one for help included, each with a `metavar`."""
         return with_kinds(super().get_params(ctx))
 
 
 def unbroken(text: str) -> str:
-    """Each paragraph as one line."""
+    """Joins the lines of each paragraph."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(text).split("\n\n"))
 
 
 def with_kinds(parameters: list[Any]) -> list[Any]:
-    """The parameters; options without a `metavar` get that of their type, a repeatable option that
-    of one of its values."""
+    """Returns the parameters, each option with a `metavar`.
+
+    An option without one gets the word for its type; a repeatable option gets the word for one of
+    its values.
+    """
     for option in parameters:
         if isinstance(option, TyperOption) and option.metavar is None:
             annotation: Any = option.type_descriptor.annotation

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 
 RESERVED = 8
-"""Tokens of the context that are kept for those between the texts, and for those that alignment
-adds."""
+"""The tokens of the context kept for the special tokens between the texts, and for alignment."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,11 @@ class CursorOptions:
 
 @dataclass(frozen=True)
 class SuggestionOptions(SamplingOptions):
-    """As those of `shoal generate`, but for more samples, and prompts that end inside a token."""
+    """The sampling options of a completion.
+
+    They are those of `shoal generate`, but with more samples and with prompts that end inside a
+    token.
+    """
 
     n: SamplesOption = 8
     align: Annotated[
@@ -130,8 +133,13 @@ def complete(
 
 
 def _read_syntax(sampling: SuggestionOptions) -> Syntax | None:
-    """What suggestions have to fit in; of the whole file, which `_prompt` adds. Raises
-    RequestError: see `read_syntax`."""
+    """Returns the syntax that suggestions must fit, without the file around them.
+
+    `_prompt` adds the file.
+
+    Raises:
+        RequestError: see `read_syntax`.
+    """
     from shoal.constraints.syntax.requests import Syntax, read_syntax
 
     checked = sampling.syntax is not None, sampling.members
@@ -144,11 +152,10 @@ def _read_syntax(sampling: SuggestionOptions) -> Syntax | None:
 def _prompt(
     model: Shoal, before: str, behind: str, sampling: SuggestionOptions
 ) -> tuple[str, dict[str, Any]]:
-    """The text that is continued, and what `Shoal.stream` has to be told of it; as much text as
-    fits.
+    """Returns the text that is continued, as much as fits, and the options about it for
+    `Shoal.stream`.
 
-    A model that cannot fill in continues the text where nothing but blanks stands behind the
-    cursor.
+    A model that cannot fill in continues the text if only blanks stand behind the cursor.
 
     Raises:
         RequestError: such a model and more text behind the cursor, or no text at all.
@@ -180,7 +187,7 @@ def _prompt(
 
 
 def _document(result: Result, cursor: CursorOptions) -> dict[str, Any]:
-    """The JSON object of the suggestions, best first."""
+    """Returns the JSON object of the suggestions, best first."""
     return {
         "file": str(cursor.file),
         "at": cursor.at,

@@ -1,4 +1,4 @@
-"""What the commands print on: consoles, the status line, tables."""
+"""The consoles, the status line and the tables that commands print."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ PLAIN_WIDTH = 100  # columns where stdout is no terminal
 
 
 def stdout() -> Console:
-    """The console of results; of fixed width where its reader is a file or a pipe."""
+    """Returns the console of results; it has a fixed width if its reader is a file or a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
 
 
 def stderr() -> Console:
-    """The console of progress and errors."""
+    """Returns the console of progress and errors."""
     return Console(stderr=True, highlight=False)
 
 
 def _is_shown(console: Console) -> bool:
-    """Whether somebody looks on: of torchrun's processes, at the first."""
+    """Tells whether the console is a terminal, and the process the first of torchrun's."""
     return console.is_terminal and os.environ.get("RANK", "0") == "0"
 
 
 def _dim(text: str) -> Text:
-    """One line, cut at the edge of the terminal."""
+    """Returns dim text in one line, cut at the edge of the terminal."""
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
 
@@ -49,7 +49,7 @@ class StatusLine:
     """One line on stderr that is overwritten; silent where stderr is no terminal."""
 
     shown: ClassVar[list[Live]] = []
-    """What is open on stderr, bars included; the last one shown."""
+    """The displays that are open on stderr, bars included; the last one is shown."""
 
     def __init__(self) -> None:
         self.console = stderr()
@@ -75,8 +75,7 @@ class StatusLine:
     @classmethod
     @contextmanager
     def suspendable(cls, live: Live) -> Iterator[None]:
-        """What is shown here, such as a bar, makes room for the stages of loading within the
-        block."""
+        """Lets the stages of loading take the place of a display during the block."""
         cls.shown.append(live)
         try:
             yield
@@ -86,7 +85,7 @@ class StatusLine:
     @classmethod
     @contextmanager
     def suspended(cls) -> Iterator[None]:
-        """Another line takes the place of the open one for as long as the block lasts."""
+        """Lets another line take the place of the open displays during the block."""
         for live in cls.shown:
             live.stop()
         try:
@@ -169,7 +168,7 @@ class Progress(StatusLine):
         self.say("reading the prompts ...")
 
     def add(self, increment: Increment) -> None:
-        """Counts what a round added to a row."""
+        """Counts the tokens that a round added to a row."""
         self.tokens += len(increment.token_ids)
         self.finished += increment.finish_reason is not None
         seconds = time.perf_counter() - self.started_at
@@ -181,14 +180,15 @@ class Progress(StatusLine):
 
 
 def printable(text: str) -> str:
-    """Text without control characters, but for line break and tab: a terminal executes none of
-    it."""
+    """Removes control characters except line break and tab, so that a terminal executes nothing."""
     return text.translate(CONTROLS)
 
 
 def plain_table(*columns: str) -> Table:
-    """A table that reads well in a terminal and in a text file: first column words, the others
-    figures."""
+    """Returns a table that reads well in a terminal and in a text file.
+
+    The first column holds words, the others figures.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)

@@ -1,4 +1,4 @@
-"""What a chat has said so far: turns, each with the candidates for its answer."""
+"""The conversation of a chat so far: turns, each with the candidates for its answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class Answer:
-    """One candidate.
+    """A candidate for an answer.
 
     Attributes:
-        reasoning: what a template separates from the answer; the model is not told of it again.
-        interrupted: Ctrl-C ended it.
+        reasoning: the reasoning that a template separates from the answer; the model does not read
+            it again.
+        interrupted: Ctrl-C ended the answer.
     """
 
     text: str
@@ -63,8 +64,7 @@ class Conversation:
         return self.turns[-1]
 
     def asked(self) -> list[Message]:
-        """What a template takes for the last turn to be answered: all before it, and its
-        message."""
+        """Returns the messages for the last turn's answer: all before it, and its own."""
         return [*self._messages(self.turns[:-1]), message("user", self.last.said)]
 
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
@@ -86,8 +86,11 @@ class Conversation:
         return turn
 
     def choose(self, number: int) -> Answer:
-        """Makes a candidate of the last turn, counted from 1, its answer. Raises RequestError:
-        there is no such one."""
+        """Makes a candidate of the last turn, counted from 1, its answer.
+
+        Raises:
+            RequestError: there is no such candidate.
+        """
         count = len(self.last.answers)
         if not 1 <= number <= count:
             said = (
@@ -100,8 +103,11 @@ class Conversation:
         return self.last.answers[number - 1]
 
     def document(self) -> dict[str, Any]:
-        """As a JSON object: "messages" in the form of OpenAI's API, and the places of those that
-        were interrupted, from 0."""
+        """Returns the conversation as a JSON object.
+
+        It has "messages" in the form of OpenAI's API, and the places, from 0, of the interrupted
+        ones.
+        """
         messages: list[dict[str, str]] = list(self._messages(self.turns))
         answers = [turn.answer for turn in self.turns if turn.answer is not None]
         places = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
@@ -113,11 +119,13 @@ class Conversation:
 
 
 def read_conversation(file: Path) -> Conversation:
-    """The conversation of a file: perhaps a message of the system's, then messages of the user,
-    each with an answer or without.
+    """Reads the conversation of a file.
+
+    It may begin with a message of the system; then come messages of the user, each with an answer
+    or without.
 
     Raises:
-        RequestError: it cannot be read, see `read_document`, or has messages of another order.
+        RequestError: it cannot be read, see `read_document`, or has messages in another order.
     """
     document, found = read_document(file), Conversation()
     cut = document.get("interrupted")

@@ -13,11 +13,10 @@ STDIN = "-"
 
 
 def split_at(file: Path, at: str) -> tuple[str, str]:
-    """The texts of a file before and behind a cursor, which stands before the character that it
-    names.
+    """Returns the texts of a file before and behind a cursor.
 
-    A column is a count of characters; one after the last of a line is its end. Line breaks are read
-    as line feeds.
+    The cursor stands before the character at its place. A column is a count of characters; the
+    column after a line's last character is the line's end. Line breaks are read as line feeds.
 
     Raises:
         RequestError: the file cannot be read, or has no such place.

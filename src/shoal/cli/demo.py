@@ -56,7 +56,7 @@ NOT_DRAFTED = (
 
 @dataclass(frozen=True)
 class Job:
-    """What the demo generates, and with which pair."""
+    """The pair of the demo, its prompt and its settings."""
 
     model: Shoal
     prompt: str
@@ -66,14 +66,14 @@ class Job:
     options: dict[str, Any]
 
     def run(self, lookahead: str | int, **changes: Any) -> Result:
-        """All rows at a draft length."""
+        """Generates all rows at a draft length."""
         return self.model.generate(
             self.prompt, self.n, lookahead=lookahead, **{**self.options, **changes}
         )
 
     @property
     def exact(self) -> bool:
-        """Whether the number format is precise enough to guarantee greedy identity."""
+        """The number format is precise enough to guarantee greedy identity."""
         return dtype_name(self.model.target) in ("float32", "float64")
 
 
@@ -93,7 +93,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class DemoOptions(SampleOptions):
-    """What is generated, and how it is shown."""
+    """The prompt and the settings of the demo, and the form of its output."""
 
     prompt: Annotated[
         str,
@@ -198,7 +198,7 @@ def measure(job: Job) -> Measurements:
 
 
 def report(console: Console, job: Job, measured: Measurements) -> None:
-    """The table, the speed-up and the greedy comparison."""
+    """Prints the table, the speed-up and the greedy comparison."""
     dtype = dtype_name(job.model.target)
     runs = "one run each" if job.repeats == 1 else f"medians of {job.repeats} runs each"
     console.print()
@@ -224,7 +224,7 @@ def report(console: Console, job: Job, measured: Measurements) -> None:
 
 
 def comparison(plain: Speed, speculative: Speed) -> Any:
-    """Plain beside speculative decoding."""
+    """Returns a table of plain beside speculative decoding."""
     table = plain_table("", "plain", "speculative")
     for label, name, form in (
         ("tokens/s", "tokens_per_second", ".1f"),
@@ -244,7 +244,7 @@ def comparison(plain: Speed, speculative: Speed) -> Any:
 
 
 def document(job: Job, shown: Result, measured: Measurements) -> dict[str, Any]:
-    """The JSON object of the demo."""
+    """Returns the JSON object of the demo."""
     model, identity = job.model, measured.identity
     return {
         "target": display_name(model.target),

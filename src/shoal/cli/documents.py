@@ -18,11 +18,11 @@ def document(
     *,
     ranked: bool = False,
 ) -> dict[str, Any]:
-    """The JSON object of a result.
+    """Returns the JSON object of a result.
 
     Args:
-        sample: makes that of a sample.
-        ranked: samples with the best mean log-probability first.
+        sample: makes the object of a sample.
+        ranked: put samples with the best mean log-probability first.
     """
     prompts = []
     for output, one in zip(result, asked, strict=True):
@@ -36,7 +36,7 @@ def document(
 
 
 def _worth(output: Output) -> dict[str, Any]:
-    """What weighted samples are worth together."""
+    """Returns the effective number and the log mass of weighted samples."""
     number, mass = output.effective_samples, output.log_mass
     return (
         {}
@@ -48,11 +48,11 @@ def _worth(output: Output) -> dict[str, Any]:
 def sample_document(
     sample: Sample, *, logprobs: bool = False, top_logprobs: bool = False
 ) -> dict[str, Any]:
-    """The JSON object of a sample.
+    """Returns the JSON object of a sample.
 
     Args:
-        logprobs: with the log-probabilities of its tokens.
-        top_logprobs: with those of the most probable tokens.
+        logprobs: add the log-probabilities of its tokens.
+        top_logprobs: add those of the most probable tokens.
     """
     entry: dict[str, Any] = {
         "text": sample.text,
@@ -88,5 +88,5 @@ def _pairs(pairs: Sequence[tuple[int, float]]) -> list[list[int | float | None]]
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinities: null."""
+    """Returns None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None

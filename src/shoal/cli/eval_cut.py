@@ -1,5 +1,7 @@
-"""`shoal eval SET --cut KIND`: programs that are cut inside a token, continued as they are,
-aligned, and uncut."""
+"""`shoal eval SET --cut KIND`: programs that are cut inside a token and continued.
+
+Each is continued as it is, aligned, and uncut.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def evaluate_cuts(
 
 
 def require_solutions(eval_set: EvalSet) -> None:
-    """Raises RequestError: what is cut are published solutions, continued as code."""
+    """Refuses sets without published solutions and chats: solutions are cut, and continued as code.
+
+    Raises:
+        RequestError: the set has no solutions, or is asked in a chat.
+    """
     if not any(problem.canonical for problem in eval_set.problems):
         raise RequestError(
             f"the problems of {eval_set.name} have no solutions that could be cut: leave out --cut"
@@ -75,7 +81,7 @@ def require_solutions(eval_set: EvalSet) -> None:
 
 
 def show(summary: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> None:
-    """A table of all kinds and variants."""
+    """Prints a table of all kinds and variants."""
     table = plain_table(
         "cut", "cuts", "samples", "variant", "passed, %", "syntax errors, %", "time over uncut"
     )

@@ -1,5 +1,4 @@
-"""`shoal eval --export FORMAT:FILE`: the samples of an evaluation as files that other evaluators
-read."""
+"""`shoal eval --export FORMAT:FILE`: the samples of an evaluation as files for other evaluators."""
 
 from __future__ import annotations
 
@@ -32,8 +31,11 @@ class Export:
     file: Path
 
     def write(self, evaluation: Evaluation, eval_set: EvalSet) -> None:
-        """Writes the samples of an evaluation that has all of them; names the command of the
-        evaluator. Raises RequestError."""
+        """Writes the samples of a complete evaluation, and names the evaluator's command.
+
+        Raises:
+            RequestError: the file cannot be written.
+        """
         from shoal.evaluation.exports import programs_of
         from shoal.evaluation.sampling import METHODS
 
@@ -49,11 +51,11 @@ class Export:
 
 
 def read_exports(texts: Sequence[str], eval_set: EvalSet) -> list[Export]:
-    """The files of a command line.
+    """Reads the --export options of a command line.
 
     Raises:
-        RequestError: for an unknown format, a file that cannot be written or that the evaluator
-            would not read, a set that it does not have.
+        RequestError: a format is unknown, a file cannot be written or would not be read by the
+            evaluator, or the format does not fit the set.
     """
     from shoal.evaluation.exports import FORMATS
 

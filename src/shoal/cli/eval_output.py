@@ -1,4 +1,4 @@
-"""What `shoal eval` shows: the progress on stderr, tables on stdout."""
+"""The output of `shoal eval`: progress on stderr, tables on stdout."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ Value = TypeVar("Value")
 
 
 def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
-    """Yields the results, with a bar and the time left on stderr; silent where stderr is no
-    terminal."""
+    """Yields the results, with a bar and the time left on stderr if it is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(24),
@@ -42,7 +41,7 @@ def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[V
 
 
 def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
-    """The table, then what it says."""
+    """Prints the table of a summary, then its findings."""
     from shoal.evaluation.figure import title
     from shoal.evaluation.tables import columns, findings, legend, rows
 
@@ -56,8 +55,10 @@ def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
 
 
 def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A line per budget and method, its first cells; on a terminal too narrow for it a table per
-    budget, a column per method."""
+    """Prints a line per budget and method, headed by its first cells.
+
+    A terminal that is too narrow gets a table per budget, with a column per method.
+    """
     table = plain_table(*heads)
     table.columns[1].justify = "left"
     for line in lines:
@@ -79,7 +80,7 @@ def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[
 
 
 def show_solutions(summary: dict[str, Any]) -> None:
-    """What failed, then a table of the languages."""
+    """Prints the failures, then a table of the languages."""
     console = stdout()
     for failure in summary["failures"]:
         console.print(

@@ -1,4 +1,4 @@
-"""Where `shoal eval` executes programs."""
+"""The sandbox in which `shoal eval` executes programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Isolation = Literal["auto", "bubblewrap", "namespaces", "limits"]
 
 @dataclass(frozen=True)
 class SandboxOptions:
-    """How many programs are executed at a time, and in which sandbox."""
+    """The sandbox, and the number of programs executed at a time."""
 
     workers: Annotated[
         int | None,
@@ -39,7 +39,7 @@ class SandboxOptions:
 
     @contextmanager
     def open(self) -> Iterator[Sandbox]:
-        """A sandbox, described on stderr before the first program runs."""
+        """Opens a sandbox, and describes it on stderr before the first program runs."""
         from shoal.evaluation.sandbox import Sandbox
 
         with Sandbox(self.sandbox) as sandbox:

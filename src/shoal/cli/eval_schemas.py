@@ -1,4 +1,4 @@
-"""`shoal eval jsonschema`: which schemas are taken, and whether what is written under them fits."""
+"""`shoal eval jsonschema`: which schemas are accepted, and whether documents fit their schema."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def evaluate_schemas(
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """The schemas that were refused, and a table."""
+    """Prints the refused schemas, and a table."""
     for one in summary["schemas"]:
         if one["refused"]:
             stdout().print(

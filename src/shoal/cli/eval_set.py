@@ -27,10 +27,10 @@ class EvalSet:
     """An evaluation set.
 
     Attributes:
-        tasks: what models are asked.
-        problems: to be judged; empty for summaries.
-        documents: of summaries.
-        fingerprint: of the file; "" for the generated set.
+        tasks: the tasks that models are asked.
+        problems: the problems to be judged; empty for summaries.
+        documents: the documents of summaries.
+        fingerprint: the fingerprint of the file; "" for the generated set.
     """
 
     name: str
@@ -43,20 +43,20 @@ class EvalSet:
 
     @property
     def scores(self) -> Sequence[str]:
-        """What its grades hold, the most important first."""
+        """The names of the scores in its grades, the most important first."""
         from shoal.evaluation.grading import PASSED, ROUGE
 
         return (PASSED,) if self.problems else ROUGE
 
 
 def digest(file: Path) -> str:
-    """A fingerprint of a file's content."""
+    """Returns a fingerprint of a file's content."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class SetOptions:
-    """Which set, and how models are asked."""
+    """The evaluation set, and the way that models are asked."""
 
     set_: Annotated[
         Name,

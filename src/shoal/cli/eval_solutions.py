@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 def execute_solutions(
     eval_set: EvalSet, solutions: str, programs: SandboxOptions, directory: Path, *, as_json: bool
 ) -> int:
-    """Judges given completions; says how many passed, and which did not. After Ctrl-C of those that
-    were judged by then."""
+    """Judges given completions; prints how many passed, and which did not.
+
+    After Ctrl-C it reports the completions judged by then.
+    """
     from shoal.evaluation.execution import read_solutions
     from shoal.evaluation.solutions import Solutions
 
@@ -48,7 +50,7 @@ def execute_solutions(
 
 
 def _settings(eval_set: EvalSet, solutions: str, sandbox: Sandbox) -> dict[str, Any]:
-    """All that the verdicts depend on."""
+    """Returns all settings that the verdicts depend on."""
     fingerprint = "" if solutions == "canonical" else digest(Path(solutions))
     return {
         "set": eval_set.name,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalSampling(SampleOptions):
-    """How samples are drawn, and by which methods."""
+    """The sampling options of an evaluation, and its methods."""
 
     max_new_tokens: NewTokensOption = 256
     temperature: Annotated[float, sampling_option(help="0 = greedy.")] = 0.2
@@ -69,7 +69,11 @@ class EvalSampling(SampleOptions):
     ] = None
 
     def config(self, source: ModelSource, speculation: SpeculationOptions) -> SamplingConfig:
-        """Raises RequestError for what cannot be sampled, before a model is loaded."""
+        """Returns the sampling settings, checked before a model is loaded.
+
+        Raises:
+            RequestError: the options cannot be sampled with.
+        """
         from shoal.evaluation.sampling import METHODS, PLAIN, SamplingConfig
 
         lookahead = parse_lookahead(speculation.lookahead or "auto")
@@ -97,7 +101,7 @@ class EvalSampling(SampleOptions):
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where results go."""
+    """The places that results go to."""
 
     out: Annotated[
         Path | None,
@@ -118,7 +122,7 @@ class OutputOptions:
 
     @contextmanager
     def directory(self) -> Iterator[Path]:
-        """The given directory, or one that is removed afterwards."""
+        """Yields the given directory, or a temporary one that is removed afterwards."""
         if self.out is not None:
             yield self.out
             return
@@ -209,7 +213,11 @@ def _evaluate_cuts(
     programs: SandboxOptions,
     output: OutputOptions,
 ) -> int:
-    """Raises RequestError for what does not go with cuts."""
+    """Evaluates cut programs.
+
+    Raises:
+        RequestError: an option does not go with cuts.
+    """
     _require_one_run(sampling, output, "--cut compares ways to begin, once each")
     from shoal.cli.eval_cut import evaluate_cuts
 
@@ -226,7 +234,11 @@ def _evaluate_schemas(
     source: ModelSource,
     output: OutputOptions,
 ) -> int:
-    """Raises RequestError for what does not go with schemas."""
+    """Evaluates schemas.
+
+    Raises:
+        RequestError: an option does not go with schemas.
+    """
     _require_one_run(sampling, output, "each schema is tried once")
     if chosen.data is None:
         raise RequestError(
@@ -250,7 +262,7 @@ def _require_one_run(sampling: EvalSampling, output: OutputOptions, why: str) ->
 
 
 def _options(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[str, Any]:
-    """Of `Shoal.generate`."""
+    """Returns the options of `Shoal.generate`."""
     return {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -275,7 +287,7 @@ def parse_budgets(text: str) -> list[float]:
 
 
 def _settings(eval_set: EvalSet, source: ModelSource, config: SamplingConfig) -> dict[str, Any]:
-    """All that the samples and their times depend on."""
+    """Returns all settings that the samples and their times depend on."""
     import torch
 
     from shoal import __version__
@@ -342,7 +354,7 @@ def _evaluate(
 
 @contextmanager
 def _grader(eval_set: EvalSet, programs: SandboxOptions) -> Iterator[tuple[Grader, dict[str, Any]]]:
-    """The grader of a set, and what the summary adds about it."""
+    """Yields the grader of a set, and the entries that the summary adds about it."""
     from shoal.evaluation.grading import code_grader, rouge_grader
 
     if not eval_set.problems:

@@ -26,19 +26,21 @@ TURN_ENDS = {
     "alpaca": "### Instruction:",
     "vicuna": "USER:",
 }
-"""What ends an answer in these formats beside the model's end-of-text token, which may be another
-one in a base model."""
+"""The text that ends a turn in each format, beside the model's end-of-text token.
+
+A base model's end-of-text token may be another one.
+"""
 TEMPLATE_HELP = (
     "A chat template, for a tokenizer without one: a file, or a name such as chatml, llama3, qwen."
 )
 
 
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
-    """The prompts of a command line: texts, then whole files; stdin where there is neither.
+    """Returns the prompts of a command line: texts, then whole files, or stdin if there are
+    neither.
 
     Raises:
-        RequestError: for a file that cannot be read, a prompt that is empty or no text, or none at
-            all.
+        RequestError: a file cannot be read, a prompt is empty or no text, or there is none at all.
     """
     found = [("--prompt", text) for text in prompts]
     found += [(str(file), read_text(file)) for file in files]
@@ -62,14 +64,15 @@ def template_names() -> list[str]:
 
 
 def turn_ends(template: Path | None) -> tuple[str, ...]:
-    """Stop strings of a chat template that is given by its name; none of a file."""
+    """Returns the stop strings of a chat template that is given by its name; a file has none."""
     end = TURN_ENDS.get(str(template))
     return () if end is None else (end,)
 
 
 def read_template(template: Path | None) -> str | None:
-    """A chat template's text, given its name or a file; None if neither is given. A name goes
-    before a file of that name.
+    """Returns a chat template's text, by its name or from a file; None if neither is given.
+
+    A name takes precedence over a file of that name.
 
     Raises:
         RequestError: it cannot be read.
@@ -89,7 +92,11 @@ def read_template(template: Path | None) -> str | None:
 
 
 def read_text(file: Path, kind: str = "prompt file") -> str:
-    """A file's text. Raises RequestError: it cannot be read."""
+    """Returns a file's text.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -173,11 +180,12 @@ def require_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that nobody ever sees a part of it, not after a crash either; into a pipe or
-    a device, as into any.
+    """Writes a file whole: no reader ever sees a part of it, not even after a crash.
+
+    A pipe or a device is written to directly.
 
     Raises:
-        RequestError: it cannot be written; what was there before is there still.
+        RequestError: it cannot be written; the earlier content is still there.
     """
     try:
         if _special(path):
@@ -189,7 +197,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _special(path: Path) -> bool:
-    """Whether something stands there that must not be replaced by a file."""
+    """Tells whether a path is a pipe, a device or a directory, which no file must replace."""
     return path.exists() and not path.is_file()
 
 

@@ -39,7 +39,7 @@ FILE_WIDTH = 100
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Where the prompts come from."""
+    """The places that prompts come from."""
 
     prompt: Annotated[
         list[str] | None,
@@ -72,8 +72,11 @@ class PromptOptions:
     ] = None
 
     def read(self) -> list[PromptLine]:
-        """The prompts, those of --prompts last. Raises RequestError, see `read_prompts` and
-        `lines_of`."""
+        """Returns the prompts, those of --prompts last.
+
+        Raises:
+            RequestError: see `read_prompts` and `lines_of`.
+        """
         texts, files = self.prompt or [], self.prompt_file or []
         found = lines_of(self.prompts or [])
         if texts or files or not found:
@@ -83,7 +86,11 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How results are shown, and where. Raises RequestError where they could not be written."""
+    """The form of the output and its file.
+
+    Raises:
+        RequestError: the results could not be written.
+    """
 
     ranked: Annotated[bool, output_option("--ranked", help="Best mean log-probability first.")] = (
         False
@@ -123,8 +130,9 @@ class OutputOptions:
             require_writable(self.output)
 
     def view(self, counts: Sequence[int]) -> Callable[[Console, Decode], View] | None:
-        """What makes the picture of rows that grow, of so many per prompt; None = there is a line
-        of progress instead.
+        """Returns a function that makes the picture of growing rows, given the rows of each prompt.
+
+        None stands for a line of progress instead.
 
         Raises:
             RequestError: several rows as bare text.
@@ -148,7 +156,7 @@ class OutputOptions:
         return lambda console, decode: Board(console, counts, decode, transient=True)
 
     def sample(self, sample: Sample) -> dict[str, Any]:
-        """A sample's JSON object."""
+        """Returns a sample's JSON object."""
         return sample_document(sample, logprobs=self.logprobs, top_logprobs=bool(self.top_logprobs))
 
 
@@ -188,7 +196,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Run:
-    """What is generated, and how it is shown."""
+    """A generation: the prompts, the options, and the form of the output."""
 
     asked: Sequence[PromptLine]
     chats: ChatOptions
@@ -202,8 +210,11 @@ class Run:
         return [self.sampling.n if one.n is None else one.n for one in self.asked]
 
     def follow(self, source: ModelSource) -> tuple[Result, bool]:
-        """Loads the models and generates, with a view of the samples on stdout or a progress line
-        on stderr; and whether Ctrl-C ended it."""
+        """Loads the models and generates, with a view of the samples on stdout or a progress line.
+
+        Returns:
+            The result, and whether Ctrl-C ended the generation.
+        """
         make_view = self.shown.view(self.counts)
         with Progress() as progress:
             model = source.load()
@@ -230,8 +241,11 @@ class Run:
         return model.stream(found, top_logprobs=self.shown.top_logprobs, **asked, **options)
 
     def deliver(self, result: Result, interrupted: bool) -> None:
-        """Prints the results or writes them to a file; after Ctrl-C always prints, as a file holds
-        whole results only. What was printed as it came is not printed again."""
+        """Prints the results or writes them to a file.
+
+        After Ctrl-C it always prints, as a file holds whole results only. Text printed while it
+        came is not printed again.
+        """
         if interrupted:
             samples = [sample for output in result for sample in output.samples]
             finished = sum(sample.finish_reason != "cancelled" for sample in samples)

@@ -1,5 +1,4 @@
-"""The grammar that samples are kept to, from options of a command line or from fields of a line of
-prompts."""
+"""The grammar that samples must match, from command-line options or fields of a line of prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FIELDS = ("json_schema", "regex", "grammar")
 
 @dataclass(frozen=True)
 class GrammarOptions:
-    """What the text of each sample must be."""
+    """The options for the grammar that each sample must match."""
 
     json_schema: Annotated[
         str | None,
@@ -48,8 +47,12 @@ class GrammarOptions:
     ] = None
 
     def given(self) -> Grammar | None:
-        """Raises RequestError: two are given, a file cannot be read, or what it says is none; see
-        `grammar_of`."""
+        """Returns the grammar of the options.
+
+        Raises:
+            RequestError: two are given, a file cannot be read, or it holds no such grammar; see
+                `grammar_of`.
+        """
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
             schema = read_text(Path(schema), "the schema")
@@ -58,13 +61,14 @@ class GrammarOptions:
 
 
 def grammar_of(given: Mapping[str, Any], prefix: str = "") -> Grammar | None:
-    """The grammar that one of `FIELDS` gives, which is compiled when the model's tokenizer is
-    known; None if none does.
+    """Returns the grammar that one of `FIELDS` gives; None if none does.
+
+    It is compiled when the model's tokenizer is known.
 
     Args:
         given: a schema as an object or a text, an expression, or a grammar in Lark's syntax or
             GBNF.
-        prefix: of the fields' names in messages.
+        prefix: the prefix of the fields' names in messages.
 
     Raises:
         RequestError: several are given, one is not of its form, llguidance cannot read it, or is

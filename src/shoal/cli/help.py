@@ -16,7 +16,7 @@ FILE = Path("docs/help.txt")
 
 
 def render() -> str:
-    """Every page under the command that shows it, at fixed width and without colour."""
+    """Returns every page under its command, at fixed width and without colour."""
     rich_utils.MAX_WIDTH, rich_utils.COLOR_SYSTEM, rich_utils.FORCE_TERMINAL = WIDTH, None, False
     group = typer.main.get_command(app)
     pages = [_page(["--help"])]

@@ -67,7 +67,7 @@ def index(
 
 
 def _written(files: list[Path], out: Path, source: str) -> dict[str, Any]:
-    """Writes the index, under another name until it is whole; says what is in it."""
+    """Writes the index under a temporary name until it is complete, and returns a summary of it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from shoal.models.loading import bundled, load_tokenizer
 

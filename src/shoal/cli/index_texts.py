@@ -9,15 +9,18 @@ from pathlib import Path
 from shoal.errors import RequestError
 
 SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl")
-"""Of the files of a directory that are read."""
+"""The endings of the files that are read in a directory."""
 FIELDS = ("text", "prompt")
 PIECE = 1 << 20
 """Characters of a text at most: a longer one is cut at the end of a line."""
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
-    """The files that are meant; of a directory those in it, at any depth. Raises RequestError:
-    there are none."""
+    """Returns the files that are meant; a directory gives those in it, at any depth.
+
+    Raises:
+        RequestError: there are none.
+    """
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -34,12 +37,11 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def texts_of(file: Path) -> Iterator[tuple[str, int]]:
-    """The texts of a file, and the bytes that each took: of a .jsonl file one per line, else the
-    whole in pieces.
+    """Yields the texts of a file with the bytes of each: a .jsonl file's lines, else pieces of it.
 
     Raises:
-        RequestError: it cannot be read, is no UTF-8 text, or a line is neither a text nor an object
-            with one; with file and line.
+        RequestError: it cannot be read, is not UTF-8, or a line is neither a text nor an object
+            with one; the message names file and line.
     """
     try:
         with file.open(encoding="utf-8", newline="") as lines:

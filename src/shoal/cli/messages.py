@@ -17,15 +17,15 @@ Message = dict[str, str]
 
 
 def message(role: str, content: str) -> Message:
-    """One message."""
+    """Returns a message."""
     return {"role": role, "content": content}
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """A file in JSON with "messages": an object, such as a request of OpenAI's API, or a list that
-    is these messages.
+    """Reads a file in JSON with "messages".
 
-    Each has the texts "role" and "content"; other fields are left as they are.
+    It is an object, such as a request of OpenAI's API, or the list of these messages itself. Each
+    message has the texts "role" and "content"; other fields are left as they are.
 
     Raises:
         RequestError: it cannot be read, or holds something else.
@@ -75,8 +75,11 @@ class ChatWriter:
         self._tokenizer = tokenizer
 
     def text(self, messages: Sequence[Message]) -> str:
-        """A conversation that the model's turn follows. Raises RequestError: the template refuses
-        it."""
+        """Returns a conversation that the model's turn follows.
+
+        Raises:
+            RequestError: the template refuses it.
+        """
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -90,7 +93,11 @@ class ChatWriter:
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of such a text. Raises RequestError: it is none."""
+        """Returns the token ids of such a text.
+
+        Raises:
+            RequestError: it is no text.
+        """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the template may have written what is no text

@@ -1,5 +1,4 @@
-"""Option groups: a command takes a few dataclasses, and each of their fields is an option on the
-command line."""
+"""Option groups: dataclasses that a command takes, each field an option on the command line."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ def option_groups(*, without: Collection[str] = ()) -> Callable[[Command[Value]]
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function or a dataclass, as keywords, with their annotations resolved."""
+    """Returns the parameters of a function or class as keywords, with resolved annotations."""
     hints = get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
     return [
@@ -95,14 +94,13 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _as_written(hint: Any) -> Any:
-    """Takes off the Optional that Python 3.10 puts around the annotation of a parameter whose
-    default is None."""
+    """Removes the Optional that Python 3.10 puts around an annotation whose default is None."""
     if get_origin(hint) is Union:
         return next((part for part in get_args(hint) if get_origin(part) is Annotated), hint)
     return hint
 
 
 def _panel(option: inspect.Parameter) -> int:
-    """The place of an option's panel among `PANELS`; a group has none."""
+    """Returns the place of an option's panel among `PANELS`; a group has none."""
     info = next(extra for extra in get_args(option.annotation) if isinstance(extra, ParameterInfo))
     return PANELS.index(info.rich_help_panel)

@@ -1,4 +1,4 @@
-"""The options that several commands share, and what they mean."""
+"""The options that several commands share, and their meaning."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ JsonOption = Annotated[bool, output_option("--json", help="One JSON object on st
 
 
 def parse_max_batch(text: str) -> int | str:
-    """A `max_batch` as `shoal.load` takes it."""
+    """Reads a `max_batch` for `shoal.load`."""
     from shoal.engine.batch_size import require_max_batch
 
     return require_max_batch(int(text) if text.isdecimal() else text)
@@ -74,7 +74,7 @@ MaxBatchOption = Annotated[
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How many samples, and how long."""
+    """The number of samples, and their length."""
 
     n: SamplesOption = 8
     max_new_tokens: NewTokensOption = Limits.max_new_tokens
@@ -98,8 +98,11 @@ class SpeculationOptions:
 
 @dataclass(frozen=True)
 class PairNames:
-    """Target and drafter, each a Hub id or a directory. Raises RequestError for a drafter without
-    its target."""
+    """The target and the drafter, each a Hub id or a directory.
+
+    Raises:
+        RequestError: there is a drafter without its target.
+    """
 
     model: Annotated[
         str | None,
@@ -153,7 +156,7 @@ class PlacedPair(PairNames):
 
 @dataclass(frozen=True)
 class ModelSource(PlacedPair):
-    """Which models to load, and how: the arguments of `shoal.load`."""
+    """The models to load, with the arguments of `shoal.load`."""
 
     revision: Annotated[
         str | None, models_option("--revision", help="Branch, tag or commit of the target.")
@@ -217,12 +220,15 @@ class ModelSource(PlacedPair):
         )  # no command imports Transformers before its options are read
 
     def target_alone(self) -> ModelSource:
-        """The same without the drafter."""
+        """Returns the source without the drafter."""
         return replace(self, draft=None, draft_revision=None)
 
     def load(self, prefix_memory: int = 0) -> Shoal:
-        """Loads the pair, or the target alone where there is no drafter. prefix_memory: see
-        `shoal.load`."""
+        """Loads the pair, or the target alone if there is no drafter.
+
+        Args:
+            prefix_memory: see `shoal.load`.
+        """
         for name, revision in (
             (self.model, self.revision),
             (self.draft_model, self.draft_revision),
@@ -239,8 +245,7 @@ class ModelSource(PlacedPair):
 
 
 def parse_lookahead(text: str) -> str | int:
-    """A draft length as the engine takes it, checked: "4" is an int, everything else the name of a
-    rule."""
+    """Reads and checks a draft length: "4" is an int, everything else the name of a rule."""
     from shoal.lookahead.controller import by_name
 
     lookahead = int(text) if text.isdecimal() else text
@@ -249,7 +254,7 @@ def parse_lookahead(text: str) -> str | int:
 
 
 def display_name(runner: Runner) -> str:
-    """A model's name as the user gave it; "bundled target" for a model that came with shoal."""
+    """Returns a model's name as the user gave it; shoal's own is called "bundled target"."""
     from shoal.models.loading import bundled
 
     path = Path(runner.name)
@@ -257,5 +262,5 @@ def display_name(runner: Runner) -> str:
 
 
 def dtype_name(runner: Runner) -> str:
-    """The bare name: float32, not torch.float32."""
+    """Returns the bare name of the data type: float32, not torch.float32."""
     return str(runner.dtype).removeprefix("torch.")

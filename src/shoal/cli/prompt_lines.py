@@ -1,5 +1,4 @@
-"""Prompts of a command line, each with the sampling parameters of its own that a line of a file
-gives it."""
+"""The prompts of a command line, some with sampling parameters from a line of a file."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ OPTIONS = tuple(
     for f in fields(cls)
     if f.name not in ("processors", "grammar")
 )
-"""What a line may set: the fields of the two settings that JSON can write; beside them
-`grammars.FIELDS`."""
+"""The fields of the two settings that a line may set, beside `grammars.FIELDS`.
+
+They are the fields that JSON can write.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class PromptLine:
     """One prompt.
 
     Attributes:
-        n: samples; None = as many as of the others.
-        options: of `Shoal.generate`, for this prompt alone.
+        n: the number of samples; None = the same number as the other prompts.
+        options: the options of `Shoal.generate` for this prompt alone.
         where: file and line, for messages.
-        id: what the line calls it; it comes back in the JSON output.
+        id: the line's name for the prompt; it comes back in the JSON output.
     """
 
     text: str
@@ -46,8 +47,9 @@ class PromptLine:
 
 
 def lines_of(files: Sequence[Path]) -> list[PromptLine]:
-    """The prompts of files: of a .jsonl file with their own parameters, others as
-    `shoal.cli.files.listed_prompts` reads them.
+    """Returns the prompts of files.
+
+    Those of a .jsonl file have their own parameters; `shoal.cli.files.listed_prompts` reads others.
 
     Raises:
         RequestError: with file and line.
@@ -112,8 +114,9 @@ def merged(
     ends: Sequence[str] = (),
     tokenizer: Any = None,
 ) -> dict[str, Any]:
-    """`n` and the other options of `Shoal.generate`: those of the command line, and of each prompt
-    what its line says instead.
+    """Returns `n` and the other options of `Shoal.generate`.
+
+    They are the command line's, and each prompt's line overrides them for its prompt.
 
     Args:
         ends: stop strings beside those of the options and of lines, see `with_ends`.
@@ -137,8 +140,7 @@ def merged(
 
 
 def with_ends(options: Mapping[str, Any], ends: Sequence[str]) -> dict[str, Any]:
-    """Options of `Shoal.generate` whose samples stop at these texts too, unless nothing ends them
-    by itself (`eos=()`)."""
+    """Adds stop strings to options of `Shoal.generate`, unless no token ends samples (`eos=()`)."""
     given = options.get("stop") or ()
     own = (given,) if isinstance(given, str) else given
     ignored = options.get("eos") is not None and not options["eos"]

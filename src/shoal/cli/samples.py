@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def show_output(
     console: Console, output: Output, title: str | None, by_rank: bool, *, cut: bool = False
 ) -> None:
-    """The samples of one prompt, each under a header line.
+    """Prints the samples of one prompt, each under a header line.
 
     Args:
-        cut: with those that Ctrl-C cut.
+        cut: print the samples that Ctrl-C cut too.
     """
     if title:
         console.print(Rule(Text(title, overflow="ellipsis", no_wrap=True), align="left"))
@@ -44,13 +44,15 @@ def show_output(
 
 
 def python_text(text: str) -> Text:
-    """Text highlighted as Python in the terminal's own colours."""
+    """Highlights text as Python in the terminal's own colours."""
     return Syntax("", "python", theme="ansi_dark", background_color="default").highlight(text)
 
 
 def describe(sample: Sample) -> str:
-    """One line on a sample: rank figure, end, size, and tokens per round. With a rank it fits 80
-    columns."""
+    """Describes a sample in one line: rank figure, end, size, and tokens per round.
+
+    With a rank it fits 80 columns.
+    """
     committed = sample.accepted + sample.rounds if sample.syntax == "cut" else len(sample.token_ids)
     per_round = committed / sample.rounds if sample.rounds else 0.0
     late = (
@@ -67,7 +69,7 @@ def describe(sample: Sample) -> str:
 
 
 def report_failures(result: Result) -> bool:
-    """Whether samples failed, each on its own, and a line that says so."""
+    """Tells whether samples failed, each on its own, and prints a line that says so."""
     samples = [sample for output in result for sample in output.samples]
     failed = [sample.error for sample in samples if sample.error]
     if failed:

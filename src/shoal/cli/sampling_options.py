@@ -16,7 +16,7 @@ NOT_SAMPLING = ("n", "greedy", "align", "exact", "syntax", "members")
 
 @dataclass(frozen=True)
 class SamplingOptions(SampleOptions):
-    """How tokens are sampled, and where samples end."""
+    """The sampling of tokens, and the ends of samples."""
 
     n: SamplesOption = 1
     temperature: Annotated[
@@ -59,8 +59,10 @@ class SamplingOptions(SampleOptions):
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """The options of `Shoal.generate` that have a value; the others keep the library's
-        defaults."""
+        """Returns the options of `Shoal.generate` that have a value.
+
+        The others keep the library's defaults.
+        """
         if self.greedy and self.temperature:
             raise RequestError(
                 f"--greedy means --temperature 0, but --temperature {self.temperature:g} was "
@@ -76,7 +78,7 @@ class SamplingOptions(SampleOptions):
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """With penalties, which code at a cursor does not want."""
+    """The sampling options with penalties, which code at a cursor does not need."""
 
     repetition_penalty: Annotated[float, parameter_option("repetition_penalty")] = (
         Sampling.repetition_penalty

@@ -73,7 +73,7 @@ PrefixMemoryOption = Annotated[
 
 @dataclass(frozen=True)
 class NameOptions:
-    """What the served model is called, and how it is asked."""
+    """The names of the served model, and its chat template."""
 
     name: Annotated[
         list[str] | None,
@@ -89,7 +89,7 @@ class NameOptions:
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens, and who may call it."""
+    """The address of the server, and its callers."""
 
     host: Annotated[str, address_option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, address_option(min=0, max=65535, help="0 = any that is free.")] = 8000
@@ -117,7 +117,7 @@ class AddressOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What requests may ask for, and what they may take."""
+    """The limits of requests."""
 
     max_n: MaxNOption = 256
     max_tokens: MaxTokensOption = 1024
@@ -216,7 +216,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What the server prints."""
+    """The log that the server prints."""
 
     log_level: Annotated[LogLevel, output_option(help="What is logged on stderr.")] = "info"
     log_format: Annotated[LogFormat, output_option(help="Lines of text, or of JSON objects.")] = (
@@ -335,7 +335,11 @@ def _settings(
     address: AddressOptions,
     limits: LimitOptions,
 ) -> Settings:
-    """What the server allows. Raises RequestError for files that cannot be read and wrong hosts."""
+    """Returns the settings that the server allows.
+
+    Raises:
+        RequestError: a file cannot be read, or a host is wrong.
+    """
     from shoal.serve import hosts, keys, settings
 
     given = keys.read_keys(address.api_key_file)
@@ -384,12 +388,16 @@ def _say(text: str, style: str | None = None) -> None:
 
 
 def in_bytes(gib: float | None) -> int | None:
-    """GiB as bytes; None = no limit."""
+    """Converts GiB to bytes; None = no limit."""
     return None if gib is None else int(gib * 2**30)
 
 
 def ray_cluster() -> Any:
-    """The module for --ray. Raises RequestError where its packages are missing."""
+    """Returns the module for --ray.
+
+    Raises:
+        RequestError: its packages are missing.
+    """
     try:
         from shoal.serve import cluster
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""Following a stream to its end: Ctrl-C cancels the rows and keeps what finished."""
+"""A function that follows a stream to its end.
+
+Ctrl-C cancels the rows and keeps the samples that finished.
+"""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ STYLES = {"-": "red", "+": "green", " ": "dim", "@": "cyan"}
 
 
 def best_first(output: Output) -> list[Sample]:
-    """Those that the model ended before the others, which do not lead to the text behind the
-    cursor; each kind as it is ranked.
+    """Ranks suggestions: those that the model ended come before the others.
 
-    Under a syntax those that were cut where the whole parses come between, and those with which it
-    does not parse last.
+    The others do not lead to the text behind the cursor. Each kind is ordered as it is ranked.
+    Under a syntax, samples cut where the whole file parses come between, and those with which it
+    does not parse come last.
     """
 
     def kind(sample: Sample) -> int:
@@ -45,7 +45,10 @@ def best_first(output: Output) -> list[Sample]:
 def show_suggestions(
     console: Console, name: str, before: str, behind: str, ranked: Sequence[Sample]
 ) -> None:
-    """The suggestions, best first; equal texts once, and rows that Ctrl-C cut not at all."""
+    """Prints the suggestions, best first.
+
+    Equal texts are printed once, and rows that Ctrl-C cut are left out.
+    """
     samples = [sample for sample in ranked if sample.finish_reason not in ("cancelled", "error")]
     texts = list(dict.fromkeys(sample.text for sample in samples))
     for number, text in enumerate(texts, 1):
@@ -62,7 +65,7 @@ def show_suggestions(
 
 
 def diff(name: str, before: str, text: str, behind: str) -> list[str]:
-    """The lines of a unified diff that puts a text between two others."""
+    """Returns the lines of a unified diff that puts a text between two others."""
     old, new = (whole.split("\n") for whole in (before + behind, before + text + behind))
     path = name.lstrip("/")
     found = unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
@@ -74,7 +77,7 @@ def diff(name: str, before: str, text: str, behind: str) -> list[str]:
 
 
 def _lines(parts: Sequence[str]) -> list[str]:
-    """Lines with their line feeds, which the last one may lack."""
+    """Returns lines with their line feeds, which the last one may lack."""
     return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
 

@@ -48,8 +48,11 @@ class TlsOptions:
     ] = None
 
     def read(self) -> Tls | None:
-        """What they say; None = HTTP. Raises RequestError for files that do not hold what they
-        should."""
+        """Reads the certificate and the key; None = HTTP.
+
+        Raises:
+            RequestError: a file does not hold the certificate, key or password that it should.
+        """
         from shoal.serve.tls import Tls, read_password
 
         if self.ssl_certfile is None:

@@ -207,7 +207,11 @@ def ppd(
 
 
 def _checked(target: str, out: Path, prompts: list[Path] | None) -> tuple[str | None, list[str]]:
-    """The target as `shoal.load` takes it, and the prompts. Raises RequestError."""
+    """Returns the target for `shoal.load`, and the prompts.
+
+    Raises:
+        RequestError: a file cannot be read, or the output is the target's directory.
+    """
     texts = listed_prompts(prompts or [])
     source = None if target == BUNDLED else target
     if source is not None and Path(source).resolve() == out.resolve():
@@ -216,7 +220,7 @@ def _checked(target: str, out: Path, prompts: list[Path] | None) -> tuple[str | 
 
 
 def _train(work: StagedTrainer, draft: str, json_output: bool) -> None:
-    """All stages; says after each how good the drafts are."""
+    """Runs all stages, and tells after each how good the drafts are."""
     try:
         work.prepare()
     except KeyboardInterrupt:

@@ -1,5 +1,7 @@
-"""Samples while they grow: one as running text, several side by side, or all as events for a
-program."""
+"""The views of samples while they grow.
+
+They are one running text, several texts side by side, or events for a program.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class View(Protocol):
-    """What is shown of a run while it goes on; a context manager."""
+    """The view of a run while it goes on; a context manager."""
 
     def __enter__(self) -> Any: ...
 
@@ -35,11 +37,11 @@ class View(Protocol):
     ) -> Any: ...
 
     def add(self, increment: Increment) -> None:
-        """What a round added to a row."""
+        """Shows the text that a round added to a row."""
 
 
 class Unseen:
-    """Shows nothing; what views that need neither a beginning nor an end build on."""
+    """A view that shows nothing, and the base of views that need no beginning and no end."""
 
     def __enter__(self) -> Any:
         return self
@@ -53,7 +55,7 @@ class Unseen:
         return None
 
     def add(self, increment: Increment) -> None:
-        """Nothing."""
+        """Shows nothing."""
 
 
 class RunningText(Unseen):
@@ -70,7 +72,7 @@ class RunningText(Unseen):
             self._console.file.flush()
 
     def add(self, increment: Increment) -> None:
-        """Prints what a round added."""
+        """Prints the text that a round added."""
         if increment.text:
             self._line_begins = increment.text.endswith("\n")
             if self._console.is_terminal:
@@ -83,23 +85,25 @@ class RunningText(Unseen):
 
 
 def show_end(sample: Sample) -> None:
-    """How a sample that was shown as running text ended, in a line on stderr."""
+    """Prints how a sample that was shown as running text ended, in a line on stderr."""
     stderr().print(Text(f"# {describe(sample)}", style="dim"), soft_wrap=True)
 
 
 class Events(Unseen):
-    """A JSON object per line: "increment" for what a round added to a row, "sample" for a row that
-    has ended, "end" at last.
+    """A view that writes a JSON object per line.
+
+    An "increment" is a round's addition to a row, a "sample" is a row that has ended, and "end" is
+    last.
 
     Args:
-        document: the JSON object of a sample.
+        document: makes the JSON object of a sample.
     """
 
     def __init__(self, document: Callable[[Sample], dict[str, Any]]) -> None:
         self._document = document
 
     def add(self, increment: Increment) -> None:
-        """One or two events."""
+        """Writes one or two events."""
         place = {"prompt": increment.prompt, "sample": increment.sample}
         added = {
             "text": increment.text,
@@ -111,7 +115,7 @@ class Events(Unseen):
             self._write({"event": "sample", **place, **self._document(increment.result)})
 
     def end(self, result: Result, interrupted: bool) -> None:
-        """The last event."""
+        """Writes the last event."""
         self._write({"event": "end", "interrupted": interrupted, "stats": result.stats.to_dict()})
 
     @staticmethod

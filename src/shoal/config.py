@@ -1,8 +1,8 @@
-"""What a caller may set: frozen, checked when made, unknown names rejected.
+"""The options that a caller may set: frozen, checked when made, unknown names rejected.
 
-Three subjects, three classes: how a token is chosen (`Sampling`, with its `Grammar`), when a row
-ends (`Limits`), how far ahead the drafter goes (`Speculation`). `shoal.types.options` sorts keyword
-arguments into them.
+Three classes for three subjects: `Sampling` (with its `Grammar`) for the choice of a token,
+`Limits` for the end of a row, `Speculation` for the draft length. `shoal.types.options` sorts
+keyword arguments into them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from typing import Any
 from shoal.errors import RequestError
 
 MOST_NODES = 63
-"""Most nodes of a draft tree that branches: a column sees a word of 64 bits, the root takes one."""
+"""The most nodes of a draft tree that branches: a column sees a word of 64 bits, the root takes
+one."""
 _OWN = (type(None), bool, int, float, str, bytes)
 
 
 def plain(value: Any) -> Any:
-    """NumPy scalars and arrays, tensors and whatever else has a `tolist` as numbers or nested
-    lists; iterators (generators) as lists; inside lists, tuples and mappings too. Anything else as
-    it is."""
+    """Returns the value in Python's own types.
+
+    NumPy scalars and arrays, tensors and other objects with a `tolist` become numbers or nested
+    lists; iterators (generators) become lists. Values inside lists, tuples and mappings are
+    converted too. All other values are returned unchanged.
+    """
     if type(value) in _OWN:
         return value
     if isinstance(value, Mapping):
@@ -56,18 +60,17 @@ def _is_number(value: object) -> bool:
 
 
 def _take_plain(options: Any, *names: str) -> None:
-    """NumPy's numbers and arrays, tensors and generators in these fields, or in all, become
-    Python's numbers and lists."""
+    """Converts the named fields, or all fields, to Python's numbers and lists (see `plain`)."""
     for name in names or [f.name for f in fields(options)]:
         object.__setattr__(options, name, plain(getattr(options, name)))
 
 
 def require_text(text: str, name: str) -> None:
-    """What a tokenizer can read.
+    """Checks that a tokenizer can read the text.
 
     Raises:
-        RequestError: it is empty, or holds half of a surrogate pair: bytes that were no UTF-8, or
-            an escape cut in two.
+        RequestError: the text is empty, or holds half of a surrogate pair: bytes that were no
+            UTF-8, or an escape cut in two.
     """
     if not text:
         raise RequestError(f"{name} is empty: at least one token is needed")
@@ -85,28 +88,27 @@ BLANKS = ("bounded", "compact", "any")
 
 @dataclass(frozen=True)
 class Grammar:
-    """The language that a row's new text is of; it needs llguidance (`pip install '.[grammar]'`).
+    """The language of a row's new text; it needs llguidance (`pip install '.[grammar]'`).
 
-    Tokens that lead out of it have probability zero, and an EOS has it anywhere but at the end of a
-    complete text; what remains is renormalised. That is the declared distribution p of the row
-    (lossless grade L-masked), for plain decoding too. A row that ends by its limits, and not by
-    itself, may be incomplete.
+    A token that leads out of the language has probability zero. An EOS has probability zero except
+    at the end of a complete text. The probabilities that remain are renormalised. The result is the
+    declared distribution p of the row (lossless grade L-masked), for plain decoding too. A row that
+    is ended by its limits may be incomplete.
 
     Attributes:
         kind: "json_schema", "json_object" (any JSON object), "regex" (of the whole text; Rust's
             syntax) or "lark" (a grammar in Lark's syntax, as llguidance reads it).
-        text: the schema (a mapping is taken as well), the expression, the grammar; nothing for
+        text: the schema (a mapping is taken as well), the expression or the grammar; empty for
             "json_object".
-        whitespace: what JSON may hold between its symbols. "bounded": nothing, a space, or a line
-            break with up to 20 blanks, so that a model cannot go on with blanks for ever;
-            "compact": nothing; "any": what JSON allows. A schema's own `x-guidance` options about
-            whitespace go first.
-        before: a regular expression (Rust's syntax) of what stands before the text of the grammar,
+        whitespace: the blanks that JSON may hold between its symbols. "bounded": nothing, a space,
+            or a line break with up to 20 blanks, so that a model cannot go on with blanks for ever;
+            "compact": nothing; "any": all that JSON allows. A schema's own `x-guidance` options
+            about whitespace take precedence.
+        before: a regular expression (Rust's syntax) of the text before the text of the grammar,
             such as reasoning.
-        between: not empty: there may be several texts of the grammar, with this between two of
-            them.
-        behind: stands behind the last. For a regular expression these three are left empty: it says
-            by itself what is around.
+        between: the separator between two texts of the grammar; empty = there is only one text.
+        behind: the text behind the last text of the grammar. For a regular expression `before`,
+            `between` and `behind` are empty: the expression covers the whole text by itself.
     """
 
     kind: str
@@ -201,7 +203,7 @@ def _declared(default: float, help: str, **declaration: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a row's next token is chosen from the target's logits.
+    """The choice of a row's next token from the target's logits.
 
     The order of the steps is Transformers': logit_bias, repetition, presence and frequency
     penalties, no_repeat_ngram, bad_words, min_new_tokens, `processors`, grammar, temperature,
@@ -226,12 +228,12 @@ class Sampling:
         no_repeat_ngram: no n-gram of this size appears twice in prompt + output; 0 = off.
         processors: Transformers `LogitsProcessor`s, each called with the exact ids before each
             position, int64 [1, length], and scores [1, vocab]. They must be pure functions of
-            these: they are called for rejected drafts too, so one that remembers calls, or is
-            random, gives wrong samples. Each is tried on the prompt first, and refused by name.
+            these: they are called for rejected drafts too, so a processor that remembers calls, or
+            is random, gives wrong samples. Each is tried on the prompt first, and refused by name.
         grammar: the new text's language.
-        seed: any integer; with the prompt's ids and how often the same prompt stands before it in
-            the call with this seed it keys the noise of the n rows, so a prompt gets the same
-            samples wherever it stands and whatever else runs. None = fresh entropy.
+        seed: any integer; None = fresh entropy. The samples depend on the seed, the prompt's ids,
+            the row's index, and the number of earlier copies of this prompt with this seed in the
+            call. They do not depend on the prompt's place in the list or on other prompts.
     """
 
     temperature: float = _declared(1.0, "0 = greedy.", least=0, api="temperature")
@@ -339,8 +341,7 @@ class Sampling:
 
     @property
     def reads_history(self) -> bool:
-        """True when some step depends on the tokens before the position, not on its scores
-        alone."""
+        """True when some step depends on the tokens before the position, not only on its scores."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -356,25 +357,25 @@ class Sampling:
 PARAMETERS: dict[str, Parameter] = {
     one.name: one.metadata["parameter"] for one in fields(Sampling) if "parameter" in one.metadata
 }
-"""The numbers among the fields of `Sampling`. Help, requests and checks read it, so that one line
-declares a parameter."""
+"""The numbers among the fields of `Sampling`. Help, requests and checks read this mapping, so that
+one line declares a parameter."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a row ends; the earliest end wins, also inside a block of accepted tokens.
+    """The ends of a row; the earliest end wins, also inside a block of accepted tokens.
 
     Attributes:
         max_new_tokens: >= 1 tokens after the prompt.
-        stop: strings that end a row; text, ids and logprobs are cut before the string. They may be,
-            or contain, special tokens, which the text itself is shown without.
+        stop: strings that end a row; text, ids and logprobs are cut before the string. A string may
+            be, or contain, special tokens, although the text is shown without them.
         eos: token ids that end a row; None = the model's own, () = none. The EOS token itself stays
             in `token_ids`.
-        time_budget: seconds from submission; rows unfinished then are returned as they are, marked
-            "time", and those that never ran, empty, "not started". With more rows than slots every
-            prompt gets its first sample before any gets its second. Samples that finish in time are
-            conditioned on that: short ones are over-represented among them
-            (docs/reference/evaluation.md).
+        time_budget: seconds from submission. Rows that are unfinished then are returned as they
+            are, marked "time"; rows that never ran are returned empty, marked "not started". With
+            more rows than slots every prompt gets its first sample before any gets its second.
+            Samples that finish in time are conditioned on that: short samples are over-represented
+            among them (docs/reference/evaluation.md).
     """
 
     max_new_tokens: int = 128
@@ -416,26 +417,32 @@ LOSSY_RULES = {
     "typical": "rule typical is lossy: sampled tokens do not have the target's distribution "
     "(greedy ones are the target's)"
 }
-"""Acceptance rules that change the distribution, and what every output says of them."""
+"""Acceptance rules that change the distribution, each with the sentence that every output
+reports."""
 
 
 def require_lossless(rule: str, what: str) -> None:
-    """Raises RequestError for a lossy rule. what: needs the target's distribution."""
+    """Raises RequestError for a lossy rule.
+
+    Args:
+        rule: the acceptance rule.
+        what: the feature that needs the target's distribution.
+    """
     if rule in LOSSY_RULES:
         raise RequestError(f"{what} needs the target's distribution, and {LOSSY_RULES[rule]}")
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How far ahead the drafter goes.
+    """The draft length and the acceptance rule.
 
     Attributes:
         lookahead: "auto" (by measured costs), a draft length (int; 0 = plain decoding), "off",
             "bass" (Algorithm 1), "heuristic" (two more or one less), "fixed:K", or an object with
             `next_length()` and `update(drafted, accepted)` (see `shoal.lookahead.controller`).
-        rule: "rejection": most drafts are accepted; "coupled": a seed's tokens are those of plain
-            decoding, whatever the draft lengths (see `shoal.sampling.acceptance.Coupled`); "auto":
-            coupled where a seed asks for the same tokens again; "typical": lossy, see
+        rule: "rejection": accepts the most drafts; "coupled": the tokens of a seed are those of
+            plain decoding, whatever the draft lengths (see `shoal.sampling.acceptance.Coupled`);
+            "auto": coupled if a seed asks for the same tokens again; "typical": lossy, see
             `LOSSY_RULES`.
     """
 

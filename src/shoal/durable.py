@@ -1,5 +1,4 @@
-"""Files that survive a crash of the machine: what is written is waited for, and what a crash has
-left is cut off."""
+"""Files that survive a crash of the machine: writes are synced, and damaged ends are cut off."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from typing import IO, BinaryIO
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Waits until all that was written to a file is on the disk."""
+    """Waits until all data written to a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_entry(path: Path) -> None:
-    """Waits until the name of a new file is on the disk; of a link, that of the file it points
-    to."""
+    """Waits until the name of a new file is on the disk; for a link, the name of the file that the
+    link points to."""
     with suppress(OSError):  # some systems open no directories, some file systems sync none
         directory = os.open(path.resolve().parent, os.O_RDONLY)
         try:
@@ -28,8 +27,10 @@ def sync_entry(path: Path) -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where this package keeps what it could find out again, made if it is missing; None where it
-    cannot be."""
+    """Returns the folder for data that this package can compute again.
+
+    The folder is created if it is missing; None if it cannot be created.
+    """
     try:
         place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
         place.mkdir(parents=True, exist_ok=True)
@@ -39,7 +40,7 @@ def cache_folder() -> Path | None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Writes a small file such that a crash leaves the old one or the new one, whole."""
+    """Writes a small file so that a crash leaves either the whole old file or the whole new one."""
     beside = path.with_name(f"{path.name}.new")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -51,18 +52,18 @@ def write_synced(path: Path, text: str) -> None:
 def mend(file: BinaryIO, check: Callable[[int, bytes], None]) -> int:
     """Reads a file of JSON objects, one a line, and cuts off its damaged end.
 
-    Damaged is a last line without its line break, and everything from the first NUL byte on: file
-    systems may leave NUL bytes where data had not been written when the machine stopped, and JSON
-    has none.
+    The damaged end is a last line without its line break, or everything from the first NUL byte on:
+    file systems may leave NUL bytes where data had not been written when the machine stopped, and
+    JSON has none.
 
     Args:
         file: open for reading and appending.
-        check: called with number, from 1, and bytes of each whole line; it raises for what does not
-            belong there. It is also called with damaged lines that do not begin as an object, which
-            are never cut off.
+        check: called with the number, from 1, and the bytes of each whole line; it raises for a
+            line that does not belong in the file. It is also called with damaged lines that do not
+            begin as an object, which are never cut off.
 
     Returns:
-        How many bytes were cut off.
+        The number of bytes that were cut off.
     """
     whole = file.seek(0)
     for number, line in enumerate(file, 1):
@@ -79,5 +80,10 @@ def mend(file: BinaryIO, check: Callable[[int, bytes], None]) -> int:
 
 
 def _left_by_a_crash(line: bytes, later: bool) -> bool:
-    """Whether a damaged line can be one of an object; `later`: whole ones stand before it."""
+    """Returns True if a crash can have left this damaged line.
+
+    Args:
+        line: the damaged line.
+        later: True if whole lines stand before it.
+    """
     return line.startswith(b"{") or not line.strip(b"\0\n") or (later and line.startswith(b"\0"))

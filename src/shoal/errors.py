@@ -1,16 +1,16 @@
-"""Every error shoal raises on purpose.
+"""The errors that shoal raises on purpose.
 
     ShoalError
-    ├── RequestError      what was asked cannot be done: the caller can mend it (CLI exit code 2)
+    ├── RequestError      the request cannot be carried out: the caller can mend it (CLI exit code 2)
     ├── ModelError        the model, drafter or pair cannot do it (CLI exit code 2)
     │   ├── UnsupportedModel    an architecture whose cache or attention cannot be ragged
     │   ├── PairMismatch        target and drafter do not fit each other
     │   ├── BadLogits           the model returned NaN or +inf
-    │   ├── OutOfMemory         no memory for it
-    │   └── OutOfStep           of the processes that share a model one has failed, or ended
-    └── InternalError     a bug of ours (CLI exit code 1)
+    │   ├── OutOfMemory         too little memory
+    │   └── OutOfStep           one of the processes that share a model has failed or ended
+    └── InternalError     a bug in shoal (CLI exit code 1)
 
-A message names what was expected and what was got, and where there is one, the way out.
+A message names the expected and the actual value, and the way out if there is one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class ShoalError(Exception):
-    """Base of all errors raised on purpose.
+    """The base of all errors that shoal raises on purpose.
 
     Attributes:
-        result: when some rows of a run failed and others did not: the whole `Result`, failed
-            samples marked "error".
+        result: the whole `Result`, failed samples marked "error", if some rows of a run failed and
+            others did not.
     """
 
     result: Any = None
@@ -37,7 +37,7 @@ class RequestError(ShoalError, ValueError):
 
 
 class ModelError(ShoalError):
-    """The model or the pair cannot do what was asked."""
+    """The model or the pair cannot do the request."""
 
 
 class UnsupportedModel(ModelError):
@@ -49,16 +49,18 @@ class PairMismatch(ModelError):
 
 
 class OutOfMemory(ModelError):
-    """There was no memory for what was asked, on the device or in the machine."""
+    """The device or the machine has too little memory for the request."""
 
 
 class OutOfStep(ModelError):
-    """Of the processes that share a model one has failed, or ended, and the others cannot go on:
-    all must be started again."""
+    """One of the processes that share a model has failed or ended, and the others cannot go on.
+
+    All the processes must be started again.
+    """
 
 
 class BadLogits(ModelError):
-    """A forward pass returned NaN or +inf; nothing sampled from it would mean anything."""
+    """A forward pass returned NaN or +inf; no sample from it would be valid."""
 
 
 class InternalError(ShoalError):

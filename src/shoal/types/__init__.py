@@ -1,5 +1,5 @@
-"""Plain data: requests and their rows and samples, what flows between the stages of a round, the
+"""Plain data: requests with their rows and samples, the data between the stages of a round, the
 schedule.
 
-No model, no cache and no stage of the engine is imported here.
+This package imports no model, no cache and no stage of the engine.
 """

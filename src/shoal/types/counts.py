@@ -1,5 +1,4 @@
-"""Counts: how often each token occurs in a row so far, and what became of the tokens that a drafter
-proposed."""
+"""Counts: occurrences of each token in a row, and accepted and rejected drafts by drafter."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Tokens that a drafter proposed, and how many of them were accepted."""
+    """The number of tokens that a drafter proposed, and the number of these that were accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -23,7 +22,7 @@ class DraftCounts:
 
 
 def total_by_drafter(counts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
-    """The sums of counts by drafter."""
+    """Returns the sums of the counts by drafter."""
     total: dict[str, DraftCounts] = {}
     for one in counts:
         for name, more in one.items():
@@ -32,7 +31,7 @@ def total_by_drafter(counts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, D
 
 
 def as_dicts(counts: Mapping[str, DraftCounts]) -> dict[str, dict[str, int]]:
-    """Counts by drafter, ready for JSON."""
+    """Returns the counts by drafter, ready for JSON."""
     return {name: asdict(one) for name, one in counts.items()}
 
 
@@ -41,8 +40,8 @@ class TokenCounts:
 
     Attributes:
         ids: the tokens that occur, each once.
-        counts: how often each occurs, in the same order.
-        read: length of the list so far.
+        counts: the number of occurrences of each token, in the order of `ids`.
+        read: the length of the list when it was last counted.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -50,14 +49,14 @@ class TokenCounts:
         self._index: dict[int, int] = {}  # of each token in `ids`
 
     def upto(self, tokens: Sequence[int]) -> TokenCounts:
-        """Counts those of `tokens` that were appended since the last call; returns itself."""
+        """Counts the tokens that were appended since the last call; returns this object."""
         for i in range(self.read, len(tokens)):
             self._count(tokens[i])
         self.read = max(self.read, len(tokens))
         return self
 
     def of(self, token: int) -> int:
-        """How often a token occurs."""
+        """Returns the number of occurrences of a token."""
         index = self._index.get(token)
         return 0 if index is None else self.counts[index]
 

@@ -19,10 +19,10 @@ Prompts = Union[str, Iterable[str | SupportsIndex | Iterable[SupportsIndex]], "T
 
 
 def read_prompts(prompts: Prompts, tokenizer: Any) -> list[tuple[str | None, tuple[int, ...]]]:
-    """The text, if it was given as text, and the token ids of each prompt.
+    """Returns the text (None if it was not given as text) and the token ids of each prompt.
 
     Raises:
-        RequestError: for anything else, and for a text without a tokenizer.
+        RequestError: for any other type, and for a text without a tokenizer.
     """
     items: Sequence[Any] = [prompts] if isinstance(prompts, str) else plain(prompts)
     if isinstance(items, Sequence) and items and isinstance(items[0], int):
@@ -56,9 +56,11 @@ def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The ids of a text that begins a document, with the special tokens that the tokenizer adds.
-    BOS is not added to a text that begins with it already, as one that a chat template has written
-    does."""
+    """Returns the ids of a text that begins a document, with the special tokens that the tokenizer
+    adds.
+
+    A text that already begins with BOS, as a chat template's does, gets no second one.
+    """
     ids, bos = tuple(tokenizer.encode(text)), getattr(tokenizer, "bos_token_id", None)
     twice = bos is not None and ids[:2] == (bos, bos)
     if twice and tuple(tokenizer.encode(text, add_special_tokens=False))[: len(ids) - 1] == ids[1:]:
@@ -67,15 +69,16 @@ def encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 ANCHOR = "\n"
-"""Before a text that does not begin a document: some tokenizers write a space before a text."""
+"""The text before a text inside a document: some tokenizers write a space before the first text."""
 
 
 def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
-    """The ids of a text that stands within a document: without the space that some tokenizers write
-    before a text.
+    """Returns the ids of a text inside a document, without the space that some tokenizers write
+    first.
 
     Args:
         encode: splits a text into tokens, without special ones around it.
+        text: the text.
     """
     before, whole = list(encode(ANCHOR)), list(encode(ANCHOR + text))
     if before and whole[: len(before)] == before:
@@ -84,11 +87,13 @@ def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[in
 
 
 def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
-    """The chat template of a tokenizer; None if it has none. Of several the one for tools, or else
-    the default, as in Transformers.
+    """Returns the chat template of a tokenizer; None if it has none.
+
+    Of several templates it returns the one for tools, or else the default, as in Transformers.
 
     Args:
-        tools: whether the chat has tools.
+        tokenizer: the tokenizer.
+        tools: True if the chat has tools.
 
     Raises:
         RequestError: there are several templates and none of them is the default.
@@ -106,7 +111,7 @@ def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
 
 
 def with_bad_words(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The options, with those `bad_words` that are texts replaced by their token ids."""
+    """Returns the options, with token ids in place of those `bad_words` that are texts."""
     words = plain(options.get("bad_words"))
     words = [words] if isinstance(words, str) else words
     if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):
@@ -120,7 +125,7 @@ def with_bad_words(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]
 
 
 def _spellings(word: str, tokenizer: Any) -> list[list[int]]:
-    """A word's ids, without and with a space before it."""
+    """Returns a word's ids, without and with a space before it."""
     if tokenizer is None:
         raise RequestError(
             "bad_words that are texts need a tokenizer, and this model was given none"

@@ -1,5 +1,5 @@
-"""The stages in which a pair is loaded, told to a callback, or to the logger "shoal", as they begin
-and end."""
+"""The stages of loading a pair, reported as they begin and end to a callback or the logger
+"shoal"."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class LoadStage:
         name: "tokenizer"; "weights": read, or downloaded, and moved to the device; "packing": their
             order in memory is measured, or they are quantised; "checking": the self-check;
             "passes": kernels are compiled or chosen; "preparing": a server's engine; "ready": the
-            last one.
+            last stage.
         model: "target", "draft", or "pair" for both.
-        seconds: None as it begins, then how long it took; of "ready", which has no beginning, the
-            whole call.
-        stages: of "ready": all others, ended.
+        seconds: None when the stage begins, then its duration; for "ready", which has no beginning,
+            the duration of the whole call.
+        stages: for "ready", all the other stages, ended.
     """
 
     name: StageName
@@ -56,16 +56,17 @@ class LoadStage:
 
 LoadProgress = Callable[[LoadStage], object]
 StageWatch = Callable[[StageName], AbstractContextManager[None]]
-"""A stage of one model, as a context."""
+"""A function that returns a context for a stage of one model."""
 
 
 def unwatched(_name: StageName) -> AbstractContextManager[None]:
-    """A stage that nobody is told of."""
+    """Returns a context that reports nothing."""
     return nullcontext()
 
 
 def log(stage: LoadStage) -> None:
-    """A line as a stage begins, and one when the pair is loaded, with the seconds of each."""
+    """Logs a line when a stage begins, and one with the seconds of each stage when the pair is
+    loaded."""
     if stage.seconds is None or stage.name == "ready":
         LOG.info("%s", stage)
 
@@ -74,8 +75,8 @@ class LoadStages:
     """The stages of one call.
 
     Args:
-        progress: called as a stage begins and as it ends, not where it fails; what it raises ends
-            the call. None = `log`.
+        progress: called as a stage begins and as it ends, but not if the stage fails; an error that
+            it raises ends the call. None = `log`.
     """
 
     def __init__(self, progress: LoadProgress | None = None) -> None:
@@ -84,7 +85,7 @@ class LoadStages:
 
     @contextmanager
     def stage(self, name: StageName, model: StageModel) -> Iterator[None]:
-        """One stage, for as long as the block lasts."""
+        """Reports one stage, which lasts as long as the block."""
         began_at = time.perf_counter()
         self._progress(LoadStage(name, model))
         yield
@@ -92,11 +93,11 @@ class LoadStages:
         self._progress(self._ended[-1])
 
     def of(self, model: StageModel) -> StageWatch:
-        """The stages of one model."""
+        """Returns a function that reports the stages of one model."""
         return lambda name: self.stage(name, model)
 
     def ready(self) -> None:
-        """Tells that all is loaded."""
+        """Reports that all is loaded."""
         self._progress(
             LoadStage("ready", "pair", time.perf_counter() - self._began_at, tuple(self._ended))
         )

@@ -1,5 +1,4 @@
-"""The keyword options of `generate` and `stream`: their types, and which setting each belongs
-to."""
+"""The keyword options of `generate` and `stream`: their types, and the settings they belong to."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from shoal.config import Grammar, Limits, Sampling, Speculation
 from shoal.errors import RequestError
 
 Number = float | SupportsFloat
-"""Includes NumPy numbers and tensors of one element."""
+"""A number; NumPy numbers and tensors of one element are included."""
 Integer = int | SupportsIndex
 
 SETTINGS: dict[str, type[Sampling] | type[Limits] | type[Speculation]] = {
@@ -24,9 +23,11 @@ SETTINGS: dict[str, type[Sampling] | type[Limits] | type[Speculation]] = {
 
 
 class Options(TypedDict, total=False):
-    """The fields of `Sampling`, `Limits` and `Speculation` by name, or these objects as a whole. A
-    field that is not given has its default. `tests/engine/test_library.py` checks that no field is
-    missing here."""
+    """The fields of `Sampling`, `Limits` and `Speculation` by name, or these objects as a whole.
+
+    A field that is not given has its default. `tests/engine/test_library.py` checks that no field
+    is missing here.
+    """
 
     temperature: Number
     top_k: Integer
@@ -55,8 +56,9 @@ class Options(TypedDict, total=False):
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[Sampling, Limits, Speculation]:
-    """The three settings that keyword options make. A setting given as a whole
-    (`sampling=Sampling(...)`) is taken as it is.
+    """Returns the three settings that the keyword options make.
+
+    A setting given as a whole (`sampling=Sampling(...)`) is taken as it is.
 
     Raises:
         RequestError: for an unknown name (with the nearest known one), a value out of range, or a
@@ -79,12 +81,17 @@ def split_options(options: Mapping[str, Any]) -> tuple[Sampling, Limits, Specula
 def split_for_each(
     options: Mapping[str, Any], prompts: int
 ) -> tuple[list[Sampling], list[Limits], Speculation]:
-    """As `split_options`, for so many prompts: `sampling` and `limits` may be lists with a setting
-    for each of them.
+    """Returns the settings for several prompts.
+
+    `sampling` and `limits` may be lists with one setting for each prompt; see `split_options`.
+
+    Args:
+        options: the keyword options.
+        prompts: the number of prompts.
 
     Raises:
-        RequestError: as `split_options`; or there are more or fewer settings than prompts; an entry
-            that is none names its prompt.
+        RequestError: an error of `split_options`, or the number of settings is not the number of
+            prompts. The error of an entry names its prompt.
     """
     listed = {
         name: list_of(name, options[name], prompts)
@@ -107,7 +114,7 @@ def split_for_each(
 
 
 def list_of(name: str, values: Iterable[Any], prompts: int) -> list[Any]:
-    """The values as a list. Raises RequestError: they are not one for each prompt."""
+    """Returns the values as a list. Raises RequestError: there is not one value for each prompt."""
     found = list(values)
     if len(found) != prompts:
         raise RequestError(
@@ -119,10 +126,11 @@ def list_of(name: str, values: Iterable[Any], prompts: int) -> list[Any]:
 
 @contextmanager
 def of_prompt(place: int, prompts: int) -> Iterator[None]:
-    """Errors of a request say whose they are, if there are several prompts.
+    """Names the prompt in the errors of a request, if there are several prompts.
 
     Args:
-        place: of the prompt among all, from 0.
+        place: the place of the prompt among all, from 0.
+        prompts: the number of prompts.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where the prefix store keeps a prompt for all rows of its group."""
+"""The place in the prefix store of a prompt that all rows of its group share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt that is stored once: its tokens 0..length-1 lie in token slots base, base + 1, ...
-    of the prefix store.
+    """A prompt that is stored once: its tokens 0..length-1 lie in slots base, base + 1, ... of the
+    store.
 
     Attributes:
-        drafted: the drafter's cache stores it, too.
+        base: the first token slot.
+        length: the number of tokens.
+        drafted: True if the drafter's cache stores the prompt, too.
     """
 
     base: int
@@ -21,5 +23,5 @@ class Prefix:
 
 
 def token_slots(prefixes: Iterable[Prefix]) -> int:
-    """Token slots that a prefix store needs for these prompts: up to the end of the last one."""
+    """Returns the number of token slots that these prompts need: up to the end of the last one."""
     return max((prefix.base + prefix.length for prefix in prefixes), default=0)

@@ -1,4 +1,4 @@
-"""What was asked (`Request`) and what the engine knows of each sequence (`Row`)."""
+"""A request (`Request`) and the engine's data of each sequence (`Row`)."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from shoal.types.samples import TopLogprobs
 
 @dataclass(frozen=True)
 class Request:
-    """n samples of one prompt: a group of n rows.
+    """A request for n samples of one prompt: a group of n rows.
 
     Attributes:
         prompt_ids: the prompt's token ids, at least one.
-        n: rows wanted, >= 1.
+        n: the number of rows, >= 1.
         prompt: the prompt's text, if it was given as text.
-        top_logprobs: how many of the most probable tokens to report per committed token, before and
+        top_logprobs: the number of most probable tokens to report per committed token, before and
             after processing.
         keep_logits: keep the target's raw logits [vocab] of every committed token.
-        occurrence: how often the same prompt occurs before it in the call with its seed; it keys
-            the uniforms, with both.
-        max_draft: longest draft of its rows, whatever the controller asks for; 0 = plain decoding;
-            None = no limit.
+        occurrence: the number of earlier copies of the same prompt in the call with its seed; it
+            keys the uniforms, with the prompt and the seed.
+        max_draft: the largest draft length of its rows, whatever the controller asks for; 0 = plain
+            decoding; None = no limit.
         criteria: Transformers stopping criteria, called once per committed token with the ids so
             far [1, length].
-        constraints: what limits the tokens that may follow
-            (`shoal.constraints.protocol.Constraint`), beside `Sampling.grammar`; grammars and
-            filters (`shoal.constraints.filters`); or what is asked about single tokens
-            (`shoal.constraints.check.Check`), after all other controls.
+        constraints: limits of the tokens that may follow, beside `Sampling.grammar`: constraints
+            (`shoal.constraints.protocol.Constraint`), grammars, filters
+            (`shoal.constraints.filters`), or checks of single tokens after all other controls
+            (`shoal.constraints.check.Check`).
         removed: tokens taken from the prompt, whose text the new tokens write again
             (`shoal.constraints.alignment`).
-        removed_from: where in the prompt they were.
-        weighted: samples report the weight that makes them samples of p given what the constraints
-            allow.
-        resampled: rows of small weight become copies of others while they run
+        removed_from: the place of these tokens in the prompt.
+        weighted: samples report the weight that makes them samples of p conditioned on the
+            constraints.
+        resampled: rows of small weight become copies of other rows while they run
             (`shoal.engine.resampling`).
-        estimated: rows draw by what is known of how their beginnings go on
+        estimated: rows draw by estimates of the continuations of their beginnings
             (`shoal.constraints.estimates`).
-        owner: whose request it is; prefixes that are kept of one owner's rows are not used for
-            another's.
-        weight: share of the slots beside other calls, see `shoal.engine.fairness`; > 0, the same
+        owner: the owner of the request; prefixes that are kept of one owner's rows are not used for
+            another owner's.
+        weight: the share of the slots beside other calls, see `shoal.engine.fairness`; > 0, equal
             for all requests of a call.
-        shown_tokens: special tokens that the text shows; the one that ends a row is left out in any
-            case.
+        shown_tokens: special tokens that the text shows; the token that ends a row is always left
+            out.
     """
 
     prompt_ids: tuple[int, ...]
@@ -88,8 +88,10 @@ class Request:
 
 
 def occurrences(prompts: Iterable[Hashable]) -> list[int]:
-    """For each prompt of a call, or prompt and seed, how often the same one occurs before it; see
-    `Request.occurrence`."""
+    """Returns the number of earlier copies of each prompt (or prompt and seed) in a call.
+
+    See `Request.occurrence`.
+    """
     seen: Counter[Hashable] = Counter()
     found = []
     for prompt in prompts:
@@ -117,7 +119,7 @@ _OF_A_TEXT = (
     "log_allowed",
     "beginning",
 )
-"""Fields of a row that say what its text is, and how it came to be."""
+"""The fields of a row that belong to its text: the text's state and the counts of its rounds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -125,48 +127,49 @@ class Row:
     """One sequence being generated.
 
     Attributes:
-        group: the rows of a group enter the caches with the same tokens: those of a request with
-            its prompt, and a row that was paused (`shoal.engine.fairness`) with its own.
-        index: of the row in its request.
+        group: the number of the row's group. Rows with the same group number have the same tokens
+            when they enter the caches. The n rows of a request form one group. A paused row
+            (`shoal.engine.fairness`) gets a group of its own.
+        index: the number of the row in its request.
         tokens: ids of the prompt and of committed tokens; only appended to.
-        seed: of its uniforms.
+        seed: the seed of its uniforms.
         eos: ids that end it.
-        max_length: most tokens it may hold.
+        max_length: the most tokens that it may hold.
         deadline: seconds of the engine's clock, or None.
-        slot: of the caches, while it runs; -1 before.
-        prefix: place of its prompt in the prefix store, if it is shared.
-        call: number of the call that it came with.
-        paused_at: tokens that it had when it was last paused; 0 = it never was.
-        restored: tokens of its prompt that an earlier row's keys and values were copied for
+        slot: its slot of the caches, while it runs; -1 before.
+        prefix: the place of its prompt in the prefix store, if the prompt is shared.
+        call: the number of the call that it came with.
+        paused_at: the number of its tokens when it was last paused; 0 = it never was.
+        restored: the number of prompt tokens whose keys and values were copied from an earlier row
             (`shoal.engine.prefix_cache`).
         detokenizer: None without a tokenizer.
         needs_text: the detokenizer gets every token at once (stop strings, streaming).
-        constraints: those that hold for it (`shoal.constraints.protocol`), each with its state
-            after the committed tokens.
-        checks: those of its request, each with its state after the committed tokens.
+        constraints: its constraints (`shoal.constraints.protocol`), each with its state after the
+            committed tokens.
+        checks: the checks of its request, each with its state after the committed tokens.
         cutting: the check among them that says where a text that did not end by itself may be cut,
-            if one does.
-        beginning: its new tokens among those that rows of its prompt have written, if
-            `Request.estimated` (`shoal.constraints.estimates.Node`); None also once they are bound
-            by nothing.
-        end_logprobs: natural log of what the target gives to its EOS tokens before each new token,
-            if there is such a check.
-        drafters: of each new token, the name of the drafter that proposed it; None for a
+            if there is one.
+        beginning: the place of its new tokens among those that rows of its prompt have written, if
+            `Request.estimated` (`shoal.constraints.estimates.Node`); None also once no constraint
+            binds the tokens.
+        end_logprobs: the natural log of the probability that the target gives to the row's EOS
+            tokens before each new token, if there is such a check.
+        drafters: for each new token, the name of the drafter that proposed it; None for a
             replacement or bonus.
-        drafted_by: tokens drafted, by the name of the drafter.
-        error: why it failed, if it did.
-        started_at: when it first got a slot, by the engine's clock; None before.
+        drafted_by: the number of drafted tokens, by the name of the drafter.
+        error: the reason of its failure, if it failed.
+        started_at: the time when it first got a slot, by the engine's clock; None before.
         serial: a number that no other row of the process has, rows that have ended included; the
-            key for data that may outlive it.
-        counts: of the tokens in prompt and output.
-        output_counts: of those in the output. Updated when penalties read them.
-        visible_from: characters of the new text that the user's prompt has already
+            key for data that may outlive the row.
+        counts: the counts of the tokens in prompt and output.
+        output_counts: the counts of the tokens in the output. Updated when penalties read them.
+        visible_from: the number of characters of the new text that the user's prompt already has
             (`Request.removed`); the user's text follows.
-        log_allowed: natural log of the product of what p gave to the allowed tokens, if
-            `Request.weighted`.
-        log_weight: of the row's weight, which is that product until the row is resampled
-            (`shoal.engine.resampling`).
-        draft_context: most tokens of the row that its drafter can read, and has memory for. A
+        log_allowed: the natural log of the product of the probabilities that p gave to the allowed
+            tokens, if `Request.weighted`.
+        log_weight: the natural log of the row's weight, which is that product until the row is
+            resampled (`shoal.engine.resampling`).
+        draft_context: the most tokens of the row that its drafter can read and has memory for. A
             longer row is decoded plainly.
     """
 
@@ -216,11 +219,11 @@ class Row:
         self.output_counts = TokenCounts(self.prompt_length)
 
     def become(self, other: Row, seed: int) -> None:
-        """Takes the text of another row of its group, with the states and counts that belong to it,
-        and goes on by another seed.
+        """Takes the text of another row of its group, with its states and counts, and goes on by
+        another seed.
 
-        Its slot stays; what is in it is the caller's to copy. Whatever was kept of the row by its
-        serial is of no use any more.
+        The row keeps its slot; the caller copies the contents of the slot. The row gets a new
+        serial, so data kept under the old one is no longer found.
         """
         self.tokens[:] = other.tokens
         for name in _OF_A_TEXT:
@@ -230,8 +233,10 @@ class Row:
         self.seed, self.serial = seed, next(_serials)
 
     def pause(self, group: int) -> None:
-        """Leaves the caches for now. It will enter them with all its tokens, alone in a group of a
-        new number."""
+        """Takes the row out of the caches for now.
+
+        The row will enter them again with all its tokens, alone in a group with a new number.
+        """
         self.paused_at, self.group, self.prefix = len(self.tokens), group, None
 
     @property
@@ -240,8 +245,10 @@ class Row:
 
     @property
     def entry_length(self) -> int:
-        """Tokens that it enters the caches with, the last one included, which its first round there
-        feeds."""
+        """The number of tokens with which the row enters the caches.
+
+        The last one is included; the row's first round there feeds it.
+        """
         return max(self.prompt_length, self.paused_at)
 
     @property
@@ -250,7 +257,7 @@ class Row:
 
     @property
     def by_drafter(self) -> dict[str, DraftCounts]:
-        """Tokens drafted and accepted, by the name of the drafter."""
+        """The numbers of drafted and accepted tokens, by the name of the drafter."""
         return {
             name: DraftCounts(count, self.drafters.count(name))
             for name, count in self.drafted_by.items()
@@ -258,13 +265,12 @@ class Row:
 
     @property
     def reads_history(self) -> bool:
-        """Whether what may follow depends on the tokens before a position, not on its scores
-        alone."""
+        """True if the allowed tokens or the scores depend on the tokens before a position."""
         return self.request.sampling.reads_history or bool(self.constraints)
 
     @property
     def remaining(self) -> int:
-        """Tokens this row may still commit."""
+        """The number of tokens that this row may still commit."""
         request = self.request
         return min(request.limits.max_new_tokens + len(request.prompt_ids), self.max_length) - len(
             self.tokens
@@ -272,8 +278,11 @@ class Row:
 
     @property
     def max_draft_length(self) -> int:
-        """Longest draft of the coming round: one token less than the row may still commit, at most
-        `Request.max_draft`, and only tokens that the drafter can draw within `draft_context`."""
+        """The largest draft length of the coming round.
+
+        It is one less than the row may still commit, at most `Request.max_draft`, and counts only
+        tokens that the drafter can draw within `draft_context`.
+        """
         limits = [self.remaining - 1, self.draft_context - len(self.tokens) + 1]
         if self.request.max_draft is not None:
             limits.append(self.request.max_draft)
@@ -281,5 +290,6 @@ class Row:
 
     @property
     def draft_reach(self) -> int:
-        """Most tokens of the row that its drafter reads; 0 if the prompt is longer than that."""
+        """The most tokens of the row that its drafter reads; 0 if the prompt is longer than
+        `draft_context`."""
         return self.draft_context if self.prompt_length <= self.draft_context else 0

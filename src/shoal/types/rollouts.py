@@ -1,4 +1,4 @@
-"""Samples as padded tensors, as training loops take them."""
+"""The samples of a run as padded tensors for training loops."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """All samples of a run, a row each: those of the first prompt first, in row order.
+    """All samples of a run, one per row, in the order of prompts and of their rows.
 
     Attributes:
         prompt_ids: [rows, longest prompt] int64, padded on the left.
-        prompt_mask: the same shape, bool, True at tokens.
+        prompt_mask: [rows, longest prompt] bool, True at tokens.
         completion_ids: [rows, longest sample] int64, padded on the right.
-        completion_mask: the same shape, bool.
-        logprobs: [rows, longest sample] float32: `Sample.logprobs`, 0.0 at padding: of the policy
-            itself, at temperature 1.
-        sampling_logprobs: the same of `Sample.processed_logprobs`: of the distribution that was
-            sampled from.
-        prompts: [rows] int64: the prompt of each row, which is its group.
-        finished: [rows] bool: `Sample.finished`, which a row that came to `max_new_tokens` is as
-            well.
-        truncated: [rows] bool: the row did not end by itself, by an end-of-text token, a stop
-            string or a complete grammar.
-        log_weights: [rows] float32: `Sample.log_weight`, 0.0 where no weights were asked for.
+        completion_mask: [rows, longest sample] bool, True at tokens.
+        logprobs: [rows, longest sample] float32: `Sample.logprobs`, the log-probabilities of the
+            policy itself, at temperature 1; 0.0 at padding.
+        sampling_logprobs: [rows, longest sample] float32: `Sample.processed_logprobs`, the
+            log-probabilities of the distribution that was sampled from; 0.0 at padding.
+        prompts: [rows] int64: the number of each row's prompt, which is the row's group.
+        finished: [rows] bool: `Sample.finished`, True also for a row that reached `max_new_tokens`.
+        truncated: [rows] bool: the row did not end by an end-of-text token, a stop string or a
+            complete grammar.
+        log_weights: [rows] float32: `Sample.log_weight`, 0.0 if no weights were asked for.
     """
 
     prompt_ids: Tensor
@@ -50,13 +49,13 @@ class Rollouts:
 
     @property
     def input_ids(self) -> Tensor:
-        """Prompts and samples, [rows, longest prompt + longest sample]: what a forward pass
-        takes."""
+        """Prompts and samples, [rows, longest prompt + longest sample]: the input of a forward
+        pass."""
         return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
 
     @property
     def attention_mask(self) -> Tensor:
-        """Of `input_ids`, int64."""
+        """The attention mask of `input_ids`, [rows, longest prompt + longest sample] int64."""
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1).long()
 
     def __repr__(self) -> str:
@@ -72,8 +71,12 @@ class Rollouts:
 
 
 def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str) -> Rollouts:
-    """The samples of these outputs on a device; `pad_id` stands where a row has no token. No
-    outputs, no rows.
+    """Returns the samples of these outputs on a device; no rows if there are no outputs.
+
+    Args:
+        outputs: the outputs.
+        pad_id: the id where a row has no token.
+        device: the device of the tensors.
 
     Raises:
         RequestError: `pad_id` is no integer.
@@ -117,7 +120,8 @@ def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str)
 def _padded(
     rows: Sequence[Sequence[float]], value: float, *, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows of one length, [rows, longest], and where they are no padding."""
+    """Returns the rows padded to one length, [rows, longest], and a mask that is True outside
+    padding."""
     longest = max(map(len, rows), default=0)
     filled = [[value] * (longest - len(row)) for row in rows]
     every = [

@@ -1,4 +1,4 @@
-"""What flows from stage to stage within one round; plain data.
+"""The data that the stages of one round pass on; plain data.
 
 Shapes: `rows` active rows, `m` the most nodes of a row's draft tree, `vocab` the target's
 vocabulary.
@@ -18,29 +18,31 @@ from shoal.types.requests import Row
 from shoal.types.samples import Sample
 
 Faults = dict[Row, dict[int, ShoalError]]
-"""Why a model has no distribution for a row, by column of the pass. A row whose accepted path leads
-to such a column ends there. What the pass wrote at a faulty column must be removed, also where no
-row comes that far (padding, rejected drafts).
+"""The reasons why a model has no distribution for a row, by column of the pass. A row whose
+accepted path leads to such a column ends there. The engine must remove the keys and values that the
+pass wrote at a faulty column, also if no row reaches it (padding, rejected drafts).
 
-By plain decoding the row would end there too, but for one case: a draft that makes NaN of its own
-keys or values. Those hidden from a position count with weight 0, and 0 * NaN is NaN, so that all
-positions of the row in that pass fail, and the row ends before a draft that might have been
-rejected. Neither its committed tokens nor other rows are reached.
+Plain decoding would end the row at the same token, with one exception. If a draft writes NaN into
+its own key or value, every position of that row fails in this pass: a masked key has weight 0, and
+0 * NaN is NaN. The row then ends even if that draft would have been rejected. Committed tokens and
+other rows are not affected.
 """
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a round decided.
+    """The decision of a round.
 
     Attributes:
-        accepted: drafts kept, [rows] int64: the depth that the row's accepted path reaches.
-        token: the replacement or bonus that follows them, [rows] int64.
-        probs: of the drafts kept under p, then of `token`, [rows, at least as many], padded.
-        path: the nodes kept, from the root on, [rows, longest path] int64, padded; None where all
+        accepted: the number of drafts kept, [rows] int64: the depth that the row's accepted path
+            reaches.
+        token: the replacement or bonus that follows the kept drafts, [rows] int64.
+        probs: the probabilities of the kept drafts under p, then that of `token`, [rows, at least
+            as many], padded.
+        path: the nodes kept, from the root on, [rows, longest path] int64, padded; None if all
             trees are chains: the first `accepted` nodes.
-        raw_logprobs: of the same tokens by the logits alone, natural logarithms, shaped like
-            `probs`; None if unknown.
+        raw_logprobs: the natural logs of the probabilities of the same tokens by the logits alone,
+            shaped like `probs`; None if unknown.
         check_weights: natural logs of the weights of the kept tokens and of `token`, by the place
             of rows whose checks are weighed (`shoal.sampling.awrs`).
     """
@@ -54,7 +56,7 @@ class Verdict:
 
     @cached_property
     def lists(self) -> tuple[list[Sequence[int]], list[int]]:
-        """The nodes kept and the token that follows them, of each row; one transfer from the
+        """The kept nodes of each row and the token that follows them; one transfer from the
         device."""
         if self.path is None:
             accepted, tokens = torch.stack([self.accepted, self.token]).tolist()
@@ -65,18 +67,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a draft length controller hears of a round.
+    """The measurements of a round that a draft length controller gets.
 
     Attributes:
-        drafted, accepted: tokens per row, of trees the depth; replacement and bonus not counted.
-        steps: positions the drafter looked at.
-        seconds: of the whole round.
-        seconds_drafting: of them, for the proposal.
-        seconds_preparing: beside the round, for what the drafter had to compute of prompts, and of
-            what was decoded without it.
-        seconds_between: of the drafting, from the first position looked at to the last: of all
-            steps but one. None = unknown.
-        nodes: of each row's tree; None = all are chains.
+        drafted: drafted tokens per row; the depth of a tree.
+        accepted: accepted tokens per row, without replacement and bonus.
+        steps: the number of positions that the drafter looked at.
+        seconds: the duration of the whole round.
+        seconds_drafting: the part of `seconds` spent on the proposal.
+        seconds_preparing: time beside the round in which the drafter computed prompts, and tokens
+            that were decoded without it.
+        seconds_between: the part of `seconds_drafting` from the first position looked at to the
+            last: the time of all steps but one. None = unknown.
+        nodes: the number of nodes of each row's tree; None = all are chains.
     """
 
     drafted: list[int]
@@ -91,13 +94,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a round added to one row: `tokens` are committed for good, the first `accepted` of them
-    were drafted.
+    """The tokens that a round added to one row.
 
-    `tokens` counts what the round appended before a stop string cut the row's end. `text` is the
-    new text that may be shown (streaming only). `sample` is set when the row ended. `drafts` are
-    the ids of the row's draft tree, `drafters` the names of those who proposed them, and `path` the
-    nodes that were kept.
+    Attributes:
+        row: the row.
+        tokens: the tokens that the round appended, before a stop string cut the row's end; they are
+            committed for good.
+        accepted: the number of `tokens`, the first ones, that were drafted.
+        text: the new text that may be shown (streaming only).
+        sample: the sample, if the row ended.
+        drafts: the ids of the row's draft tree.
+        drafters: the names of the drafters that proposed them.
+        path: the nodes that were kept.
     """
 
     row: Row
@@ -111,7 +119,7 @@ class Commit:
 
     @property
     def rejected(self) -> list[tuple[int, str]]:
-        """The drafts that were not kept, in the order of the tree's nodes: token id and drafter."""
+        """The rejected drafts, in the order of the tree's nodes: token id and drafter."""
         kept = set(self.path)
         nodes = enumerate(zip(self.drafts, self.drafters, strict=False))
         return [draft for node, draft in nodes if node not in kept]

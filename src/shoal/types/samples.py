@@ -1,4 +1,4 @@
-"""What comes back of a run: `Sample`, `Output`, `Result`, and the `Increment`s of a stream."""
+"""The results of a run: `Sample`, `Output`, `Result`, and the `Increment`s of a stream."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ if TYPE_CHECKING:
     from shoal.types.stats import Stats
 
 FINISH_REASONS = ("eos", "stop", "length", "time", "not started", "cancelled", "error")
-"""Why a row ended: an EOS token; a stop string (or a stopping criterion, or a complete text of the
-grammar if there is no EOS); max_new_tokens or the target's context; the time budget; the time
-budget before its first round, so that it is empty; a cancellation; an error of this row alone."""
+"""The reasons for the end of a row: an EOS token; a stop string (or a stopping criterion, or a
+complete text of the grammar if there is no EOS); max_new_tokens or the target's context; the time
+budget; the time budget before the row's first round, so that it is empty; a cancellation; an error
+of this row alone."""
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """The most probable tokens at one position: (token id, log-probability) pairs, before and after
-    processing."""
+    """The most probable tokens at one position, as (token id, log-probability) pairs.
+
+    Attributes:
+        raw: the pairs before processing.
+        processed: the pairs after processing.
+    """
 
     raw: tuple[tuple[int, float], ...]
     processed: tuple[tuple[int, float], ...]
@@ -39,31 +44,33 @@ class Sample:
         token_ids: the new tokens; an EOS that ended the row is the last one.
         logprobs: natural-log probability of each token under the target's own distribution,
             *before* processing (temperature 1, no penalties, no truncation).
-        processed_logprobs: the same under the declared distribution p, *after* processing; 0.0
-            everywhere if greedy.
+        processed_logprobs: natural-log probability of each token under the declared distribution p,
+            *after* processing; 0.0 everywhere if greedy.
         mean_logprob: mean of `logprobs`; the ranking rule of BASS. NaN when there are no tokens.
         finish_reason: one of `FINISH_REASONS`.
-        error: the message, if that is "error"; the tokens before it are valid.
+        error: the message, if `finish_reason` is "error"; the tokens before the error are valid.
         finished_at: seconds from submission to the end of the round that ended the row.
-        in_time: False if that was later than its deadline. Such a row keeps its `finish_reason`, as
+        in_time: False if the row ended after its deadline. Such a row keeps its `finish_reason`, as
             its text is complete.
-        rounds, drafted, accepted, target_passes: counts of the row; the prompt's pass is not
-            counted.
+        rounds: the number of the row's rounds.
+        drafted: the number of tokens drafted for the row.
+        accepted: the number of its accepted drafts.
+        target_passes: the number of target passes of the row; the prompt's pass is not counted.
         drafters: per token, the name of the drafter whose draft was accepted; None for a
             replacement or bonus.
         by_drafter: tokens drafted and accepted, by the name of the drafter.
-        top_logprobs: per token, when asked for.
-        log_weight: natural log of the sample's weight, where weights were asked for (`exact=True`);
-            its law is p given the prompt's characters once samples count by their weights.
-        log_allowed: natural log of the product of what p gave to the allowed tokens (under
-            `exact="asap"` of what makes p of the probabilities that tokens were drawn by);
-            `log_weight` unless rows were resampled (`exact="smc"`).
-        restored: tokens of the prompt that were copied from an earlier row's
-            (`shoal.engine.prefix_cache`); 0 where a sibling's row has computed the prompt.
-        syntax: of a row under a check of its syntax. "complete": it ended by itself, and parses.
-            "cut": it did not, and `text` is cut, with its tokens, at the best place where it
-            parses, by the mean log-probability of the tokens before the place and of an EOS there.
-            "incomplete": it parses nowhere. None: nothing checks it.
+        top_logprobs: the most probable tokens at each token, if asked for.
+        log_weight: natural log of the sample's weight, if weights were asked for (`exact=True`).
+            Weighted by exp(log_weight), the samples follow p conditioned on the constraint.
+        log_allowed: natural log of the product of the probabilities that p gave to the allowed
+            tokens. With exact="asap" it also contains the correction from the proposal back to p.
+            Equal to `log_weight` unless rows were resampled (`exact="smc"`).
+        restored: the number of prompt tokens that were copied from an earlier row
+            (`shoal.engine.prefix_cache`); 0 if a row of the same group computed the prompt.
+        syntax: the result of a syntax check; None without a check. "complete": the row ended by
+            itself, and parses. "cut": the row did not end by itself, and `text` is cut, with its
+            tokens, at the best place where it parses, by the mean log-probability of the tokens
+            before the place and of an EOS there. "incomplete": the text parses nowhere.
     """
 
     text: str
@@ -89,9 +96,12 @@ class Sample:
 
     @property
     def ranking_logprob(self) -> float:
-        """What ranks it: `mean_logprob`; with a weight the mean log-probability under the declared
-        distribution without the constraint, which is that of its `processed_logprobs` and of
-        `log_allowed`."""
+        """The score by which samples are ranked.
+
+        It is `mean_logprob`; with a weight, the mean log-probability under the declared
+        distribution without the constraint: the sum of `processed_logprobs` and `log_allowed`, per
+        token.
+        """
         if self.log_allowed is None or not self.token_ids:
             return self.mean_logprob
         return (sum(self.processed_logprobs) + self.log_allowed) / len(self.token_ids)
@@ -103,8 +113,10 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """False if the time budget, a cancellation or an error cut the row, or if it ended after
-        its deadline. Rankings and counts of samples use this."""
+        """False if the time budget, a cancellation or an error cut the row, or if it ended late.
+
+        Rankings and counts of samples use this property.
+        """
         return self.in_time and self.finish_reason not in (
             "time",
             "not started",
@@ -123,9 +135,12 @@ class Sample:
 
 
 def ranked(samples: Iterable[Sample]) -> list[Sample]:
-    """Best first: finished before unfinished, then by mean log-probability per token (BASS,
-    mean-logP; with weights `Sample.ranking_logprob`). An empty sample, whose mean is NaN, comes
-    last among the finished or the unfinished. Ties keep row order."""
+    """Returns the samples, best first.
+
+    Finished samples come before unfinished ones, then the order is by mean log-probability per
+    token (BASS, mean-logP; with weights `Sample.ranking_logprob`). An empty sample, whose mean is
+    NaN, comes last among the finished or the unfinished. Ties keep row order.
+    """
 
     def key(sample: Sample) -> tuple[bool, float]:
         mean = sample.ranking_logprob
@@ -135,7 +150,8 @@ def ranked(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def log_mean(logs: Sequence[float]) -> float:
-    """Natural log of the mean of numbers that are given by their logs; -inf is 0. At least one."""
+    """Returns the natural log of the mean of numbers given by their logs, at least one; -inf is
+    0."""
     largest = max(logs)
     if largest == -math.inf:
         return largest
@@ -143,7 +159,8 @@ def log_mean(logs: Sequence[float]) -> float:
 
 
 def effective(logs: Sequence[float]) -> float:
-    """Effective sample size of weights that are given by their logs, in 0..their number."""
+    """Returns the effective sample size of weights given by their logs, between 0 and their
+    number."""
     mean = log_mean(logs)
     return (
         0.0
@@ -162,20 +179,26 @@ class Output:
 
     @property
     def ranked(self) -> list[Sample]:
-        """Finished samples first, then by mean log-probability, best first (BASS's rule)."""
+        """The samples, finished ones first, then by mean log-probability, best first (BASS's
+        rule)."""
         return ranked(self.samples)
 
     @property
     def effective_samples(self) -> float | None:
-        """How many samples of equal weight the weighted ones are worth, (sum of weights)² / sum of
-        squares (Kong 1992), up to n; 0 where all weights are 0; None without weights."""
+        """The effective sample size, (sum of weights)² / sum of squares (Kong 1992).
+
+        It is at most n; 0 if all weights are 0; None without weights.
+        """
         weights = self._weights()
         return None if weights is None else effective(weights)
 
     @property
     def log_mass(self) -> float | None:
-        """Natural log of the mean weight, an unbiased estimate of the probability that p gives to
-        the allowed texts; None without weights."""
+        """The natural log of the mean weight; None without weights.
+
+        The mean weight is an unbiased estimate of the probability that p gives to the allowed
+        texts.
+        """
         weights = self._weights()
         return None if weights is None else log_mean(weights)
 
@@ -223,11 +246,11 @@ class Result(Sequence[Output]):
         return iter(self.outputs)
 
     def tensors(self, pad_id: int, device: torch.device | str = "cpu") -> Rollouts:
-        """All samples as padded tensors, for training: ids, masks and log-probabilities.
+        """Returns all samples as padded tensors for training: ids, masks and log-probabilities.
 
         Args:
             pad_id: the id where a row has no token.
-            device: where the tensors lie.
+            device: the device of the tensors.
 
         Raises:
             RequestError: `pad_id` is no integer.
@@ -239,17 +262,19 @@ class Result(Sequence[Output]):
 
 @dataclass(frozen=True)
 class Increment:
-    """What one round added to one row, as `stream()` yields it. The texts of a row's increments,
-    joined, are the sample's text.
+    """The text and tokens that one round added to one row, as `stream()` yields them.
+
+    The texts of a row's increments, joined, are the sample's text.
 
     Attributes:
-        prompt: index of the prompt.
-        sample: index of the row in its group.
-        text: new text, maybe "". It never ends inside a UTF-8 character or inside the beginning of
-            a stop string.
-        token_ids: tokens committed in this round.
-        accepted: how many of them (the first ones) were drafted.
-        finish_reason: set on the row's last increment, which also carries the `Sample`.
+        prompt: the index of the prompt.
+        sample: the index of the row in its group.
+        text: the new text, maybe "". It never ends inside a UTF-8 character or inside the beginning
+            of a stop string.
+        token_ids: the tokens committed in this round.
+        accepted: the number of these tokens, the first ones, that were drafted.
+        finish_reason: set on the row's last increment.
+        result: the `Sample`, set on the row's last increment.
     """
 
     prompt: int
@@ -262,6 +287,6 @@ class Increment:
 
 
 def _short(value: Any) -> str:
-    """Its repr in one line of at most 50 characters."""
+    """Returns the value's repr in one line of at most 50 characters."""
     shown = repr(value)
     return shown if len(shown) <= 50 else f"{shown[:49]}…"

@@ -1,4 +1,4 @@
-"""What the scheduler tells the caches before a round; plain data."""
+"""The scheduler's orders to the caches before a round; plain data."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from shoal.types.requests import Row
 
 
 class PromptOrigin(Enum):
-    """Where the prompt of a row that enters a slot comes from."""
+    """The origin of the prompt of a row that enters a slot."""
 
     COMPUTE = auto()
-    """This row computes it, in `Round.chunks` of this round and maybe of later ones: into the
-    prefix store if the row has a prefix, else into its slot."""
+    """This row computes the prompt, in `Round.chunks` of this round and maybe of later ones: into
+    the prefix store if the row has a prefix, else into its slot."""
     COPY = auto()
-    """It is copied from another slot, before prompts are computed."""
+    """The prompt is copied from another slot, before prompts are computed."""
     COPY_AFTER_COMPUTE = auto()
-    """It is copied from another slot, where another row of the group computes it in this round."""
+    """The prompt is copied from another slot, where a row of the group computes it in this
+    round."""
     SHARED = auto()
-    """It is in the prefix store, or an earlier row of this round computes it there."""
+    """The prompt is in the prefix store, or an earlier row of this round computes it there."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A row enters `row.slot`. `source`: the slot to copy its prompt from, for the two origins that
-    copy. `restored`: tokens of a prompt to compute that are kept of earlier rows."""
+    """The entry of a row into `row.slot`.
+
+    Attributes:
+        row: the row.
+        origin: the origin of its prompt.
+        source: the slot to copy the prompt from, for the two origins that copy.
+        restored: the number of tokens of a prompt to compute that are kept of earlier rows.
+    """
 
     row: Row
     origin: PromptOrigin
@@ -37,8 +44,10 @@ class Admission:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens start..stop-1 of a row's prompt are computed: into its prefix, or into the slot it has
-    before the round's moves."""
+    """The tokens start..stop-1 of a row's prompt, to be computed.
+
+    They go into the row's prefix, or into the slot that the row has before the round's moves.
+    """
 
     row: Row
     slot: int
@@ -48,7 +57,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Move:
-    """A row was moved from slot `source` to slot `target`; its keys and values must follow."""
+    """A row that was moved from slot `source` to slot `target`; its keys and values must follow."""
 
     row: Row
     source: int
@@ -57,13 +66,18 @@ class Move:
 
 @dataclass(frozen=True)
 class Round:
-    """What the caches do before a round, in this order: copies (COPY), other admissions, chunks of
-    prompts, copies of what they complete (COPY_AFTER_COMPUTE), moves.
+    """The work of the caches before a round, in this order.
+
+    Copies (COPY), other admissions, chunks of prompts, copies of the prompts that the chunks
+    complete (COPY_AFTER_COMPUTE), moves.
 
     Attributes:
-        rows: of the round, in slots 0, 1, ...
-        prefilling: the row whose prompt is not complete yet, in a slot above theirs.
-        slots: how many the caches need until the moves are done.
+        rows: the rows of the round, in slots 0, 1, ...
+        admissions: the rows that enter slots.
+        chunks: the parts of prompts to compute.
+        moves: the rows that change slots.
+        prefilling: the row whose prompt is not complete yet, in a slot above those of `rows`.
+        slots: the number of slots that the caches need until the moves are done.
         prefixes: the prompts that the prefix store holds, by group.
     """
 
@@ -77,5 +91,5 @@ class Round:
 
     @property
     def in_slots(self) -> list[Row]:
-        """Rows with a slot."""
+        """The rows with a slot."""
         return [*self.rows] if self.prefilling is None else [*self.rows, self.prefilling]

@@ -1,5 +1,4 @@
-"""How the nodes of draft trees were drawn from a drafter's q, for rules that verify them by it;
-plain data."""
+"""The draws of draft tree nodes from a drafter's q, for rules that verify by q; plain data."""
 
 from __future__ import annotations
 
@@ -11,21 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Siblings:
-    """The children of every column of the trees of a round (`shoal.types.trees`): from what, and in
-    which order, they were drawn.
+    """The draws of the children of every column of a round's trees (`shoal.types.trees`).
 
-    Whether there is a next draw may depend on all that is known before its token is, never on the
-    token itself.
+    The decision to make another draw may depend on everything known before its token is drawn,
+    never on the token itself.
 
     Attributes:
-        q: what children were drawn from, [contexts, vocab]; each sums to 1.
-        contexts: of each row, the place in `q` of each column's children; -1 = it has none.
-        draws: of each row, the children of each column in the order drawn: nodes.
-        independent: all were drawn from q itself, so that a node may stand in `draws` repeatedly.
-            Else each was drawn from what its elder siblings left, renormalised.
-        sampled: of each row, how many draws of each column are from q, the first ones; those behind
-            are point masses, tokens that were chosen by what was known before. None = all are from
-            q.
+        q: the distributions that children were drawn from, [contexts, vocab]; each sums to 1.
+        contexts: for each row, the place in `q` of each column's children; -1 = the column has
+            none.
+        draws: for each row, the children (nodes) of each column in the order drawn.
+        independent: True if all were drawn from q itself, so that a node may stand in `draws`
+            repeatedly. False if each was drawn from q without its elder siblings, renormalised.
+        sampled: for each row, the number of draws of each column that are from q, the first ones;
+            the draws behind them are point masses: tokens chosen by information known before. None
+            = all are from q.
     """
 
     q: Tensor

@@ -15,39 +15,44 @@ T = TypeVar("T")
 
 @dataclass
 class Stats:
-    """Counts and seconds of a run, summed over rounds.
+    """The counts and seconds of a run, summed over rounds.
 
     Attributes:
         rounds: draft -> verify -> accept -> commit cycles of the batch.
-        target_passes, draft_passes: forward passes over the batch, prompts not counted.
+        target_passes: forward passes of the target over the batch, prompts not counted.
+        draft_passes: forward passes of the drafter over the batch, prompts not counted.
         prefills: prompts computed by the target, one per group; more if a prompt lost its place to
             others while rows of its group waited (`shoal.engine.scheduler`).
-        prefill_tokens: their tokens.
-        restored_tokens: those copied from earlier rows instead.
+        prefill_tokens: the tokens of these prompts.
+        restored_tokens: prompt tokens copied from earlier rows instead.
         prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt
             was long.
         row_rounds: target passes, summed over rows.
-        drafted, accepted, committed: tokens over all rows; committed counts replacement and bonus
-            tokens too.
-        pauses: times that a row gave its slot to one of another request (`shoal.engine.fairness`).
-        resampled: rows that became copies of others of their request (`exact="smc"`).
-        seconds_target, seconds_draft: inside the models' forward passes, on a GPU by its own
-            events.
-        seconds_prefill: both models, prompts.
-        seconds_rounds: whole rounds without prefill; the time outside the two models is
+        drafted: drafted tokens over all rows.
+        accepted: accepted drafts over all rows.
+        committed: committed tokens over all rows, replacement and bonus tokens included.
+        pauses: times that a row gave its slot to a row of another request
+            (`shoal.engine.fairness`).
+        resampled: rows that became copies of other rows of their request (`exact="smc"`).
+        seconds_target: seconds inside the target's forward passes, on a GPU by its own events.
+        seconds_draft: seconds inside the drafter's forward passes, on a GPU by its own events.
+        seconds_prefill: seconds for prompts, both models.
+        seconds_rounds: seconds of whole rounds without prefill; the time outside the two models is
             bookkeeping.
-        seconds_propose, seconds_verify, seconds_accept, seconds_commit: the same rounds by stage,
-            the models' passes included.
+        seconds_propose: the part of the rounds spent on proposals, the models' passes included.
+        seconds_verify: the part spent on verification passes.
+        seconds_accept: the part spent on acceptance.
+        seconds_commit: the part spent on committing tokens.
         seconds: wall clock of the run.
-        by_drafter: tokens drafted and accepted, by the name of the drafter that proposed them; none
-            where nothing was drafted.
-        loaded: what `shoal.load` chose for "target" and "draft" (`shoal.models.load_report`). These
-            choices may change the tokens of a seed, as they change rounding or drafts. Empty for an
-            engine made by hand. A sum keeps the first that is not empty.
-        executors: passes of "target" and "draft", prompts included, by the name of the executor
-            that computed them (`shoal.models.executors`).
-        lossy: "" where tokens have the target's distribution; else the rule that was asked for, and
-            what it changes.
+        by_drafter: tokens drafted and accepted, by the name of the drafter that proposed them;
+            empty if nothing was drafted.
+        loaded: the choices of `shoal.load` for "target" and "draft" (`shoal.models.load_report`).
+            These choices may change the tokens of a seed, as they change rounding or drafts. Empty
+            for an engine made by hand. A sum keeps the first that is not empty.
+        executors: the number of passes of "target" and "draft", prompts included, by the name of
+            the executor that computed them (`shoal.models.executors`).
+        lossy: "" if tokens have the target's distribution; else the rule that was asked for, and
+            the change that it makes.
     """
 
     rounds: int = 0
@@ -103,40 +108,41 @@ class Stats:
         )
 
     def count_drafts(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Adds what became of tokens that a drafter proposed."""
+        """Adds the numbers of tokens that a drafter proposed and that were accepted."""
         if drafted:
             known = self.by_drafter.get(drafter, DraftCounts())
             self.by_drafter[drafter] = known + DraftCounts(drafted, accepted)
 
     def count_executors(self, model: str, passes: Counter[str]) -> None:
-        """Adds passes of a model, "target" or "draft"."""
+        """Adds the passes of a model, "target" or "draft", by executor."""
         if passes:
             self.executors[model] = self.executors.get(model, Counter()) + passes
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per row per target pass; plain decoding = 1.00."""
+        """The number of tokens committed per row per target pass; plain decoding = 1.00."""
         return self.committed / self.row_rounds if self.row_rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted; falls with the draft length by construction."""
+        """The ratio of accepted to drafted tokens; it falls with the draft length by
+        construction."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def bookkeeping(self) -> float:
-        """Share of a round spent outside the models' forward passes, 0..1."""
+        """The share of a round spent outside the models' forward passes, 0..1."""
         if not self.seconds_rounds:
             return 0.0
         return 1 - (self.seconds_target + self.seconds_draft) / self.seconds_rounds
 
     @property
     def tokens_per_second(self) -> float:
-        """Committed tokens over wall clock, prompts and drafting included."""
+        """The committed tokens over wall clock, prompts and drafting included."""
         return self.committed / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts, times and derived figures, ready for JSON."""
+        """Returns all counts, times and derived figures, ready for JSON."""
         derived = ("acceptance_length", "acceptance_rate", "bookkeeping", "tokens_per_second")
         executors = {model: dict(passes) for model, passes in self.executors.items()}
         counts = asdict(replace(self, executors={})) | {"executors": executors}

@@ -24,13 +24,14 @@ from shoal.types.siblings import Siblings
 
 @dataclass(frozen=True)
 class Probes:
-    """Columns of a pass that the drafter alone reads, behind the nodes of a tree. What they are fed
-    is no token but a vector of the drafter's (`shoal.models.runner.Runner.vectors`). No node sees
-    them, and none of them stays in the cache.
+    """Columns of a pass that only the drafter reads, behind the nodes of a tree.
+
+    A probe's input is no token but a vector of the drafter (`shoal.models.runner.Runner.vectors`).
+    No node sees a probe, and no probe stays in the cache.
 
     Attributes:
-        vectors: of each row's probes, the number of the vector.
-        after: of each row's probes, the column that it follows: 0 is the root, 1 + i node i of n, 1
+        vectors: for each row, the vector numbers of its probes.
+        after: for each row, the column that each probe follows: 0 is the root, 1 + i node i of n, 1
             + n + j its probe j. Columns come before those that follow them.
     """
 
@@ -40,20 +41,21 @@ class Probes:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """What a drafter proposes for every row.
+    """The proposal of a drafter for every row.
 
     Attributes:
         tokens: the nodes' tokens, [rows, m] int64; columns from a row's own length on are padding.
-        lengths: nodes of each row, [rows] int64.
+        lengths: the number of nodes of each row, [rows] int64.
         q: for each of the m nodes of a chain the distributions that its tokens were drawn from,
             [rows, vocab]; None without `siblings` = point masses: tokens were chosen without a
             distribution, and verification is by exact match.
         drafts: the same tokens without padding, one list per row.
-        parents: of each row's nodes, the node before it; -1 is the root. Parents come before their
+        parents: for each row's nodes, the node before it; -1 is the root. Parents come before their
             children. A chain's are `range(-1, n - 1)`.
-        steps: positions the drafter looked at; more than the deepest node if it looked and stopped.
-        siblings: how the nodes of all rows were drawn, where trees may branch and their q is known.
-        drafters: of each row's nodes, the names of the drafters that proposed them; None = the
+        steps: the number of positions that the drafter looked at; more than the deepest node if it
+            looked and stopped.
+        siblings: the draws of the nodes of all rows, if trees may branch and their q is known.
+        drafters: for each row's nodes, the names of the drafters that proposed them; None = the
             engine's drafter proposed all.
         probes: columns that the drafter adds to the pass for itself; None = none.
     """
@@ -76,12 +78,13 @@ class DraftTree:
         device: torch.device | None = None,
         steps: int = 0,
     ) -> DraftTree:
-        """A tree of point masses from lists, one per row.
+        """Returns a tree of point masses from lists, one per row.
 
         Args:
-            drafts: tokens of the nodes.
-            parents: of the nodes; None = every row has a chain.
+            drafts: the tokens of the nodes.
+            parents: the parents of the nodes; None = every row has a chain.
             device: the target's; None = the CPU.
+            steps: the number of positions that the drafter looked at.
 
         Raises:
             InternalError: a parent does not come before its child, or a tree that branches has more
@@ -107,7 +110,8 @@ class DraftTree:
 
     @staticmethod
     def empty(rows: int, device: torch.device, steps: int = 0) -> DraftTree:
-        """Nothing proposed: the round is a step of plain decoding. Made once for so many rows."""
+        """Returns an empty proposal: the round is a step of plain decoding. Cached by its
+        arguments."""
         return _empty(rows, device, steps)
 
     @property
@@ -116,17 +120,21 @@ class DraftTree:
 
     @cached_property
     def branches(self) -> bool:
-        """Whether some row's tree is no chain."""
+        """True if some row's tree is no chain."""
         return any(parents != range(-1, len(parents) - 1) for parents in self.parents)
 
     @cached_property
     def depths(self) -> list[list[int]]:
-        """Of each row's columns: 0 for the root, else one more than the parent's."""
+        """The depths of each row's columns: 0 for the root, else one more than the parent's."""
         return [_depths(parents) for parents in self.parents]
 
     def by_column(self, values: Tensor) -> Tensor:
-        """What holds for each position after the last committed token, [rows, depths, ...], for
-        each column, [rows, m + 1, ...]."""
+        """Returns the values of each column, [rows, m + 1, ...], from the values of each depth.
+
+        Args:
+            values: the values for each position after the last committed token, [rows, depths,
+                ...].
+        """
         if not self.branches:
             return values[:, : self.m + 1]
         padded = [depths + [0] * (self.m + 1 - len(depths)) for depths in self.depths]
@@ -140,12 +148,12 @@ def _empty(rows: int, device: torch.device, steps: int) -> DraftTree:
 
 
 def chains(drafts: Sequence[Sequence[int]]) -> list[range]:
-    """The parents of rows whose drafts are single sequences."""
+    """Returns the parents of rows whose drafts are single sequences."""
     return [range(-1, len(draft) - 1) for draft in drafts]
 
 
 def _checked(parents: Sequence[int], nodes: int) -> Sequence[int]:
-    """As they are, a chain's as a range."""
+    """Returns the checked parents; a chain's as a range."""
     if len(parents) != nodes or any(not -1 <= parent < node for node, parent in enumerate(parents)):
         raise InternalError(
             f"{nodes} nodes need a parent each that comes before it, or -1, got {list(parents)}"
@@ -166,14 +174,14 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions that a block of logits [rows, q, vocab] scores: which tokens come before each
-    of them.
+    """The positions that a block of logits [rows, q, vocab] scores, by the tokens before each of
+    them.
 
     Args:
         rows: one per row of the block.
         drafts: the tokens of each row's nodes.
-        parents: of the nodes, as in `DraftTree`; None = chains.
-        first: the column of the pass that the block begins with; other than 0 for chains only.
+        parents: the parents of the nodes, as in `DraftTree`; None = chains.
+        first: the column of the pass that the block begins with; not 0 only for chains.
     """
 
     rows: Sequence[Row]
@@ -183,18 +191,21 @@ class Positions:
 
     @staticmethod
     def of(rows: Sequence[Row], tree: DraftTree) -> Positions:
-        """The columns of a verification pass."""
+        """Returns the positions of a verification pass."""
         return Positions(rows, tree.drafts, tree.parents if tree.branches else None)
 
     def parent(self, row: int, column: int) -> int:
-        """The column before a column of the pass; -1 before the root."""
+        """Returns the column before a column of the pass; -1 before the root."""
         return (
             column - 1 if self.parents is None or not column else self.parents[row][column - 1] + 1
         )
 
     def path(self, row: int, column: int) -> list[int]:
-        """The drafted tokens between the row's last committed token and a column's position, the
-        column's own included."""
+        """Returns the drafted tokens between the row's last committed token and a column's
+        position.
+
+        The column's own token is included.
+        """
         draft = self.drafts[row]
         if self.parents is None:
             return list(draft[:column])
@@ -205,7 +216,7 @@ class Positions:
         return path[::-1]
 
     def paths(self, row: int, q: int) -> list[tuple[int, Sequence[int]]]:
-        """The columns of the block [rows, q] that can matter, and the drafted tokens before
+        """Returns the columns of the block [rows, q] that can matter, and the drafted tokens before
         each."""
         if self.parents is None:
             first, draft = self.first, self.drafts[row]
@@ -215,19 +226,21 @@ class Positions:
         return [(column, self.path(row, column)) for column in self.columns(row)]
 
     def history(self, row: int, column: int) -> list[int]:
-        """All tokens before the position that a column scores."""
+        """Returns all tokens before the position that a column scores."""
         return [*self.rows[row].tokens, *self.path(row, column)]
 
     def of_rows(self, rows: Sequence[int]) -> Positions:
-        """The positions of some of the rows."""
+        """Returns the positions of some of the rows."""
         parents = None if self.parents is None else [self.parents[b] for b in rows]
         return Positions(
             [self.rows[b] for b in rows], [self.drafts[b] for b in rows], parents, self.first
         )
 
     def columns(self, row: int) -> list[int]:
-        """The columns of the pass whose distribution can matter: no padding, and none after a
-        drafted EOS: the row ends there."""
+        """Returns the columns of the pass whose distribution can matter.
+
+        Padding is left out, and so are the columns after a drafted EOS, where the row ends.
+        """
         eos, draft = self.rows[row].eos, self.drafts[row]
         if self.parents is None:
             return list(

@@ -1,4 +1,4 @@
-"""Rule 4 of capture (DESIGN.md): what depends on settings is part of the key, so no function serves a round of other settings.
+"""Rule 4 of capture (docs/explanation/captured-rounds.md): what depends on settings is part of the key: no function serves others.
 
 Tests of: models.compiled, drafting.captured_kinds, models.compiled.rounds,
 models.compiled.round_functions, models.compiled.executors.

@@ -1,5 +1,4 @@
-"""One model with its ragged cache: tokens in, logits out. The engine sees models only through
-this."""
+"""A model with its ragged cache: tokens in, logits out. The engine sees models only through it."""
 
 from __future__ import annotations
 
@@ -43,37 +42,43 @@ class Runner:
     """A causal LM that feeds ragged blocks.
 
     Attributes:
-        has_modules: whether `hf` is a Transformers model, whose modules and weights drafters and
+        has_modules: True if `hf` is a Transformers model, whose modules and weights drafters and
             executors may read.
         hf: the Transformers model, never modified.
-        name: as the user wrote it.
+        name: the name of the model as the user wrote it.
         attention_path: "interface" or "mask" (`shoal.models.bridge`).
-        attention: name of the attention method.
-        context: most tokens a row may hold.
-        vocab_size: width of the logits.
-        known_ids: ids that it can read.
-        device, dtype: of the model when made or forked.
+        attention: the name of the attention method.
+        context: the largest number of tokens that a row may hold.
+        vocab_size: the width of the logits.
+        known_ids: the number of ids that the model can read.
+        device: the device of the model when the runner was made or forked.
+        dtype: the number format of the model when the runner was made or forked.
         cache: the slot cache.
-        passes, seconds, spans: forward calls and time spent in them, see `take_counters`.
+        passes: the number of forward calls, see `take_counters`.
+        seconds: the time spent in forward calls that were computed elsewhere, see `count`.
+        spans: the stretches of time spent in forward calls.
         captures: the captured rounds, if any.
-        lean: computes ordinary passes in place of the model's modules, if set.
-        packs: blocks with many unused columns are fed without them, as one sequence.
-        shares: rows of a group may read one stored prompt.
-        takes_trees: a block's tokens may be draft trees; not where the model finds positions
+        lean: the lean pass that computes ordinary passes in place of the model's modules, if set.
+        packs: True if blocks with many unused columns are fed without them, as one sequence.
+        shares: True if rows of a group may read one stored prompt.
+        takes_trees: True if a block's tokens may be draft trees; False if the model finds positions
             itself.
-        hidden_layers: hidden states that each pass keeps in `hidden`, as Transformers numbers them:
-            0 = the embeddings, i = what layer i has computed, the number of layers = what the head
-            gets. None are kept unless they are asked for. With them no round is captured and no
-            pass is one call: none of those return hidden states.
-        vectors: what negative ids of a block stand for (`shoal.models.vectors`), [count, width] in
-            the model's number format; None = all ids are tokens. With them no round is captured.
-        hidden: of the last pass, [rows, q, layers * width], the layers side by side; padding
-            columns are meaningless.
-        forward_context: entered for the length of each pass (`shoal.models.strict`).
-        notes: what was measured and chosen at load, by subject.
-        computed: passes by executor, see `take_executors`.
-        absent: executors that were ruled out when the model was loaded, and the reason.
-        self_check_error: what `selfcheck` found; None before it has run.
+        hidden_layers: the numbers of the hidden states that each pass keeps in `hidden`, as
+            Transformers numbers them: 0 is the embeddings, i the output of layer i, and the number
+            of layers is the input of the head. It is empty until a drafter asks for hidden states.
+            With hidden states no round is captured and no pass is one call, as captured rounds and
+            passes in one call return none.
+        vectors: the vectors that negative ids of a block stand for (`shoal.models.vectors`),
+            [count, width] in the model's number format; None if all ids are tokens. With vectors no
+            round is captured.
+        hidden: the hidden states of the last pass, [rows, q, layers * width], the layers side by
+            side; padding columns are meaningless.
+        forward_context: the function of the context that is entered during each pass
+            (`shoal.models.strict`).
+        notes: the measurements and choices of the load, by subject.
+        computed: the number of passes by executor, see `take_executors`.
+        absent: the executors that were ruled out when the model was loaded, and the reasons.
+        self_check_error: the error that `selfcheck` measured; None before it has run.
     """
 
     has_modules = True
@@ -121,34 +126,34 @@ class Runner:
         return SlotCache()
 
     def new_kept(self, tokens: int) -> KeptPrefixes:
-        """Returns memory for so many tokens of rows that have left (`shoal.models.cache.kept`)."""
+        """Returns memory for a number of tokens of rows that have left (`shoal.models.cache.kept`)."""
         return KeptPrefixes(tokens)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes that the weights take, tied ones counted once."""
+        """The number of bytes that the weights take, tied ones counted once."""
         return nbytes(list(self.hf.parameters()))
 
     @property
     def parameter_count(self) -> int:
-        """Numbers among the weights, tied ones counted once."""
+        """The number of numbers among the weights, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.hf.parameters())
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        """Bytes a cache of that size takes."""
+        """Returns the number of bytes that a cache of that size takes."""
         if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
         return (slots * self._whole(capacity) + cells) * self.token_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the keys and values of one token of one row take, over all layers."""
+        """The number of bytes of the keys and values of one token of one row, over all layers."""
         if not self.cache.bytes_per_token():
             self._learn_bytes()
         return self.cache.bytes_per_token()
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        """Bytes of the cache once it has room for that, too."""
+        """Returns the number of bytes of the cache once it also has room for that size."""
         cache = self.cache
         return self.cache_bytes(
             max(slots, cache.slots), max(capacity, cache.capacity), max(cells, cache.cells)
@@ -156,21 +161,21 @@ class Runner:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the cache takes now."""
+        """The number of bytes that the cache takes now."""
         return self.cache.nbytes()
 
     @property
     def attends_in_one_call(self) -> bool:
-        """Whether attention is one call for keys of its own and shared ones."""
+        """True if attention is one call for a row's own keys and the shared ones."""
         return methods.resolved(self.attention, self.device, self.dtype) in methods.KERNELS
 
     @property
     def captures_without_prefixes(self) -> bool:
-        """Whether rows whose prompt is stored once would keep rounds from being captured."""
+        """True if rows whose prompt is stored once would keep rounds from being captured."""
         return self.captures is not None and not self.captures.knows_prefixes
 
     def _learn_bytes(self) -> None:
-        """One token through the model: only then is it known what a token takes in its cache."""
+        """Feeds one token, as the bytes of a token in the cache are known only after a pass."""
         self.reserve(1, 1)
         self.feed(
             [0], torch.zeros(1, 1, dtype=torch.long, device=self.device), [1], want_logits=False
@@ -179,37 +184,45 @@ class Runner:
         self.take_counters()
 
     def use_attention(self, name: str, *, instead_of: str) -> None:
-        """Another attention method, unless the caller asked for one that is not `instead_of`.
-        Raises RequestError: no such name."""
+        """Chooses an attention method, unless the caller asked for another than `instead_of`.
+
+        Raises:
+            RequestError: the name is unknown.
+        """
         if self.attention == instead_of and self.attention_path == "interface":
             self.attention, self._method = name, methods.method_named(name)
 
     @property
     def skips_padding(self) -> bool:
-        """Whether a pass takes the time of its real tokens: it leaves unused columns out, as
-        captured rounds do not."""
+        """True if a pass takes the time of its real tokens only.
+
+        Such a pass leaves unused columns out; captured rounds compute them.
+        """
         return self.packs and self.captures is None
 
     @property
     def cut_obstacle(self) -> str | None:
-        """The reason why the model's first layers cannot be computed alone; None where they may
-        be."""
+        """The reason why the model's first layers cannot be computed alone; None if they can."""
         return None
 
     @property
     def can_keep_prefixes(self) -> bool:
-        """Whether prompts may be copied in part from what earlier rows have left: nobody wants
-        hidden states of all tokens."""
+        """True if prompts may be copied in part from tokens that earlier rows have left.
+
+        They may not if a drafter wants the hidden states of all tokens.
+        """
         return not self.hidden_layers
 
     @property
     def can_be_lean(self) -> bool:
-        """Whether a pass may leave the model's modules out: nobody asked for bits that depend on
-        them."""
+        """True if a pass may leave the model's modules out.
+
+        It may not if the caller asked for bits that depend on the modules.
+        """
         return self.packs and self.forward_context is nullcontext
 
     def capture_rounds(self, executor: str | None) -> None:
-        """Captures rounds from now on, where that is possible.
+        """Captures rounds from now on if that is possible.
 
         Args:
             executor: a name in `shoal.models.compiled`, or None for no more captured rounds.
@@ -233,8 +246,10 @@ class Runner:
 
     @property
     def fused_layers(self) -> Layers | None:
-        """The layers that compute passes in place of the model's modules, if any do; for all
-        runners forked from this one."""
+        """The layers that compute passes in place of the model's modules, or None.
+
+        They are the same for all runners forked from this one.
+        """
         return self._bridge.layers
 
     @fused_layers.setter
@@ -242,19 +257,23 @@ class Runner:
         self._bridge.layers = layers
 
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Logits [rows, q, vocab] of a forward pass without a cache, by the model's own attention:
-        what passes are checked with."""
+        """Computes the logits [rows, q, vocab] without a cache, by the model's own attention.
+
+        The passes are checked against these logits.
+        """
         return self._bridge.plain_logits(tokens)
 
     @property
     def seconds_building(self) -> float:
-        """Seconds that captures have taken so far."""
+        """The seconds that captures have taken so far."""
         return self.captures.seconds_building if self.captures is not None else 0.0
 
     @property
     def capture_failure(self) -> str | None:
-        """The reason why captured rounds have ended, so that times are not theirs, whatever was
-        asked for; None while they have not."""
+        """The reason why captured rounds have ended; None while they go on.
+
+        Measured times are then not those of captured rounds, even if the caller asked for them.
+        """
         if self.captures is None:
             return None
         if self.ordinary_only:
@@ -263,12 +282,13 @@ class Runner:
 
     @property
     def ordinary_only(self) -> bool:
-        """Whether a drafter reads hidden states or feeds vectors: then no round is captured."""
+        """True if a drafter reads hidden states or feeds vectors: then no round is captured."""
         return bool(self.hidden_layers) or self.vectors is not None
 
     def use_vectors(self, vectors: Tensor) -> None:
-        """Negative ids of a block stand for these from now on, [count, width], as the model's
-        embedding would give them.
+        """Sets the vectors [count, width] that negative ids of a block stand for from now on.
+
+        A pass takes them in place of the embeddings of tokens.
 
         Raises:
             UnsupportedModel: the model takes ids alone, or several processes share it.
@@ -277,7 +297,7 @@ class Runner:
         self.vectors = vectors.to(self.device, self.dtype).contiguous()
 
     def fork(self) -> Runner:
-        """The same model with a cache and counters of its own: what one engine works with."""
+        """Returns the same model for one engine, with a cache and counters of its own."""
         other = copy.copy(self)
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.cache = self.new_cache() if self.captures is None else self.captures.cache_for(other)
@@ -287,15 +307,17 @@ class Runner:
         return other
 
     def fork_for_ordinary_passes(self) -> Runner:
-        """Returns the same model for passes that are no rounds, over a cache that nothing is
-        captured over."""
+        """Returns the same model for ordinary passes, over a cache without captures."""
         other = self.fork()
         other.captures = None
         return other
 
     def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:
-        """Another model over this one's cache, whose layers are this one's first; with counters of
-        its own, and ordinary passes. No two passes over a cache may run at a time."""
+        """Returns a runner of another model over this one's cache.
+
+        The other model's layers are the first layers of this one. The runner has counters of its
+        own, and ordinary passes. Two passes over a cache must not run at the same time.
+        """
         other = copy.copy(self)
         other.hf, other.lean, other.captures = hf, lean, None
         other._bridge = self._bridge.of(hf)
@@ -305,15 +327,20 @@ class Runner:
         return other
 
     def take_counters(self) -> tuple[int, float]:
-        """Passes, and seconds in them on the device, since this was last asked. Waits for the last
-        of them."""
+        """Returns the passes, and the seconds in them on the device, since the last call.
+
+        Waits for the last of the passes.
+        """
         taken = self.passes, self.seconds + self.spans.take()
         self.passes, self.seconds = 0, 0.0
         return taken
 
     @contextmanager
     def noting_windows(self) -> Iterator[set[int | None]]:
-        """The sliding windows that the layers ask for meanwhile; None for full attention."""
+        """Collects the sliding windows that the layers ask for within the context.
+
+        The window None stands for full attention.
+        """
         method = self._method
         seen: set[int | None] = set()
 
@@ -328,8 +355,16 @@ class Runner:
             self._method = method
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Makes room in the cache for `slots` rows of `capacity` tokens and `cells` of shared
-        prompts. Raises OutOfMemory."""
+        """Makes room in the cache for rows and shared prompts.
+
+        Args:
+            slots: the number of rows.
+            capacity: the number of tokens of a row.
+            cells: the number of tokens of shared prompts.
+
+        Raises:
+            OutOfMemory: the memory does not suffice.
+        """
         cache = self.cache
         if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
@@ -339,7 +374,7 @@ class Runner:
             cache.reserve(slots, self._whole(capacity), cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Gives room back that nobody needs, and rounds that were captured over it."""
+        """Gives unused room of the cache back, and drops rounds that were captured over it."""
         if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
         capacity = self._whole(capacity)
@@ -352,7 +387,7 @@ class Runner:
         self.cache.trim(slots, capacity, cells)
 
     def _whole(self, capacity: int) -> int:
-        """`capacity` in whole blocks of keys."""
+        """Rounds `capacity` up to whole blocks of keys."""
         return -(-capacity // self._kv_block) * self._kv_block
 
     @torch.inference_mode()
@@ -372,19 +407,19 @@ class Runner:
             tokens: [rows, q] int64; column j of row b is padding from counts[b] on. Negative ids
                 are `vectors`.
             counts: 1..q per row.
-            parents: the draft tree that a row's tokens are, of counts[b] - 1 nodes
-                (`shoal.models.cache.tree`); None = chains. Keys are written in the order of the
+            parents: the draft tree of each row's tokens, of counts[b] - 1 nodes
+                (`shoal.models.cache.tree`); None for chains. Keys are written in the order of the
                 columns: `SlotCache.keep` moves an accepted path together.
-            want_logits: False when only the cache matters (prompts).
+            want_logits: False if only the cache matters (prompts).
 
         Returns:
-            Logits [rows, q, vocab]; those of padding columns are meaningless. Without
+            Logits [rows, q, vocab]; the logits of padding columns are meaningless. Without
             `want_logits`, some of them.
 
         Raises:
-            OutOfMemory. UnsupportedModel: a tree that branches, for a model that does not take
-            trees (`takes_trees`).
-            RequestError: a tree of more than 63 nodes.
+            OutOfMemory: the memory does not suffice.
+            UnsupportedModel: a tree branches, and the model does not take trees (`takes_trees`).
+            RequestError: a tree has more than 63 nodes.
         """
         plan = self.plan(slots, counts, packed=self.packs, parents=parents)
         if plan.parents is not None and not self.takes_trees:
@@ -403,10 +438,10 @@ class Runner:
         most: int,
         drawing: Drawing,
     ) -> Callable[[], Drawn | None] | None:
-        """A drafter's steps of a round as lean passes, see `shoal.models.lean.drafting`; None where
-        they cannot be.
+        """Returns a drafter's step of a round as a lean pass (`shoal.models.lean.drafting`).
 
-        A step returns None when it failed; then the rows must go back to where they were.
+        Returns None if lean passes cannot compute the steps. A step returns None if it failed; then
+        the rows must go back to their earlier lengths.
         """
         lean = (
             None
@@ -433,11 +468,14 @@ class Runner:
 
     @torch.inference_mode()
     def feed_prefix(self, prefix: Prefix, start: int, tokens: Tensor) -> None:
-        """Appends a piece of a prompt, [1, q] int64 from position `start` on, to its place in the
-        shared store.
+        """Appends a piece of a prompt to its place in the shared store.
+
+        Args:
+            start: the position of the first token.
+            tokens: [1, q] int64.
 
         Raises:
-            OutOfMemory.
+            OutOfMemory: the memory does not suffice.
         """
         plan = Plan([], [start], [tokens.shape[1]], self.device, into=prefix)
         with self._counted():
@@ -450,7 +488,7 @@ class Runner:
         packed: bool = False,
         parents: Parents | None = None,
     ) -> Plan:
-        """A pass that appends counts[b] tokens to each row."""
+        """Makes the plan of a pass that appends counts[b] tokens to each row."""
         cache = self.cache
         starts, gaps = ([of[slot] for slot in slots] for of in (cache.lengths, cache.gaps))
         prefixes = [cache.prefixes[slot] for slot in slots]
@@ -469,8 +507,7 @@ class Runner:
         )
 
     def ordinary(self, plan: Plan, tokens: Tensor, want_logits: bool = True) -> Tensor:
-        """Computes a pass as long as its rows are; returns its logits, [rows, q, vocab], see
-        `feed`."""
+        """Computes a pass as long as its rows are; returns its logits [rows, q, vocab], see `feed`."""
         return self._ordinary(self._batch(plan, tokens, want_logits)).logits
 
     def count(self, passes: int, seconds: float, executor: str) -> None:
@@ -498,10 +535,13 @@ class Runner:
         parents: Parents | None = None,
         want_logits: bool = True,
     ) -> Explanation:
-        """Tells which executor computes a pass, and why those that are asked before it do not.
+        """Tells which executor computes a pass, and why the executors before it do not.
 
         Args:
-            slots, counts, parents, want_logits: of the pass, as `feed` takes them.
+            slots: see `feed`.
+            counts: see `feed`.
+            parents: see `feed`.
+            want_logits: see `feed`.
         """
         plan = self.plan(slots, counts, packed=self.packs, parents=parents)
         tokens = torch.zeros(plan.rows, plan.q, dtype=torch.long, device=self.device)
@@ -520,8 +560,7 @@ class Runner:
         raise InternalError("the modules refused a pass")
 
     def take_executors(self) -> Counter[str]:
-        """Passes by the name of the executor that computed them, since this was last asked; those
-        over prompts too."""
+        """Returns the passes since the last call by the name of their executor, prompts included."""
         taken, self.computed = self.computed, Counter()
         return taken
 
@@ -545,8 +584,11 @@ class Runner:
         return output
 
     def _first(self, batch: Batch) -> Executor:
-        """Returns the first of `executors` that does not refuse a batch. Raises UnsupportedModel:
-        all of them do."""
+        """Returns the first of `executors` that does not refuse a batch.
+
+        Raises:
+            UnsupportedModel: all executors refuse the batch.
+        """
         reason: str | None = None
         for executor in self.executors:
             reason = executor.refuses(batch)
@@ -556,7 +598,7 @@ class Runner:
 
 
 class _Counted(explained):
-    """One pass, timed if it succeeds."""
+    """A context of one pass, which is timed and counted if it succeeds."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner.name)

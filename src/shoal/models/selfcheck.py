@@ -1,7 +1,7 @@
-"""One small ragged decode against plain forwards, before the first real token.
+"""A small ragged decode that is compared with plain forwards, before the first real token.
 
-A model that ignores shoal's attention, or means something else by its cache, computes garbage in
-silence; a few milliseconds find it, and every such model to come.
+A model that ignores shoal's attention, or uses its cache in another way, computes garbage in
+silence. The check finds such models in a few milliseconds, future ones included.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from shoal.types.prefix import Prefix
 
 
 def tolerance(runner: Runner) -> float:
-    """Returns how far the distributions of passes may be from those of a plain forward, in nats: as
-    the dtype allows. Layers that round their activations to bytes, as llama.cpp does, are coarser.
+    """Returns the largest divergence of passes from a plain forward that the dtype allows, in nats.
+
+    Layers that round their activations to bytes, as llama.cpp does, have a larger tolerance.
     """
     rounds = not runner.has_modules or any(
         isinstance(module, Int8Linear) for module in runner.hf.modules()
@@ -32,18 +33,19 @@ def tolerance(runner: Runner) -> float:
 
 @torch.inference_mode()
 def self_check(runner: Runner) -> float:
-    """One ragged decode against plain forwards of the same tokens, before the first real token.
+    """Compares a ragged decode with plain forwards of the same tokens, before the first real token.
 
-    Two rows of unequal lengths in swapped slots, a short block, a rollback of one row, another
-    block: what decoding does. A model that is only right padded is not fed packed blocks; one that
-    goes wrong with a shared prompt gets copies, with a draft tree gets chains. A sliding window
-    that the attention never hears of bounds the context, as longer rows would see too much.
+    The decode makes the steps of a real one: two rows of unequal lengths in swapped slots, a short
+    block, a rollback of one row, another block. A model that is right only with padded blocks is
+    not fed packed ones. A model that goes wrong with a shared prompt gets copies of it; one that
+    goes wrong with a draft tree gets chains. A sliding window that the attention never receives
+    bounds the context, as longer rows would see too much.
 
     Returns:
-        The divergence (`shoal.models.divergence`); kept in `self_check_error`.
+        The divergence (`shoal.models.divergence`), which is also stored in `self_check_error`.
 
     Raises:
-        UnsupportedModel: if it exceeds `tolerance`.
+        UnsupportedModel: the divergence exceeds `tolerance`.
     """
     ids, plain = _reference(runner)
     with runner.noting_windows() as windows:
@@ -70,8 +72,10 @@ def self_check(runner: Runner) -> float:
 
 @torch.inference_mode()
 def largest_error(runner: Runner) -> float:
-    """The largest divergence from plain forwards of all that the runner's passes may be asked for:
-    ragged blocks, prompts without logits, a shared prompt, a draft tree."""
+    """Returns the largest divergence from plain forwards over all kinds of passes of a runner.
+
+    The kinds are ragged blocks, prompts without logits, a shared prompt, and a draft tree.
+    """
     ids, plain = _reference(runner)
     checks = [
         _error,
@@ -83,8 +87,10 @@ def largest_error(runner: Runner) -> float:
 
 
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
-    """Two rows of tokens, [2, length] int64, and their logits by a plain forward, [2, length,
-    vocab]."""
+    """Makes two rows of tokens, [2, length] int64, and their logits [2, length, vocab].
+
+    A plain forward computes the logits.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(
         runner.device
@@ -95,7 +101,7 @@ def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
 def _guarded(
     error: Callable[[Runner, Tensor, Tensor], float], runner: Runner, ids: Tensor, plain: Tensor
 ) -> float:
-    """The error of something that a model may do wrongly, or fail at, and can do without."""
+    """Returns the error of an operation that a model can do without; infinite if it fails."""
     try:
         return error(runner, ids, plain)
     except RuntimeError:
@@ -105,8 +111,10 @@ def _guarded(
 
 
 def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The divergence of two rows with one stored prompt: all of `ids` but the last two tokens of a
-    row."""
+    """Returns the divergence of two rows with one stored prompt.
+
+    The prompt is `ids` without the last two tokens of a row.
+    """
     split = ids.shape[1] - 2
     if split < 1:
         return math.inf
@@ -123,8 +131,10 @@ def _sharing_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
 
 
 def _prompt_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The divergence of the last two tokens of rows whose prompts, of unequal lengths, were fed
-    without asking for logits; one of them in two pieces."""
+    """Returns the divergence of the last two tokens of rows whose prompts were fed without logits.
+
+    The prompts have unequal lengths, and one of them is fed in two pieces.
+    """
     length = ids.shape[1]
     split = max(1, length - 8)
     if length < split + 3:
@@ -142,8 +152,10 @@ def _prompt_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
 
 
 def _tree_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The divergence of a row's last three tokens as a draft tree: another row's token is a sibling
-    of the second."""
+    """Returns the divergence of a row's last three tokens as a draft tree.
+
+    A token of another row is a sibling of the second token.
+    """
     start = ids.shape[1] - 3
     if start < 1:
         return math.inf
@@ -155,20 +167,29 @@ def _tree_error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
 
 
 def _error(runner: Runner, ids: Tensor, plain: Tensor) -> float:
-    """The largest mean divergence of the blocks of a ragged decode: a fault of one block is not
-    made small by the others."""
+    """Returns the largest mean divergence of the blocks of a ragged decode.
+
+    The maximum keeps the other blocks from hiding a fault of one block.
+    """
     return _worst(
         mean_divergence(block, plain[row, span]) for row, span, block in _ragged_decode(runner, ids)
     )
 
 
 def _worst(errors: Iterable[float]) -> float:
-    """The largest; infinite if one is NaN, which compares as neither larger nor smaller."""
+    """Returns the largest error; infinite if one is NaN.
+
+    A NaN compares as neither larger nor smaller.
+    """
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor]]:
-    """(row, positions, logits [positions, vocab]) of a small ragged decode of `ids` [2, length]."""
+    """Computes a small ragged decode of `ids` [2, length].
+
+    Returns:
+        (row, positions, logits [positions, vocab]) of each block's rows.
+    """
     length = ids.shape[1]
     runner.reserve(2, length + 4)
     runner.cache.clear()
@@ -199,6 +220,6 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
 
 
 def _declared_window(config: Any) -> int | None:
-    """The sliding window some layers of this model have by its config."""
+    """Returns the sliding window that some layers of a model have by its config, or None."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     return window if kinds is None or "sliding_attention" in kinds else None

@@ -1,5 +1,7 @@
-"""The ranks of a sharded model that do not lead do what rank 0 says, with their own heads
-(`shoal.models.tensor_parallel`)."""
+"""The ranks of a sharded model that do not lead: they obey rank 0 with their own heads.
+
+See `shoal.models.tensor_parallel`.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,31 @@ from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
 PASS, CAPTURE, BUILD, RUN, RESIZE = "pass", "capture", "build", "run", "resize"
-"""The words of rank 0 beside the names of `SlotCache`'s methods: an ordinary pass; rounds are
-captured from now on, or no more; a pass of a round is built; it is run; a cache changes its
-size."""
+"""The words of rank 0 beside the names of `SlotCache`'s methods.
+
+PASS is an ordinary pass. CAPTURE captures rounds from now on, or no more. BUILD builds a pass of a
+round, and RUN runs it. RESIZE changes the size of a cache.
+"""
 
 
 class SharedCaptures(Captures):
     """The captured rounds of a model that several processes share, on any rank."""
 
     def share(self, block: Block) -> None:
-        """All ranks compute the block of rank 0. Part of what is captured; collectives of gloo are
-        not, and run on the host."""
+        """Sends the block of rank 0 to all ranks, which compute it.
+
+        The collective is part of the captured graph. Collectives of gloo are not captured: they run
+        on the host.
+        """
         dist.broadcast(block.inputs, src=0)
 
 
 class Served:
-    """What another rank has: its part of the model, of the caches and of what is built over them,
-    by rank 0's numbers."""
+    """The state of a rank other than 0, by rank 0's numbers.
+
+    It holds the rank's part of the model, of the caches, and of the passes that are built over
+    them.
+    """
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._runner, self._ranks = runner, ranks
@@ -50,11 +60,13 @@ class Served:
 
     @torch.inference_mode()
     def serve(self) -> NoReturn:
-        """Does what rank 0 says. SIGTERM and Ctrl-C, which torchrun sends to all, are rank 0's to
-        obey: it may have rows to finish.
+        """Obeys the messages of rank 0 until it stops.
+
+        SIGTERM and Ctrl-C, which torchrun sends to all processes, are ignored: rank 0 obeys them,
+        as it may have rows to finish.
 
         Raises:
-            SystemExit: when it says stop, or something fails.
+            SystemExit: rank 0 says stop, or an operation fails.
         """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,7 +84,7 @@ class Served:
     def _do(
         self, what: str, number: int, arguments: tuple[Any, ...], dropped: Sequence[int]
     ) -> bool:
-        """Whether there is more to come."""
+        """Does the operation of a message; returns False if it was the last one."""
         self._drop(dropped)
         if what == STOP:
             self._ranks.leave()
@@ -148,7 +160,7 @@ class Served:
 
 
 def arguments_of(plan: Plan) -> tuple[Any, ...]:
-    """What makes a plan, as `repeat` takes it."""
+    """Returns the arguments that describe a plan, in the order of `repeat`'s parameters."""
     return plan.slots, plan.starts, plan.counts, plan.packed, plan.prefixes, plan.into, plan.parents
 
 
@@ -165,7 +177,7 @@ def repeat(
     tokens: Tensor,
     want_logits: bool,
 ) -> None:
-    """The pass that rank 0 makes, on this rank's heads."""
+    """Computes a pass of rank 0 on this rank's heads."""
     runner.cache = cache
     plan = Plan(
         slots,

@@ -1,5 +1,7 @@
-"""What the name of a model means, found out before torch is imported: a directory with a model in
-it, or a Hub id within reach."""
+"""The meaning of a model's name: a directory with a model, a GGUF file, or a Hub id within reach.
+
+It is found before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from urllib.parse import urlsplit
 from shoal.errors import RequestError
 
 SECONDS = 3.0
-"""How long the Hub has to accept a connection."""
+"""The seconds that the Hub has to accept a connection."""
 PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
 GGUF = ".gguf"
 PARTS = re.compile(r"-00001-of-(\d{5})\.gguf$")
-"""How the first of several parts of a model ends."""
+"""The pattern at the end of the name of the first of several parts of a model."""
 
 
 def gguf_of(
@@ -33,7 +35,7 @@ def gguf_of(
             model.
 
     Raises:
-        RequestError: no such file.
+        RequestError: the file does not exist.
     """
     if not str(source).endswith(GGUF):
         return None
@@ -68,11 +70,11 @@ def _downloaded(hub: str, name: str, revision: str | None, local_files_only: boo
 
 
 def directory_of(source: str | Path) -> Path | None:
-    """The directory that a name means, or None for a Hub id or a GGUF file.
+    """Returns the directory that a name means, or None for a Hub id or a GGUF file.
 
     Raises:
-        RequestError: it is a path, but not that of a directory with a config.json, or of a GGUF
-            file.
+        RequestError: the name is a path, but neither of a directory with a config.json nor of a
+            GGUF file.
     """
     path = Path(source).expanduser()
     if path.suffix == GGUF and not path.is_dir():
@@ -95,8 +97,11 @@ def directory_of(source: str | Path) -> Path | None:
 
 
 def name_of(source: str) -> str:
-    """Returns the name by which people call a model, without any path: the last part of a
-    directory, a GGUF file without its ending, a Hub id as it is."""
+    """Returns the name by which people call a model, without any path.
+
+    The name of a directory is its last part, and the name of a GGUF file lacks its ending. A Hub id
+    stays as it is.
+    """
     if source.endswith(GGUF):
         return Path(source.rpartition(":")[2]).stem
     place = Path(source).expanduser()
@@ -106,15 +111,15 @@ def name_of(source: str) -> str:
 def require_source(
     source: str | Path, revision: str | None = None, local_files_only: bool = False
 ) -> bool:
-    """Checks that a model can be had. A GGUF file of the Hub is then on this machine.
+    """Checks that a model is available. A GGUF file of the Hub is then on this machine.
 
     Returns:
-        Whether only local files are to be read: because the caller said so, or because the Hub is
-        out of reach and its cache has the model. Transformers itself would try again and again to
-        reach the Hub, for most of a minute.
+        True if only local files are to be read: the caller said so, or the Hub is out of reach and
+            its cache has the model. Transformers itself would try again and again to reach the Hub,
+            for most of a minute.
 
     Raises:
-        RequestError: a wrong path, or a Hub id that is not in the cache while there is no network.
+        RequestError: the path is wrong, or a Hub id is not in the cache while there is no network.
     """
     if directory_of(source) is not None or gguf_of(source, revision, local_files_only) is not None:
         return local_files_only
@@ -145,16 +150,22 @@ def require_source(
 
 
 def quieten_transformers(models: Iterable[str]) -> None:
-    """Keeps the warnings of Transformers off stderr, and its progress bars unless one of these
-    models may be downloaded. It reads both in the environment when it is imported; what stands
-    there already stays."""
+    """Keeps the warnings of Transformers off stderr.
+
+    Also keeps its progress bars off, unless one of these models may be downloaded. Transformers
+    reads both settings in the environment when it is imported; settings that are already there
+    stay.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if all(Path(name).is_dir() for name in models):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _unreachable(endpoint: str) -> bool:
-    """Whether no connection to the Hub can be opened; a proxy is trusted to do it."""
+    """Returns True if no connection to the Hub can be opened.
+
+    A proxy is trusted without a trial.
+    """
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
         return False
     place = urlsplit(endpoint)

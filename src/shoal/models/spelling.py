@@ -1,5 +1,7 @@
-"""What the tokens of a tokenizer spell (`shoal.constraints.token_bytes`), and how bytes are spelled
-in tokens."""
+"""The bytes that the tokens of a tokenizer spell, and the spelling of bytes in tokens.
+
+See `shoal.constraints.token_bytes`.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,29 @@ from shoal.constraints.token_bytes import fallback, has_byte_level, token_bytes
 from shoal.errors import PairMismatch
 
 PROBE = 'def f(x):\n    return x ** 2  # 10 %, I\'m 3.14\n\n\t<b>"ok"</b>'
-"""Text that every tokenizer must split without loss."""
+"""A text that every tokenizer must split without loss."""
 ANCHOR = "\n"
-"""Before a text that does not begin a document: some tokenizers write a space at the beginning of a
-text."""
+"""The text before a text that does not begin a document.
+
+Some tokenizers write a space at the beginning of a text.
+"""
 WINDOW = 10
-"""Most tokens before a new piece of text that may be split anew together with it."""
+"""The largest number of tokens before a new piece of text that may be split anew with it."""
 
 
 class Spelling:
     """The tokens of a vocabulary as bytes.
 
     Args:
-        encode: splits a text into tokens.
-        fallbacks: tokens that stand for a byte where there is no other token.
-        pads: it writes a space before a text.
+        encode: the function that splits a text into tokens.
+        pads: True if the tokenizer writes a space before a text.
+        fallbacks: the tokens that stand for a byte for which there is no other token.
 
     Attributes:
-        pieces: bytes of each token that writes some, by id.
-        special: names of the tokens that write none, by id.
-        end: id of the token that ends a text, or None.
-        begin: ids that the tokenizer writes before a text.
+        pieces: the bytes of each token that writes any, by id.
+        special: the names of the tokens that write no bytes, by id.
+        end: the id of the token that ends a text, or None.
+        begin: the ids that the tokenizer writes before a text.
     """
 
     def __init__(
@@ -60,7 +64,10 @@ class Spelling:
 
     @staticmethod
     def of(tokenizer: Any, name: str) -> Spelling:
-        """That of a Transformers tokenizer; name: of its model.
+        """Returns the spelling of a Transformers tokenizer.
+
+        Args:
+            name: the name of the tokenizer's model.
 
         Raises:
             PairMismatch: the tokenizer changes texts, or its tokens do not spell them: it has
@@ -99,26 +106,32 @@ class Spelling:
         return made
 
     def spelled(self, ids: Sequence[int]) -> bytes:
-        """The bytes that tokens write, special ones left out."""
+        """Returns the bytes that tokens write, without special tokens."""
         return b"".join(self.pieces.get(i, b"") for i in ids)
 
     def tokens_of(self, spelled: bytes) -> Sequence[int]:
-        """All tokens that write these bytes; ordinary ones first, then those for single bytes, each
-        by id."""
+        """Returns all tokens that write these bytes.
+
+        Ordinary tokens come first, then the tokens for single bytes, each by id.
+        """
         return self._ids.get(spelled, ())
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """The bytes of tokens that begin a document: without the space that the tokenizer writes
-        there."""
+        """Returns the bytes of tokens that begin a document.
+
+        The space that the tokenizer writes there is left out.
+        """
         spelled = self.spelled(ids)
         return spelled[1:] if self._pads and spelled.startswith(b" ") else spelled
 
     def ids(self, data: bytes, *, first: bool = False) -> list[int]:
-        """Tokens that spell the bytes, as the tokenizer splits them. Characters that are cut at an
-        end are spelled by the longest pieces; what there are no pieces for is left out.
+        """Returns tokens that spell the bytes, as the tokenizer splits them.
+
+        Characters that are cut at an end are spelled by the longest pieces. Bytes that no piece
+        spells are left out.
 
         Args:
-            first: the bytes begin a document.
+            first: True if the bytes begin a document.
         """
         start = next((i for i, byte in enumerate(data[:4]) if byte & 0xC0 != 0x80), len(data[:4]))
         stop = _complete(data)
@@ -164,9 +177,11 @@ class Spelling:
         return found
 
     def windows(self, tokens: Sequence[int], floor: int = 0) -> list[int]:
-        """Places in tokens, of the last `WINDOW` and not before `floor`, from which a text that
-        follows may be split anew together with them: those of the last two tokens that begin with
-        white space, the earlier first; then the end."""
+        """Returns the places in tokens from which they may be split anew with a text that follows.
+
+        The places are the last two tokens that begin with white space, the earlier first, and then
+        the end. They are among the last `WINDOW` tokens and not before `floor`.
+        """
         found = [len(tokens)]
         for at in range(len(tokens) - 1, max(floor, len(tokens) - WINDOW) - 1, -1):
             piece = self.pieces.get(tokens[at])
@@ -178,7 +193,7 @@ class Spelling:
 
 
 def _complete(data: bytes) -> int:
-    """Bytes up to a character that is cut at the end."""
+    """Returns the number of bytes before a character that is cut at the end."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte & 0xC0 != 0x80:

@@ -1,11 +1,11 @@
-"""`strict=True`: a token's logits have the same bits in whatever pass they are computed; on a CPU.
+"""The option `strict=True`: a token's logits have the same bits in every pass, on a CPU.
 
 Matrix libraries choose their order of summation by the shape of the whole product, so a row's last
-bits depend on how many rows stand beside it. In 16 bit that turns ties between the two best tokens.
+bits depend on the number of rows beside it. In 16 bit that turns ties between the two best tokens.
 Strict passes give every kernel one shape only: attention by `shoal.models.attention.strict`, linear
 layers and activations (whose loops end in scalar code, which rounds differently) in blocks of
-`BLOCK` tokens. What else a decoder is made of, norms and embeddings, takes one token at a time.
-`prove` shows on the model itself that the bits agree, or refuses it.
+`BLOCK` tokens. The other parts of a decoder, norms and embeddings, take one token at a time.
+`prove` shows on the model itself that the bits agree, or refuses the model.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from shoal.models.attention.strict import KV_BLOCK
 from shoal.models.runner import Runner
 
 BLOCK = 16
-"""Tokens per product of a linear layer: fewer waste time in 16 bit, more in passes of few
-tokens."""
+"""The number of tokens per product of a linear layer.
+
+Fewer tokens waste time in 16 bit, more tokens in passes of few tokens.
+"""
 PROOF = (2, 9, 21)
-"""Tokens of the three rows that `prove` decodes."""
+"""The numbers of tokens of the three rows that `prove` decodes."""
 
 
 def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
-    """Switches the runner's passes to fixed shapes and proves that it worked; its attention must be
-    "strict" already.
+    """Switches the runner's passes to fixed shapes and proves that the bits agree.
+
+    The runner's attention must be "strict" already.
 
     Args:
-        rowwise: types of layers that map [..., features] to [..., features] row by row.
+        rowwise: the types of layers that map [..., features] to [..., features] row by row.
 
     Raises:
-        UnsupportedModel: if other layers have matrices of their own, or see `prove`.
+        UnsupportedModel: other layers have matrices of their own, or see `prove`.
     """
     for module in runner.hf.modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
@@ -54,8 +57,10 @@ def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
 
 @contextmanager
 def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """The layers compute in blocks meanwhile; a `forward` that an owner had put on one is put
-    back."""
+    """Lets the layers compute in blocks within the context.
+
+    Afterwards it puts a `forward` back that an owner had set on a layer.
+    """
     owned = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.__dict__["forward"] = _blocked(
@@ -72,8 +77,10 @@ def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`forward` for [..., features], always called with [BLOCK, features]; the last block is filled
-    up with zeros."""
+    """Wraps `forward` for [..., features] so that it is always called with [BLOCK, features].
+
+    The last block is filled up with zeros.
+    """
 
     def blocked(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -90,11 +97,12 @@ def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @torch.inference_mode()
 def prove(runner: Runner) -> None:
-    """Decodes three rows one by one, token by token, then together in three variants; all logits
-    must be equal to the last bit.
+    """Decodes three rows one by one, token by token, then together in three variants.
+
+    All logits must be equal to the last bit.
 
     Raises:
-        UnsupportedModel: naming the variant that changed them.
+        UnsupportedModel: a variant changed the logits; the message names it.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, runner.context - 1) for length in PROOF]
@@ -128,12 +136,13 @@ def prove(runner: Runner) -> None:
 def _decode(
     runner: Runner, ids: Sequence[Tensor], steps: Sequence[int], neighbour: bool = False
 ) -> list[Tensor]:
-    """Logits [length, vocab] of each row, fed in ragged blocks: row b's r-th has steps[(b + r) %
-    len(steps)] tokens.
+    """Computes the logits [length, vocab] of each row, fed in ragged blocks.
+
+    The r-th block of row b has steps[(b + r) % len(steps)] tokens.
 
     Args:
-        neighbour: a row that needs one more block of keys stands beside them; nobody computed its
-            keys, which are zeros.
+        neighbour: True adds a row that needs one more block of keys. Its earlier keys are zeros,
+            which no pass computed.
     """
     rows = (
         [*ids, torch.zeros(max(map(len, ids)), dtype=torch.int64, device=runner.device)]

@@ -1,6 +1,8 @@
-"""Whether a model still is what was read off it: passes that do without its modules, or were
-captured, know the weights and layers that it had. Adapters, hooks and replaced tensors are for its
-modules alone."""
+"""The detection of changes in a model since its weights and layers were read.
+
+Passes without the model's modules, and captured passes, know only the weights and layers that the
+model had. Adapters, hooks and replaced tensors work in the modules alone.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from shoal.models.weights.parameter import PackedWeight
 
 
 class Structure:
-    """The modules of a model, its parameters and where they lie.
+    """The modules of a model, its parameters and their addresses.
 
-    Each pass asks whether they have changed: by maps, as loops of the interpreter would take three
-    times as long.
+    Each pass asks if they have changed. The check uses maps, as loops of the interpreter would take
+    three times as long.
 
     Args:
         hf: any module. Packed parameters may move: their matrices know it.
@@ -50,11 +52,10 @@ class Structure:
 
     @property
     def changed(self) -> bool:
-        """Whether a module, a parameter or a tensor behind one is another, or a module has other
-        hooks or another forward.
+        """True if a module, a parameter, the tensor behind one, a hook or a forward has changed.
 
-        Hooks of Transformers' own, which stay once a pass has returned hidden states, change
-        nothing of what is computed.
+        Hooks of Transformers' own, which stay once a pass has returned hidden states, do not count:
+        they do not change the results.
         """
         return (
             not all(map(operator.is_, map(dict.get, self._holders, self._names), self._held))
@@ -64,8 +65,10 @@ class Structure:
         )
 
     def _hooked(self) -> bool:
-        """Whether modules without hooks have got some that are not Transformers' own; those are
-        known from then on."""
+        """Returns True if modules without hooks have got hooks that are not Transformers' own.
+
+        Hooks of Transformers are recorded, and do not count as changes from then on.
+        """
         new = [hooks for hooks in self._no_hooks if hooks]
         if not all(_is_transformers(hook) for hooks in new for hook in hooks.values()):
             return True

@@ -1,16 +1,15 @@
-"""Tensor parallelism: one target over several processes; rank 0 decides, the others compute their
-part of its passes.
+"""Tensor parallelism: one target over several processes. Rank 0 decides, the others compute.
 
 Transformers shards the weights by the model's own plan (`tp_plan="auto"`; Shoeybi et al. 2019,
-arXiv 1909.08053): every rank has some heads of each layer, and a `SlotCache` of these heads.
-Everything else is rank 0's alone: drafting, drawing, clocks, seeds, text. Before it changes a cache
-of the target or makes a pass, it tells the others to do the same. So there is nothing that ranks
-could decide differently, prices and deadlines included.
+arXiv 1909.08053): every rank has some heads of each layer, and a `SlotCache` of these heads. Rank 0
+alone has everything else: drafting, drawing, clocks, seeds, text. Before it changes a cache of the
+target or makes a pass, it tells the other ranks to do the same. So ranks cannot decide differently,
+prices and deadlines included.
 
-Passes of captured rounds are built by all ranks, or by none: where one of them fails to, ordinary
-passes do the work on all. Such a pass begins with a collective by which all ranks get the block of
-rank 0, tokens that were drafted within the round included. So NCCL's are part of the graph, and a
-message names nothing but the graph.
+Passes of captured rounds are built by all ranks, or by none: if one of them fails to build a pass,
+ordinary passes do the work on all ranks. A captured pass begins with a collective by which all
+ranks get the block of rank 0, with the tokens that were drafted within the round. So NCCL's
+collectives are part of the graph, and the message for such a pass names only the graph.
 """
 
 from __future__ import annotations
@@ -47,8 +46,12 @@ from shoal.types.prefix import Prefix
 
 
 def require_ranks(name: str, config: Any) -> None:
-    """Raises RequestError unless torchrun started this process as one of several that can share a
-    model with this Transformers config."""
+    """Checks that torchrun started several processes that can share a model of this config.
+
+    Raises:
+        RequestError: torchrun did not start this process as one of several, accelerate is missing,
+            or the processes cannot share the model's heads evenly.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size < 2 or "RANK" not in os.environ or not dist.is_available():
         raise RequestError(
@@ -66,11 +69,13 @@ def require_ranks(name: str, config: Any) -> None:
 
 
 def lead(runner: Runner) -> Runner:
-    """On rank 0: the same model, as a runner whose passes all ranks make. On any other rank: serves
-    rank 0 until that ends, and then ends the process.
+    """Makes the runner of a model whose passes all ranks compute.
+
+    Rank 0 gets the runner. Any other rank serves rank 0 until that ends, and then ends the process.
 
     Args:
-        runner: of a model that Transformers sharded; all ranks call this at the same point.
+        runner: a runner of a model that Transformers sharded; all ranks call this at the same
+            point.
     """
     ranks = Ranks()
     if dist.get_rank() > 0:
@@ -80,8 +85,11 @@ def lead(runner: Runner) -> Runner:
 
 
 def capture_obstacle(backend: str) -> str | None:
-    """Why the passes of a model that several processes share are not captured, by the name of what
-    joins their sums; None where they can be."""
+    """Returns the reason why passes of a model that processes share are not captured, or None.
+
+    Args:
+        backend: the name of the library that joins the sums of the processes.
+    """
     return (
         None
         if "nccl" in backend
@@ -90,27 +98,29 @@ def capture_obstacle(backend: str) -> str | None:
 
 
 class _Leading(Runner):
-    """A checked runner whose forks tell their passes to the other ranks. Its own cache still knows
-    what a token takes."""
+    """A checked runner whose forks send their passes to the other ranks.
+
+    Its own cache keeps the number of bytes of a token.
+    """
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         vars(self).update(vars(runner))
         self._ranks = ranks
 
     def fork(self) -> Runner:
-        """The same model with a cache and counters of its own."""
+        """Returns the same model with a cache and counters of its own."""
         other = super().fork()
         other.cache = _LedCache(self._ranks) if self.captures is None else other.cache
         return other
 
     @property
     def can_keep_prefixes(self) -> bool:
-        """No: the other ranks keep nothing beside their caches."""
+        """False: the other ranks keep nothing beside their caches."""
         return False
 
     @property
     def cut_obstacle(self) -> str:
-        """The other ranks compute whole passes."""
+        """The reason why first layers cannot be computed alone: other ranks compute whole passes."""
         return "several processes share it"
 
     def use_vectors(self, vectors: Tensor) -> None:
@@ -120,7 +130,10 @@ class _Leading(Runner):
         )
 
     def capture_rounds(self, executor: str | None) -> None:
-        """Of all ranks; none where these cannot be captured, and the load report says why."""
+        """Captures the rounds of all ranks from now on.
+
+        If they cannot be captured, the load report says why.
+        """
         reason = capture_obstacle(dist.get_backend()) if executor == "graphed" else None
         if reason is not None:
             self.captures, self.absent[CAPTURED] = None, reason
@@ -141,8 +154,11 @@ class _Leading(Runner):
 
 
 class _LedCache(SlotCache):
-    """The cache of rank 0's heads; calls that move memory in it, or decide what will, are broadcast
-    to the other ranks."""
+    """The cache of rank 0's heads.
+
+    Calls that move memory in the cache, or decide which memory will move, are broadcast to the
+    other ranks.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -150,7 +166,10 @@ class _LedCache(SlotCache):
         ranks.drop_with(self, self.number)
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
-        """The others do not follow the lengths of rows, which say what is kept."""
+        """Changes the size of the cache on all ranks, and sends the lengths of the rows to them.
+
+        The other ranks do not follow the lengths, which tell the tokens that are kept.
+        """
         if (slots, capacity, cells) != (self.slots, self.capacity, self.cells):
             with self._ranks.broadcast(RESIZE, self.number, slots, capacity, cells, self.lengths):
                 super()._resize(slots, capacity, cells)
@@ -177,7 +196,7 @@ class _LedCache(SlotCache):
 
 
 class _LedCaptures(SharedCaptures):
-    """On rank 0: what is built here is built on all ranks, and runs on all of them."""
+    """The captured rounds of rank 0, which are built on all ranks and run on all of them."""
 
     def __init__(self, bridge: Any, name: str, executor: str, attention: str, ranks: Ranks) -> None:
         super().__init__(bridge, name, executor, attention)
@@ -187,7 +206,10 @@ class _LedCaptures(SharedCaptures):
         return _LedCache(self._ranks)
 
     def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
-        """Raises RuntimeError: another rank could not build its part."""
+        """Builds a pass on all ranks.
+
+        Raises RuntimeError if another rank could not build its part.
+        """
         assert isinstance(cache, _LedCache)
         ranks, number = self._ranks, self._ranks.number()
         built, error = run, None

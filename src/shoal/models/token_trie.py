@@ -1,8 +1,8 @@
-"""The tokens of a target as a drafter writes them that has bytes, or characters, only.
+"""The tokens of a target as sequences of a drafter's tokens, for drafters of bytes or characters.
 
-No token of such a drafter begins with another one, so that there is one sequence of them for each
-text. The sequences of all of the target's tokens form a trie: what the drafter says of its next
-tokens gives the probability that it writes the bytes of a token of the target, psi of string-level
+No token of such a drafter begins with another one, so there is one sequence of them for each text.
+The sequences of all of the target's tokens form a trie. The drafter's distributions of its next
+tokens give the probability that it writes the bytes of a token of the target: psi of string-level
 rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3).
 """
 
@@ -18,7 +18,10 @@ import numpy.typing as npt
 from shoal.models.spelling import Spelling
 
 MOST_DEPTH = 12
-"""Most tokens of the drafter for one of the target's: longer ones are never proposed."""
+"""The largest number of the drafter's tokens for one of the target's.
+
+Tokens of the target with longer sequences are never proposed.
+"""
 
 
 @dataclass
@@ -29,7 +32,9 @@ class _Node:
 
 
 class TokenTrie:
-    """Nodes are numbered from the root, 0, by depth; the children of a node follow each other.
+    """A trie of the target's tokens as the drafter writes them.
+
+    Nodes are numbered from the root, 0, by depth; the children of a node follow each other.
 
     Args:
         sequences: the drafter's ids for each token of the target that it can write, by the target's
@@ -37,11 +42,11 @@ class TokenTrie:
 
     Attributes:
         first: the children of node v are the nodes first[v] up to first[v + 1], [nodes + 1] int64.
-        symbols: [nodes] int64, the drafter's id that leads to each.
-        tokens: [nodes] int64, the target's that ends there, or -1.
-        above: [nodes] int64, the last token of the target that ends before a node's children, the
-            node's own included, or -1.
-        sequences: as given.
+        symbols: the drafter's id that leads to each node, [nodes] int64.
+        tokens: the target's token that ends at each node, or -1, [nodes] int64.
+        above: the last token of the target that ends before a node's children, the node's own
+            included, or -1, [nodes] int64.
+        sequences: the given sequences of at most `MOST_DEPTH` ids.
     """
 
     def __init__(self, sequences: Mapping[int, Sequence[int]]) -> None:
@@ -67,11 +72,11 @@ class TokenTrie:
         )
 
     def children(self, node: int) -> npt.NDArray[np.int64]:
-        """The numbers of a node's children."""
+        """Returns the numbers of a node's children."""
         return np.arange(self.first[node], self.first[node + 1])
 
     def inner(self, nodes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of these nodes have children."""
+        """Returns a mask of the nodes that have children."""
         found: npt.NDArray[np.bool_] = self.first[nodes + 1] > self.first[nodes]
         return found
 
@@ -79,11 +84,12 @@ class TokenTrie:
 def token_trie(
     target: Spelling, draft: Spelling, same: Mapping[int, int], target_size: int, draft_size: int
 ) -> TokenTrie | None:
-    """The trie of two vocabularies; None where some token of the drafter begins with another one.
+    """Makes the trie of two vocabularies; None if a token of the drafter begins with another one.
 
     Args:
-        same: special tokens of the target and the drafter's ids of them. Sizes: ids that each model
-            has.
+        same: the special tokens of the target, and the drafter's ids of them.
+        target_size: the number of the target's ids.
+        draft_size: the number of the drafter's ids.
     """
     pieces = {
         piece: i
@@ -102,8 +108,10 @@ def token_trie(
 
 
 def _written(data: bytes, pieces: Mapping[bytes, int]) -> list[int] | None:
-    """The only sequence of pieces, none of which begins with another one, that makes up the
-    data."""
+    """Returns the only sequence of pieces that makes up the data, or None.
+
+    No piece begins with another one.
+    """
     found, start = [], 0
     for end in range(1, len(data) + 1):
         if data[start:end] in pieces:

@@ -1,8 +1,7 @@
-"""VocabTrim (arXiv 2506.22694): a drafter whose head has only the tokens that its target writes
-most.
+"""VocabTrim (arXiv 2506.22694): a drafter whose head has only its target's most used tokens.
 
-Which these are is in a small file beside the drafter; what is loaded with it has logits of these
-tokens alone. The embedding keeps all of them, as prompts may hold any.
+A small file beside the drafter lists these tokens. A drafter that is loaded with the file has
+logits of these tokens alone. The embedding keeps all tokens, as prompts may hold any.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FILE = "shoal-trim.json"
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of a tokenizer's tokens and their ids."""
+    """Returns a hash of a tokenizer's tokens and their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[
         :16
     ]
@@ -36,14 +35,21 @@ def fingerprint(tokenizer: Any) -> str:
 def most_used(
     counts: Mapping[int, int], k: int, size: int, always: Sequence[int]
 ) -> tuple[int, ...]:
-    """k of `size` tokens, sorted by id: `always`, then those counted most often, then those of the
-    lowest ids: in vocabularies of merges these are the most common."""
+    """Returns k of `size` tokens, sorted by id.
+
+    The tokens in `always` come first, then the tokens with the highest counts, then the tokens with
+    the lowest ids: in vocabularies of merges these are the most common.
+    """
     rest = sorted(set(range(size)) - set(always), key=lambda token: (-counts.get(token, 0), token))
     return tuple(sorted({*always, *rest[: max(k - len(set(always)), 0)]}))
 
 
 def save(directory: Path, kept: Sequence[int], tokenizer: Any) -> Path:
-    """Writes the file beside a drafter; kept: its own ids."""
+    """Writes the file beside a drafter, and returns its path.
+
+    Args:
+        kept: the drafter's ids that its head keeps.
+    """
     path = directory / FILE
     write_synced(
         path, json.dumps({"vocabulary": fingerprint(tokenizer), "kept": list(kept)}) + "\n"
@@ -52,10 +58,10 @@ def save(directory: Path, kept: Sequence[int], tokenizer: Any) -> Path:
 
 
 def kept_of(source: str | Path, tokenizer: Any) -> tuple[int, ...] | None:
-    """The ids that a drafter's directory says to keep; None where it says nothing.
+    """Returns the ids that the file in a drafter's directory keeps; None without such a file.
 
     Raises:
-        ModelError: the file is damaged, or of another tokenizer.
+        ModelError: the file is damaged, or belongs to another tokenizer.
     """
     place = directory_of(source)
     path = None if place is None else place / FILE
@@ -87,10 +93,11 @@ def kept_of(source: str | Path, tokenizer: Any) -> tuple[int, ...] | None:
 
 
 def with_head_of(hf: Any, kept: Sequence[int], name: str) -> Any:
-    """A model that shares all modules with another one but the head, of which it has some rows.
+    """Makes a model that shares all modules with another one, with some rows of its head.
 
     Raises:
-        ModelError: the head has no such rows. UnsupportedModel: it is no linear layer.
+        ModelError: the head has no such rows.
+        UnsupportedModel: the head is not a linear layer.
     """
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -118,11 +125,11 @@ def with_head_of(hf: Any, kept: Sequence[int], name: str) -> Any:
 
 @dataclass(frozen=True)
 class Proposable:
-    """What a draft model may propose.
+    """The tokens that a draft model may propose.
 
     Attributes:
-        vocabularies: None where its tokenizer is the target's.
-        shared: None where it may propose all that the target has.
+        vocabularies: the two vocabularies; None if the drafter's tokenizer is the target's.
+        shared: the shared tokens; None if the drafter may propose all tokens of the target.
     """
 
     vocabularies: Vocabularies | None = None
@@ -132,10 +139,14 @@ class Proposable:
 def proposable(
     found: Vocabularies | None, kept: Sequence[int] | None, target_size: int
 ) -> Proposable:
-    """The tokens that both models have and the drafter's head has kept (None = all).
+    """Returns the tokens that both models have and the drafter's head has kept.
+
+    Args:
+        found: the two vocabularies; None if the tokenizers are the same.
+        kept: the ids that the drafter's head keeps; None for all.
 
     Raises:
-        RequestError: there are none.
+        RequestError: there are no such tokens.
     """
     if kept is None:
         return Proposable(found, None if found is None else found.shared)

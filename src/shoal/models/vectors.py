@@ -1,5 +1,7 @@
-"""Inputs of a pass that are no tokens: id -1 - i of a block stands for vector i, as the model's
-embedding would give it."""
+"""Inputs of a pass that are not tokens: id -1 - i of a block stands for vector i.
+
+A pass takes the vector in place of the embedding of a token.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from shoal.errors import UnsupportedModel
 
 
 def embedded(ids: Tensor, table: Callable[[Tensor], Tensor], vectors: Tensor | None) -> Tensor:
-    """Embeddings [..., width] of ids [...] int64, some of which are vectors.
+    """Returns the embeddings [..., width] of ids [...] int64, some of which are vectors.
 
     Args:
-        table: ids of tokens [...] -> [..., width].
-        vectors: [count, width]; None = all ids are tokens.
+        table: the function from ids of tokens [...] to embeddings [..., width].
+        vectors: [count, width]; None if all ids are tokens.
     """
     if vectors is None:
         return table(ids)
@@ -27,7 +29,7 @@ def embedded(ids: Tensor, table: Callable[[Tensor], Tensor], vectors: Tensor | N
 
 
 def require_vectors(hf: Any, name: str) -> None:
-    """Raises UnsupportedModel: the model takes ids alone."""
+    """Raises UnsupportedModel if the model takes ids alone."""
     if "inputs_embeds" not in inspect.signature(hf.forward).parameters:
         raise UnsupportedModel(
             f"{name} takes ids of tokens alone, and this drafter feeds vectors of its own: take "

@@ -1,7 +1,7 @@
-"""Which tokens two vocabularies share.
+"""The tokens that two vocabularies share.
 
-Tokens are compared by the bytes that they write; special tokens by their names, and those that end
-a text by their role.
+Tokens are compared by the bytes that they write. Special tokens are compared by their names, and
+the tokens that end a text by their role.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stack:
 Bread is made of flour, water, salt and yeast. To bake a loaf at home, first mix them well, then wait for an hour or two: the dough
 should have doubled in size. "How long?" she asked. - Das hängt von der Wärme ab; im Winter dauert es länger.
 """.encode()
-"""Code and prose, to compare the lengths of two vocabularies' tokens."""
+"""A text of code and prose, to compare the lengths of two vocabularies' tokens."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class SharedTokens:
     """The tokens that two vocabularies share: the intersection.
 
     Attributes:
-        target, draft: the same tokens' ids for each, sorted by those of the target. At least one.
-        columns: of the drafter's logits that are theirs.
-        target_size: ids that the target has.
+        target: the target's ids of the shared tokens, sorted. At least one.
+        draft: the drafter's ids of the same tokens, in the same order.
+        columns: the columns of the drafter's logits that belong to these tokens.
+        target_size: the number of the target's ids.
     """
 
     target: tuple[int, ...]
@@ -46,12 +47,12 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """Two vocabularies and what they share.
+    """Two vocabularies and the tokens that they share.
 
     Attributes:
-        shared: None where there is nothing.
-        kept: the drafter's ids of its logits, where it has not all of them.
-        sizes: ids that each model has.
+        shared: the shared tokens; None if there are none.
+        kept: the drafter's ids of its logits; None if it has the logits of all ids.
+        sizes: the number of ids of each model.
     """
 
     target: Spelling
@@ -62,8 +63,11 @@ class Vocabularies:
 
     @cached_property
     def trie(self) -> TokenTrie | None:
-        """The target's tokens as the drafter writes them; None where some token of the drafter
-        begins with another one, or it has not all of its logits."""
+        """The target's tokens as the drafter writes them, or None.
+
+        It is None if some token of the drafter begins with another one, or if the drafter does not
+        have the logits of all ids.
+        """
         if self.kept is not None:
             return None
         shared = (
@@ -74,14 +78,19 @@ class Vocabularies:
 
     @cached_property
     def ratio(self) -> float:
-        """Tokens of the drafter for one of the target, in a usual text."""
+        """The number of the drafter's tokens for one of the target's, in a usual text."""
         return len(self.draft.ids(USUAL)) / len(self.target.ids(USUAL))
 
 
 def vocabularies(
     target: Spelling, draft: Spelling, target_size: int, draft_size: int
 ) -> Vocabularies:
-    """Compares them. Sizes: ids that each model has; what is beyond is not shared."""
+    """Compares two vocabularies.
+
+    Args:
+        target_size: the number of ids of the target; ids beyond it are not shared.
+        draft_size: the number of ids of the drafter; ids beyond it are not shared.
+    """
     pairs: dict[int, int] = {}
     for i, piece in target.pieces.items():
         ours, theirs = target.tokens_of(piece), draft.tokens_of(piece)

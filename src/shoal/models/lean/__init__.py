@@ -1,5 +1,6 @@
-"""A lean pass: a decoder of the Llama family computed in few operations, from the weights of an
-unmodified Transformers model.
+"""The lean pass: a decoder of the Llama family in few operations.
+
+It takes the weights of an unmodified Transformers model.
 
 decoder   the model, read off its modules
 whole     the pass in one call of C

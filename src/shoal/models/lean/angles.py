@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary positions, computed once per position by the model's own module."""
+"""The cosines and sines of rotary positions, computed once per position by the model's own module."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from torch import Tensor
 
 
 class Angles:
-    """Tables [positions, rotary] float32 of all positions so far asked for; they grow by
-    doubling."""
+    """The tables [positions, rotary] float32 of all positions that callers have asked for.
+
+    The tables grow by doubling.
+    """
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
         self._tables = torch.empty(0, 0), torch.empty(0, 0)
 
     def reach(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions 0 .. positions - 1, or more. They never change: another
-        thread gets larger ones."""
+        """Returns cosines and sines of positions 0 .. positions - 1, or more.
+
+        The returned tables never change: another thread gets larger ones.
+        """
         tables = self._tables
         if len(tables[0]) < positions:
             device, known = self._rotary.inv_freq.device, 1 << (positions - 1).bit_length()

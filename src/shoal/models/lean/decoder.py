@@ -1,8 +1,8 @@
-"""What the lean pass computes: a decoder of the Llama family, read off a Transformers model.
+"""The decoder of a lean pass: a model of the Llama family, read off a Transformers model.
 
 Every layer is x + attention(norm(x)), then x + mlp(norm(x)), with RMS norms, rotary positions, and
-a gated MLP (Touvron et al. 2023). Which of these a model is, is known by its class: what merely
-looks alike may compute something else.
+a gated MLP (Touvron et al. 2023). A model belongs to the family by its class: another class with
+modules of the same names may compute something else.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ from shoal.models.weights.parameter import PackedWeight
 
 _STALE = operator.attrgetter("stale")
 FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Classes of Transformers whose layers are those above."""
+"""The classes of Transformers whose layers have that form."""
 
 FIXED_ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
-"""Rotary embeddings whose angles depend on the position alone, not on the length of the text."""
+"""The rotary embeddings whose angles depend on the position alone, not on the length of the text.
+"""
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
-"""Activations of the gate, by their names in Transformers, as `Matrix.linear` calls them."""
+"""The activations of the gate, from their names in Transformers to those of `Matrix.linear`."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm: weight [width], eps."""
+    """An RMS norm.
+
+    Attributes:
+        weight: [width].
+        eps: the number that is added to the mean square.
+    """
 
     weight: Tensor
     eps: float
@@ -41,14 +47,17 @@ class Norm:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer.
+    """A layer of the decoder.
 
     Attributes:
-        states: queries, keys and values of all heads.
-        out: back to the width of the model.
-        gate, up, down: of the MLP.
-        query_norm, key_norm: of each head before the rotation (Qwen3), or None.
-        window: sliding window, or None.
+        states: the matrix of queries, keys and values of all heads.
+        query_norm: the norm of each head's query before the rotation (Qwen3), or None.
+        key_norm: the norm of each head's key before the rotation (Qwen3), or None.
+        out: the matrix back to the width of the model.
+        gate: the matrix of the MLP's gate.
+        up: the matrix of the MLP's values.
+        down: the matrix of the MLP back to the width of the model.
+        window: the sliding window, or None.
     """
 
     attention_norm: Norm
@@ -70,11 +79,11 @@ class Decoder:
     Attributes:
         embedding: the table [vocabulary, width].
         rotary: the model's own module of cosines and sines.
-        scale: of the scores.
-        activation: of the gate, as `Matrix.linear` names it.
-        width: of the model, features.
-        dtype: of weights and states.
-        structure: of the model, to find changes of it.
+        scale: the factor of the attention scores.
+        activation: the activation of the gate, as `Matrix.linear` names it.
+        width: the number of features of the model.
+        dtype: the number format of weights and states.
+        structure: the structure of the model, to find changes of it.
     """
 
     embedding: Tensor
@@ -93,13 +102,12 @@ class Decoder:
 
     @property
     def stale(self) -> bool:
-        """Whether some weights or layers were replaced by others, so that only the model's modules
-        know them."""
+        """True if weights or layers were replaced, so that only the model's modules know them."""
         return any(map(_STALE, self.matrices)) or self.structure.changed
 
     @cached_property
     def matrices(self) -> list[Matrix]:
-        """Of all layers, and the head's."""
+        """The matrices of all layers, and the head's."""
         return [
             *(
                 matrix
@@ -111,7 +119,10 @@ class Decoder:
 
 
 MatrixOf = Callable[[Sequence[Any]], Matrix]
-"""The common matrix of layers with the same input (`shoal.models.weights.matrix_of`)."""
+"""The function that makes the common matrix of layers with the same input.
+
+See `shoal.models.weights.matrix_of`.
+"""
 
 
 def decoder_of(
@@ -120,7 +131,7 @@ def decoder_of(
     """Reads the decoder off a Transformers model; returns None if `obstacle` has a reason.
 
     Args:
-        linears: classes of its linear layers, of which `matrix_of` makes matrices.
+        linears: the classes of the model's linear layers, of which `matrix_of` makes matrices.
     """
     config = hf.config
     if obstacle(hf, linears) is not None:
@@ -147,7 +158,7 @@ def decoder_of(
 
 
 def _embedding(weight: Tensor) -> Tensor:
-    """The table: that of the matrix where it is tied to a packed head."""
+    """Returns the table of embeddings; that of the matrix if it is tied to a packed head."""
     if not isinstance(weight, PackedWeight):
         return weight
     assert weight.matrix.table is not None
@@ -179,8 +190,10 @@ def _norm(module: Any) -> Norm:
 
 
 def obstacle(hf: Any, linears: Sequence[type] = LINEARS) -> str | None:
-    """Returns the reason why a Transformers model is no decoder of the family, or was changed by
-    its owner; None if it is one."""
+    """Returns the reason why a Transformers model is not an unchanged decoder of the family.
+
+    Returns None if it is one. Its owner may have changed a model of the family.
+    """
     kind, config = type(hf).__name__, hf.config
     if kind not in FAMILY or not type(hf).__module__.startswith("transformers."):
         return f"{kind} is none of {', '.join(sorted(FAMILY))}"
@@ -195,8 +208,10 @@ def obstacle(hf: Any, linears: Sequence[type] = LINEARS) -> str | None:
 
 
 def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
-    """Returns the change that its owner made to a model of the family: adapters, quantised layers,
-    hooks; or None."""
+    """Returns the change that the owner made to a model of the family, or None.
+
+    Such changes are adapters, quantised layers and hooks.
+    """
     names = [f"self_attn.{kind}_proj" for kind in "qkvo"] + [
         f"mlp.{kind}_proj" for kind in ("gate", "up", "down")
     ]
@@ -217,7 +232,7 @@ def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
 
 
 def _floating(hf: Any, linears: Sequence[type]) -> Iterator[Tensor]:
-    """The parameters, but those of linear layers that are kept in another format."""
+    """Yields the parameters, except those of linear layers that are stored in another format."""
     for module in hf.modules():
         if isinstance(module, nn.Linear) or type(module) not in linears:
             yield from (

@@ -1,7 +1,7 @@
-"""A drafter's steps of a round by the kernels in C: pass, draw, and the next block in one call.
+"""The drafting steps of a round by the kernels in C: pass, draw, and the next block in one call.
 
-A step feeds itself: it leaves the tokens that it drew where the next one reads them. Between two
-calls nothing has to be done.
+A step feeds itself: it leaves the drawn tokens at the place where the next step reads them. No work
+remains between two calls.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from shoal.sampling.native import block_of, settings_of
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the steps of a round draw, and what they return.
+    """The settings of the draws of a round's steps, and of their results.
 
     Attributes:
-        vocab_size: of q; no more than the drafter's own.
-        samplings: of the rows.
-        uniforms: [rows, at least as many as steps, ...] float64.
-        race: draws by an exponential race (`shoal.sampling.native`).
-        want_q, want_highest: beside the tokens.
+        vocab_size: the width of q, at most the drafter's own.
+        samplings: the sampling settings of the rows.
+        uniforms: [rows, at least the number of steps, ...] float64.
+        race: True draws by an exponential race (`shoal.sampling.native`).
+        want_q: True if the steps return q beside the tokens.
+        want_highest: True if the steps return the highest probabilities beside the tokens.
     """
 
     vocab_size: int
@@ -47,10 +48,10 @@ class LeanSteps:
     """The steps of one round.
 
     Args:
-        whole: passes of the drafter.
-        plan: of the first pass.
-        pending: its tokens, [rows, q] int64.
-        most: steps, at most.
+        whole: the passes of the drafter.
+        plan: the plan of the first pass.
+        pending: the tokens of the first pass, [rows, q] int64.
+        most: the largest number of steps.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class LeanSteps:
         self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0
 
     def __call__(self) -> Drawn | None:
-        """The next step; None if a row has no distribution. Raises MemoryError."""
+        """Computes the next step; returns None if a row has no distribution. Raises MemoryError."""
         result = self._draft(ctypes.byref(self._step))
         require_done(max(0, -result))
         for slot, count in zip(self._slots, self._counts, strict=True):

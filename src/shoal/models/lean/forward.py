@@ -1,4 +1,4 @@
-"""The pass: tokens in, logits out, over the slot cache."""
+"""The lean pass layer by layer: tokens in, logits out, over the slot cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from shoal.models.vectors import embedded
 
 
 def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
-    """A drafter may lack ids of a wider target; a row that holds one is drafted for as if it held
-    another."""
+    """Returns the plan's columns of `tokens` with ids that the drafter has.
+
+    A drafter may lack ids of a wider target. Such ids become its last id, so it drafts for the row
+    as if the row held that token.
+    """
     return tokens[:, : plan.q].clamp(max=vocabulary - 1)
 
 
@@ -26,12 +29,12 @@ class LeanPass:
     """The passes of a model without its modules, layer by layer.
 
     Args:
-        kernels: compute what lies between the products.
+        kernels: the kernels for the operations between the products.
 
     Attributes:
         decoder: the model.
-        whole: computes passes in one call, those that it can; None if it cannot compute this
-            decoder.
+        whole: the passes in one call, for those passes that it can compute; None if it cannot
+            compute this decoder.
         no_whole: the reason why there is no `whole`.
     """
 
@@ -61,19 +64,21 @@ class LeanPass:
         hidden_layers: Sequence[int] = (),
         vectors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """A pass over the plan's tokens.
+        """Computes a pass over the plan's tokens.
 
         Args:
             tokens: [rows, q] int64, or more columns; ids beyond the embedding stand for the last
                 one.
-            cache: announced the plan (`SlotCache.begin`).
-            method: attends where the operations cannot.
-            hidden_layers: hidden states wanted (`shoal.models.runner.Runner`).
-            vectors: what negative ids stand for (`shoal.models.vectors`).
+            cache: a cache that the plan was announced to (`SlotCache.begin`).
+            method: the method that attends if the kernels cannot.
+            hidden_layers: the numbers of the hidden states to return
+                (`shoal.models.runner.Runner`).
+            vectors: the vectors that negative ids stand for (`shoal.models.vectors`).
 
         Returns:
-            Logits [rows, q, vocab]; without `want_logits`, nothing of use. Hidden states, [rows, q,
-            layers * width], or packed [1, tokens, layers * width]; None where none are wanted.
+            Logits [rows, q, vocab]; without `want_logits`, a tensor of no use.
+            Hidden states [rows, q, layers * width], or packed [1, tokens, layers * width]; None
+            without `hidden_layers`.
         """
         decoder, tokens = (
             self.decoder,

@@ -21,8 +21,11 @@ from shoal.native.structs import Attention, Heads
 
 
 class NativeKernels:
-    """The kernels for one decoder; a call begins a pass. Raises NotBuilt, see
-    `shoal.native.build`."""
+    """The kernels for one decoder; a call begins a pass.
+
+    Raises:
+        NotBuilt: see `shoal.native.build`.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         made = library()
@@ -31,7 +34,7 @@ class NativeKernels:
         self.rms_norm, self.heads, self.attend = (getattr(made, name) for name in names)
 
     def of(self, decoder: Decoder) -> NativeKernels:
-        """The same for some of the same layers."""
+        """Returns the kernels for a decoder of some of the same layers."""
         other = copy.copy(self)
         other.decoder = decoder
         return other
@@ -89,7 +92,7 @@ class NativePass:
         )
 
     def _attention_of(self, plan: Plan, cache: SlotCache) -> Attention:
-        """All but the addresses of a layer's tensors."""
+        """Makes the struct of attention, without the addresses of a layer's tensors."""
         decoder = self._kernels.decoder
         heads, kv_heads, dim = decoder.heads, decoder.kv_heads, decoder.dim
         token = kv_heads * dim
@@ -128,14 +131,14 @@ class NativePass:
         )
 
     def _first_tokens(self, plan: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-        """Where in the pass each row's tokens begin, [rows]."""
+        """Returns the index of each row's first token in the pass, [rows]."""
         if not plan.packed:
             return np.arange(plan.rows) * plan.q
         counts = np.array(plan.counts)
         return np.cumsum(counts) - counts
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Normalises [tokens, width]. The result is good until the next call."""
+        """Normalises [tokens, width]. The result is valid until the next call."""
         kernels, (tokens, width) = self._kernels, x.shape
         kernels.rms_norm(
             x.data_ptr(),
@@ -149,11 +152,11 @@ class NativePass:
         return self._normed
 
     def attend(self, states: Tensor, index: int) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the cache, attends; `states` is
-        overwritten.
+        """Rotates queries and keys, writes keys and values to the cache, and attends.
 
         Args:
-            states: queries, keys and values of layer `index`, [tokens, (heads + 2 kv heads) * dim].
+            states: queries, keys and values of layer `index`, [tokens, (heads + 2 kv heads) * dim];
+                they are overwritten.
 
         Returns:
             [tokens, heads * dim].

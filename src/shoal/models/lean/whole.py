@@ -1,5 +1,4 @@
-"""A pass in one call: the kernel `decode`, for decoders all of whose matrices are packed in
-panels."""
+"""A pass in one call: the kernel `decode`, for decoders with all matrices packed in panels."""
 
 from __future__ import annotations
 
@@ -23,8 +22,11 @@ from shoal.native.structs import Layer, Model, Norm, Pass, Weights
 
 
 def whole_pass(decoder: Decoder, angles: Angles) -> tuple[WholePass | None, str]:
-    """Makes the passes in one call, or tells the reason why the kernel does not compute the
-    decoder. Raises NotBuilt."""
+    """Makes the passes in one call, or tells why the kernel does not compute the decoder.
+
+    Raises:
+        NotBuilt: see `shoal.native.build`.
+    """
     try:
         return WholePass(decoder, angles), ""
     except _Unfit as reason:
@@ -35,7 +37,7 @@ class WholePass:
     """The passes of a decoder in one call each.
 
     The structs with the addresses of the weights are made once. `Decoder.stale` finds weights that
-    are elsewhere later; until then the tensors are held here, so that no address is one of freed
+    have moved later; until then the tensors are held here, so that no address is one of freed
     memory. Packed weights never move (`PanelMatrix`).
     """
 
@@ -53,7 +55,7 @@ class WholePass:
         self._token_bytes = features * decoder.dtype.itemsize + rounded + 4  # of a scale
 
     def of(self, decoder: Decoder) -> WholePass:
-        """The passes of some of the same layers."""
+        """Makes the passes of a decoder of some of the same layers."""
         return WholePass(decoder, self.angles)
 
     def __call__(
@@ -64,8 +66,11 @@ class WholePass:
         want_logits: bool,
         vectors: Tensor | None = None,
     ) -> Tensor:
-        """Computes a pass of at most `MOST_COLUMNS` tokens a row; returns its logits [rows, q,
-        vocab], empty unless wanted."""
+        """Computes a pass of at most `MOST_COLUMNS` tokens a row.
+
+        Returns:
+            Logits [rows, q, vocab], empty without `want_logits`.
+        """
         decoder = self.decoder
         logits = torch.empty(
             plan.rows, plan.q, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype
@@ -83,12 +88,12 @@ class WholePass:
         ahead: int = 0,
         vectors: Tensor | None = None,
     ) -> Prepared:
-        """The pass, ready to be computed.
+        """Prepares a pass for the kernel.
 
         Args:
-            logits: receives those of all columns.
-            ahead: positions of later passes that the same struct will compute.
-            vectors: what negative ids stand for (`shoal.models.vectors`).
+            logits: the tensor that receives the logits of all columns.
+            ahead: the number of positions of later passes that the same struct will compute.
+            vectors: the vectors that negative ids stand for (`shoal.models.vectors`).
         """
         decoder = self.decoder
         if len(cache) < len(decoder.layers):
@@ -133,7 +138,13 @@ class WholePass:
 
 
 class Prepared(NamedTuple):
-    """A pass; its bounds, as the kernels have them; what must live until it is computed."""
+    """A pass that is ready for the kernel.
+
+    Attributes:
+        pass_: the struct of the pass.
+        bounds: the starts and lengths of the rows, as the kernel reads them.
+        held: the objects that must live until the pass is computed.
+    """
 
     pass_: Pass
     bounds: array[int]
@@ -141,7 +152,12 @@ class Prepared(NamedTuple):
 
 
 def require_done(failure: int) -> None:
-    """Raises MemoryError, IndexError: what `decode` returns says that the pass failed."""
+    """Raises an error if the return value of `decode` means that the pass failed.
+
+    Raises:
+        MemoryError: the memory does not suffice for the scores of attention.
+        IndexError: a token is unknown.
+    """
     if failure:
         raise (
             MemoryError("no memory for the scores of attention")
@@ -151,12 +167,14 @@ def require_done(failure: int) -> None:
 
 
 class _Trees:
-    """Positions of columns that do not follow from where their rows start, and what the columns of
-    draft trees see.
+    """The tensors of columns that do not follow from the starts of their rows.
+
+    They hold the positions of such columns, and the columns that a column of a draft tree sees.
 
     Attributes:
         positions: [rows, q] int64.
-        addresses: of these, and of the addresses of each layer's words (None for chains).
+        addresses: the address of the positions, and the address of the addresses of each layer's
+            words (None for chains).
     """
 
     def __init__(self, plan: Plan, decoder: Decoder) -> None:
@@ -170,14 +188,14 @@ class _Trees:
 
 
 class _Unfit(Exception):
-    """The kernel does not compute this."""
+    """The reason why the kernel does not compute a decoder."""
 
 
 class _Structs:
     """The structs of a decoder. Methods raise _Unfit.
 
     Attributes:
-        held: the tensors whose addresses are in them.
+        held: the tensors whose addresses are in the structs.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

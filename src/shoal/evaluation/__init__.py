@@ -1,5 +1,4 @@
-"""Quality within a time budget: sampling by every method, execution in a sandbox, metrics and
-report.
+"""Quality within a time budget: sampling by every method, sandboxed execution, metrics and report.
 
 No serving, no training, no command line.
 """

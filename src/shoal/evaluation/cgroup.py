@@ -22,8 +22,10 @@ from typing import Any
 
 CONTROLLERS = frozenset({"memory", "pids"})
 SANDBOX_TASKS, SANDBOX_BYTES = 5, 64 * 2**20
-"""What the sandbox itself may use in the group: bubblewrap or unshare, sandbox_exec.py and their
-children."""
+"""The tasks and bytes that the sandbox itself may use in the group.
+
+They are for bubblewrap or unshare, sandbox_exec.py and their children.
+"""
 
 TRIAL_BOUNDS = {"memory_bytes": 2**26, "workdir_bytes": 0, "processes": 8}
 DELEGATED = (
@@ -34,7 +36,7 @@ REMOVE_TIMEOUT = 2.0  # seconds for killed processes to leave their group
 
 
 def delegated(process: Path = Path("/proc/self")) -> str:
-    """The directory in which groups may be made, "" if there is none.
+    """Returns the directory in which groups may be made, "" if there is none.
 
     The search goes from this process's own group upwards. A directory qualifies if it has the
     controllers enabled for its children and a trial group can be made there, limited and entered.
@@ -76,7 +78,10 @@ def enter(group: str) -> None:
 
 
 def out_of_memory(group: str) -> bool:
-    """Whether the kernel has killed a process of the group for lack of memory; "" is no group."""
+    """Tells whether the kernel has killed a process of the group for lack of memory.
+
+    The text "" stands for no group.
+    """
     if not group:
         return False
     with contextlib.suppress(OSError):
@@ -106,8 +111,11 @@ def remove(group: str) -> None:
 
 
 def _groups(process: Path) -> Iterator[tuple[Path, bool]]:
-    """(directory, is its own) of the process's group of version 2 and of the groups above it,
-    innermost first."""
+    """Yields the process's group of version 2 and the groups above it, innermost first.
+
+    Yields:
+        (directory, whether it is the process's own group).
+    """
     lines = (process / "cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
     mounts = [
@@ -137,7 +145,7 @@ def _is_delegated(folder: Path) -> bool:
 
 
 def _works(folder: Path) -> bool:
-    """Whether a group can be made there, limited and entered."""
+    """Tells whether a group can be made in a directory, limited and entered."""
     trial = str(folder / f"shoal-{uuid.uuid4().hex}")
     try:
         limit(trial, TRIAL_BOUNDS)

@@ -1,5 +1,7 @@
-"""What becomes of programs that were cut inside a token: continued as they are, aligned, and from
-where the cut token begins."""
+"""The samples of programs that were cut inside a token.
+
+They are continued as they are, aligned, and from where the cut token begins.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from shoal.evaluation.grading import PASSED, Grade, Grader
 
 NAIVE, ALIGNED, UNCUT = "naive", "aligned", "uncut"
 VARIANTS = (NAIVE, ALIGNED, UNCUT)
-"""From the cut on; from the cut on with `align=True`; from where the cut token begins, knowing less
-of the program."""
+"""The ways to continue a cut program.
+
+Naively from the cut; from the cut with `align=True`; and from where the cut token begins, which
+gives the model less of the program.
+"""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a variant made of a cut. completions: of the problem. seconds: of its call, prompt
-    included."""
+    """The samples that a variant wrote for a cut.
+
+    Attributes:
+        cut: the cut.
+        variant: the name of the variant.
+        completions: the completions of the problem.
+        seconds: the seconds of its call, prompt included.
+    """
 
     cut: Cut
     variant: str
@@ -34,11 +45,12 @@ class Written:
 def written(
     pair: Shoal, cuts: Sequence[Cut], n: int, options: Mapping[str, Any]
 ) -> Iterator[list[Written]]:
-    """n samples of each cut in each variant, a list of variants per cut. They take turns in being
-    first; the first cut warms up.
+    """Writes n samples of each cut in each variant, and yields a list of variants per cut.
+
+    The variants take turns in being first; the first cut warms up.
 
     Args:
-        options: of `Shoal.generate`. A problem with a suffix is filled in before it.
+        options: the options of `Shoal.generate`. A problem with a suffix is filled in before it.
     """
     orders = list(permutations(VARIANTS))
     for place, cut in enumerate(cuts):
@@ -71,7 +83,7 @@ def _write(pair: Shoal, cut: Cut, variant: str, n: int, options: Mapping[str, An
 
 
 def graded(found: Sequence[Written], grader: Grader) -> Iterator[tuple[Written, list[Grade]]]:
-    """Each with the grades of its completions."""
+    """Yields each variant's samples with the grades of their completions."""
     asked: Iterable[tuple[str, str]] = [
         (each.cut.problem.task_id, text) for each in found for text in each.completions
     ]
@@ -81,9 +93,13 @@ def graded(found: Sequence[Written], grader: Grader) -> Iterator[tuple[Written, 
 
 
 def summary(found: Sequence[tuple[Written, Sequence[Grade]]]) -> list[dict[str, Any]]:
-    """By kind of cut: how many cuts, and of each variant the share of samples that pass, the share
-    that do not parse, and the median of its seconds over those of `uncut`, which writes the same
-    text but has nothing to align."""
+    """Summarizes the samples by kind of cut.
+
+    Returns:
+        The number of cuts, and for each variant the share of samples that pass, the share that do
+            not parse, and the median of its seconds over those of `uncut`, which writes the same
+            text but has nothing to align.
+    """
     kinds = list(dict.fromkeys(each.cut.kind for each, _ in found))
     return [
         {"kind": kind, **_of_kind([one for one in found if one[0].cut.kind == kind])}

@@ -1,5 +1,7 @@
-"""Solutions cut inside a token, by class of the part that is left (Athiwaratkun et al., Token
-Alignment, 2024, section 4)."""
+"""Solutions cut inside a token, by kind of the part that is left.
+
+The kinds are those of Athiwaratkun et al., Token Alignment, 2024, section 4.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from shoal.constraints.token_bytes import token_bytes
 from shoal.evaluation.problems import Problem
 
 KINDS = ("word", "space", "punctuation", "prefix-sep", "prefix-indent")
-"""`word`: inside the letters of a token. `space`: between a space and what follows it in the same
-token. `punctuation`: inside a token of several signs. `prefix-indent`: inside the blanks of an
-indent. `prefix-sep`: behind a whole token of signs that longer tokens begin with, so that no token
-is cut."""
+"""The kinds of cuts.
+
+`word` is inside the letters of a token, `space` between a space and the rest of the same token,
+`punctuation` inside a token of several signs, `prefix-indent` inside the blanks of an indent, and
+`prefix-sep` behind a whole token of signs that longer tokens begin with, so that no token is cut.
+"""
 SIGNS = re.compile(r"[^\w\s]+")
 
 
@@ -37,7 +41,7 @@ class Cut:
     start: int
 
     def given(self, *, whole_tokens: bool) -> str:
-        """What a model goes on from: up to the cut, or up to the token that it goes through."""
+        """Returns the text that a model continues: up to the cut, or up to the cut token."""
         return (self.problem.prompt + (self.problem.canonical or ""))[
             : self.start if whole_tokens else self.end
         ]
@@ -46,8 +50,10 @@ class Cut:
 def cuts(
     problems: Sequence[Problem], tokenizer: Any, kinds: Sequence[str], seed: int = 0
 ) -> list[Cut]:
-    """One cut of each kind of each problem that has a solution with such a place; which one is
-    decided by seed and problem."""
+    """Makes one cut of each kind in each problem whose solution has such a place.
+
+    Seed and problem decide which place is cut.
+    """
     found = []
     for problem in problems:
         whole = problem.prompt + (problem.canonical or "")
@@ -60,10 +66,11 @@ def cuts(
 
 
 def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, int]]]:
-    """By kind: ends of what is left of a text, and where the cut token begins.
+    """Finds the places of cuts by kind: the end of the text that is left, and the cut token's
+    start.
 
     Args:
-        first: where cuts begin to be of interest, in characters: the length of a prompt.
+        first: the place from which cuts are of interest, in characters: the length of a prompt.
     """
     vocabulary = {spelled for spelled in token_bytes(tokenizer) if spelled}
     found: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
@@ -89,7 +96,7 @@ def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, 
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[tuple[int, int]]:
-    """First and last place of the tokens of a text of ASCII characters; of other texts none."""
+    """Returns the first and last place of each token of an ASCII text; other texts give none."""
     if not text.isascii():
         return []
     spelled = token_bytes(tokenizer)

@@ -1,4 +1,4 @@
-"""Where a completion ends: stop strings during generation, a cut afterwards.
+"""The end of a completion: stop strings during generation, a cut afterwards.
 
 A model continues behind the function that it was asked for. Stop strings end most rows early; the
 cut is made on the text: in Python behind the last top-level block that parses, in languages with
@@ -20,12 +20,12 @@ FENCE = "\n```"
 
 @dataclass(frozen=True)
 class Ending:
-    """Of one language.
+    """The ending of a language.
 
     Attributes:
         stops: strings that end a row; the text is cut before them.
-        cut: (prompt, text, stopped) -> the completion.
-        stopped: a stop string ended the row.
+        cut: (prompt, text, stopped) -> the completion; `stopped` tells that a stop string ended the
+            row.
     """
 
     stops: tuple[str, ...]
@@ -33,7 +33,10 @@ class Ending:
 
 
 def ending(language: str) -> Ending:
-    """The ending of a language; in an unknown one, completions end only by EOS and limits."""
+    """Returns the ending of a language.
+
+    In an unknown language, completions end only by EOS and limits.
+    """
     return _ENDINGS.get(language, Ending((), _whole))
 
 
@@ -42,7 +45,10 @@ def _whole(_prompt: str, text: str, _stopped: bool) -> str:
 
 
 def _python(prompt: str, text: str, _stopped: bool) -> str:
-    """The longest text before a line without indent that parses; the first block if none does."""
+    """Returns the longest text before a line without indent that parses.
+
+    It is the first block if none parses.
+    """
     ends = [match.start() + 1 for match in re.finditer(r"\n(?=[^\s)\]}])", text)] + [len(text)]
     whole = (end for end in reversed(ends) if _parses(prompt + text[:end]))
     return text[: next(whole, ends[0])]
@@ -63,8 +69,10 @@ C_COMMENTS, HASH_COMMENTS = r"//[^\n]*|/\*.*?\*/", r"(?:^|(?<=\s))\#[^\n]*"
 
 
 def _braces(prompt: str, text: str, stopped: bool, *, comments: str) -> str:
-    """Up to the brace that closes the one opened by the prompt; a brace that a stop string removed
-    is put back."""
+    """Returns the text up to the brace that closes the one opened by the prompt.
+
+    A brace that a stop string removed is put back.
+    """
     symbols = re.compile(f"{comments}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
     depth = sum(_depth_change(match[0]) for match in symbols.finditer(prompt))
     for match in symbols.finditer(text):
@@ -79,7 +87,7 @@ def _depth_change(symbol: str) -> int:
 
 
 def _ruby(_prompt: str, text: str, stopped: bool) -> str:
-    """The `end` in the first column, which is the stop string, is part of the function."""
+    """Adds the `end` in the first column, which is the stop string, to the function."""
     return text + RUBY_CLOSING if stopped else text
 
 

@@ -1,5 +1,7 @@
-"""Functional correctness of completions: each one's program is executed with its tests in a
-sandbox."""
+"""The functional correctness of completions.
+
+Each completion's program is executed with its tests in a sandbox.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ OUTCOMES: dict[str, Outcome] = {
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """How the program of a completion ended.
+    """The end of a completion's program.
 
     Attributes:
         outcome: "passed"; "failed": a test failed, or the program ended before its tests; "syntax":
             it does not compile or parse; "time", "memory", "output": it exceeded that bound;
             "crash": a signal, or too many processes or files.
         detail: the end of its standard error, or why it did not pass; "" if it passed.
-        seconds: wall time of its last step.
+        seconds: the wall time of its last step.
         in_subprocess: the completion ran in a process of its own and could neither read nor change
             its tests.
     """
@@ -62,8 +64,10 @@ class ExecutionResult:
 
     @property
     def headline(self) -> str:
-        """The most informative line of `detail`: the first error of a compiler, the last line of a
-        traceback."""
+        """The most informative line of `detail`.
+
+        It is the first error of a compiler, or the last line of a traceback.
+        """
         lines = [line.strip() for line in self.detail.splitlines() if line.strip()]
         telling = [line for line in lines if ERROR_LINE.search(line)] or lines[-1:] or [""]
         return telling[0] if self.outcome == "syntax" else telling[-1]
@@ -71,8 +75,14 @@ class ExecutionResult:
 
 @dataclass(frozen=True)
 class PassCounts:
-    """Of one language: completions that passed, all completions, problems, and problems without a
-    completion."""
+    """The counts of one language.
+
+    Attributes:
+        passed: the number of completions that passed.
+        total: the number of all completions.
+        problems: the number of problems.
+        without_solution: the number of problems without a completion.
+    """
 
     passed: int
     total: int
@@ -81,14 +91,15 @@ class PassCounts:
 
 
 def execute(problem: Problem, completion: str, sandbox: Sandbox) -> ExecutionResult:
-    """Runs one completion's program; where language and problem allow it, in a process without the
-    tests.
+    """Runs one completion's program.
 
-    A problem allows it if its canonical solution passes that way. The completion under test has no
-    influence on this choice.
+    If language and problem allow it, it runs in a process without the tests. A problem allows it if
+    its canonical solution passes that way. The completion under test has no influence on this
+    choice.
 
-    Raises: RequestError if the language cannot be run here, naming what to install; InternalError
-    if the program was not run.
+    Raises:
+        RequestError: the language cannot be run here; it names the packages to install.
+        InternalError: the program was not run.
     """
     if problem.language != "python":
         return _execute(problem, completion, sandbox, in_subprocess=False)
@@ -100,8 +111,11 @@ def execute(problem: Problem, completion: str, sandbox: Sandbox) -> ExecutionRes
 
 @cache
 def _passes_in_subprocess(problem: Problem, sandbox: Sandbox, unsendable: bool) -> bool:
-    """Whether a problem's tests can call a completion in another process; `unsendable`: an argument
-    cannot be sent."""
+    """Tells whether a problem's tests can call a completion in another process.
+
+    Args:
+        unsendable: an argument cannot be sent.
+    """
     if unsendable or problem.canonical is None:
         return not unsendable
     return _execute(problem, problem.canonical, sandbox, in_subprocess=True).passed
@@ -185,9 +199,11 @@ def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Solu
 def pass_counts(
     problems: Sequence[Problem], pairs: Sequence[Solution], results: Sequence[ExecutionResult]
 ) -> dict[str, PassCounts]:
-    """The counts of each language, in the order of the problems.
+    """Counts the results of each language, in the order of the problems.
 
-    `results` belong to the first pairs; there are fewer of them if execution was interrupted.
+    Args:
+        results: the results of the first pairs; there are fewer of them if execution was
+            interrupted.
     """
     given, found = {problem.task_id for problem, _ in pairs}, {}
     for language in dict.fromkeys(problem.language for problem in problems):

@@ -1,9 +1,8 @@
-"""Samples of an evaluation as files of other evaluators: EvalPlus and the BigCode evaluation
-harness.
+"""The samples of an evaluation as files of EvalPlus and of the BigCode evaluation harness.
 
-Both get whole programs, prompt included: neither has to know what the model was asked. EvalPlus
-finds the problem of a program by its task id, the BigCode harness by its place in the list: the
-list has to begin with the first problem and to leave none out.
+Both get whole programs, prompt included, so neither has to know the prompt that the model got.
+EvalPlus finds the problem of a program by its task id, the BigCode harness by its place in the
+list: the list has to begin with the first problem and to leave none out.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ Programs = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class EvaluatorSet:
-    """A problem set as an evaluator knows it: its task ids are `prefix` and a number below
-    `size`."""
+    """An evaluator's problem set: its task ids are `prefix` and a number below `size`."""
 
     prefix: str
     size: int
 
     def place(self, task_id: str) -> int | None:
-        """The number of a problem, None for the id of another set."""
+        """Returns the number of a problem; None for the id of another set."""
         found = re.fullmatch(rf"{re.escape(self.prefix)}(0|[1-9]\d*)", task_id)
         return int(found[1]) if found and int(found[1]) < self.size else None
 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """What an evaluator reads.
+    """The format of the files that an evaluator reads.
 
     Attributes:
-        tool: its name for messages.
-        suffix: how its files have to end.
-        sets: by the set of `shoal eval`.
+        tool: the evaluator's name for messages.
+        suffix: the ending of its files.
+        sets: its problem sets, by the set of `shoal eval`.
         write: programs -> the text of a file.
-        command: (file, set, problems, samples per problem) -> what evaluates them.
+        command: the command that evaluates them; a format string with file, set, problems, and
+            samples per problem.
         by_place: programs have no task ids.
         whole: it evaluates the whole set, or nothing.
     """
@@ -58,8 +57,11 @@ class ExportFormat:
     whole: bool = False
 
     def check(self, set_name: str, problems: Sequence[Problem]) -> None:
-        """Raises RequestError for problems that the evaluator does not have, before anything is
-        computed."""
+        """Checks, before anything is computed, that the evaluator has the problems.
+
+        Raises:
+            RequestError: the evaluator does not have them.
+        """
         known = self.sets.get(set_name)
         if known is None:
             raise RequestError(
@@ -80,14 +82,14 @@ class ExportFormat:
             )
 
     def render(self, set_name: str, programs: Programs) -> str:
-        """The text of a file, in the order of the evaluator's problems."""
+        """Returns the text of a file, in the order of the evaluator's problems."""
         known = self.sets[set_name]
         return self.write(
             dict(sorted(programs.items(), key=lambda item: known.place(item[0]) or 0))
         )
 
     def hint(self, set_name: str, file: str, programs: Programs) -> str:
-        """How the evaluator is called on a file, and what it will miss."""
+        """Tells how the evaluator is called on a file, and which problems it will miss."""
         many, size = len(programs), self.sets[set_name].size
         samples = max(map(len, programs.values()))
         said = self.command.format(set=set_name, file=file, problems=many, samples=samples)
@@ -135,7 +137,7 @@ FORMATS: Mapping[str, ExportFormat] = {
 def programs_of(
     problems: Sequence[Problem], entries: Mapping[str, Mapping[str, Any]], method: str, n: int
 ) -> dict[str, list[str]]:
-    """n programs of each problem from a journal of samples.
+    """Returns n programs of each problem from a journal of samples.
 
     A problem that was refused has its prompt n times: evaluators want whole sets, and it counts as
     failed, as in the summary.

@@ -16,8 +16,10 @@ from shoal.errors import RequestError
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE
 
 COLOURS = {PLAIN: "#8a8a8a", SINGLE: "#D55E00", BATCHED: "#0072B2"}
-"""From Okabe and Ito's palette: distinguishable with any colour vision, on light and dark
-backgrounds."""
+"""The colours of the methods, from Okabe and Ito's palette.
+
+They are distinguishable with any colour vision, on light and dark backgrounds.
+"""
 LABELS = {
     PLAIN: "no drafter, all samples at once",
     SINGLE: "speculative, one by one",
@@ -28,7 +30,11 @@ INK = "#808080"  # of the page's figure: readable on light and dark backgrounds
 
 
 def require_matplotlib() -> Any:
-    """The plotting module. Raises RequestError that says how to get it."""
+    """Imports the plotting module.
+
+    Raises:
+        RequestError: it is not installed; the message tells how to install it.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -42,7 +48,7 @@ def require_matplotlib() -> Any:
 
 
 def draw(summaries: Sequence[Mapping[str, Any]], *, ink: str = "black") -> Any:
-    """A matplotlib figure: a row of two plots per summary, first and all, with their intervals."""
+    """Draws a matplotlib figure: a row of two plots per summary, first and all, with intervals."""
     pyplot = require_matplotlib()
     with pyplot.rc_context({"svg.fonttype": "none", **dict.fromkeys(INKED, ink)}):
         figure, grid = pyplot.subplots(
@@ -67,14 +73,14 @@ INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytic
 
 
 def png(summaries: Sequence[Mapping[str, Any]]) -> bytes:
-    """For documents, on a white background."""
+    """Returns the figure for documents, on a white background."""
     target = io.BytesIO()
     draw(summaries).savefig(target, format="png", dpi=DPI)
     return target.getvalue()
 
 
 def svg(summary: Mapping[str, Any]) -> str:
-    """For a page, with a transparent background."""
+    """Returns the figure for a page, with a transparent background."""
     target = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     draw([summary], ink=INK).savefig(target, format="svg", transparent=True, metadata=nothing)
@@ -83,7 +89,7 @@ def svg(summary: Mapping[str, Any]) -> str:
 
 
 def title(summary: Mapping[str, Any]) -> str:
-    """What was measured, in one line."""
+    """Returns the settings of the measurement in one line."""
     settings = summary["settings"]
     return (
         f"{settings['set']}: {summary['problems']} problems, n = {summary['samples_per_problem']}, "
@@ -92,7 +98,7 @@ def title(summary: Mapping[str, Any]) -> str:
 
 
 def metric_name(score: str, which: str) -> str:
-    """Pass@First, ROUGE-L@All ..."""
+    """Returns a metric's name, such as Pass@First or ROUGE-L@All."""
     name = {"passed": "Pass"}.get(score, score.replace("rouge", "ROUGE-"))
     return f"{name}@{which.capitalize()}"
 

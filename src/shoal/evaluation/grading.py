@@ -60,8 +60,9 @@ def code_grader(
 
 
 def rouge_grader(documents: Sequence[Document]) -> Grader:
-    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), words stemmed, against the documents'
-    summaries.
+    """Makes a grader that computes F1 of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004).
+
+    Words are stemmed and compared with the documents' summaries.
 
     Raises:
         RequestError: without the rouge-score package.
@@ -88,7 +89,7 @@ def rouge_grader(documents: Sequence[Document]) -> Grader:
 def grade_entries(
     entries: Sequence[Mapping[str, Any]], grader: Grader
 ) -> Generator[dict[str, Any], None, None]:
-    """An entry for the journal of grades per entry of samples, in order.
+    """Yields an entry for the journal of grades per entry of samples, in order.
 
     Unfinished samples get no grade; equal completions of a problem are graded once, whichever
     methods wrote them.
@@ -110,6 +111,6 @@ def grade_entries(
 
 
 def _completions(entry: Mapping[str, Any]) -> list[str]:
-    """The different completions of a problem that finished, in order."""
+    """Returns the different completions of a problem that finished, in order."""
     samples = [sample for attempt in entry["attempts"].values() for sample in attempt["samples"]]
     return list(dict.fromkeys(sample["completion"] for sample in samples if sample["finished"]))

@@ -1,5 +1,8 @@
-"""The isolation of a program: its namespaces, the paths that it can read, and what is enforced on
-this machine."""
+"""The isolation of a program.
+
+It consists of its namespaces, the paths that it can read, and the limits that this machine
+enforces.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pathlib import Path
 from shoal.evaluation import sandbox_exec, seccomp, supervisor
 
 BACKENDS = ("bubblewrap", "namespaces", "limits")
-"""From the strongest to the weakest."""
+"""The backends, from the strongest to the weakest."""
 
 TOOLS = {"bubblewrap": "bwrap", "namespaces": "unshare"}
 """The programs they need."""
@@ -32,17 +35,16 @@ SYSTEM = (
     *("/sys/devices/system/cpu", "/sys/fs/cgroup"),
     *("/sys/kernel/mm/hugepages", "/sys/kernel/mm/transparent_hugepage"),
 )
-"""Readable for every program: programs, libraries, their settings and what their runtimes ask the
-kernel for.
+"""The paths that every program may read.
 
-Nothing that belongs to a person or a service is among them. Without namespaces around it, a program
-that opens another path is refused (EACCES), which some runtimes take worse than a path that does
-not exist.
+They hold programs, libraries, their settings and what runtimes ask the kernel for. Nothing that
+belongs to a person or a service is among them. Without namespaces around it, a program that opens
+another path is refused (EACCES), which some runtimes take worse than a path that does not exist.
 """
 
 
 def wrapper_command(backend: str, workdir: str, visible: Iterable[str]) -> list[str]:
-    """The command that runs the command behind it in namespaces; empty for the backend "limits".
+    """Returns the command that runs the command behind it in namespaces; empty for "limits".
 
     `workdir` is writable, the paths `visible` are readable.
     """
@@ -52,8 +54,11 @@ def wrapper_command(backend: str, workdir: str, visible: Iterable[str]) -> list[
 
 
 def visible(programs: Iterable[str], more: Iterable[str]) -> list[str]:
-    """All readable paths: the system's, the installations of programs (absolute paths) and of this
-    Python, and `more`."""
+    """Returns all readable paths.
+
+    They are the system's, the installations of programs (absolute paths) and of this Python, and
+    `more`.
+    """
     system = [path for pattern in SYSTEM for path in sorted(glob(pattern))]
     absolute = filter(os.path.isabs, [*programs, sandbox_python()])
     links = [
@@ -71,13 +76,15 @@ def visible(programs: Iterable[str], more: Iterable[str]) -> list[str]:
 
 
 def sandbox_python() -> str:
-    """The interpreter of sandbox_exec.py: the base of a virtual environment, so that only its
-    installation must be visible."""
+    """Returns the interpreter of sandbox_exec.py.
+
+    It is the base of a virtual environment, so that only its installation must be visible.
+    """
     return str(Path(sys.executable).resolve())
 
 
 def protections(backend: str) -> dict[str, bool]:
-    """What a program could reach, and whether this machine prevents it."""
+    """Returns the resources that a program could reach, and whether this machine guards each."""
     strongest, namespaces, landlock = (
         backend == "bubblewrap",
         backend != "limits",
@@ -100,8 +107,11 @@ def protections(backend: str) -> dict[str, bool]:
 
 
 def describe(backend: str, *, cgroup: bool) -> str:
-    """All on one line, for reports: what a backend prevents on this machine and what not; `cgroup`:
-    each program has one."""
+    """Describes a backend on one line, for reports: the things that it prevents here, and the rest.
+
+    Args:
+        cgroup: each program has one.
+    """
     always = (
         f"limits on time, memory, files, processes and output ({_groups(cgroup)}); killed "
         f"whole, daemons included"
@@ -113,7 +123,7 @@ def describe(backend: str, *, cgroup: bool) -> str:
 
 
 def essentials(backend: str, *, cgroup: bool) -> list[str]:
-    """The same in short lines, for people: which backend, and what it does not prevent."""
+    """Describes a backend in short lines for people: its name, and its gaps."""
     _, open_ = _reach(backend)
     return [
         f"{_users(backend)}; {_groups(cgroup)}",
@@ -132,7 +142,7 @@ def _groups(cgroup: bool) -> str:
 
 
 def _reach(backend: str) -> tuple[str, str]:
-    """What is prevented, and what is not."""
+    """Returns the resources that are guarded, and those that are not."""
     known = protections(backend).items()
     kept, open_ = (
         ", ".join(name for name, holds in known if holds is wanted) for wanted in (True, False)
@@ -171,8 +181,10 @@ def _bubblewrap(workdir: str, visible: list[str]) -> list[str]:
 
 
 def _rights() -> list[str]:
-    """Root keeps its id until sandbox_exec.py changes it: bubblewrap then needs no user
-    namespace."""
+    """Returns the options for rights.
+
+    Root keeps its id until sandbox_exec.py changes it: bubblewrap then needs no user namespace.
+    """
     if os.getuid() == 0:
         return ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
@@ -183,7 +195,7 @@ def _rights() -> list[str]:
 
 @lru_cache
 def _disables_userns(tool: str) -> bool:
-    """Whether this bubblewrap can forbid further user namespaces (version 0.8 and later)."""
+    """Tells whether this bubblewrap can forbid further user namespaces (version 0.8 and later)."""
     return (
         "--disable-userns"
         in subprocess.run(
@@ -207,19 +219,19 @@ def _each(option: str, paths: Iterable[str]) -> list[str]:
 
 
 def _is_inside(path: str, folders: Iterable[str]) -> bool:
-    """Whether a path is one of these folders or lies in one."""
+    """Tells whether a path is one of these folders or lies in one."""
     return any(Path(folder) in (Path(path), *Path(path).parents) for folder in folders)
 
 
 def _parents(paths: Iterable[str]) -> list[str]:
-    """The directories above these paths, outermost first."""
+    """Returns the directories above these paths, outermost first."""
     return sorted(
         {str(folder) for path in paths for folder in Path(path).parents if folder != Path("/")}
     )
 
 
 def _symlink_chain(program: Path) -> Iterator[Path]:
-    """A path and the targets of its symbolic links, one after the other."""
+    """Yields a path and the targets of its symbolic links, one after the other."""
     for _ in range(40):  # the kernel's limit
         yield program
         if not program.is_symlink():
@@ -229,8 +241,10 @@ def _symlink_chain(program: Path) -> Iterator[Path]:
 
 
 def _installation(program: Path) -> Path:
-    """The directory that holds a program and what was installed with it; never a home or a
-    repository."""
+    """Returns the directory of a program and of the files installed with it.
+
+    It is never a home or a repository.
+    """
     for folder in program.parents:
         if folder.name == "node_modules":
             return folder

@@ -1,5 +1,7 @@
-"""Results that survive a kill: one JSON line per problem, on the disk before the next problem
-begins."""
+"""A journal of results that survive a kill.
+
+It has one JSON line per problem, on the disk before the next problem begins.
+"""
 
 from __future__ import annotations
 

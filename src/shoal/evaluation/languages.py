@@ -1,4 +1,4 @@
-"""The supported languages: how a program is compiled and run, and what must be installed.
+"""The supported languages: the commands that compile and run a program, and the packages they need.
 
 An epilogue after the tests prints a random marker, which it puts together of two halves: the marker
 stands in no file, so that only code that ran can print it. In languages that allow statements only
@@ -16,8 +16,13 @@ from shoal.evaluation.steps import MIB, Bounds
 
 @dataclass(frozen=True)
 class Library:
-    """A library that tests load. `loaded_by`: its name in a test; `probe`: a command that loads
-    it."""
+    """A library that tests load.
+
+    Attributes:
+        loaded_by: its name in a test.
+        probe: a command that loads it.
+        install: the package that provides it.
+    """
 
     loaded_by: str
     probe: tuple[str, ...]
@@ -26,28 +31,29 @@ class Library:
 
 @dataclass(frozen=True)
 class Language:
-    """How a program in this language is run.
+    """The way that a program in this language is run.
 
     Attributes:
-        title: its name in prose.
-        file: name of the source file.
-        run, compile: commands, run in the program's directory; programs are found on PATH. A
-            compiler that refuses a program ends with an exit code other than 0.
-        install: what provides them.
+        title: the language's name in prose.
+        file: the name of the source file.
+        run: the command that runs the program in its directory; its program is found on PATH.
+        compile: the command that compiles it there; it ends with an exit code other than 0 for a
+            program that it refuses.
+        install: the packages that provide these commands.
         trial: the smallest program. It must run here, and a runtime that writes to standard error
             beside it does so beside every program.
         separator: stands between a completion and its tests, and ends a statement that the
             completion has begun.
-        epilogue: format string of the two halves of the marker; prints it after the tests, at the
+        epilogue: a format string of the two halves of the marker; prints it after the tests, at the
             end of the program or in `epilogue_file`.
         epilogue_file: "", or a second source file, which runs the program and is started in its
             place.
         syntax: texts of which the interpreter writes one to standard error when it cannot parse a
             program.
-        memory: the same for an allocation that fails.
-        libraries: what tests may load beside the standard library.
+        memory: texts of which it writes one when an allocation fails.
+        libraries: the libraries that tests may load beside the standard library.
         environment: variables that its programs need.
-        bounds: what a program may use while it runs.
+        bounds: the bounds of a program while it runs.
     """
 
     title: str

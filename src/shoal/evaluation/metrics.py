@@ -25,10 +25,11 @@ class Table:
 
     Attributes:
         finished_at: seconds from submission, [P, n]; inf for a sample that never finished.
-        mean_logprob: [P, n]; -inf where there is none.
+        mean_logprob: [P, n]; -inf if there is none.
         score: 0..1, [P, n].
-        tokens, syntax_error: [P, n].
-        seconds: until the last sample of a problem was finished, [P].
+        tokens: the number of tokens of each sample, [P, n].
+        syntax_error: 1 for a sample with a syntax error, [P, n].
+        seconds: the seconds until the last sample of a problem was finished, [P].
     """
 
     finished_at: Floats
@@ -43,14 +44,14 @@ class Table:
         return self.finished_at.shape[1]
 
     def finished(self, budget: float) -> npt.NDArray[np.bool_]:
-        """Which samples were finished in time, [P, n]."""
+        """Returns which samples were finished in time, [P, n]."""
         return (self.finished_at <= budget) & np.isfinite(self.finished_at)
 
     def first(self, budget: float) -> Floats:
-        """Pass@First: the score of the sample with the best mean log-probability among those
-        finished, [P]; 0 without any.
+        """Returns Pass@First: the score of the finished sample with the best mean log-probability,
+        [P].
 
-        Ties go to the first row.
+        It is 0 without any. Ties go to the first row.
         """
         done = self.finished(budget)
         lowest = np.finfo(np.float64).min
@@ -59,25 +60,27 @@ class Table:
         return np.take_along_axis(self.score * done, best, axis=1)[:, 0]
 
     def best(self, budget: float) -> Floats:
-        """Pass@All: the best score among the finished, [P]."""
+        """Returns Pass@All: the best score among the finished samples, [P]."""
         return (self.score * self.finished(budget)).max(axis=1)
 
     def at(self, k: int, budget: float) -> Floats:
-        """The unbiased estimate of pass@k of each problem (Chen et al. 2021, arXiv 2107.03374,
-        section 2.1), [P].
+        """Returns the unbiased estimate of pass@k of each problem, [P].
 
-        A sample that is not finished in time has not passed; only scores of 1 pass.
+        The estimate is that of Chen et al. 2021, arXiv 2107.03374, section 2.1. A sample that is
+        not finished in time has not passed; only scores of 1 pass.
         """
         return pass_at(self.passed(budget).sum(axis=1), self.n, k)
 
     def passed(self, budget: float) -> npt.NDArray[np.bool_]:
-        """Which samples passed in time, [P, n]."""
+        """Returns which samples passed in time, [P, n]."""
         return self.finished(budget) & (self.score == 1)
 
 
 def pass_at(passed: npt.NDArray[np.int64], n: int, k: int) -> Floats:
-    """1 - C(n - passed, k) / C(n, k): probability that k of n samples, drawn without replacement,
-    include one that passed."""
+    """Computes 1 - C(n - passed, k) / C(n, k).
+
+    It is the probability that k of n samples, drawn without replacement, include one that passed.
+    """
     factors = [1 - k / np.arange(n - c + 1, n + 1) for c in range(n + 1)]
     table = np.array([1 - np.prod(f) if n - c >= k else 1.0 for c, f in enumerate(factors)])
     return table[passed]
@@ -101,18 +104,23 @@ class Bootstrap:
         self.ends = (tail, 100 - tail)
 
     def interval(self, values: Floats) -> tuple[Floats, Floats]:
-        """Lower and upper ends for the mean over problems. values: [P] or [P, B]; ends: [] or
-        [B]."""
+        """Computes the lower and upper ends of the interval for the mean over problems.
+
+        Args:
+            values: [P] or [P, B].
+
+        Returns:
+            The ends, [] or [B].
+        """
         low, high = np.percentile(self.weights @ values, self.ends, axis=0)
         return low, high
 
 
 def permutation_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
-    """Two-sided p-value of "pass@k is the same by both methods", whatever the budget: a permutation
-    test within problems.
+    """Computes the two-sided p-value of "pass@k is the same by both methods", whatever the budget.
 
-    Exact: if samples of both methods have the same distribution, a problem's 2n outcomes are
-    exchangeable between them.
+    It is a permutation test within problems. It is exact: if samples of both methods have the same
+    distribution, a problem's 2n outcomes are exchangeable between them.
     """
     ours, theirs = table.passed(np.inf), other.passed(np.inf)
     problems, n = ours.shape

@@ -1,5 +1,7 @@
-"""The report as one HTML file: figure, table, and each problem with its samples. No script, nothing
-loaded from elsewhere."""
+"""The report as one HTML file: figure, table, and each problem with its samples.
+
+It has no script, and loads nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ CONTROLS = dict.fromkeys(
     (*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd"
 )
 MARKS = {True: "✓", False: "✗", None: "–"}
-"""Of a sample that passed, one that failed, and an unfinished one."""
+"""The marks of a sample that passed, one that failed, and an unfinished one."""
 LEGENDS = {True: "✓ passed, ✗ not, – not finished", False: "its score, – not finished"}
 
 STYLE = """
@@ -50,7 +52,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def page(
     summary: Mapping[str, Any], results: Results, prompts: Mapping[str, str], figure: str | None
 ) -> str:
-    """The whole file. prompts: of the problems, for people. figure: an <svg> element, or None."""
+    """Returns the whole file.
+
+    Args:
+        prompts: the problems' prompts, for people.
+        figure: an <svg> element, or None.
+    """
     problems = "\n".join(_problem(results, name, prompts[name]) for name in results.names)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -73,7 +80,7 @@ In the texts, <span class="accepted">accepted draft tokens</span> and <span clas
 
 
 def text(value: object) -> str:
-    """A value as HTML text without markup or control characters."""
+    """Returns a value as HTML text without markup or control characters."""
     return html.escape(str(value).translate(CONTROLS))
 
 
@@ -87,7 +94,7 @@ def _table(summary: Mapping[str, Any]) -> str:
 
 
 def _settings(summary: Mapping[str, Any]) -> str:
-    """The settings and the machine, without empty values."""
+    """Returns the settings and the machine, without empty values."""
     known = {
         **summary["settings"],
         **summary.get("machine", {}),
@@ -136,7 +143,10 @@ def _method(results: Results, name: str, method: str, shown: bool) -> str:
 def _ranked(
     results: Results, name: str, method: str
 ) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any] | None]]:
-    """(row number, sample, grade), best rank first: finished, then by mean log-probability."""
+    """Returns (row number, sample, grade) with the best rank first.
+
+    Finished samples come first, then the order is by mean log-probability.
+    """
     samples = results.attempts[name]["attempts"][method]["samples"]
     found = list(
         zip(
@@ -200,7 +210,7 @@ def _sample(
 
 
 def _spans(sample: Mapping[str, Any]) -> Iterator[str]:
-    """The text coloured by drafter and target, and dimmed behind the end of the completion."""
+    """Yields the text coloured by drafter and target, dimmed behind the end of the completion."""
     kept = (
         len(sample["completion"])
         if sample["text"].startswith(sample["completion"])

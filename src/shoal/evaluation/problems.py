@@ -37,35 +37,44 @@ class Problem:
     suffix: str = ""
 
     def program(self, completion: str, separator: str = "\n") -> str:
-        """The source text that is run; it passes if it reaches its last statement and exits with
-        code 0. separator: what stands before the tests."""
+        """Returns the source text that is run.
+
+        It passes if it reaches its last statement and exits with code 0.
+
+        Args:
+            separator: the text before the tests.
+        """
         return f"{self.prompt}{completion}{self.suffix}{separator}{self.tests}"
 
 
 def read_humaneval(path: str | Path) -> list[Problem]:
-    """The problems of a file in HumanEval's format; the language is Python where a record names
-    none.
+    """Reads the problems of a file in HumanEval's format.
 
-    Raises: RequestError naming file and line: not JSON, a field missing or of the wrong type, a
-    task id met before.
+    The language is Python if a record names none.
+
+    Raises:
+        RequestError: not JSON, a field missing or of the wrong type, or a task id met before; the
+            message names file and line.
     """
     return _read(Path(path), language="python")
 
 
 def read_mbxp(path: str | Path) -> list[Problem]:
-    """The problems of a file in MBXP's format, whose records name their language.
+    """Reads the problems of a file in MBXP's format, whose records name their language.
 
-    Raises: RequestError as `read_humaneval`, and for an unknown language.
+    Raises:
+        RequestError: see `read_humaneval`; or the language is unknown.
     """
     return _read(Path(path), language=None)
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects in a file of JSON lines (`.gz`: gzipped), each with "file, line n" for messages;
-    empty lines are skipped.
+    """Yields the objects in a file of JSON lines (`.gz`: gzipped), each with "file, line n".
 
-    Raises: RequestError if the file cannot be read, or for the first line that holds no JSON
-    object.
+    Empty lines are skipped.
+
+    Raises:
+        RequestError: the file cannot be read, or a line holds no JSON object.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -78,7 +87,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def text_field(record: Mapping[str, Any], name: str, where: str) -> str:
-    """A field that must be there and be text."""
+    """Returns a field that must exist and be text."""
     value = record.get(name)
     if not isinstance(value, str):
         has = (
@@ -91,7 +100,7 @@ def text_field(record: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def known_language(name: str, where: str) -> str:
-    """`name`, if it is a language that can be run."""
+    """Returns `name` if it is a language that can be run."""
     if name not in LANGUAGES:
         raise RequestError(f"{where}: unknown language {name!r}; known are {', '.join(LANGUAGES)}")
     return name

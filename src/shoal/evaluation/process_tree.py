@@ -17,7 +17,7 @@ _CAP_SYS_PTRACE = 19
 
 
 def descendants() -> list[int]:
-    """Every process below this one, in any session or namespace."""
+    """Returns every process below this one, in any session or namespace."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # ended meanwhile
@@ -30,8 +30,10 @@ def descendants() -> list[int]:
 
 
 def may_inspect_all() -> bool:
-    """Whether this process may read the /proc entries of other users: root in a container often may
-    not."""
+    """Tells whether this process may read the /proc entries of other users.
+
+    Root in a container often may not.
+    """
     capabilities = next(
         line for line in _read("/proc/self/status").splitlines() if line.startswith("CapEff:")
     )
@@ -40,8 +42,10 @@ def may_inspect_all() -> bool:
 
 @contextlib.contextmanager
 def effective_user(uid: int) -> Iterator[None]:
-    """Takes a user's id, which may inspect that user's processes but lets them send no signals
-    here; -1: no change."""
+    """Takes a user's id for the block; -1: no change.
+
+    The id may inspect that user's processes, but lets them send no signals here.
+    """
     os.setresgid(-1, uid, -1)
     os.setresuid(-1, uid, -1)
     try:
@@ -52,25 +56,29 @@ def effective_user(uid: int) -> Iterator[None]:
 
 
 def exceeds_memory(pids: list[int], limit: int) -> bool:
-    """Whether processes together hold more bytes; the exact sum (PSS) is slower to read, so the
-    upper bound goes first."""
+    """Tells whether processes together hold more bytes than the limit.
+
+    The exact sum (PSS) is slower to read, so the upper bound goes first.
+    """
     return all(sum(map(size, pids)) > limit for size in (_resident_bytes, _proportional_bytes))
 
 
 def _resident_bytes(pid: int) -> int:
-    """Bytes of private and shared memory of a process."""
+    """Returns the bytes of private and shared memory of a process."""
     return _status_bytes(f"/proc/{pid}/status", "RssAnon:", "RssShmem:") or 0
 
 
 def _proportional_bytes(pid: int) -> int:
-    """The same with shared pages divided among the processes that map them (PSS); undivided if it
-    cannot be read."""
+    """Returns the bytes of a process with shared pages divided among their processes (PSS).
+
+    They are undivided if PSS cannot be read.
+    """
     size = _status_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
     return _resident_bytes(pid) if size is None else size
 
 
 def _status_bytes(path: str, *names: str) -> int | None:
-    """The sum of these fields; None if the process has ended or may not be inspected."""
+    """Returns the sum of these fields; None if the process has ended or may not be inspected."""
     with contextlib.suppress(OSError):
         return sum(
             1024 * int(line.split()[1])
@@ -81,8 +89,10 @@ def _status_bytes(path: str, *names: str) -> int | None:
 
 
 def unlinked_bytes(pids: list[int]) -> int:
-    """Bytes in open files that are in no directory: removed files, and files in memory
-    (memfd_create)."""
+    """Returns the bytes in open files that are in no directory.
+
+    They are removed files, and files in memory (memfd_create).
+    """
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):  # ended meanwhile

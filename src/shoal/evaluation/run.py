@@ -70,13 +70,15 @@ class Evaluation:
                 self.grades.append(entry)
 
     def loaded(self) -> list[dict[str, Any]]:
-        """The distinct settings with which the models were loaded: a run may be continued on
-        another machine."""
+        """Returns the distinct settings with which the models were loaded.
+
+        There may be several, as a run may be continued on another machine.
+        """
         found = [entry["loaded"] for entry in self.samples.entries.values() if "loaded" in entry]
         return [settings for i, settings in enumerate(found) if settings not in found[:i]]
 
     def results(self, scores: Sequence[str]) -> Results:
-        """All samples and grades."""
+        """Returns all samples and grades."""
         names = [task.task_id for task in self.tasks]
         return Results(
             names,

@@ -1,5 +1,7 @@
-"""n samples of every problem by every decoding method, each with the time at which it was
-finished."""
+"""The sampling of every problem by every decoding method.
+
+Each problem gets n samples, each with the time at which it was finished.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ COUNTS = (
 )
 PLAIN, SINGLE, BATCHED = "plain", "single", "batched"
 METHODS = (PLAIN, SINGLE, BATCHED)
-"""Plain decoding of n rows at once; speculation on one row, sample after sample; speculation on n
-rows at once."""
+"""The decoding methods.
+
+They are plain decoding of n rows at once; speculation on one row, sample after sample; and
+speculation on n rows at once.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,10 @@ class SamplingConfig:
 
 
 class Sampler:
-    """Draws samples. Each method has its own `Shoal`, so that draft length control measures its
-    costs separately."""
+    """A sampler for the methods of an evaluation.
+
+    Each method has its own `Shoal`, so that draft length control measures its costs separately.
+    """
 
     def __init__(self, pair: Shoal, config: SamplingConfig) -> None:
         if pair.tokenizer is None:
@@ -92,14 +99,13 @@ class Sampler:
         }
 
     def run(self, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
-        """A journal entry per problem; the order of the methods rotates. The first problem is run
-        twice, to warm up.
+        """Yields a journal entry per problem; the order of the methods rotates.
 
-        A problem that is refused, for example because its prompt is too long, becomes an entry with
-        an "error" and no attempts.
+        The first problem is run twice, to warm up. A problem that is refused, for example because
+        its prompt is too long, becomes an entry with an "error" and no attempts.
 
         Raises:
-            RequestError: if the tokenizer cannot make the tasks' prompts.
+            RequestError: the tokenizer cannot make the tasks' prompts.
         """
         warm = False
         for place, task in enumerate(tasks):
@@ -125,7 +131,10 @@ class Sampler:
             yield {"task_id": task.task_id, "error": None, "attempts": found, "loaded": self.loaded}
 
     def attempt(self, method: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
-        """One problem by one method; times are seconds from its submission, prefill included."""
+        """Decodes one problem by one method.
+
+        Times are seconds from its submission, prefill included.
+        """
         lookahead = "off" if method == PLAIN else self.config.lookahead
         options = {
             **self.config.options,
@@ -170,8 +179,10 @@ class Sampler:
 
 
 def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[str, bool]]:
-    """A sample's text in spans that were accepted drafts (True) or drawn from the target (False);
-    joined, they are the text."""
+    """Splits a sample's text in spans of accepted drafts (True) or the target's draws (False).
+
+    Joined, the spans are the text.
+    """
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     for token in sample.token_ids:
         detokenizer.push(token)

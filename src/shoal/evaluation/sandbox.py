@@ -1,11 +1,11 @@
-"""Executes untrusted programs in a working directory of their own, within bounds, and kills all
-their processes at the end.
+"""A sandbox for untrusted programs.
 
-Three backends (isolation.py): bubblewrap; namespaces through `unshare`; limits alone, which must be
-asked for by name. In each a program runs in its own session and directory with a minimal
-environment, a supervisor watches its whole process tree (supervisor.py), and sandbox_exec.py
-restricts the process before it executes the program. `Sandbox.isolation` says what is enforced on
-this machine and what is not.
+Each program runs in a working directory of its own, within bounds, and all its processes are killed
+at the end. There are three backends (isolation.py): bubblewrap; namespaces through `unshare`;
+limits alone, which must be asked for by name. In each a program runs in its own session and
+directory with a minimal environment, a supervisor watches its whole process tree (supervisor.py),
+and sandbox_exec.py restricts the process before it executes the program. `Sandbox.isolation`
+describes the limits that this machine enforces, and those it does not.
 """
 
 from __future__ import annotations
@@ -77,13 +77,17 @@ class Sandbox:
         self.close()
 
     def run(self, files: Mapping[str, str], *steps: Step) -> StepResult:
-        """Writes `files` (name: text) into a new directory and runs the steps there, one after
-        another while they succeed."""
+        """Writes `files` (name: text) into a new directory and runs the steps there.
+
+        The steps run one after another while they succeed.
+        """
         return self._run(self.backend, files, steps)
 
     def close(self) -> None:
-        """Kills running programs and removes their files; a waiting call of `run` returns with the
-        reason "stopped"."""
+        """Kills running programs and removes their files.
+
+        A waiting call of `run` returns with the reason "stopped".
+        """
         with self._lock:
             self._closed = True
             for running in self._supervisors:
@@ -112,7 +116,7 @@ class Sandbox:
         )
 
     def _probe(self, backend: str) -> tuple[StepResult, list[str]]:
-        """How a probe program ended, and what it reached although it should not."""
+        """Runs a probe program; returns its end, and the things that it reached but should not."""
         tool = isolation.TOOLS.get(backend)
         if tool and not shutil.which(tool):
             return StepResult(0, "setup", None, "", f"there is no {tool} on PATH", 0.0), []
@@ -189,7 +193,7 @@ def _start_supervisor() -> subprocess.Popen[bytes]:
 
 
 def _exchange(running: subprocess.Popen[bytes], job: bytes) -> tuple[bytes, bytes]:
-    """Sends the job; what the supervisor then writes to standard output and standard error."""
+    """Sends the job, and returns the supervisor's standard output and standard error."""
     assert running.stdin is not None
     assert running.stdout is not None
     assert running.stderr is not None

@@ -65,8 +65,10 @@ class _Filter(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The version of the kernel's Landlock: 1 guards files, 4 also TCP, 6 also signals. 0: there is
-    none."""
+    """Returns the version of the kernel's Landlock, 0 if there is none.
+
+    Version 1 guards files, 4 also TCP, 6 also signals.
+    """
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -118,8 +120,10 @@ def _limit(bounds: dict[str, Any], uid: int) -> None:
 
 
 def _tasks(uid: int) -> int:
-    """Visible threads that the kernel already counts towards a user's limit; in a namespace only
-    its own are visible."""
+    """Counts the visible threads that the kernel already counts towards a user's limit.
+
+    In a namespace only its own are visible.
+    """
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -131,8 +135,10 @@ def _tasks(uid: int) -> int:
 
 
 def _fork_from_init() -> None:
-    """Continues in a child and exits like it: a namespace's first process ignores most signals, so
-    the program must not be it."""
+    """Continues in a child and exits like it.
+
+    A namespace's first process ignores most signals, so the program must not be it.
+    """
     child = os.fork()
     if child:
         ended = -1
@@ -149,11 +155,10 @@ def _set_user(uid: int) -> None:
 
 
 def _apply_landlock(workdir: str, visible: list[str]) -> None:
-    """Landlock: every access in the working directory, reading of the listed paths; no TCP, no
-    signals to other processes.
+    """Applies Landlock: every access in the working directory, reading of the listed paths.
 
-    Landlock also refuses mounts, in user namespaces too, where a program could otherwise fill
-    memory with file systems.
+    It allows no TCP and no signals to other processes. Landlock also refuses mounts, in user
+    namespaces too, where a program could otherwise fill memory with file systems.
     """
     version = landlock_version()
     if not version:
@@ -177,7 +182,7 @@ def _apply_landlock(workdir: str, visible: list[str]) -> None:
 
 
 def _apply_seccomp(program: bytes) -> None:
-    """Seccomp: from here on the filter checks every system call."""
+    """Applies seccomp: from here on the filter checks every system call."""
     if program:
         lines = _Filter(len(program) // 8, program)
         _checked(

@@ -1,4 +1,4 @@
-"""JSON schemas as an evaluation set: which are taken, and whether what is written under them fits.
+"""JSON schemas as an evaluation set: the schemas that are accepted, and the fit of their samples.
 
 The set and its measures are those of JSONSchemaBench (Geng et al. 2025, arXiv 2501.10868).
 """
@@ -44,10 +44,11 @@ class Tried:
     """A schema after its samples.
 
     Attributes:
-        refused: why it was not taken; "" if it was.
-        verdicts, tokens: of the samples.
-        compile_seconds: until there was a grammar.
-        mask_seconds: of all masks of the samples, one after the other.
+        refused: the reason that it was not accepted; "" if it was.
+        verdicts: the verdicts on the samples.
+        tokens: the number of tokens of the samples.
+        compile_seconds: the seconds until there was a grammar.
+        mask_seconds: the seconds of all masks of the samples, one after the other.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Tried:
 
     @property
     def covered(self) -> bool:
-        """Whether all its samples are valid."""
+        """True if all its samples are valid."""
         return bool(self.verdicts) and all(verdict == "valid" for verdict in self.verdicts)
 
 
@@ -68,9 +69,10 @@ class Tried:
 
 
 def read_schemas(folder: Path) -> list[Schema]:
-    """The schemas in a directory, deep: a `.json` file is a schema, or an object with "schema" (and
-    "tests"); the lines of a `.jsonl` file have it as "json_schema", an object or its text, and
-    "unique_id".
+    """Reads the schemas in a directory and its subdirectories.
+
+    A `.json` file is a schema, or an object with "schema" (and "tests"). The lines of a `.jsonl`
+    file have it as "json_schema", an object or its text, and "unique_id".
 
     Raises:
         RequestError: there is no such directory, nothing in it, or something else.
@@ -122,10 +124,10 @@ def _parsed(text: str, where: str) -> Any:
 def tried(
     pair: Shoal, schemas: Sequence[Schema], n: int, options: Mapping[str, Any]
 ) -> Iterator[Tried]:
-    """n samples under each schema, validated by jsonschema.
+    """Draws n samples under each schema; jsonschema validates them.
 
     Args:
-        options: of `Shoal.generate`.
+        options: the options of `Shoal.generate`.
 
     Raises:
         RequestError: without a tokenizer, llguidance or jsonschema.
@@ -163,12 +165,12 @@ def tried(
 
 
 def prompt_of(one: Schema) -> str:
-    """What a model goes on from: the beginning of the schema, and the name of what fits it."""
+    """Returns the prompt of a schema: its beginning, and the name of the document that fits it."""
     return f"# A JSON document that fits the schema {json.dumps(one.schema)[:SHOWN]}\ndocument = "
 
 
 def mask_seconds(constraint: GrammarConstraint, tokens: Sequence[int], pair: Shoal) -> float:
-    """Of the masks before each of a sample's tokens, computed one after the other."""
+    """Returns the seconds of the masks before each of a sample's tokens, one after the other."""
     state, cpu, total = constraint.begin(None), torch.device("cpu"), 0.0  # type: ignore[arg-type]
     for token in tokens:
         started = time.perf_counter()
@@ -179,7 +181,7 @@ def mask_seconds(constraint: GrammarConstraint, tokens: Sequence[int], pair: Sho
 
 
 def verdict(text: str, ended: bool, schema: Any) -> Verdict:
-    """Of one sample; formats are checked."""
+    """Returns the verdict on one sample; formats are checked."""
     if not ended:
         return "cut"
     library, formats = _validator()
@@ -192,8 +194,10 @@ def verdict(text: str, ended: bool, schema: Any) -> Verdict:
 
 @cache
 def _validator() -> tuple[Any, Any]:
-    """jsonschema and its checker of formats. By itself that knows neither date-times nor the times
-    of today's drafts."""
+    """Returns jsonschema and its checker of formats.
+
+    The checker by itself knows neither date-times nor the times of today's drafts.
+    """
     try:
         import jsonschema  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -210,9 +214,13 @@ def _validator() -> tuple[Any, Any]:
 
 
 def summary(found: Sequence[Tried]) -> dict[str, Any]:
-    """By group, and of all schemas: "declared": the share that is taken; "empirical": the share
-    whose samples are all valid; "compliance": of those taken; verdicts of samples; times in
-    milliseconds, medians over schemas."""
+    """Summarizes the schemas by group and together.
+
+    Returns:
+        "declared": the share that is accepted; "empirical": the share whose samples are all valid;
+            "compliance": the same share of the accepted ones; verdicts of samples; times in
+            milliseconds, medians over schemas.
+    """
     groups = list(dict.fromkeys(one.group for one in found))
     by_group = {group: _summed([one for one in found if one.group == group]) for group in groups}
     return {"all": _summed(found), "groups": by_group, "schemas": [asdict(one) for one in found]}

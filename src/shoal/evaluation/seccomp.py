@@ -85,14 +85,16 @@ _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
 def program() -> bytes:
-    """An array of struct sock_filter for this machine; empty where there is no seccomp or the
-    architecture is unknown."""
+    """Returns an array of struct sock_filter for this machine.
+
+    It is empty without seccomp or if the architecture is unknown.
+    """
     machine = platform.machine()
     return assemble(machine) if machine in AUDIT_ARCH and os.path.exists(_ACTIONS) else b""
 
 
 def assemble(machine: str) -> bytes:
-    """The filter of an architecture: every call that is not refused is allowed.
+    """Returns the filter of an architecture: every call that is not refused is allowed.
 
     clone3 passes its flags in memory, which no filter can read, so it returns ENOSYS. C libraries
     then use clone, which is refused with the flags for new namespaces.

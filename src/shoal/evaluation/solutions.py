@@ -40,8 +40,10 @@ class Solutions:
     def execute(
         self, sandbox: Sandbox, workers: int | None, watch: ShowProgress[ExecutionResult]
     ) -> None:
-        """Executes those without a result; each result is on the disk before the next is
-        awaited."""
+        """Executes the completions without a result.
+
+        Each result is on the disk before the next is awaited.
+        """
         missing = self._names[len(self.results) :]
         with closing(execute_all(self.pairs[len(self.results) :], sandbox, workers)) as results:
             for name, result in zip(missing, watch("judging", results, len(missing)), strict=True):
@@ -49,7 +51,7 @@ class Solutions:
 
     @property
     def results(self) -> list[ExecutionResult]:
-        """Of the first completions, in their order."""
+        """The results of the first completions, in their order."""
         entries = [
             self._journal.entries[name] for name in self._names if name in self._journal.entries
         ]
@@ -87,7 +89,7 @@ class Solutions:
 
 
 def _names(pairs: Sequence[Solution]) -> list[str]:
-    """Their task ids; a further completion of the same problem has its number behind it."""
+    """Returns the task ids; a further completion of the same problem has its number behind it."""
     seen: Counter[str] = Counter()
     names = []
     for problem, _ in pairs:

@@ -10,17 +10,19 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a program may use. Processor time and file size are bounded per process, everything else
-    in total.
+    """The bounds of a program.
+
+    Processor time and file size are bounded per process, everything else in total.
 
     Attributes:
-        cpu_seconds: processor time of one process.
-        wall_seconds: from start to end.
-        memory_bytes: private memory, of one process and in total.
-        file_bytes: of one file.
-        workdir_bytes, workdir_files: total size and number of the files in its directory.
-        processes: processes and threads at the same time.
-        output_bytes: standard output and standard error together.
+        cpu_seconds: the processor time of one process.
+        wall_seconds: the seconds from start to end.
+        memory_bytes: the private memory, of one process and in total.
+        file_bytes: the size of one file.
+        workdir_bytes: the total size of the files in its directory.
+        workdir_files: the number of files in its directory.
+        processes: the number of processes and threads at the same time.
+        output_bytes: the bytes of standard output and standard error together.
     """
 
     cpu_seconds: int = 10
@@ -51,16 +53,18 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """How the last step ended.
+    """The end of the last step.
 
     Attributes:
-        step: its number, from 0; a step is started only if the one before ended with exit code 0.
+        step: the step's number, from 0; a step is started only if the one before ended with exit
+            code 0.
         reason: "exit", or the exceeded bound: "time", "memory", "output", "processes", "files";
             "setup": the command could not be started; "stopped": the sandbox was closed.
-        returncode: exit code, or minus the signal that ended it; None if it was killed.
-        stdout, stderr: what it wrote, up to the bound, without the path of the working directory.
-        seconds: wall time.
-        earlier_stderr: what the steps before it wrote to standard error.
+        returncode: the exit code, or minus the signal that ended it; None if it was killed.
+        stdout: its standard output, up to the bound, without the path of the working directory.
+        stderr: its standard error, likewise.
+        seconds: the wall time.
+        earlier_stderr: the standard error of the steps before it.
     """
 
     step: int

@@ -32,11 +32,16 @@ import types
 from typing import Any
 
 JOB = "job.json"
-"""{"program": prompt and completion, "prompt": ..., "tests": ..., "entry_point": ..., "marker": to
-be printed in the end}"""
+"""The file of the job.
+
+It holds {"program": prompt and completion, "prompt": ..., "tests": ..., "entry_point": ...,
+"marker": to be printed in the end}.
+"""
 SHARED = "arguments that only a shared process can pass"
-"""Printed behind the marker if the tests pass an argument that is not plain data, such as a
-function."""
+"""The text printed behind the marker if the tests pass an argument that is not plain data.
+
+A function is such an argument.
+"""
 
 _PR_SET_DUMPABLE = 4
 _LENGTH = struct.Struct("=Q")
@@ -72,12 +77,12 @@ class NotSerializable(TypeError):
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON: types of JSON unchanged, everything else as [kind, ...]. Subclasses
-    become their base type.
+    """Encodes plain data as JSON: types of JSON unchanged, everything else as [kind, ...].
 
-    Iterators are read to their end.
+    Subclasses become their base type. Iterators are read to their end.
 
-    Raises: NotSerializable.
+    Raises:
+        NotSerializable: the value is no plain data.
     """
     if value is None or isinstance(value, bool) or type(value) in (str, float):
         return value
@@ -100,7 +105,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(message: Any) -> Any:
-    """The value that was encoded; it has only types that `encode` knows, whatever was received."""
+    """Returns the value that was encoded.
+
+    It has only types that `encode` knows, whatever was received.
+    """
     if not isinstance(message, list):
         return message
     kind, *parts = message
@@ -128,7 +136,11 @@ def _send(connection: socket.socket, message: Any) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """The next message. Raises EOFError at the end."""
+    """Returns the next message.
+
+    Raises:
+        EOFError: there are no more messages.
+    """
     return json.loads(_read(connection, *_LENGTH.unpack(_read(connection, _LENGTH.size))))
 
 
@@ -176,7 +188,7 @@ def _encode_or_none(value: Any) -> Any:
 
 
 def _compiled(source: str, name: str) -> types.CodeType:
-    """Code whose source lines appear in tracebacks although there is no file."""
+    """Compiles code whose source lines appear in tracebacks although there is no file."""
     code = compile(source, name, "exec")
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     return code
@@ -235,8 +247,7 @@ class CompletionProcess:
             self._exit_like_child()
 
     def _exit_like_child(self) -> None:
-        """Ends this process like the completion's process: by the same signal, or with the same
-        exit code."""
+        """Ends this process by the signal or with the exit code of the completion's process."""
         _, status = os.waitpid(self.pid, 0)
         sys.stdout.flush()
         if os.WIFSIGNALED(status):
@@ -245,8 +256,9 @@ class CompletionProcess:
 
 
 def _names(prompt: str) -> dict[str, Any]:
-    """The definitions of a prompt, for tests that use more of it than the function to be
-    completed."""
+    """Returns the definitions of a prompt, for tests that use more than the function to be
+    completed.
+    """
     names = {"__name__": "__main__"}
     for ending in ("", "\n    pass\n"):
         try:
@@ -269,7 +281,7 @@ def _change(old: Any, new: Any) -> None:
 
 
 def _exception(answer: dict[str, Any]) -> Exception:
-    """The builtin exception of that name, or the nearest builtin base class."""
+    """Returns the builtin exception of that name, or the nearest builtin base class."""
     for name in answer["raised"]:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):

@@ -1,5 +1,7 @@
-"""Journals of samples and grades -> estimates with intervals: at given budgets, over all budgets,
-and method against method."""
+"""The estimates with intervals, from journals of samples and grades.
+
+They hold at given budgets, over all budgets, and method against method.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ class Results:
     """All samples and grades.
 
     Attributes:
-        names: of the problems, in order.
-        methods, n: as configured.
-        scores: the most important first.
-        attempts, grades: of the journals, by problem.
+        names: the names of the problems, in order.
+        methods: the methods as configured.
+        n: the number of samples as configured.
+        scores: the scores, the most important first.
+        attempts: the entries of the journal of samples, by problem.
+        grades: the entries of the journal of grades, by problem.
     """
 
     names: Sequence[str]
@@ -40,7 +44,7 @@ class Results:
     grades: Entries
 
     def table(self, method: str, score: str) -> Table:
-        """One method's samples as arrays; a refused problem has no finished samples."""
+        """Returns one method's samples as arrays; a refused problem has no finished samples."""
         shape = len(self.names), self.n
         table = Table(
             finished_at=np.full(shape, np.inf),
@@ -68,7 +72,7 @@ class Results:
         return table
 
     def errors(self) -> dict[str, str]:
-        """Refused problems and the reasons."""
+        """The refused problems with the reasons."""
         return {
             name: self.attempts[name]["error"]
             for name in self.names
@@ -77,7 +81,7 @@ class Results:
 
 
 def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
-    """All estimates, ready for JSON, where an unlimited budget is null."""
+    """Computes all estimates, ready for JSON, where an unlimited budget is null."""
     bootstrap = Bootstrap(len(results.names))
     tables = {
         (method, score): results.table(method, score)
@@ -114,7 +118,7 @@ def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
 def _line(
     tables: Sequence[Table], scores: Sequence[str], budget: float, bootstrap: Bootstrap
 ) -> dict[str, Any]:
-    """One method at one budget."""
+    """Computes the estimates of one method at one budget."""
     table = tables[0]
     done = table.finished(budget)
     many, ones = done.sum(axis=1).astype(float), np.ones(len(done))
@@ -136,12 +140,12 @@ def _line(
 
 
 def _ks(n: int) -> list[int]:
-    """1, 2, 4, ... and n."""
+    """Returns 1, 2, 4, ... and n."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
 def _estimate(values: Floats, counts: Floats, bootstrap: Bootstrap) -> Estimate:
-    """The ratio of two sums over problems."""
+    """Computes the ratio of two sums over problems, with its interval."""
     if not counts.any():
         return {"mean": None, "low": None, "high": None}
     with np.errstate(invalid="ignore"):
@@ -166,7 +170,7 @@ def _curves(table: Table, grid: Sequence[float], bootstrap: Bootstrap) -> dict[s
 
 
 def _over(table: Table, grid: Sequence[float], metric: Callable[[Table, float], Floats]) -> Floats:
-    """[P, B]."""
+    """Computes a metric at each budget of a grid, [P, B]."""
     return (
         np.stack([metric(table, budget) for budget in grid], axis=1)
         if grid
@@ -187,7 +191,7 @@ def _against(
     grid: Sequence[float],
     bootstrap: Bootstrap,
 ) -> dict[str, Any]:
-    """One method minus another: over all budgets, and without a budget."""
+    """Compares one method with another: over all budgets, and without a budget."""
     found: dict[str, Any] = {
         "method": method,
         "other": other,
@@ -221,7 +225,7 @@ def _samples(results: Results, name: str, method: str) -> Sequence[Mapping[str, 
 
 
 def _dominance(bands: Mapping[str, Sequence[float]], grid: Sequence[float]) -> dict[str, Any]:
-    """The number of budgets with a significant gain or loss, and the largest gain and loss."""
+    """Counts the budgets with a significant gain or loss, and finds the largest gain and loss."""
     if not grid:
         return {"budgets": 0}
     most, least = (int(choose(bands["mean"])) for choose in (np.argmax, np.argmin))

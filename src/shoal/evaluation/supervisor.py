@@ -29,7 +29,7 @@ from typing import Any
 
 
 def _load(name: str) -> ModuleType:
-    """A file of this directory as a module."""
+    """Loads a file of this directory as a module."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -70,10 +70,10 @@ def main() -> None:
 
 
 def spare_uid() -> int | None:
-    """A user id that no user has, which root gives to the program; None if that is not possible, as
-    for ordinary users.
+    """Returns a user id that no user has, which root gives to the program.
 
-    With it the kernel counts processes, guards files and checks signals for this program alone.
+    It is None if that is not possible, as for ordinary users. With it the kernel counts processes,
+    guards files and checks signals for this program alone.
     """
     if os.getuid() != 0:
         return None
@@ -98,8 +98,10 @@ def _create_workdir(workdir: str, files: dict[str, str], uid: int | None) -> Non
 
 
 def _remove_workdir(workdir: str) -> None:
-    """Removes the directory whatever its depth and permissions; chmod would follow a link that
-    replaced it."""
+    """Removes the directory whatever its depth and permissions.
+
+    chmod would follow a link that replaced the directory.
+    """
     writable = [] if os.path.islink(workdir) else [["chmod", "-R", "u+rwX", workdir]]
     for command in (*writable, ["rm", "-rf", workdir]):
         pid = os.fork()
@@ -139,7 +141,7 @@ class _Command:
         self.pid, self.pipes = _start(command, self.cgroup, uid)
 
     def run(self) -> dict[str, Any]:
-        """Watches the command until it ends or exceeds a bound; then kills what is left of it."""
+        """Watches the command until it ends or exceeds a bound, then kills its other processes."""
         reason = self._watch()
         seconds = time.monotonic() - self.began
         if self.status is None:
@@ -169,7 +171,11 @@ class _Command:
         }
 
     def _watch(self) -> str:
-        """Why the command ended: "exit", "stopped", or the bound that was exceeded."""
+        """Waits for the end of the command.
+
+        Returns:
+            The reason that it ended: "exit", "stopped", or the exceeded bound.
+        """
         pause, longest = POLL_SECONDS
         while True:
             stopped = not self._read_pipes(pause)
@@ -189,8 +195,11 @@ class _Command:
             )  # checks take a tenth of a core
 
     def _read_pipes(self, seconds: float) -> bool:
-        """Reads what was written, and waits for it so long; False if standard input has ended: the
-        answer is not wanted."""
+        """Reads the output, and waits for it at most that long.
+
+        Returns:
+            False if standard input has ended: nobody wants the answer.
+        """
         ready, _, _ = select.select([0, *self.pipes], [], [], seconds)
         for pipe in set(ready) - {0}:
             chunk = os.read(pipe, 2**16)
@@ -211,8 +220,10 @@ class _Command:
         return self.status is not None
 
     def _exceeded_bound(self) -> str:
-        """The bound that all processes together, or the directory, exceed: "processes", "memory",
-        "files", or ""."""
+        """Returns the bound that all processes together, or the directory, exceed.
+
+        It is "processes", "memory", "files", or "".
+        """
         running = process_tree.descendants()
         if len(running) > self.bounds["processes"] + OWN_PROCESSES:
             return "processes"
@@ -227,8 +238,11 @@ class _Command:
 
 
 def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[int, str]]:
-    """The process id of the command, in its cgroup if it has one, and the pipes it writes to by
-    their descriptors."""
+    """Starts the command, in its cgroup if it has one.
+
+    Returns:
+        Its process id, and the pipes that it writes to, by their descriptors.
+    """
     pipes = {
         name: os.pipe() for name in ("report", "stdout", "stderr")
     }  # their writing ends are 4 or more
@@ -255,8 +269,7 @@ def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[i
 
 
 def _raise_oom_score() -> None:
-    """Makes the kernel kill this process and those below it first when the machine runs out of
-    memory."""
+    """Makes the kernel kill this process and its descendants first when memory runs out."""
     with (
         contextlib.suppress(OSError),
         open("/proc/self/oom_score_adj", "w", encoding="ascii") as file,
@@ -265,8 +278,10 @@ def _raise_oom_score() -> None:
 
 
 def _is_full(workdir: str, bounds: dict[str, Any], used: int) -> bool:
-    """Whether the files of a directory, with `used` bytes elsewhere, exceed the bounds on bytes or
-    on their number."""
+    """Tells whether the files of a directory, with `used` bytes elsewhere, exceed a bound.
+
+    The bounds are on bytes and on the number of files.
+    """
     count, folders = 0, [workdir]
     while folders:
         with contextlib.suppress(OSError):  # removed meanwhile

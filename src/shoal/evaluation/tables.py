@@ -11,7 +11,7 @@ from shoal.evaluation.grading import PASSED
 
 
 def columns(summary: Mapping[str, Any]) -> list[str]:
-    """The column heads."""
+    """Returns the column heads."""
     scores = [
         metric_name(score, which) for score in summary["scores"] for which in ("first", "all")
     ]
@@ -27,7 +27,7 @@ def columns(summary: Mapping[str, Any]) -> list[str]:
 
 
 def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A row per budget and method; shares in per cent with their intervals."""
+    """Yields a row per budget and method; shares are in per cent with their intervals."""
     names = [f"{score}_{which}" for score in summary["scores"] for which in ("first", "all")]
     names += ["pass@1", "syntax_errors"] if _is_code(summary) else []
     for line in summary["lines"]:
@@ -43,7 +43,7 @@ def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def percent(estimate: Mapping[str, float | None]) -> str:
-    """Such as "61.5 [58, 65]"."""
+    """Writes an estimate such as "61.5 [58, 65]"."""
     mean, low, high = estimate["mean"], estimate["low"], estimate["high"]
     return (
         "–"
@@ -53,12 +53,12 @@ def percent(estimate: Mapping[str, float | None]) -> str:
 
 
 def number(estimate: Mapping[str, float | None], form: str) -> str:
-    """A mean without its interval."""
+    """Writes a mean without its interval."""
     return "–" if estimate["mean"] is None else format(estimate["mean"], form)
 
 
 def legend(summary: Mapping[str, Any]) -> str:
-    """The meaning of the columns."""
+    """Explains the columns."""
     methods = "; ".join(
         f"{method}: {LABELS[method]}"
         for method in dict.fromkeys(line["method"] for line in summary["lines"])
@@ -72,7 +72,7 @@ def legend(summary: Mapping[str, Any]) -> str:
 
 
 def findings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What a lossy rule means, then method against method, in sentences."""
+    """Yields sentences about a lossy rule, then about method against method."""
     if (rule := summary["settings"].get("rule")) in LOSSY_RULES:
         yield f"All figures: {LOSSY_RULES[rule]}."
     for pair in summary["against"]:

@@ -1,5 +1,4 @@
-"""Tasks for a model: the text that it reads, the stop strings, and the part of its answer that is
-graded."""
+"""The tasks for a model: its prompt, the stop strings, and the graded part of its answer."""
 
 from __future__ import annotations
 
@@ -87,10 +86,11 @@ def infilling_tasks(problems: Sequence[Problem]) -> list[Task]:
 
 
 def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
-    """The ids of a conversation: a user's question, and how the model's answer begins.
+    """Returns the ids of a conversation: a user's question, and the beginning of the model's
+    answer.
 
     Raises:
-        RequestError: if the tokenizer has no chat template.
+        RequestError: the tokenizer has no chat template.
     """
     template = chat_template_of(tokenizer)
     if template is None:
@@ -104,8 +104,10 @@ def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
 
 
 def function_problems(count: int = FUNCTIONS) -> list[Problem]:
-    """Distinct problems held out of the bundled pair's training: templates and constants
-    alternate."""
+    """Returns distinct problems held out of the bundled pair's training.
+
+    Templates and constants alternate.
+    """
     from shoal.problems.generator import generate
 
     templates, constants = (
@@ -140,8 +142,9 @@ class Document:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """The records of a summarisation set such as XSum: "document" or "article", "summary" or
-    "highlights", maybe an "id".
+    """Reads the records of a summarisation set such as XSum.
+
+    A record has "document" or "article", "summary" or "highlights", and maybe an "id".
 
     Raises:
         RequestError: with file and line, as `shoal.evaluation.problems.records`; for a repeated id,

@@ -41,8 +41,10 @@ class Toolchain:
     noise: frozenset[str] = frozenset()
 
     def steps(self, language: Language) -> list[Step]:
-        """The steps that compile (if the language needs it) and run a source file in the working
-        directory."""
+        """Returns the steps that compile (if the language needs it) and run a source file.
+
+        They run in the working directory.
+        """
         compiling = (
             [_step(language, language.compile, self.programs, COMPILING)]
             if language.compile
@@ -51,7 +53,7 @@ class Toolchain:
         return [*compiling, _step(language, language.run, self.programs, language.bounds)]
 
     def without_noise(self, text: str) -> str:
-        """What a program itself wrote to standard error."""
+        """Returns the text that the program itself wrote to standard error."""
         if not self.noise:
             return text
         return "".join(
@@ -94,11 +96,12 @@ def _missing(language: str, tests: list[str], sandbox: Sandbox) -> Iterator[str]
 
 @lru_cache
 def find_toolchain(language: str, sandbox: Sandbox) -> Toolchain:
-    """The first programs of a language with which its smallest program runs in the sandbox.
+    """Finds the first programs of a language with which its smallest program runs in the sandbox.
 
     The sandbox's users may not enter every directory, so programs later on PATH are tried too.
 
-    Raises: RequestError naming what to install.
+    Raises:
+        RequestError: there are none; the message names the packages to install.
     """
     known = LANGUAGES[language]
     paths = {name: _candidates(name) for name in known.programs}
@@ -121,7 +124,7 @@ def find_toolchain(language: str, sandbox: Sandbox) -> Toolchain:
 
 
 def _trial(language: Language, toolchain: Toolchain, sandbox: Sandbox) -> StepResult:
-    """The end of the language's smallest program; a busy machine has time to start its runtime."""
+    """Runs the language's smallest program; a busy machine has time to start its runtime."""
     steps = [replace(step, bounds=COMPILING) for step in toolchain.steps(language)]
     return sandbox.run(language.files(language.trial, TRIAL), *steps)
 
@@ -131,8 +134,10 @@ def _without_numbers(line: str) -> str:
 
 
 def _candidates(name: str) -> list[str]:
-    """Paths of a program: on PATH, in the system's directories, and for Python the running
-    interpreter."""
+    """Returns the paths of a program on PATH and in the system's directories.
+
+    Python's also include the running interpreter.
+    """
     folders = [*os.environ.get("PATH", "").split(os.pathsep), *PATH.split(":")]
     real = dict.fromkeys(
         os.path.realpath(folder) for folder in folders if folder

@@ -48,7 +48,10 @@ def attend_folded(
 def _explicit(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs, q: int
 ) -> Tensor:
-    """Computes the folded call with soft-capped scores and sinks, which the library's kernel lacks."""
+    """Computes the folded call with soft-capped scores and sinks.
+
+    The library's kernel has neither.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(wide) * inputs.scale
     if inputs.softcap is not None:

@@ -336,8 +336,7 @@ class SlotCache(Cache):
         return self._stores(index)
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of the plan's rows in layer `index`, [rows, heads, kv, dim]
-        each.
+        """Returns the keys and values of the plan's rows in a layer, [rows, heads, kv, dim] each.
 
         They are views when the slots are consecutive.
         """

@@ -1,10 +1,9 @@
-"""Captured rounds: functions of buffers of fixed address and shape, recorded into CUDA graphs and
-replayed.
+"""Captured rounds: functions of buffers of fixed address and shape, recorded into CUDA graphs.
 
 Ordinary passes (`Runner.feed`) are as long as their rows are, and launch their kernels one by one.
 On a GPU, launching the kernels of a small pass takes longer than running them. A captured round is
-the same computation, drafter and verdict included, padded up to few sizes; whatever changes from
-round to round lies in buffers.
+the same computation, drafter and verdict included, padded up to few sizes and replayed; the values
+that change from round to round lie in buffers.
 
     buckets          the sizes there are
     block            the buffers of one pass: tokens, positions, cells
@@ -15,7 +14,7 @@ round to round lies in buffers.
     failures         rounds that are left to their stages
     drafting         a drafter's step with its draw
     round_functions  the functions of a round
-    rounds           builds and runs them
+    rounds           builds and runs the functions
 """
 
 from shoal.models.compiled.buckets import reservation

@@ -1,4 +1,4 @@
-"""The buffers of a captured pass: everything that it reads and that changes from round to round."""
+"""The buffers of a captured pass: all its inputs that change from round to round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.models.compiled.buckets import Bucket
 
 
 class Block:
-    """Buffers of fixed address and shape, refilled from the host before each round.
+    """The buffers of a pass, of fixed address and shape, refilled from the host before each round.
 
     Padding (rows beyond the real ones, columns beyond a row's count) stands at a valid position,
     sees valid keys and writes to the scratch cell, which no real row reads.
@@ -22,11 +22,12 @@ class Block:
         numbers: a buffer for all but the tokens, [`size`] int64; None = one of its own.
 
     Attributes:
-        q, kv: columns and keys of the bucket.
+        q: columns of the bucket.
+        kv: keys of the bucket.
         tokens: [rows, q] int64.
         positions: [rows, q] int64.
         cells: flat cells of the cache to write to, [rows * q] int64.
-        words: which columns of the block each column sees (`shoal.models.cache.tree`), [rows, q]
+        words: the columns of the block that each column sees (`shoal.models.cache.tree`), [rows, q]
             int64, in a chain the lower triangle; None for a block of one column.
         bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
     """
@@ -57,19 +58,23 @@ class Block:
 
     @staticmethod
     def size(bucket: Bucket) -> int:
-        """Numbers of a block of that size, the tokens aside."""
+        """Returns the number of a block's numbers, the tokens aside."""
         return (3 * bucket.q + 4) * bucket.rows
 
     def empty(self) -> Array:
-        """The numbers of a block without rows: all columns are unused. [`size`] int64 on the
-        host."""
+        """Returns the numbers of a block without rows, [`size`] int64 on the host.
+
+        All columns are unused.
+        """
         block, rows = self.bucket.rows * self.bucket.q, self.bucket.rows
         return np.repeat([0, 1, self._scratch, 0], [block, block, block, 4 * rows])
 
     @property
     def inputs(self) -> Tensor:
-        """All that a pass reads of the block, its numbers and then its tokens, [numbers] int64: the
-        buffer of both where the block has one of its own, else a copy."""
+        """The inputs of a pass: the block's numbers and then its tokens, [numbers] int64.
+
+        They are one buffer where the block has a buffer of its own, else a copy.
+        """
         return (
             torch.cat([self._numbers, self.tokens.flatten()])
             if self._whole is None
@@ -78,16 +83,20 @@ class Block:
 
     @property
     def firsts(self) -> Tensor:
-        """As `Layout.firsts`, [rows] int64."""
+        """The index of each row's column 0 in its slot, [rows] int64 (`Layout.firsts`)."""
         return self.bounds[0] - self.bounds[2]
 
     @property
     def places(self) -> Tensor:
-        """As `Layout.places`, [rows, q] int64."""
+        """The positions minus the rows' offsets, [rows, q] int64 (`Layout.places`)."""
         return self.positions - self.bounds[2][:, None]
 
     def placed(self, plan: Plan, capacity: int) -> Array:
-        """The numbers of a block whose rows are where the plan says, [`size`] int64 on the host."""
+        """Returns the numbers of a block whose rows are where the plan says.
+
+        Returns:
+            [`size`] int64 on the host.
+        """
         rows, q = self.bucket.rows, self.bucket.q
         bases = [0 if prefix is None else prefix.base for prefix in plan.prefixes]
         bounds = np.zeros((4, rows), dtype=np.int64)
@@ -108,12 +117,14 @@ class Block:
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Positions, cells and starts, which grow where a block of one column moves on, and the
-        counts they grow by."""
+        """The positions, cells, starts and counts of a block of one column.
+
+        The first three grow by the counts where the block moves on.
+        """
         return self.positions, self.cells, self.bounds[0], self.bounds[1]
 
     def advance(self) -> None:
-        """Moves the real rows of a block of one column on by a token; on the device."""
+        """Moves the real rows of a block of one column on by a token, on the device."""
         positions, cells, starts, counts = self.moving
         positions.add_(counts[:, None])
         cells.add_(counts)

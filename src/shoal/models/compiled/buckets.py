@@ -1,5 +1,7 @@
-"""Sizes of captured passes and of caches: few enough that what is captured for one run serves the
-next. Pure Python."""
+"""The sizes of captured passes and of caches. Pure Python.
+
+There are few sizes, so that the captures of one run serve the next.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,19 @@ class Bucket(NamedTuple):
 
 
 def keys_for(keys: int, capacity: int) -> int:
-    """Returns the keys that a pass over at least so many spans: a power of two, but no more than
-    the cache has.
+    """Returns the number of keys that a pass over at least `keys` keys spans.
+
+    The number is a power of two, but no more than the cache has.
 
     Args:
-        keys: in the slot of the longest row, after the pass.
+        keys: keys in the slot of the longest row, after the pass.
         capacity: tokens that a slot of the cache holds.
     """
     return min(max(1 << (keys - 1).bit_length(), FEWEST_KEYS), capacity)
 
 
 def step_up(size: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most half as much again."""
+    """Returns the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most half as much again."""
     power = 1 << (size - 1).bit_length()
     between = 3 * power // 4
     return between if power > 2 and size <= between else power
@@ -37,7 +40,8 @@ def step_up(size: int) -> int:
 def reservation(slots: int, capacity: int) -> tuple[int, int]:
     """Returns the slots and the capacity to reserve for `slots` rows of `capacity` tokens.
 
-    The rows of a bucket, a scratch slot, and a length that other runs will ask for as well, so that
-    rounds captured for one run serve the next. No length is none.
+    The slots are the rows of a bucket and a scratch slot. The capacity is a length that other runs
+    will ask for as well, so that rounds captured for one run serve the next; a capacity of 0 stays
+    0.
     """
     return step_up(slots) + 1, step_up(max(capacity, FEWEST_KEYS)) if capacity else 0

@@ -1,5 +1,8 @@
-"""Models whose passes cannot be captured, by what their configs say: known before anything is
-tried, as a failed capture costs seconds and may leave the device in disorder."""
+"""The models whose passes cannot be captured, by their configs.
+
+Configs are read before any capture is tried, as a failed capture costs seconds and may leave the
+device in disorder.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,17 @@ import torch
 from shoal.models.capabilities import ROPES_BY_LENGTH, rope_parameters
 
 GROUPED_FROM = (9, 0)
-"""Compute capability from which PyTorch multiplies groups of bfloat16 rows in one kernel; elsewhere
-the host reads their sizes."""
+"""The compute capability from which PyTorch multiplies groups of bfloat16 rows in one kernel.
+
+Elsewhere the host reads the sizes of the groups.
+"""
 
 
 def obstacle(hf: Any) -> str | None:
-    """Why no pass of a Transformers model can be captured into a CUDA graph; None where nothing is
-    known against it."""
+    """Returns the reason why no pass of a Transformers model can be captured into a CUDA graph.
+
+    None where no reason is known.
+    """
     config = hf.config.get_text_config()
     for parameters in rope_parameters(config):
         kind = parameters.get("rope_type", parameters.get("type"))

@@ -1,5 +1,4 @@
-"""The captured rounds of one model, by the caches that they are over, and the failures that end
-them.
+"""The captured rounds of one model, by cache, and the failures that end them.
 
 A graph knows the tensors of a cache by their addresses. So captured rounds belong to a
 *generation*, the cache as it is now, and end with it. Caches outlive the engines that use them: the
@@ -34,19 +33,20 @@ from shoal.models.divergence import LIMITS, divergences
 log = logging.getLogger("shoal")
 
 ATTENTION = ("auto", "pad", "fused")
-"""Attention methods that ask for masks and bounds only, never for a plan."""
+"""The attention methods that ask for masks and bounds only, never for a plan."""
 CAPTURED = "captured rounds"
 """The word for passes that were parts of captured rounds, in reports and in counts by executor."""
 AT_ONCE = 1 << 24
-"""Logits that `compare` takes at a time: it makes copies of them in float64."""
+"""The number of logits that `compare` takes at a time: it makes copies of them in float64."""
 
 
 @dataclass
 class _Generation:
-    """The rounds captured over one cache as it is.
+    """The rounds captured over one cache as it is now.
 
-    They know its tensors by address and end with them. Their buffers and results are theirs alone,
-    so that engines, which have a cache each, may run rounds of one model at the same time.
+    The rounds know the cache's tensors by address and end with them. Their buffers and results are
+    theirs alone, so that engines, which have a cache each, may run rounds of one model at the same
+    time.
     """
 
     stores: Stores
@@ -55,8 +55,10 @@ class _Generation:
     partner: _Generation | None = None
 
     def rounds_with(self, partner: _Generation | None) -> dict[Hashable, Any]:
-        """Returns the rounds captured over this cache and that of a drafter: they end with
-        either."""
+        """Returns the rounds captured over this cache and that of a drafter.
+
+        The rounds end with either cache.
+        """
         if self.partner is not partner:
             self.rounds.clear()
             self.partner = partner
@@ -108,8 +110,7 @@ class Captures:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether Triton kernels compute the layers, and draw from their logits, instead of
-        operations of torch."""
+        """True if Triton kernels, and not torch, compute the layers and draw from their logits."""
         return self._bridge.layers is not None
 
     @property
@@ -120,8 +121,10 @@ class Captures:
     # ── caches ────────────────────────────────────────────────────────────────────────────────────
 
     def cache_for(self, owner: Any) -> SlotCache:
-        """Returns a cache for as long as `owner` lives; then the next owner gets it, with the
-        rounds captured over it."""
+        """Returns a cache for as long as `owner` lives.
+
+        Then the next owner gets the cache, with the rounds captured over it.
+        """
         cache = self._idle.pop() if self._idle else self.new_cache()
         cache.clear()
         weakref.finalize(owner, self._idle.append, cache)
@@ -139,8 +142,10 @@ class Captures:
         self._of.clear()
 
     def forget(self, cache: SlotCache) -> None:
-        """Ends the rounds over a cache that is about to change its size: they would hold the
-        tensors that it lets go of."""
+        """Ends the rounds over a cache that is about to change its size.
+
+        They would hold the tensors that the cache lets go of.
+        """
         if (generation := self._of.pop(cache, None)) is not None:
             generation.end()
 
@@ -160,18 +165,21 @@ class Captures:
     # ── passes of a round ─────────────────────────────────────────────────────────────────────────
 
     def covers(self, plan: Plan, cache: SlotCache, ahead: int = 0) -> bool:
-        """Returns True if a pass over these rows, and `ahead` more of one token, can be part of a
-        captured round.
+        """Returns True if a pass over these rows can be part of a captured round.
 
-        Rows that pad a round must fall on unused slots.
+        The same must hold for `ahead` more passes of one token. Rows that pad a round must fall on
+        unused slots.
         """
         side_by_side = len(cache) > 0 and plan.first_slot == 0 and step_up(plan.rows) < cache.slots
         fits = max(plan.tails) + ahead <= cache.capacity
         return side_by_side and fits and (self.knows_prefixes or not plan.shares)
 
     def forward(self, view: View) -> Tensor:
-        """Computes the model over a block: logits [rows, q, vocab]. A function of the view's
-        tensors alone."""
+        """Computes the model over a block: a function of the view's tensors alone.
+
+        Returns:
+            Logits [rows, q, vocab].
+        """
         self.share(view.block)
         view.masks.clear()
         logits = self._bridge.static_logits(view.block.tokens, view.block.positions, view)
@@ -179,8 +187,10 @@ class Captures:
         return logits
 
     def share(self, block: Block) -> None:
-        """Where several processes compute the model, gives the block to all of them, on the device
-        (`shoal.models.sharded`)."""
+        """Gives the block to all processes that compute the model, on the device.
+
+        Does nothing where one process computes it (`shoal.models.sharded`).
+        """
 
     def view(self, block: Block, cache: SlotCache) -> View:
         """Returns the cache that the model meets in passes over a block."""
@@ -196,13 +206,17 @@ class Captures:
         return self._bridge.static(view)
 
     def require_same_weights(self) -> None:
-        """Raises ReplacedWeights: a replay would read tensors that the model has no longer. A graph
-        itself never looks."""
+        """Raises ReplacedWeights if a replay would read tensors that the model has no longer.
+
+        A graph itself never looks.
+        """
         self._bridge.require_same_weights()
 
     def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
-        """Builds a function that calls `forward` once, for a block of that bucket of the cache, by
-        the generation's executor."""
+        """Builds a function that calls `forward` once, for a block of that bucket of the cache.
+
+        The generation's executor builds it.
+        """
         return self.generation(cache).execute(run)
 
     @contextmanager
@@ -215,10 +229,13 @@ class Captures:
 
 
 def compare(logits: Tensor, right: Tensor) -> None:
-    """Raises ArithmeticError if the logits of a first round are not those of ordinary passes,
-    [positions, vocab] each.
+    """Raises ArithmeticError if the logits of a first round are not those of ordinary passes.
 
     Each position counts by itself: one row of many may be wrong.
+
+    Args:
+        logits: [positions, vocab].
+        right: [positions, vocab].
     """
     at_once = max(1, AT_ONCE // right.shape[-1])
     errors = [

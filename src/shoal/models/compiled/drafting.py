@@ -1,7 +1,7 @@
 """A drafter's step in a captured round: pass, distribution, draw, and the next block filled in.
 
-A step feeds itself: it puts the tokens that it drew into the block of the next one and moves that
-on by a position. So the steps of a round follow each other on the device, and the host only
+A step feeds itself: it puts the tokens that it drew into the block of the next step and moves that
+block on by a position. So the steps of a round follow each other on the device, and the host only
 launches them.
 """
 
@@ -23,19 +23,20 @@ from shoal.sampling.distributions import pure_probabilities
 from shoal.sampling.truncation import first_candidates
 
 Draw = Callable[[Tensor, Tensor], Tensor]
-"""Weights [rows, vocab], uniforms [rows, ...] -> tokens [rows] int64."""
+"""A draw: weights [rows, vocab], uniforms [rows, ...] -> tokens [rows] int64."""
 COLDEST = 1e-3
-"""Temperatures below (but not 0) need care that a captured step does not take."""
+"""The temperature below which (but not at 0) rows need care that a captured step does not take."""
 
 
 class Style(NamedTuple):
-    """What of the rows' sampling is built into a step; their temperatures are not.
+    """The part of the rows' sampling that is built into a step; their temperatures are not.
 
     Attributes:
         greedy: True for all rows, False for none, None for some.
         cut: top_k, top_p, min_p and typical_p of all rows.
-        vocab_size: of q; the drafter's own is cut or filled up to it.
-        candidates: how many the tokens that stay are chosen from.
+        vocab_size: vocabulary of q; the drafter's own is cut or filled up to it.
+        draw: draws the tokens from q.
+        candidates: number of candidates that the tokens that stay are chosen from.
     """
 
     greedy: bool | None
@@ -45,8 +46,10 @@ class Style(NamedTuple):
     candidates: int
 
     def probabilities(self, scores: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The declared distribution of scores [rows, vocab] at temperatures [rows], and where it is
-        that (`pure_probabilities`)."""
+        """Returns the declared distribution of scores [rows, vocab] at temperatures [rows].
+
+        The second value says for which rows it is the declared one (`pure_probabilities`).
+        """
         return pure_probabilities(
             scores, temperature, _sampling(self.cut), self.greedy, self.candidates
         )
@@ -57,8 +60,11 @@ def _sampling(cut: tuple[int, float, float, float]) -> Sampling:
 
 
 def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Style | None:
-    """Returns None where a step cannot be captured: rows that cut differently, or that read more
-    than their position's scores."""
+    """Returns the style of rows, or None where a step cannot be captured.
+
+    A step cannot be captured for rows that cut differently, or that read more than their position's
+    scores.
+    """
     kinds = {(s.top_k, s.top_p, s.min_p, s.typical_p) for s in samplings}
     plain = all(
         not s.reads_history and not s.logit_bias and (s.greedy or s.temperature >= COLDEST)
@@ -77,11 +83,15 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
 
 
 class Drawn(NamedTuple):
-    """What a step gives: q [rows, vocab], None for point masses; tokens [rows] int64; the drafter's
-    highest probability [rows].
+    """The result of a step.
 
-    Where the logits are NaN or infinite the token is -1, and the probability 0. Beside greedy rows
-    the probability is that before processing, as a greedy q says nothing.
+    Where the logits are NaN or infinite the token is -1, and the confidence 0. Beside greedy rows
+    the confidence is the probability before processing, as a greedy q says nothing.
+
+    Attributes:
+        q: [rows, vocab], None for point masses.
+        tokens: [rows] int64.
+        confidence: the drafter's highest probability, [rows].
     """
 
     q: Tensor | None
@@ -90,9 +100,15 @@ class Drawn(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a step computes: `Drawn`, the logits that it is of, [rows, vocab of the drafter], and
-    the tokens to feed next, [rows], which are ids of the drafter also where nothing can be drawn.
-    What nobody asked for is None."""
+    """The computation of a step: the values of `Drawn`, and the logits and the tokens to feed next.
+
+    Attributes:
+        q: as in `Drawn`; None if not asked for.
+        tokens: as in `Drawn`.
+        confidence: as in `Drawn`; None if not asked for.
+        logits: the logits that the step draws from, [rows, vocab of the drafter].
+        fed: the tokens to feed next, [rows]: ids of the drafter also where nothing can be drawn.
+    """
 
     q: Tensor | None
     tokens: Tensor
@@ -111,8 +127,11 @@ def stepped(
     want_q: bool = True,
     want_confidence: bool = True,
 ) -> Result:
-    """A drafter's pass over a view, and what is drawn from it by the uniforms of a position [rows,
-    ...]; a function of tensors."""
+    """Computes a drafter's pass over a view, and draws a token of each row; a function of tensors.
+
+    Args:
+        uniforms: the uniforms of a position, [rows, ...].
+    """
     block, every = view.block, captures.forward(view)
     logits = every[:, 0]
     if block.q > 1:
@@ -144,8 +163,12 @@ def stepped(
 
 
 def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [rows, vocab] of the target's vocabulary, zeros where there is no distribution; the
-    most probable token [rows], the lowest of equal ones; whether there is a distribution [rows]."""
+    """Fits logits [rows, vocab] to the target's vocabulary.
+
+    Returns:
+        Logits of the target's vocabulary, zeros where there is no distribution; the most probable
+        token [rows], the lowest of equal ones; and True where there is a distribution, [rows].
+    """
     known = logits.shape[-1]
     if known < style.vocab_size:
         logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
@@ -155,8 +178,11 @@ def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(found: Result, right: Tensor, style: Style, temperature: Tensor) -> None:
-    """Raises ArithmeticError if the results of a first step are not those of an ordinary one, of
-    rows with the logits `right`."""
+    """Raises ArithmeticError if a first step's results are not those of an ordinary step.
+
+    Args:
+        right: logits of the ordinary step, [rows, vocab].
+    """
     rows = len(right)
     compare(found.logits[:rows], right)
     if found.q is None:
@@ -174,12 +200,12 @@ def check(found: Result, right: Tensor, style: Style, temperature: Tensor) -> No
 def feed(
     found: Result, then: Block, *, same: bool, by_kernel: bool, kept: Tensor | None = None
 ) -> None:
-    """Puts what a step drew into the block of the next one.
+    """Puts the tokens that a step drew into the block of the next step.
 
     Args:
-        same: the step was of that block, which moves on by a token.
+        same: True if the step was of that block, which moves on by a token.
         by_kernel: see `Captures.by_kernels`.
-        kept: takes what was drawn as well, [rows].
+        kept: a tensor [rows] that takes the tokens as well.
     """
     if by_kernel:
         drawing.feed(found.fed, then.tokens, kept, then.moving if same else None)

@@ -1,13 +1,12 @@
-"""Two ways to run a function of static buffers: as it is, or captured into a CUDA graph and
-replayed.
+"""Two ways to run a function of static buffers: as it is, or captured into a CUDA graph.
 
 The function takes nothing, reads and writes buffers whose address and shape never change, and
-returns tensors. What it returns is good until it is run again.
+returns tensors. The tensors are good until the function is run again.
 
 An executor serves one *generation* of captures: those over one cache of one size. Its graphs share
 a pool of memory, as they never run at the same time, and they end together. A pool is never used
-again after that: whatever still holds memory of it would keep it alive without users, and the
-allocator refuses a capture into such a pool.
+again after that: an object that still holds memory of the pool would keep it alive without users,
+and the allocator refuses a capture into such a pool.
 """
 
 from __future__ import annotations
@@ -22,24 +21,28 @@ import torch
 
 Run = Callable[[], Any]
 Executor = Callable[[Run], Run]
-"""Builds the runner of a function. It may call the function, so its buffers must hold nothing that
-matters."""
+"""A function that builds the runner of a function.
+
+It may call the function, so the function's buffers must hold nothing that matters.
+"""
 
 WARM_UPS = 2
-"""Runs before a capture: libraries allocate handles and choose algorithms in them, kernels are
-compiled and loaded."""
+"""The number of runs before a capture.
+
+In these runs libraries allocate handles and choose algorithms, and kernels are compiled and loaded.
+"""
 
 
 def eager(run: Run) -> Run:
-    """The function itself: shows that the static formulation is right, on any machine."""
+    """Returns the function itself: shows that the static formulation is right, on any machine."""
     return run
 
 
 class Graphs:
-    """Captures the CUDA graphs of one generation.
+    """The executor that captures the CUDA graphs of one generation.
 
     Args:
-        device: of the buffers.
+        device: device of the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,10 +50,10 @@ class Graphs:
         self._pool: Any = None
 
     def __call__(self, run: Run) -> Run:
-        """Runs the function a few times aside, records one run, and returns its replay.
+        """Runs the function a few times outside the graph, records one run, and returns its replay.
 
-        One thread at a time: captures share a stream, and the warm-up of one would be recorded by
-        the other.
+        One thread at a time: captures share a stream, and the warm-up of one capture would be
+        recorded by the other.
         """
         with _capturing, torch.cuda.device(self._device):
             graph, result = self._captured(run)
@@ -62,11 +65,12 @@ class Graphs:
         return replay
 
     def _captured(self, run: Run) -> tuple[Any, Any]:
-        """The graph, and the tensors that each replay writes its result to.
+        """Returns the graph, and the tensors that each replay writes its result to.
 
         Warm-up and capture are on one stream, as libraries keep handles and workspaces by stream.
-        Workspaces are cleared around the capture: one from before it might be given to somebody
-        else while the graph still writes to it, and one from within belongs to the graphs' pool.
+        Workspaces are cleared around the capture: a workspace from before the capture might be
+        given to somebody else while the graph still writes to it, and a workspace from within the
+        capture belongs to the graphs' pool.
         """
         stream = _stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
@@ -85,11 +89,11 @@ class Graphs:
         return graph, result
 
     def _recorded(self, graph: Any, run: Run) -> Any:
-        """What the function returns while its kernels are recorded. The capture ends whatever
-        happens, and the allocator no longer serves the pool: some versions of torch leave it at
-        that after a failure.
+        """Returns the function's result while its kernels are recorded.
 
-        Only calls of this thread may break the capture, as other engines go on meanwhile.
+        In any case the capture ends, and the allocator no longer serves the pool: some versions of
+        torch do neither after a failure. Only calls of this thread may break the capture, as other
+        engines go on meanwhile.
         """
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -108,11 +112,11 @@ class Graphs:
 
 _streams: dict[torch.device, Any] = {}
 _capturing = threading.Lock()
-"""Held during a capture, on any device."""
+"""The lock that is held during a capture, on any device."""
 
 
 def _stream(device: torch.device) -> Any:
-    """The stream that everything on a device is captured on."""
+    """Returns the stream that everything on a device is captured on."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
@@ -130,7 +134,7 @@ def _without_workspaces() -> Iterator[None]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """No garbage is collected within: to free a graph or an event breaks a capture."""
+    """Collects no garbage within: to free a graph or an event breaks a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -144,11 +148,13 @@ EXECUTORS: dict[str, Callable[[torch.device], Executor]] = {
     "eager": lambda device: eager,
     "graphed": Graphs,
 }
-"""Makes the executor of a generation on a device."""
+"""The makers of a generation's executor on a device, by name."""
 
 
 def executor_for(mode: str, device: torch.device) -> str | None:
-    """The executor that a setting of `compile` means on a device; None = ordinary passes. Graphs
-    save the launches of kernels, at the cost of a moment per shape; on a CPU there is nothing to
-    launch."""
+    """Returns the executor that a setting of `compile` means on a device; None = ordinary passes.
+
+    Graphs save the launches of kernels, at the cost of a moment per shape; on a CPU there is
+    nothing to launch.
+    """
     return "graphed" if mode != "off" and device.type == "cuda" else None

@@ -1,7 +1,7 @@
 """The failures of captured rounds: which rounds are left to their stages, and for how long.
 
-A row never ends because a capture failed. One kind of round that fails is not captured again, the
-others are. Where memory was short, all captured rounds over these caches let go of theirs, and
+A row never ends because a capture failed. A kind of round that failed is not captured again; the
+other kinds are. Where memory was short, all captured rounds over these caches let go of theirs, and
 captures wait. Only replaced weights, or several kinds that failed, end captured rounds for good.
 """
 
@@ -15,10 +15,15 @@ from shoal.models.bridge import ReplacedWeights
 from shoal.models.out_of_memory import is_out_of_memory
 
 MOST_KINDS = 3
-"""Kinds of rounds that may fail: a device on which so many cannot be captured captures none, and
-each try takes seconds."""
+"""The number of kinds of rounds from which on failures end captures.
+
+A device on which so many kinds cannot be captured captures none, and each try takes seconds.
+"""
 PATIENCE = 64
-"""Rounds for which nothing is captured after memory was short; twice as many after each time."""
+"""The number of rounds for which nothing is captured after memory was short.
+
+The number doubles each time.
+"""
 
 
 class Failures:
@@ -37,7 +42,7 @@ class Failures:
         """Notes a failure and returns its consequence, in words.
 
         Args:
-            kind: the kind of the round, without anything that says nothing about failures.
+            kind: the kind of the round, without facts that have no influence on failures.
         """
         reason = words_of(error)
         if is_out_of_memory(error):
@@ -54,8 +59,10 @@ class Failures:
         return self.end is not None or kind in self._kinds
 
     def waits(self) -> bool:
-        """Returns True if the next round is left to its stages: for good, or because memory was
-        short. Counts rounds."""
+        """Returns True if the next round is left to its stages; counts rounds.
+
+        The reason is a failure that ended captures for good, or that memory was short.
+        """
         if self._waiting:
             self._waiting -= 1
             return True
@@ -63,7 +70,7 @@ class Failures:
 
     @property
     def pause(self) -> bool:
-        """Whether nothing may be captured at the moment."""
+        """True if nothing may be captured at the moment."""
         return self.end is not None or self._waiting > 0
 
     @property
@@ -84,11 +91,10 @@ def words_of(error: Exception) -> str:
 
 
 def require_device(device: torch.device, error: Exception) -> None:
-    """Raises the error again if it has left a CUDA device unusable: everything after it would fail
-    with a message that misleads.
+    """Raises the error again if it has left a CUDA device unusable.
 
-    An illegal address or a failed assertion stays with the device. The next call that waits for it
-    fails as well.
+    Everything after such an error would fail with a message that misleads. An illegal address or a
+    failed assertion stays with the device: the next call that waits for the device fails as well.
     """
     if device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""What comes back to the host of a round: packed on the device, unpacked here."""
+"""The results of a round: packed on the device, unpacked on the host."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from shoal.models.compiled.transfer import Numbers, packed
 from shoal.types.rounds import Verdict
 
 _TOO_FEW = 2
-"""Added to what is known of a row's logits where its verdict would need more candidates."""
+"""A number added to `sound` of a row whose verdict would need more candidates."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came back of a round, of its real rows: drafts [rows, k], -1 where the drafter has no
-    distribution; the verdict's numbers; `sound` [rows]: whether the target's logits are, and the
-    verdict by what they declare.
+    """The results of a round, of its real rows.
 
     Attributes:
-        too_few: whether candidates were too few for some row; the next round looks at more.
-        logits: of the target, [rows, k + 1, vocab], on the device, good until the next round.
-        drafting, verifying: seconds of the two models on the device.
+        drafts: [rows, k], -1 where the drafter has no distribution.
+        accepted: numbers of accepted drafts, [rows].
+        tokens: the verdict's tokens, [rows].
+        sound: [rows], True if the target's logits are sound and the verdict is by the declared
+            distributions.
+        too_few: True if candidates were too few for some row; the next round looks at more.
+        probs: the verdict's probabilities, [rows, k + 1].
+        logprobs: log-probabilities of the tokens, [rows, k + 1].
+        logits: logits of the target, [rows, k + 1, vocab], on the device, good until the next
+            round.
+        drafting: seconds of the drafter on the device.
+        verifying: seconds of the target on the device.
     """
 
     drafts: Numbers
@@ -44,13 +51,13 @@ class Found:
 def packed_results(
     logits: Tensor, fed: Tensor, drawn: Sequence[Tensor], verdict: Verdict, listed: Tensor | None
 ) -> Tensor:
-    """All of a round but its logits, [rows, columns] int64; a function of tensors.
+    """Packs all results of a round but its logits, [rows, columns] int64; a function of tensors.
 
     Args:
-        logits: of the target, [rows, k + 1, vocab].
-        fed: the drafts that it was fed, [rows, k].
-        drawn: by the drafter, k times [rows].
-        listed: of which rows the verdict is by the declared distributions, [rows] bool; None = of
+        logits: logits of the target, [rows, k + 1, vocab].
+        fed: the drafts that the target was fed, [rows, k].
+        drawn: the tokens that the drafter drew, k times [rows].
+        listed: True for rows whose verdict is by the declared distributions, [rows] bool; None =
             all.
     """
     inside = torch.arange(fed.shape[1], device=fed.device) < verdict.accepted[:, None]
@@ -67,7 +74,7 @@ def packed_results(
 
 
 def unpacked(numbers: Numbers, logits: Tensor, drafting: float, verifying: float) -> Found:
-    """The results [rows, columns] on the host, and the logits of the same rows."""
+    """Unpacks the results [rows, columns] on the host; the logits are those of the same rows."""
     k = logits.shape[1] - 1
     ends = np.cumsum([1, 1, 1, k + 1, k + 1])
     accepted, tokens, sound, probs, logprobs, drafts = np.split(numbers, ends, axis=1)

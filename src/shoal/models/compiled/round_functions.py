@@ -1,4 +1,4 @@
-"""What a captured round computes: buffers of fixed address, and functions of them."""
+"""The computation of a captured round: buffers of fixed address, and functions of them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from shoal.sampling.truncation import wider
 from shoal.types.rounds import Verdict
 
 DRAFTING = ("first", "later", "pending", "uniforms", "temperatures")
-"""Parts of the upload that steps read."""
+"""The parts of the upload that steps read."""
 VERIFYING = ("target", "lengths", "last")
-"""Parts that the target's pass and the decision read beside them."""
+"""The parts that the target's pass and the decision read besides."""
 
 
 class Kind(NamedTuple):
-    """What is built into a round.
+    """The facts that are built into a round.
 
     Attributes:
-        rows: of the bucket.
+        rows: rows of the bucket.
         k: most drafts of each row.
         pending: columns of the drafter's first pass.
-        target_keys, draft_keys: keys per row that the passes span.
-        style: of the rows' sampling.
-        rule: decides.
+        target_keys: keys per row that the target's pass spans.
+        draft_keys: keys per row that the drafter's passes span.
+        style: style of the rows' sampling.
+        rule: decides which drafts are accepted.
         numbers: uniforms per position.
-        piece: steps that are one function; fewer than k where the host may look at their
+        piece: number of steps that are one function; fewer than k where the host may look at their
             confidences.
     """
 
@@ -54,13 +55,13 @@ class Kind(NamedTuple):
 
     @property
     def looks(self) -> bool:
-        """Whether confidences are wanted."""
+        """True if confidences are wanted."""
         return self.piece < self.k
 
 
 @dataclass(frozen=True)
 class Model:
-    """One side of a round."""
+    """One side of a round, the target or the drafter."""
 
     passes: Captures
     cache: SlotCache
@@ -73,11 +74,12 @@ class RoundFunctions:
         drafter: None for plain decoding, k = 0.
 
     Attributes:
-        inputs: what is uploaded.
-        uniforms: a part of it, [rows, k + 1, numbers] float64.
+        inputs: the upload.
+        uniforms: a part of the upload, [rows, k + 1, numbers] float64.
         tokens: the last committed token of each row, then its drafts, [rows, k + 1] int64.
-        confidences: of the steps, [k, rows] float64, where wanted.
-        steps: what each step computed, until it is computed again; None where it never was.
+        confidences: confidences of the steps, [k, rows] float64, where wanted.
+        steps: the results of each step, until it is computed again; None for a step that was never
+            computed.
     """
 
     def __init__(self, kind: Kind, target: Model, drafter: Model | None) -> None:
@@ -112,7 +114,7 @@ class RoundFunctions:
             self._views["first"].block.tokens = self.inputs["pending"].view(rows, kind.pending)
 
     def widen(self) -> None:
-        """Functions that are built from now on look at more candidates."""
+        """Makes the functions that are built from now on look at more candidates."""
         known, style = self._target.passes.candidates, self.kind.style
         more = wider(self._style.candidates)
         known[style] = max(more, known.get(style, 0))
@@ -120,7 +122,7 @@ class RoundFunctions:
 
     @property
     def state(self) -> list[Tensor]:
-        """What changes while a round goes on, all results aside."""
+        """The tensors that change while a round goes on, all results aside."""
         return [
             self.inputs.buffer,
             self.tokens,
@@ -129,27 +131,31 @@ class RoundFunctions:
         ]
 
     def fill_padding(self, drafts: int) -> None:
-        """Blocks that write to scratch cells only, as functions run while they are built. drafts:
-        of the target's pass."""
+        """Fills the blocks with padding only, which writes to scratch cells.
+
+        Functions run while they are built.
+
+        Args:
+            drafts: number of drafts of the target's pass.
+        """
         for name, view in (self._views | {"target": self.target_view(drafts)}).items():
             numbers = torch.from_numpy(view.block.empty())
             self.inputs[name][: len(numbers)].copy_(numbers)
         self.inputs.reals("temperatures").fill_(1.0)
 
     def place(self, name: str, plan: Plan) -> None:
-        """Puts the rows of one of the drafter's passes where they are: "first" or "later"; on the
-        host."""
+        """Puts the rows of a drafter's pass, "first" or "later", in their places; on the host."""
         assert self._drafter is not None
         self.inputs.put(name, self._views[name].block.placed(plan, self._drafter.cache.capacity))
 
     def place_target(self, plan: Plan, drafts: int) -> None:
-        """Puts the rows of the target's pass over so many drafts where they are; on the host."""
+        """Puts the rows of the target's pass over `drafts` drafts in their places; on the host."""
         self.inputs.put(
             "target", self.target_view(drafts).block.placed(plan, self._target.cache.capacity)
         )
 
     def target_view(self, drafts: int) -> View:
-        """Of the target's pass over so many drafts."""
+        """Returns the view of the target's pass over `drafts` drafts."""
         if drafts not in self._targets:
             bucket = Bucket(self.kind.rows, drafts + 1, self.kind.target_keys)
             view = _view(self._target, bucket, self.inputs["target"][: Block.size(bucket)])
@@ -160,8 +166,11 @@ class RoundFunctions:
     # ── the functions ─────────────────────────────────────────────────────────────────────────────
 
     def drafted(self, begin: int) -> tuple[Tensor, ...]:
-        """The steps of the piece that begins there; drafts go into `tokens`. Returns what was asked
-        for of each step."""
+        """Computes the steps of the piece that begins at step `begin`; drafts go into `tokens`.
+
+        Returns:
+            The tensors that were asked for of each step.
+        """
         kind, drafter = self.kind, self._drafter
         assert drafter is not None
         first, later = self._views["first"], self._views["later"]
@@ -189,8 +198,11 @@ class RoundFunctions:
         return tuple(kept)
 
     def verified(self, drafts: int) -> tuple[Tensor, Tensor]:
-        """The target's pass over so many drafts, and the decision. Returns what comes back to the
-        host, [rows, columns] int64, and the logits."""
+        """Computes the target's pass over `drafts` drafts, and the decision.
+
+        Returns:
+            The results for the host, [rows, columns] int64, and the logits.
+        """
         target, view = self._target, self.target_view(drafts)
         self.tokens[:, 0].copy_(self.inputs["last"])
         with target.passes.within(view):
@@ -200,14 +212,22 @@ class RoundFunctions:
         return packed_results(logits, self.tokens[:, 1 : drafts + 1], drawn, *found), logits
 
     def decided(self, logits: Tensor) -> Verdict:
-        """The verdict on the first drafts, by logits [rows, drafts + 1, vocab], as the rule is
-        defined; a function of tensors."""
+        """Returns the verdict on the first drafts, as the rule is defined; a function of tensors.
+
+        Args:
+            logits: [rows, drafts + 1, vocab].
+        """
         return self._decide(logits, by_kernels=False)[0]
 
     def _decide(self, logits: Tensor, *, by_kernels: bool) -> tuple[Verdict, Tensor | None]:
-        """The verdict, and of which rows it is by the declared distributions [rows], None = of all:
-        candidates must suffice as far as drafts are accepted, and where the token after them is
-        drawn."""
+        """Returns the verdict, and the rows whose verdict is by the declared distributions.
+
+        Candidates must suffice as far as drafts are accepted, and where the token after them is
+        drawn.
+
+        Returns:
+            The rows as bool, [rows]; None = all.
+        """
         kind, k = self.kind, logits.shape[1] - 1
         drafts, lengths = self.tokens[:, 1 : k + 1], self.inputs["lengths"]
         if self._matches:
@@ -234,7 +254,7 @@ class RoundFunctions:
 
     @property
     def temperatures(self) -> Tensor:
-        """Of the rows, [rows]."""
+        """The temperatures of the rows, [rows]."""
         return self.inputs.reals("temperatures").to(self._width())
 
     def _width(self) -> torch.dtype:

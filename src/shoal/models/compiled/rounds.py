@@ -1,14 +1,13 @@
-"""A round as static functions: steps of a model that drafts, and the target's pass with the
-decision.
+"""A round as static functions: steps of a drafting model, and the target's pass with the decision.
 
-What changes from round to round comes in one upload: positions, pending tokens, draft lengths,
-temperatures, uniforms. What the host must know comes back in one download: drafts, the verdict,
-probabilities, and whether all logits were sound. In between nothing is asked of the host: drafts go
-from step to step and into the target's block on the device.
+The inputs that change from round to round come in one upload: positions, pending tokens, draft
+lengths, temperatures, uniforms. The results that the host must know come back in one download:
+drafts, the verdict, probabilities, and whether all logits were sound. In between nothing is asked
+of the host: drafts go from step to step and into the target's block on the device.
 
-Where the host decides by the drafter's confidence how long drafts become, steps are functions of a
-few each (`Kind.piece`). The confidences of those that were run come back in a download of their
-own, and the lengths follow in an upload of their own.
+Where the host decides the draft lengths by the drafter's confidence, a function is a few steps
+(`Kind.piece`). The confidences of the steps that were run come back in a download of their own, and
+the draft lengths follow in an upload of their own.
 """
 
 from __future__ import annotations
@@ -28,23 +27,27 @@ from shoal.models.device_time import Moments
 
 
 class Part(NamedTuple):
-    """A function of a round: "draft" and its first step, or "verify" and how many drafts."""
+    """A function of a round.
+
+    Attributes:
+        name: "draft" or "verify".
+        number: the first step of a "draft", the number of drafts of a "verify".
+    """
 
     name: str
     number: int
 
 
 class CapturedRound:
-    """The functions of a kind of round, each built when it is first needed, and how a round runs
-    them.
+    """The functions of a kind of round, each built when it is first needed.
 
     Args:
         drafter: None for plain decoding, k = 0.
 
     Attributes:
-        functions: what is built, and its buffers.
-        built: by part.
-        logits: of the target in the last round, [rows, drafts + 1, vocab].
+        functions: the functions to build, and their buffers.
+        built: the built functions, by part.
+        logits: logits of the target in the last round, [rows, drafts + 1, vocab].
         drafting: seconds of the drafter on the device in this round, as far as it was waited for.
     """
 
@@ -63,20 +66,23 @@ class CapturedRound:
     # ── building ──────────────────────────────────────────────────────────────────────────────────
 
     def build(self, drafts: int) -> None:
-        """Builds what rounds of so many drafts need, or where the host looks of so many at most,
-        where it is not there yet."""
+        """Builds the functions of rounds with `drafts` drafts that are not there yet.
+
+        Where the host looks at confidences, these are the functions of rounds with at most `drafts`
+        drafts.
+        """
         for part in self.lacking(drafts):
             self._part(*part)
 
     def build_one(self, drafts: int) -> bool:
-        """Builds one function of those; whether it was there to be built."""
+        """Builds one function of those; returns True if one was lacking."""
         lacking = self.lacking(drafts)
         for part in lacking[:1]:
             self._part(*part)
         return bool(lacking)
 
     def lacking(self, drafts: int) -> list[Part]:
-        """What `build` has to build."""
+        """Returns the parts that `build` has to build."""
         step = max(self.kind.piece, 1)
         widths = range(0 if self.kind.looks else drafts, drafts + 1, step)
         parts = [Part("draft", first) for first in range(0, drafts, step)]
@@ -85,39 +91,48 @@ class CapturedRound:
 
     @property
     def result_bytes(self) -> int:
-        """What the functions keep from one run to the next, about: logits, and q in float32."""
+        """The approximate bytes that the functions keep between runs: logits, and q in float32."""
         scores = self.kind.rows * self.kind.style.vocab_size
         columns = sum(part.number + 1 for part in self.built if part.name == "verify")
         steps = sum(max(self.kind.piece, 1) for part in self.built if part.name == "draft")
         return scores * (columns * self._score_bytes + steps * (self._score_bytes + 4))
 
     def columns(self, drafts: int) -> int:
-        """Drafts that the target's pass has columns for where so many are verified: few widths, as
-        each is a function."""
+        """Returns the number of drafts for which the target's pass has columns.
+
+        It may be more than `drafts`, the number of drafts that are verified: there are few widths,
+        as each is a function.
+        """
         piece = self.kind.piece
         return -(-drafts // piece) * piece if piece else 0
 
     def _widen(self) -> None:
-        """Ends all functions: those that are built next look at more candidates, as fewer than
-        top_p keeps were looked at."""
+        """Ends all functions, and makes the next ones look at more candidates.
+
+        The functions so far looked at fewer candidates than top_p keeps.
+        """
         self.functions.widen()
         self.built.clear()
         self._checked.clear()
         self._new.clear()
 
     def unchecked(self, name: str) -> bool:
-        """Whether a part of that name was run in this round whose results were never compared with
-        ordinary passes."""
+        """Returns True if a part of that name was run in this round and is not checked.
+
+        The results of such a part were never compared with ordinary passes.
+        """
         return any(part.name == name for part in self._new)
 
     def checked(self, name: str) -> None:
-        """The parts of that name that were run do what they should."""
+        """Notes that the results of the parts of that name that were run are right."""
         self._checked |= {part for part in self._new if part.name == name}
         self._new -= self._checked
 
     def _part(self, name: str, number: int) -> Run:
-        """The function, built aside if it must be: what a round under way has in the buffers is
-        there afterwards."""
+        """Returns the function of a part, and builds it if it is not there.
+
+        After the build, the buffers hold the values of the round under way again.
+        """
         part, functions = Part(name, number), self.functions
         if part not in self.built:
             with self._passes.building(f"a round of {self.kind.rows} rows, {name} {number}"):
@@ -147,13 +162,12 @@ class CapturedRound:
     # ── a round ───────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """Sends what was put into the inputs: all, or what steps read where lengths are not known
-        yet."""
+        """Sends the inputs: all, or only those of the steps if draft lengths are not known yet."""
         self.functions.inputs.send(*(DRAFTING[0], DRAFTING[-1]) if self.kind.looks else ())
         self._new, self.drafting, self._ran = set(), 0.0, 0
 
     def draft(self, steps: int) -> None:
-        """Computes the drafts up to that number that are not there yet."""
+        """Computes the drafts up to number `steps` that are not there yet."""
         firsts = range(self._ran, steps, max(self.kind.piece, 1))
         for first in firsts:
             self._part("draft", first)
@@ -164,19 +178,23 @@ class CapturedRound:
         self._ran, self._waiting = steps, True
 
     def confidences(self, rows: int) -> list[list[float]]:
-        """The drafter's, of all steps so far and the first rows; 0 where it has no distribution.
-        Waits for them."""
+        """Returns the drafter's confidences of all steps so far and the first rows.
+
+        Waits for them. A confidence is 0 where the drafter has no distribution.
+        """
         found = self._download(self.functions.confidences[: self._ran].view(torch.long))
         self._add_drafting()
         confidences: list[list[float]] = found.view(np.float64)[:, :rows].tolist()
         return confidences
 
     def verify(self, drafts: int, rows: int) -> Found:
-        """The target's pass over so many drafts, and the decision; waits for the results of the
-        first rows.
+        """Computes the target's pass over `drafts` drafts, and the decision; waits for the results.
+
+        Args:
+            rows: number of rows, from the first on, whose results are returned.
 
         Raises:
-            ReplacedWeights: of either model, since the functions were built.
+            ReplacedWeights: weights of either model were replaced since the functions were built.
         """
         columns = self.columns(drafts)
         self._part("verify", columns)
@@ -195,6 +213,6 @@ class CapturedRound:
         return found
 
     def _add_drafting(self) -> None:
-        """What was waited for is over."""
+        """Adds the drafter's time, once per wait: its work is over."""
         if self._waiting:
             self.drafting, self._waiting = self.drafting + self._moments.seconds(0, 1), False

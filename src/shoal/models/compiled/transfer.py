@@ -1,4 +1,4 @@
-"""What crosses between host and device in a round: one copy each way, of many parts."""
+"""The transfers between host and device in a round: one copy each way, of many parts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Upload:
-    """Named parts of one buffer of 64-bit numbers: filled on the host, then copied to the device at
-    once.
+    """The named parts of one buffer of 64-bit numbers, copied to the device at once.
 
-    The copy is not waited for. Nothing is written to the host's buffer before the round's results
-    have come back, and with them the copy is over.
+    The parts are filled on the host. The copy is not waited for. Nothing is written to the host's
+    buffer before the round's results have come back; by then the copy is over.
 
     Args:
-        sizes: numbers of each part.
+        sizes: number of each part's numbers.
     """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -34,15 +33,15 @@ class Upload:
         )
 
     def __getitem__(self, name: str) -> Tensor:
-        """A part on the device, [size] int64."""
+        """Returns a part on the device, [size] int64."""
         return self._parts[name]
 
     def reals(self, name: str) -> Tensor:
-        """A part on the device that holds reals, [size] float64."""
+        """Returns a part on the device that holds reals, [size] float64."""
         return self._parts[name].view(torch.float64)
 
     def put(self, name: str, values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
-        """The first numbers of a part, of any shape; on the host until `send`."""
+        """Writes the first numbers of a part, of any shape; they stay on the host until `send`."""
         self._host_parts[name][: values.size] = values.reshape(-1).view(np.int64)
 
     def send(self, first: str | None = None, last: str | None = None) -> None:
@@ -54,20 +53,22 @@ class Upload:
 
     @property
     def buffer(self) -> Tensor:
-        """All parts on the device, [numbers] int64."""
+        """The buffer of all parts on the device, [numbers] int64."""
         return self._device
 
 
 def host_buffer(size: int, device: torch.device) -> Tensor:
-    """Zeros [size] int64 on the host, pinned where that makes copies to the device faster."""
+    """Returns zeros [size] int64 on the host, pinned where that makes copies faster."""
     return torch.zeros(
         size, dtype=torch.long, pin_memory=device.type == "cuda" and torch.cuda.is_available()
     )
 
 
 def packed(*parts: Tensor) -> Tensor:
-    """Tensors [rows, ...] of integers or reals, side by side as 64-bit numbers, [rows, columns]
-    int64."""
+    """Packs tensors [rows, ...] side by side as 64-bit numbers, [rows, columns] int64.
+
+    The tensors hold integers or reals.
+    """
     return torch.cat(
         [_as_numbers(part.flatten(1) if part.dim() > 1 else part[:, None]) for part in parts], dim=1
     )
@@ -78,13 +79,13 @@ def _as_numbers(part: Tensor) -> Tensor:
 
 
 class Download:
-    """Brings results to the host, as soon as they are there: where a round waits."""
+    """The transfer of results to the host, as soon as they are there: a round waits here."""
 
     def __init__(self) -> None:
         self._host: Tensor | None = None
 
     def __call__(self, results: Tensor) -> Numbers:
-        """The results [rows, columns] int64 on the host; good until the next ones."""
+        """Returns the results [rows, columns] int64 on the host, good until the next ones."""
         if self._host is None or len(self._host) < results.numel():
             self._host = host_buffer(results.numel(), results.device)
         found = self._host[: results.numel()].view(results.shape)

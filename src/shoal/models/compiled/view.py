@@ -1,5 +1,4 @@
-"""What a model meets inside a static pass: a cache and masks that are functions of static tensors
-alone.
+"""The cache and masks that a model meets inside a static pass: functions of static tensors alone.
 
 Plans, context variables and lists of lengths, as the dynamic path uses them, would be frozen into a
 captured graph. Here the same attention methods are called with masks made of a block's buffers.
@@ -17,18 +16,21 @@ from shoal.models.attention.methods import Method
 from shoal.models.compiled.block import Block
 
 Stores = list[tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Of each layer: keys and values of the slots, [slots, capacity, kv heads, dim], and of shared
-prompts, [cells, kv heads, dim]."""
+"""The keys and values of each layer.
+
+Those of the slots are [slots, capacity, kv heads, dim], those of shared prompts [cells, kv heads,
+dim].
+"""
 
 
 class View(Cache):
-    """A bucket's rows of a slot cache, behind Transformers' Cache API.
+    """The rows of a bucket in a slot cache, behind Transformers' Cache API.
 
     Args:
         block: says where a pass writes.
         stores: the slot cache's own tensors.
         method: attends.
-        shares: rows may have a prefix.
+        shares: True if rows may have a prefix.
     """
 
     def __init__(self, block: Block, stores: Stores, method: Method, shares: bool) -> None:
@@ -39,8 +41,11 @@ class View(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [rows, heads, q, dim] to the block's cells; returns all keys and values, [rows,
-        heads, keys, dim]."""
+        """Writes [rows, heads, q, dim] to the block's cells.
+
+        Returns:
+            All keys and values, [rows, heads, keys, dim].
+        """
         self._layer = layer_idx
         keys, values, *_ = self._stores[layer_idx]
         return self._written(keys, key_states), self._written(values, value_states)
@@ -53,25 +58,31 @@ class View(Cache):
 
     @property
     def cells(self) -> Tensor:
-        """Flat cells that the pass writes, [rows * q] int64."""
+        """The flat cells that the pass writes, [rows * q] int64."""
         return self.block.cells
 
     def unpacked(self, query: Tensor) -> Tensor:
-        """[tokens, heads, dim] -> [rows, q, heads, dim]."""
+        """Converts [tokens, heads, dim] to [rows, q, heads, dim]."""
         return query.view(self.block.bucket.rows, self.block.bucket.q, *query.shape[1:])
 
     def packed(self, attended: Tensor) -> Tensor:
-        """The other way."""
+        """Converts [rows, q, heads, dim] to [tokens, heads, dim]."""
         return attended.flatten(0, 1)
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots in a layer, [slots, capacity, heads, dim] each, for layers
-        that write them themselves."""
+        """Returns the keys and values of all slots in a layer, [slots, capacity, heads, dim] each.
+
+        They are for layers that write keys and values themselves.
+        """
         self._layer = layer
         return self._stores[layer][:2]
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of the bucket's rows in a layer, [rows, heads, keys, dim] each."""
+        """Returns the keys and values of the bucket's rows in a layer.
+
+        Returns:
+            [rows, heads, keys, dim] each.
+        """
         keys, values = self.stores(layer)
         return self._of_rows(keys), self._of_rows(values)
 
@@ -80,12 +91,17 @@ class View(Cache):
         return store[: bucket.rows, : bucket.keys].transpose(1, 2)
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shared store of the layer that was updated last, [cells, heads, dim]; (None, None) if
-        no row can have a prefix."""
+        """Returns the shared store of the layer that was updated last, [cells, heads, dim] each.
+
+        Returns (None, None) if no row can have a prefix.
+        """
         return self._stores[self._layer][2:] if self.shares else (None, None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Transformers only uses this for default positions and masks, which are always given."""
+        """Returns 0: Transformers needs it only for default positions and masks.
+
+        Those are always given.
+        """
         return 0
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:

@@ -1,9 +1,12 @@
-"""The layers of passes on a GPU: a decoder of the Llama family in nine kernels a layer, by an
-unmodified model's weights.
+"""The layers of passes on a GPU: a decoder of the Llama family in nine kernels a layer.
 
-kernels     the Triton kernels
-operations  what launches them
-decoder     the pass
-plan_state  the pass under way, where nothing is captured
-eight_bit   linear layers with weights of one byte
+The weights are those of an unmodified model.
+
+kernels       the Triton kernels
+operations    launches the kernels
+drawing       draws of a drafter's steps
+draw_kernels  the Triton kernels of the draws
+decoder       the pass
+plan_state    the pass under way, where nothing is captured
+eight_bit     linear layers with weights of one byte
 """

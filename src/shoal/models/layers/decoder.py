@@ -1,9 +1,11 @@
-"""A pass of a decoder of the Llama family: nine kernels a layer, ten where attention shares its
-keys out. Captured in rounds, launched one by one elsewhere.
+"""A pass of a decoder of the Llama family in nine kernels a layer.
 
-Norm, product for queries, keys and values, heads, attention, product, norm with the residual sum,
-product for gate and up, activation, product. In the model's modules the same are some forty
-launches, each of which takes a GPU longer than its arithmetic.
+There are ten where attention shares its keys out. The kernels are captured in rounds, and launched
+one by one elsewhere.
+
+The steps are norm, product for queries, keys and values, heads, attention, product, norm with the
+residual sum, product for gate and up, activation, product. In the model's modules these are some
+forty launches, each of which takes a GPU longer than its arithmetic.
 """
 
 from __future__ import annotations
@@ -32,32 +34,37 @@ class PassState(Protocol):
 
     @property
     def method(self) -> Method:
-        """Attends."""
+        """The attention method."""
 
     @property
     def masks(self) -> Masks:
-        """Of the pass."""
+        """The masks of the pass."""
 
     @property
     def cells(self) -> Tensor:
-        """Where the tokens are written, [tokens] int64."""
+        """The cells that the tokens are written to, [tokens] int64."""
 
     def unpacked(self, query: Tensor) -> Tensor:
-        """Queries of the tokens, [tokens, heads, dim] -> [rows, q, heads, dim]."""
+        """Converts queries of the tokens, [tokens, heads, dim], to [rows, q, heads, dim]."""
 
     def packed(self, attended: Tensor) -> Tensor:
-        """The other way: [rows, q, heads, dim] -> [tokens, heads, dim]."""
+        """Converts [rows, q, heads, dim] to [tokens, heads, dim]."""
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as they are written, [cells, kv heads, dim] or more dimensions
-        before."""
+        """Returns the keys and values of a layer as they are written.
+
+        They are [cells, kv heads, dim], or have more dimensions in place of the first.
+        """
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows of the pass, [rows, kv heads, keys, dim]."""
+        """Returns the keys and values of the rows of the pass, [rows, kv heads, keys, dim]."""
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shared store of the layer that was asked for last, [cells, kv heads, dim] each;
-        (None, None) without prefixes."""
+        """Returns the shared store of the layer that was asked for last.
+
+        Returns:
+            [cells, kv heads, dim] each; (None, None) without prefixes.
+        """
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class FusedLayers:
     """A decoder whose layers are computed by the kernels.
 
     Attributes:
-        gate_up: of each layer, gate above up as one matrix.
+        decoder: the weights.
+        gate_up: for each layer, gate above up as one matrix.
     """
 
     decoder: Decoder
@@ -73,15 +81,15 @@ class FusedLayers:
 
     @property
     def stale(self) -> bool:
-        """Whether some weight was replaced by another tensor, which only the model's modules
-        know."""
+        """True if some weight was replaced by a tensor that only the model's modules use."""
         return self.decoder.stale
 
     def __call__(self, tokens: Tensor, positions: Tensor, state: PassState) -> Tensor:
         """Computes logits [rows, q, vocab]: a function of tensors alone, for captured rounds.
 
         Args:
-            tokens, positions: [rows, q] int64.
+            tokens: [rows, q] int64.
+            positions: [rows, q] int64.
         """
         x, added = self._through(tokens, positions, state)
         return self._logits(x, added, tokens)
@@ -93,13 +101,13 @@ class FusedLayers:
 
         Args:
             tokens: [rows, q] int64, or packed, [1, tokens].
-            cache: announced their plan.
+            cache: has been announced the pass's plan.
             method: attends.
-            want_logits: False if only keys and values matter; then those of the last layer are the
-                last that is computed.
+            want_logits: False if only keys and values matter; the pass then ends with those of the
+                last layer.
 
         Returns:
-            Logits of the tokens, shaped as they are. Without `want_logits`, any tensor.
+            Logits of the tokens, [*tokens.shape, vocab]. Without `want_logits`, any tensor.
         """
         plan, store = cache.plan, self.decoder.embedding
         assert plan is not None
@@ -120,8 +128,10 @@ class FusedLayers:
     def _through(
         self, tokens: Tensor, positions: Tensor, state: PassState, keys_only: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The states after the last layer, but for its last sum, [tokens, width], and what is to be
-        added."""
+        """Computes the states after the last layer without its last sum, [tokens, width].
+
+        The second value is the tensor to add for that sum.
+        """
         decoder = self.decoder
         rotary = decoder.rotary.inv_freq, float(decoder.rotary.attention_scaling)
         x, h, angles = begin(
@@ -148,7 +158,7 @@ class FusedLayers:
         return x, added
 
     def _attended(self, query: Tensor, index: int, state: PassState) -> Tensor:
-        """query [tokens, heads, dim] -> [tokens, heads * dim]."""
+        """Attends: query [tokens, heads, dim] -> [tokens, heads * dim]."""
         keys, values = state.rows(index)
         decoder = self.decoder
         inputs = AttentionInputs(
@@ -166,12 +176,14 @@ class FusedLayers:
 
 
 def fused_layers_of(hf: Any) -> FusedLayers | None:
-    """The fused layers of a model; None where it is none of the family, or its owner has changed
-    it, or the kernels cannot run.
+    """Returns the fused layers of a model, or None.
+
+    None where the model is not of the family, or its owner has changed it, or the kernels cannot
+    run.
 
     Queries, keys and values of each layer become one matrix, and so do gate and up: the parameters
-    are then rows of them, so that nothing is stored twice and a write into a parameter is a write
-    into the matrix. For a model that is ours. Weights of one byte stay so.
+    are then rows of these matrices, so that nothing is stored twice and a write into a parameter is
+    a write into the matrix. The model must be ours. Weights of one byte stay so.
     """
     if (
         not available(torch.empty(0, device=hf.device, dtype=hf.dtype))
@@ -187,8 +199,11 @@ def fused_layers_of(hf: Any) -> FusedLayers | None:
 
 
 def _known_linears(hf: Any) -> tuple[Sequence[type], MatrixOf]:
-    """Classes of a model's linear layers that can be computed with, all of them alike, and what
-    makes a matrix of several."""
+    """Returns the classes of a model's linear layers, and the function that joins layers.
+
+    The kernels can compute with layers of these classes, all of a model alike. The function makes a
+    matrix of several layers.
+    """
     if type(getattr(hf, "lm_head", None)) is WeightOnly8Bit:
         return (WeightOnly8Bit,), matrix_of_8_bit
     return LINEARS, matrix_of

@@ -1,8 +1,8 @@
-"""The Triton kernels of `drawing.py`; imported by it alone and only when it runs, because Triton is
-optional.
+"""The Triton kernels of `drawing.py`.
 
-All sums are float64, as in `shoal.sampling.drawing`: no tail is lost to rounding. A parallel sum
-need not be monotone, so a token without weight is never taken for what the sums say of it.
+Only `drawing.py` imports them and only when it runs, because Triton is optional. All sums are
+float64, as in `shoal.sampling.drawing`: no tail is lost to rounding. A parallel sum need not be
+monotone, so a token without weight is never taken, whatever the sums say of it.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -14,8 +14,10 @@ import triton.language as tl
 
 @triton.jit
 def first_above(weights, sums, threshold, count, COUNT: tl.constexpr):
-    """The first index that has weight and whose sum exceeds the threshold. There may be none: the
-    last with weight, or of all."""
+    """Returns the first index that has weight and whose sum exceeds the threshold.
+
+    If there is none, the last index with weight, or the last of all.
+    """
     index = tl.arange(0, COUNT)
     above = tl.min(tl.where((sums > threshold) & (weights > 0), index, COUNT), 0)
     last = tl.max(tl.where(weights > 0, index, -1), 0)
@@ -25,8 +27,10 @@ def first_above(weights, sums, threshold, count, COUNT: tl.constexpr):
 
 @triton.jit
 def block_sums(weights, sums, vocabulary, blocks, SIZE: tl.constexpr):
-    """Sums of SIZE weights each, grid (rows, blocks): weights [rows, vocabulary] -> sums [rows,
-    blocks] float64."""
+    """Computes the sums of SIZE weights each; grid (rows, blocks).
+
+    weights [rows, vocabulary] -> sums [rows, blocks] float64.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * SIZE + tl.arange(0, SIZE)
     held = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
@@ -45,8 +49,9 @@ def inverse_transform(
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A token of each row by inverse transform, grid (rows,): a block by the blocks' sums, then a
-    token inside it.
+    """Draws a token of each row by inverse transform; grid (rows,).
+
+    A block is drawn by the blocks' sums, then a token inside it.
 
     weights [rows, vocabulary]; sums [rows, blocks] float64, of SIZE weights each; uniforms [rows]
     float64 -> tokens [rows] int64.
@@ -67,10 +72,10 @@ def inverse_transform(
 
 @triton.jit
 def bucket_sums(weights, sums, vocabulary, parts, DEPTH: tl.constexpr, BUCKETS: tl.constexpr):
-    """Sums by bucket, token i being of bucket i modulo BUCKETS, grid (rows, parts): of DEPTH *
-    BUCKETS weights each.
+    """Computes the sums by bucket, of DEPTH * BUCKETS weights each; grid (rows, parts).
 
-    weights [rows, vocabulary] -> sums [rows, parts, BUCKETS] float64.
+    Token i is of bucket i modulo BUCKETS. weights [rows, vocabulary] -> sums [rows, parts, BUCKETS]
+    float64.
     """
     row, part, bucket = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BUCKETS)
     token = (part * DEPTH + tl.arange(0, DEPTH))[:, None] * BUCKETS + bucket[None, :]
@@ -91,8 +96,9 @@ def exponential_race(
     BUCKETS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """A token of each row, grid (rows,): an exponential race of buckets by their sums, then inverse
-    transform inside one.
+    """Draws a token of each row by an exponential race; grid (rows,).
+
+    Buckets race by their sums, then inverse transform draws a token inside the winner.
 
     weights [rows, vocabulary]; sums [rows, parts, BUCKETS] float64; uniforms [rows, 1 + BUCKETS]
     float64, the first in [0, 1), the others exponential -> tokens [rows] int64.
@@ -116,11 +122,10 @@ def exponential_race(
 def feed(
     drawn, tokens, kept, kept_stride, positions, cells, starts, counts, ADVANCES: tl.constexpr
 ):
-    """Puts what was drawn into the next block of one column, and among the drafts of the round;
-    grid (rows,).
+    """Puts drawn tokens into the next block of one column, and among the drafts; grid (rows,).
 
-    drawn [rows] int64 -> tokens [rows], kept [rows], `kept_stride` apart. ADVANCES: the block moves
-    on: positions, cells and starts grow by counts, [rows] int64 each.
+    drawn [rows] int64 -> tokens [rows], kept [rows], `kept_stride` apart. With ADVANCES the block
+    moves on: positions, cells and starts grow by counts, [rows] int64 each.
     """
     row = tl.program_id(0)
     token = tl.load(drawn + row)

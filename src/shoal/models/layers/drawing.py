@@ -1,8 +1,7 @@
-"""Draws of a drafter's steps on a GPU, two launches each instead of thirty, and what follows them
-in one.
+"""The draws of a drafter's steps on a GPU, two launches each instead of thirty.
 
-The same functions as those of `shoal.sampling.drawing`: a token may differ only where sums in
-another order round across a uniform.
+The functions are those of `shoal.sampling.drawing`: a token may differ only where sums in another
+order round across a uniform. `feed` passes the drawn tokens on in one launch.
 """
 
 from __future__ import annotations
@@ -17,18 +16,23 @@ from shoal.sampling import drawing
 from shoal.sampling.uniforms import BUCKETS
 
 SIZE = 256
-"""Weights of a block whose sum decides whether the token is one of them."""
+"""The number of weights of a block, whose sum decides whether the token is one of them."""
 DEPTH = 64
-"""Tokens of each bucket that a program sums."""
+"""The number of tokens of each bucket that a program sums."""
 MOST_TOKENS = 1 << 18
-"""Vocabulary up to which a program searches the sums of all blocks, or a bucket."""
+"""The largest vocabulary for which a program searches the sums of all blocks, or a bucket."""
 
 Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 def on_device(draw: Draw, weights: Tensor) -> Draw:
-    """The same draw by kernels, where there are some for it and for weights like these, [rows,
-    vocabulary]."""
+    """Returns the draw by kernels, or `draw` itself where there are none.
+
+    There may be no kernels for this draw, or for weights like these.
+
+    Args:
+        weights: [rows, vocabulary].
+    """
     known = KERNELS.get(draw)
     fits = (
         weights.dtype == torch.float32
@@ -39,8 +43,15 @@ def on_device(draw: Draw, weights: Tensor) -> Draw:
 
 
 def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """As `shoal.sampling.drawing.inverse_transform`: weights [rows, vocabulary], uniforms [rows,
-    ...] float64 -> [rows] int64."""
+    """Draws by inverse transform, as `shoal.sampling.drawing.inverse_transform` does.
+
+    Args:
+        weights: [rows, vocabulary].
+        uniforms: [rows, ...] float64.
+
+    Returns:
+        Tokens [rows] int64.
+    """
     from shoal.models.layers import draw_kernels as kernels
 
     rows, vocabulary = weights.shape
@@ -67,8 +78,15 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """As `shoal.sampling.drawing.exponential_race`: weights [rows, vocabulary], uniforms [rows, 1 +
-    BUCKETS] float64 -> [rows] int64."""
+    """Draws by an exponential race, as `shoal.sampling.drawing.exponential_race` does.
+
+    Args:
+        weights: [rows, vocabulary].
+        uniforms: [rows, 1 + BUCKETS] float64.
+
+    Returns:
+        Tokens [rows] int64.
+    """
     from shoal.models.layers import draw_kernels as kernels
 
     rows, vocabulary = weights.shape
@@ -107,12 +125,13 @@ def feed(
     kept: Tensor | None,
     numbers: tuple[Tensor, Tensor, Tensor, Tensor] | None,
 ) -> None:
-    """Writes drawn tokens [rows] into a block of one column, [rows, 1], and to `kept` [rows]; all
-    int64.
+    """Writes drawn tokens [rows] into a block of one column, [rows, 1], and to `kept` [rows].
+
+    All are int64.
 
     Args:
         numbers: positions [rows, 1], cells, starts and counts [rows] of the block, contiguous, if
-            it moves on by its counts.
+            the block moves on by its counts.
     """
     from shoal.models.layers import draw_kernels as kernels
 
@@ -133,5 +152,5 @@ def feed(
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that holds `size`."""
+    """Returns the smallest power of two that is not less than `size`."""
     return 1 << (size - 1).bit_length()

@@ -1,5 +1,7 @@
-"""Weights of 8 bits on CUDA, int8 or fp8: linear layers whose weights are read as bytes where few
-tokens are computed."""
+"""The linear layers with weights of 8 bits on CUDA, int8 or fp8.
+
+Where few tokens are computed, the weights are read as bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,23 @@ from shoal.models.weights.fusing import joined, starts
 from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
 
 MOST_TOKENS = 256
-"""Beyond that a product computes more than it reads: weights are unpacked for it, as for
-prompts."""
+"""The largest number of tokens whose product reads more than it computes.
+
+Beyond it, weights are unpacked for the product, as for prompts.
+"""
 TOKENS = 64
-"""Most tokens of a program; of several such programs all but the first find the weights in the
-cache of the GPU."""
+"""The largest number of tokens of a program.
+
+Of several such programs all but the first find the weights in the cache of the GPU.
+"""
 OUTPUTS, INPUTS, STAGES = 32, 128, 4
-"""Of a program of the kernel: outputs, and inputs per step; steps in flight."""
+"""The outputs of a program of the kernel, its inputs per step, and its steps in flight."""
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Number formats of weights, and what the largest weight of an output becomes in them."""
+"""The number formats of weights, with the largest weight of an output in each."""
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ * scales + bias, [tokens, out] in the dtype of x.
+    """Computes x Wᵀ * scales + bias, [tokens, out] in the dtype of x.
 
     Args:
         x: [tokens, in], contiguous.
@@ -60,12 +66,14 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
 
 
 def token_block(tokens: int) -> int:
-    """Tokens of a program: all of them up to `TOKENS`, in a power of two that tensor cores take."""
+    """Returns the tokens of a program: all up to `TOKENS`, in a power of two for tensor cores."""
     return min(TOKENS, max(16, 1 << (tokens - 1).bit_length()))
 
 
 class WeightOnly8Bit(nn.Module):
-    """y = x Wᵀ + b with weights of 8 bits and a scale per output; activations keep their dtype.
+    """A linear layer y = x Wᵀ + b with weights of 8 bits and a scale per output.
+
+    Activations keep their dtype.
 
     Args:
         form: a format in `LARGEST`.
@@ -90,14 +98,15 @@ class WeightOnly8Bit(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of `x`."""
+        """Computes [..., in] -> [..., out], in the dtype of `x`."""
         y = product(x.reshape(-1, x.shape[-1]), self.weight, self.scales, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
 
 class WeightOnlyMatrix(Matrix):
-    """W of 8 bits, [out, in], of one or several `WeightOnly8Bit`, one below the other, with a scale
-    per output; see `product`.
+    """The matrix W of 8 bits, [out, in], with a scale per output (`product`).
+
+    It is the weight of one `WeightOnly8Bit`, or of several, one below the other.
 
     Attributes:
         scales: [out] float32.
@@ -125,8 +134,10 @@ class WeightOnlyMatrix(Matrix):
 
 @torch.no_grad()
 def matrix_of_8_bit(layers: Sequence[WeightOnly8Bit]) -> WeightOnlyMatrix:
-    """As `shoal.models.weights.matrix_of`: weights, scales and biases of the layers become rows of
-    common tensors. A bias that another model has as well stays that model's.
+    """Makes one matrix of layers, as `shoal.models.weights.matrix_of` does.
+
+    Weights, scales and biases of the layers become rows of common tensors. A bias that another
+    model has as well stays that model's.
 
     Raises:
         ValueError: some have a bias and some have none, or unlike inputs or formats.

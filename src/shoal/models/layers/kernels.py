@@ -1,9 +1,9 @@
-"""The Triton kernels of `operations.py`; imported by it alone and only when it runs, because Triton
-is optional.
+"""The Triton kernels of `operations.py`.
 
-Each makes one step of a decoder layer of what are half a dozen operations in the model's modules.
-They round where the modules do: sums and angles are float32, a normalised row is rounded before it
-is multiplied by the weight, an activation before the product.
+Only `operations.py` and `eight_bit.py` import them and only when they run, because Triton is
+optional. Each kernel makes one step of a decoder layer out of some half a dozen operations of the
+model's modules. The kernels round where the modules do: sums and angles are float32, a normalised
+row is rounded before it is multiplied by the weight, an activation before the product.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -21,8 +21,10 @@ INTERPRETED = tl.constexpr(
 
 @triton.jit
 def normed(row, weight, column, inside, width, eps):
-    """RMS norm (Zhang and Sennrich 2019) of a row that is zero where not `inside`, times weight
-    [width]."""
+    """Computes the RMS norm (Zhang and Sennrich 2019) of a row, times weight [width].
+
+    The row is zero where not `inside`.
+    """
     wide = row.to(tl.float32)
     norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -49,8 +51,9 @@ def begin(
     ANGLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token's embedding, its RMS norm, and the cosines and sines of its position (Su et al.
-    2021); grid (tokens,).
+    """Computes a token's embedding, its RMS norm, and its rotary angles; grid (tokens,).
+
+    The angles are the cosines and sines of the token's position (Su et al. 2021).
 
     tokens [rows, columns] int64, `row_stride` apart; positions [rows * columns] int64; embedding
     [vocabulary, width]; frequencies [HALF] float32 -> x, out [tokens, width]; cos, sin [tokens, 2 *
@@ -79,7 +82,7 @@ def begin(
 
 @triton.jit
 def add_norm(x, other, weight, out, width, eps, BLOCK: tl.constexpr):
-    """The RMS norm of a row, and the residual sum before it; grid (tokens,).
+    """Computes the RMS norm of a row, after the residual sum; grid (tokens,).
 
     x [tokens, width] += other [tokens, width], if there is one; out [tokens, width] = norm of x *
     weight [width].
@@ -114,12 +117,12 @@ def heads(
     ROTARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One head of one token between the product for queries, keys and values and the attention;
-    grid (tokens, heads + 2 kv heads).
+    """Computes one head of one token, after the product for queries, keys and values.
 
-    Queries and keys are normalised by head, if there are weights for it (Qwen3), and rotated (Su et
-    al. 2021). Queries go to `query` [tokens, heads, dim], keys and values to the cell of the token
-    in the stores [cells, kv heads, dim].
+    The grid is (tokens, heads + 2 kv heads). Queries and keys are normalised by head, if there are
+    weights for it (Qwen3), and rotated (Su et al. 2021). Queries go to `query` [tokens, heads,
+    dim], keys and values to the cell of the token in the stores [cells, kv heads, dim]. Attention
+    follows.
 
     states [tokens, heads + 2 kv heads, dim]; cos and sin [tokens, rotary] float32, their halves
     alike; cells [tokens] int64.
@@ -166,8 +169,10 @@ def heads(
 
 @triton.jit
 def silu_mul(both, out, width, BLOCK: tl.constexpr):
-    """silu(gate) * up, grid (tokens, blocks): both [tokens, gate and up of `width` each] -> out
-    [tokens, width]."""
+    """Computes silu(gate) * up; grid (tokens, blocks).
+
+    both [tokens, gate and up of `width` each] -> out [tokens, width].
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -196,8 +201,10 @@ def eight_bit_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x Wᵀ * scales + bias for few tokens, grid (blocks of tokens, blocks of outputs): the weights
-    are read as bytes, and once, as the programs of the same outputs run at about the same time.
+    """Computes x Wᵀ * scales + bias for few tokens; grid (blocks of tokens, blocks of outputs).
+
+    The weights are read as bytes, and once, as the programs of the same outputs run at about the
+    same time.
 
     x [tokens, inputs], weight [outputs, inputs] int8 or float8_e4m3, scales [outputs] float32, out
     [tokens, outputs]. A byte is exact in all formats of x, sums are float32.

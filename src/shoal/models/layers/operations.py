@@ -1,5 +1,7 @@
-"""The steps between the products of a decoder layer, one launch each. They ask nothing of the host
-and may be captured."""
+"""The steps between the products of a decoder layer, one launch each.
+
+The steps ask nothing of the host and may be captured.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,19 @@ from torch import Tensor
 from shoal.models.lean.decoder import Norm
 
 MOST_WIDTH = 16384
-"""Features of a row that a program of `add_norm` holds in registers."""
+"""The most features of a row that a program of `add_norm` holds in registers."""
 COLUMNS = 1024
-"""Features of a program of `silu_mul`."""
+"""The number of features of a program of `silu_mul`."""
 
 
 def begin(
     tokens: Tensor, positions: Tensor, embedding: Tensor, rotary: tuple[Tensor, float], norm: Norm
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """What a pass begins with: the tokens' embeddings, their norm, and the angles of their
-    positions.
+    """Computes the embeddings of a pass's tokens, their norm, and the angles of their positions.
 
     Args:
         tokens: [rows, q] int64, rows contiguous.
-        positions: the same, contiguous.
+        positions: [rows, q] int64, contiguous.
         embedding: [vocabulary, width], contiguous, at most `MOST_WIDTH` wide.
         rotary: frequencies [features / 2] float32, and the factor of cosines and sines.
 
@@ -62,11 +63,11 @@ def begin(
 
 
 def add_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor:
-    """x += other, in place; returns x / rms(x) * weight.
+    """Adds `other` to x in place, and returns x / rms(x) * weight.
 
     Args:
         x: [tokens, width], contiguous, at most `MOST_WIDTH` wide.
-        other: the same, or None = nothing to add.
+        other: [tokens, width], contiguous, or None = nothing to add.
     """
     from shoal.models.layers import kernels
 
@@ -93,17 +94,16 @@ def heads(
     stores: tuple[Tensor, Tensor],
     cells: Tensor,
 ) -> Tensor:
-    """Normalises queries and keys by head if asked to, rotates them, writes keys and values to the
-    cache.
+    """Normalises queries and keys by head, rotates them, and writes keys and values to the cache.
 
     Args:
         states: queries, keys and values of all heads, [tokens, (heads + 2 kv heads) * dim],
             contiguous.
-        angles: cosines and sines [tokens, rotary] float32, contiguous; of both halves of the rotary
-            features.
-        norms: of queries and of keys.
-        stores: of keys and of values, [slots, capacity, kv heads, dim], contiguous.
-        cells: where in them each token's are written, [tokens] int64.
+        angles: cosines and sines [tokens, rotary] float32, contiguous; those of both halves of the
+            rotary features.
+        norms: norms of queries and of keys; None = not normalised.
+        stores: stores of keys and of values, [slots, capacity, kv heads, dim], contiguous.
+        cells: the cell of each token in the stores, [tokens] int64.
 
     Returns:
         Queries [tokens, heads, dim].
@@ -139,8 +139,11 @@ def heads(
 
 
 def silu_mul(both: Tensor) -> Tensor:
-    """silu(gate) * up; both: gate and up side by side, [tokens, 2 * width], contiguous -> [tokens,
-    width]."""
+    """Computes silu(gate) * up, [tokens, width].
+
+    Args:
+        both: gate and up side by side, [tokens, 2 * width], contiguous.
+    """
     from shoal.models.layers import kernels
 
     tokens, width = len(both), both.shape[1] // 2
@@ -153,10 +156,10 @@ def silu_mul(both: Tensor) -> Tensor:
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that holds `size`."""
+    """Returns the smallest power of two that is not less than `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def _warps(width: int) -> int:
-    """So that a thread holds at most 16 numbers of a row."""
+    """Returns the number of warps such that a thread holds at most 16 numbers of a row."""
     return max(1, min(32, _power(width) // 512))

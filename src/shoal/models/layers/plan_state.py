@@ -1,5 +1,7 @@
-"""The state of a pass that is launched kernel by kernel: a plan over a slot cache, as long as its
-rows are."""
+"""The state of a pass that is launched kernel by kernel.
+
+It is a plan over a slot cache, as long as its rows are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from shoal.models.cache import Plan, SlotCache
 
 
 class PlanState:
-    """The state of a pass (`shoal.models.layers.decoder.PassState`) that the cache was announced.
+    """The state of a pass that was announced to the cache.
+
+    See `shoal.models.layers.decoder.PassState`.
 
     Args:
         method: attends.
@@ -23,24 +27,30 @@ class PlanState:
 
     @property
     def cells(self) -> Tensor:
-        """Where the tokens are written, [tokens] int64."""
+        """The cells that the tokens are written to, [tokens] int64."""
         return self._cache.written
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as they are written: of the slots, or of the shared store."""
+        """Returns the keys and values of a layer as they are written.
+
+        They are those of the slots, or of the shared store.
+        """
         return self._cache.written_stores(layer)
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows of the pass, [rows, kv heads, keys, dim]."""
+        """Returns the keys and values of the rows of the pass, [rows, kv heads, keys, dim]."""
         return self._cache.rows(layer)
 
     def shared(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shared store of the layer that was asked for last, [cells, kv heads, dim] each;
-        (None, None) without prefixes."""
+        """Returns the shared store of the layer that was asked for last.
+
+        Returns:
+            [cells, kv heads, dim] each; (None, None) without prefixes.
+        """
         return self._cache.shared()
 
     def unpacked(self, query: Tensor) -> Tensor:
-        """[tokens, heads, dim] -> [rows, q, heads, dim]."""
+        """Converts [tokens, heads, dim] to [rows, q, heads, dim]."""
         plan = self._plan
         return (
             plan.unpack(query[None])
@@ -49,5 +59,5 @@ class PlanState:
         )
 
     def packed(self, attended: Tensor) -> Tensor:
-        """[rows, q, heads, dim] -> [tokens, heads, dim]."""
+        """Converts [rows, q, heads, dim] to [tokens, heads, dim]."""
         return self._plan.pack(attended)[0] if self._plan.packed else attended.flatten(0, 1)

@@ -2,12 +2,13 @@
 Character Matching, 2024).
 
 A prompt is shortened by its last tokens, and the first new tokens must write the bytes of these
-again; how they divide them is the model's choice. Each sample does so by itself, under the noise of
-its own row, so samples of a prompt stay independent.
+again; the model chooses how the bytes divide into tokens. Each sample is aligned by itself, under
+the noise of its own row, so samples of a prompt stay independent.
 
-The law is local: each constrained token has p renormalised over what is allowed. The law of p given
-the bytes, among all continuations of the shortened prompt, weighs a sample by w = prod Z_t, where
-Z_t is what p gives the allowed tokens at step t (`shoal.constraints.weights`).
+The distribution is local: each constrained token has p renormalised over the allowed tokens. The
+distribution of p given the bytes, among all continuations of the shortened prompt, weighs a sample
+by w = prod Z_t, where Z_t is the probability that p gives the allowed tokens at step t
+(`shoal.constraints.weights`).
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from shoal.errors import RequestError
 from shoal.types.requests import Request, Row
 
 BACK_OFF = 3
-"""Tokens taken back at most (the paper's default)."""
+"""The most tokens taken back (the paper's default)."""
 WORD_START = "▁"
 
 
 class Alignment(Constraint[bytes]):
-    """The new text begins with these bytes. A state is what remains of them.
+    """A constraint under which the new text begins with given bytes. A state is the rest of the
+    bytes.
 
     Args:
         remainder: the bytes.
-        vocabulary: of the row's tokenizer.
+        vocabulary: the vocabulary of the row's tokenizer.
     """
 
     def __init__(self, remainder: bytes, vocabulary: AlignmentVocabulary) -> None:
@@ -78,15 +80,17 @@ class Alignment(Constraint[bytes]):
 
 
 def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Request:
-    """The request with its prompt shortened, and the constraint that its samples write what was
-    taken away.
+    """Returns the request with its prompt shortened, and a constraint to write the removed bytes
+    again.
 
     Args:
-        at: place in the prompt where the text to be continued ends; None = the end of the prompt.
-            It is another one where a suffix follows.
+        request: the request.
+        tokenizer: the target's.
+        at: the place in the prompt where the text to be continued ends; None = the end of the
+            prompt. If a suffix follows the text, the place is an earlier one.
 
     Raises:
-        RequestError: there is no tokenizer, or a control that alignment does not go with.
+        RequestError: there is no tokenizer, or the request has a control that excludes alignment.
     """
     _require(request, tokenizer)
     ids = request.prompt_ids
@@ -108,12 +112,13 @@ def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Reque
 
 
 def back_off(ids: Sequence[int], tokenizer: Any, vocabulary: AlignmentVocabulary) -> int:
-    """How many of the last tokens to take back.
+    """Returns the number of last tokens to take back.
 
-    At most `BACK_OFF`; none from a special token on, nor the first token of a prompt; the walk ends
-    after a token that starts a word by SentencePiece's mark, or a run of blanks that was added to
-    the vocabulary. If a character would be cut in two, more are taken back, until what is left ends
-    with a whole one or the walk has to end.
+    It is at most `BACK_OFF`. The walk takes back neither the first token of a prompt nor a special
+    token, nor any token before a special one. It ends after a token that starts a word by
+    SentencePiece's mark, or a run of blanks that was added to the vocabulary. If a character would
+    be cut in two, the walk takes back more tokens, until the rest ends with a whole character or
+    the walk has to end.
     """
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     spelled, count = vocabulary.spelled, 0
@@ -130,8 +135,10 @@ def back_off(ids: Sequence[int], tokenizer: Any, vocabulary: AlignmentVocabulary
 
 
 def bound_from_start(sampling: Sampling, constraints: Sequence[Any]) -> bool:
-    """Whether something is said of the text as a whole from where the prompt ends, which is another
-    place once it is shortened."""
+    """Returns True if a grammar or filter constrains the whole text from the end of the prompt on.
+
+    A shortened prompt ends at another place.
+    """
     return sampling.grammar is not None or any(
         isinstance(each, Filter | Grammar) for each in constraints
     )

@@ -1,8 +1,7 @@
-"""Which tokens agree with bytes that must come next: a trie of the vocabulary, kept as its tokens
-in the order of their bytes.
+"""A trie of the vocabulary, which finds the tokens that agree with bytes that must come next.
 
-In that order the tokens below a node of the trie stand side by side, so a node is a range and needs
-no object of its own.
+The trie is kept as its tokens in the order of their bytes. In that order the tokens below a node
+stand side by side, so a node is a range and needs no object of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from shoal.constraints.token_bytes import token_bytes
 
 CACHED = 128
-"""Masks kept, those used last: 128 of 152,000 tokens take 19 MB."""
+"""The number of masks kept, the most recently used ones: 128 of 152,000 tokens take 19 MB."""
 FREQUENT = (
     b" ",
     b"  ",
@@ -54,8 +53,10 @@ class AlignmentVocabulary:
             self.allowed(remainder)
 
     def allowed(self, remainder: bytes) -> Tensor:
-        """The tokens that begin with `remainder` or that it begins with: [tokens] bool, shared, not
-        to be changed."""
+        """Returns the tokens that begin with `remainder` or that `remainder` begins with.
+
+        The mask, [tokens] bool, is shared; callers must not change it.
+        """
         if remainder in self._masks:
             self._masks.move_to_end(remainder)
             return self._masks[remainder]
@@ -65,7 +66,7 @@ class AlignmentVocabulary:
         return mask
 
     def uncached(self, remainder: bytes) -> Tensor:
-        """`allowed`, computed anew."""
+        """Returns `allowed`, computed anew."""
         mask = torch.zeros(len(self.spelled), dtype=torch.bool)
         places = [self._range(remainder)]
         places += [
@@ -76,15 +77,17 @@ class AlignmentVocabulary:
         return mask
 
     def _range(self, beginning: bytes) -> tuple[int, int]:
-        """The places of the tokens that begin so."""
+        """Returns the range of the tokens that begin with these bytes."""
         last = beginning.rstrip(b"\xff")
         after = last[:-1] + bytes([last[-1] + 1]) if last else None
         end = len(self._texts) if after is None else bisect_left(self._texts, after)
         return bisect_left(self._texts, beginning), end
 
     def _same(self, text: bytes) -> tuple[int, int]:
-        """The places of the tokens of exactly these bytes: vocabularies of pieces may spell a byte
-        twice."""
+        """Returns the range of the tokens of exactly these bytes.
+
+        Vocabularies of pieces may spell a byte twice.
+        """
         return bisect_left(self._texts, text), bisect_left(self._texts, text + b"\0")
 
 
@@ -92,8 +95,10 @@ _known: weakref.WeakKeyDictionary[Any, AlignmentVocabulary] = weakref.WeakKeyDic
 
 
 def vocabulary_of(tokenizer: Any) -> AlignmentVocabulary:
-    """That of a tokenizer, made once. Tokens that decoding leaves out write nothing; added ones are
-    spelled as they stand."""
+    """Returns the vocabulary of a tokenizer, made once.
+
+    Tokens that decoding leaves out write nothing; added tokens are spelled as they stand.
+    """
     if tokenizer not in _known:
         _known[tokenizer] = AlignmentVocabulary(token_bytes(tokenizer))
     return _known[tokenizer]

@@ -1,9 +1,8 @@
-"""Calls of constraints: what one of them raises, or answers in a wrong form, is a fault of the rows
-that it was asked for.
+"""Calls of constraints: an error that a constraint raises, or an answer in a wrong form, is a fault
+of the rows that it was called for.
 
-A state in whose place stands a `Failed` has nothing that may follow. So drafts that lead there are
-rejected, and a row that comes there itself ends with the reason, while the other rows of the batch
-go on.
+A `Failed` in the place of a state allows no token. So drafts that lead there are rejected, and a
+row that reaches the state itself ends with the reason, while the other rows of the batch go on.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ Result = TypeVar("Result")
 
 
 class Failed(NamedTuple):
-    """Stands in the place of a state that a constraint could not compute."""
+    """The replacement of a state that a constraint could not compute."""
 
     reason: str
 
 
 def begun(row: Any, start: Callable[[Any], Result]) -> Result:
-    """The state that a constraint or check starts a row with. Raises RequestError: it raised
-    something."""
+    """Returns the first state of a row. Raises RequestError: the constraint or check raised an
+    error."""
     try:
         return start(row)
     except RequestError:
@@ -37,7 +36,7 @@ def begun(row: Any, start: Callable[[Any], Result]) -> Result:
 
 
 def advanced(constraint: Constraint[Any], state: Any, token: int) -> Any:
-    """The state after one more token, or a `Failed`."""
+    """Returns the state after one more token, or a `Failed`."""
     if isinstance(state, Failed):
         return state
     try:
@@ -47,7 +46,8 @@ def advanced(constraint: Constraint[Any], state: Any, token: int) -> Any:
 
 
 def is_free(constraint: Constraint[Any], state: Any) -> bool:
-    """As the constraint's own; False where it fails, or has failed: `mask` is then asked."""
+    """Returns the constraint's `is_free`; False if it fails or has failed: `mask` is called
+    then."""
     if isinstance(state, Failed):
         return False
     try:
@@ -59,9 +59,10 @@ def is_free(constraint: Constraint[Any], state: Any) -> bool:
 def mask(
     constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
 ) -> Allowed:
-    """The constraint's mask; nothing is possible after states for which it fails.
+    """Returns the constraint's mask; nothing is possible after states for which the constraint
+    fails.
 
-    Constraints are asked once for all states. Where that fails they are asked state by state.
+    A constraint is called once for all states. If that call fails, it is called state by state.
     """
     if not any(isinstance(state, Failed) for state in states):
         try:
@@ -81,8 +82,10 @@ def mask(
 
 
 def why(constraint: Constraint[Any], state: Any, vocab_size: int) -> str:
-    """Why nothing may follow a state that `mask` was last asked about, if the constraint failed
-    there; else an empty text."""
+    """Returns the reason why nothing may follow a state of the last call of `mask`.
+
+    The text is empty if the constraint did not fail at this state.
+    """
     if isinstance(state, Failed):
         return state.reason
     try:
@@ -97,7 +100,7 @@ def why(constraint: Constraint[Any], state: Any, vocab_size: int) -> str:
 def _checked(
     constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
 ) -> Allowed:
-    """The constraint's mask. Raises RequestError: it has another shape or dtype."""
+    """Returns the constraint's mask. Raises RequestError: the mask has another shape or dtype."""
     mask = constraint.mask(states, vocab_size, device)
     for name, values, shape in (
         ("tokens", mask.tokens, (len(states), vocab_size)),

@@ -2,9 +2,9 @@
 with a large stack.
 
 The end of a text is one more symbol of llguidance's alphabet, beyond the tokenizer's and the
-model's own. The alphabet is given to llguidance in bytes (`shoal.constraints.token_bytes`): reading
-a tokenizer by itself, it takes every added token that looks like `<think>` for one that writes
-nothing, whether it is special or not, and no text could then hold it.
+model's own. llguidance gets the alphabet in bytes (`shoal.constraints.token_bytes`): if it reads a
+tokenizer by itself, it takes every added token that looks like `<think>` for a token that writes
+nothing, whether it is special or not, and no text could then hold the token.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from shoal.types.inputs import encoded_inside
 
 _END = b"<|end of a text|>"
 PROBE = "def f(x):\n    return 'a b'"
-"""A text whose tokens must write it."""
+"""A text that tests an alphabet: its tokens must write it."""
 LARK = re.compile(
     r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*|(?P<name><[^<>\s"\[\]]+>)'
 )
-"""Strings, expressions and comments of a grammar in Lark's syntax, and the names of tokens outside
-of them."""
+"""The strings, expressions and comments of a grammar in Lark's syntax, and the names of tokens
+outside of them."""
 KEPT = 32
-"""Compiled grammars that are kept, the most recently used ones: a large one takes a second to
-compile."""
+"""The number of compiled grammars that are kept, the most recently used ones: a large one takes a
+second to compile."""
 
 
 @dataclass(frozen=True)
 class Alphabet:
-    """A vocabulary as llguidance takes it.
+    """A vocabulary in the form that llguidance takes.
 
     Attributes:
-        tokens: the bytes of each symbol, the names of those that write nothing included.
-        special_token_ids: of the latter.
+        tokens: the bytes of each symbol; for symbols that write nothing, their names.
+        special_token_ids: the ids of the symbols that write nothing.
         eos_token_id: the symbol for the end of a text.
     """
 
@@ -60,7 +60,7 @@ class Alphabet:
 
     @staticmethod
     def of(tokenizer: Any, vocab_size: int) -> Alphabet:
-        """That of a fast Transformers tokenizer. Raises ValueError: its tokens do not write its
+        """Returns the alphabet of a fast tokenizer. Raises ValueError: its tokens do not write its
         texts."""
         spelled = token_bytes(tokenizer)
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -81,7 +81,7 @@ class Alphabet:
         return Alphabet(tokens, [*special, end], end, backend)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens that llguidance takes where only one text can follow."""
+        """Returns the tokens that llguidance takes if only one text can follow."""
         if isinstance(text, bytes):
             raise TypeError("llguidance asks whether bytes are taken as well")
         return list(encoded_inside(self._encode, text))
@@ -97,14 +97,15 @@ class Alphabet:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer.
+    """A compiler of grammars for one tokenizer.
 
     Args:
         tokenizer: a fast Transformers tokenizer.
-        vocab_size: of the target; may be wider than the tokenizer, or narrower.
+        vocab_size: the size of the target's vocabulary, which may be wider than the tokenizer's, or
+            narrower.
 
     Raises:
-        RequestError: if llguidance is missing, or cannot read the tokenizer.
+        RequestError: llguidance is missing, or cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -132,16 +133,19 @@ class Grammars:
         )
 
     def constraint(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
-        """The grammar compiled; any thread may ask. It is compiled once, however many threads ask
-        at a time, and not again for as long as anybody keeps it.
+        """Returns the compiled grammar; any thread may call this method.
+
+        A grammar is compiled once, however many threads ask at a time, and not again while anything
+        holds a reference to it.
 
         Args:
-            limits: of llguidance's work, now and in rounds, by the names of its `LLParserLimits`;
-                it has its own for the others.
+            grammar: the grammar.
+            limits: limits of llguidance's work, now and in rounds, by the names of its
+                `LLParserLimits`; the others keep llguidance's defaults.
 
         Raises:
-            RequestError: for a schema, expression or grammar that is wrong, has something
-                llguidance does not know, or is too much for it from the start.
+            RequestError: a schema, expression or grammar is wrong, has a part that llguidance does
+                not know, or exceeds the limits from the start.
         """
         with self._lock:
             known = self.known(grammar)
@@ -157,13 +161,16 @@ class Grammars:
         return reading.result()
 
     def known(self, grammar: Grammar) -> GrammarConstraint | None:
-        """The same, if it has been compiled."""
+        """Returns the compiled grammar, or None if it has not been compiled."""
         return self._alive.get(grammar)
 
     def source(self, grammar: Grammar) -> str:
-        """The grammar as llguidance reads it. An added token that is not special goes by its
-        number: llguidance knows the names of special ones alone. Raises RequestError: llguidance is
-        not installed."""
+        """Returns the grammar as llguidance reads it. Raises RequestError: llguidance is not
+        installed.
+
+        The number of an added token that is not special replaces its name: llguidance knows only
+        the names of special tokens.
+        """
         if grammar.kind == "lark" and self._numbers_of:
             grammar = replace(grammar, text=LARK.sub(self._numbered, grammar.text))
         return source_of(grammar)
@@ -173,7 +180,7 @@ class Grammars:
         return found[0] if number is None else f"<[{number}]>"
 
     def _read(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
-        """Compiles a grammar: its matcher, and for JSON that of the numbers."""
+        """Compiles a grammar: its matcher, and for JSON the matcher of the numbers."""
         starts = [self._started(grammar, self.source(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
             starts.append(self._numbers(grammar.before).deep_copy())
@@ -182,8 +189,10 @@ class Grammars:
         return constraint
 
     def _numbers(self, before: str) -> Any:
-        """The matcher of the numbers, behind what stands before; used on the one thread that
-        compiles."""
+        """Returns the matcher of the numbers, behind the text before the grammar.
+
+        Only the one thread that compiles calls this method.
+        """
         if before not in self._bounds:
             if len(self._bounds) == KEPT:
                 self._bounds.clear()
@@ -194,7 +203,7 @@ class Grammars:
         return self._bounds[before]
 
     def _started(self, grammar: Grammar, source: str, **limits: int) -> Any:
-        """A matcher, tried on the first token."""
+        """Returns a matcher, tried on the first token."""
         bounds = self._library.LLParserLimits(verbose_errors=False, **limits)
         made = self._library.LLMatcher(self._alphabet, source, log_level=0, limits=bounds)
         if not made.is_error():
@@ -208,8 +217,12 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDic
 
 
 def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
-    """The `Grammars` of a tokenizer, made once, as that takes a second for a large vocabulary.
-    Raises RequestError."""
+    """Returns the `Grammars` of a tokenizer, made once, as that takes a second for a large
+    vocabulary.
+
+    Raises:
+        RequestError: see `Grammars`.
+    """
     made = _known.setdefault(tokenizer, {})
     if vocab_size not in made:
         made[vocab_size] = Grammars(tokenizer, vocab_size)

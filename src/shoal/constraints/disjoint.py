@@ -1,8 +1,7 @@
-"""Whether no JSON value fits several JSON schemas at once: proved from some of their keywords, or
-not claimed.
+"""Proofs that no JSON value fits several JSON schemas at once, from some of their keywords.
 
 A value that fits a schema fits every keyword of it. So a keyword that is not read here only makes
-the answer more careful: what is proved of the keywords that are read holds for the whole schemas.
+the answer more careful: a proof from the keywords that are read holds for the whole schemas.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ Schema = Any
 Part = dict[str, Any]
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 WORK = 20_000
-"""Schemas and listed values that the proofs of one document may look at; past that nothing more is
-proved."""
+"""The number of schemas and listed values that the proofs of one document may look at; past it
+nothing more is proved."""
 
 
 class Proofs:
-    """Proofs about the schemas of one document.
+    """The proofs about the schemas of one document.
 
     Args:
         root: the document, to resolve `$ref`.
-        siblings: whether keywords beside a `$ref` count (they do since draft 2019-09).
+        siblings: True if keywords beside a `$ref` count (they do since draft 2019-09).
     """
 
     def __init__(self, root: Schema, siblings: bool = True) -> None:
         self._root, self._siblings, self._left = root, siblings, WORK
 
     def exclusive(self, context: Schema, alternatives: Sequence[Schema]) -> bool:
-        """Whether it is proved that a value that fits `context` fits one of the alternatives at
-        most."""
+        """Returns True if each value that fits `context` provably fits at most one of the
+        alternatives."""
         return all(self.impossible([context, a, b]) for a, b in combinations(alternatives, 2))
 
     def impossible(self, schemas: Sequence[Schema]) -> bool:
-        """Whether it is proved that no value fits all the schemas."""
+        """Returns True if provably no value fits all the schemas."""
         parts = list(self._parts(schemas, set()))
         self._left -= 1 + sum(1 + len(_list(part.get("enum"))) for part in parts)
         if self._left < 0:
@@ -51,8 +50,8 @@ class Proofs:
         )
 
     def _parts(self, schemas: Sequence[Schema], seen: set[str]) -> Iterator[Part]:
-        """The keywords that a value has to fit all of: those of the schemas, of what they refer to
-        and of their `allOf`."""
+        """Yields the keywords that a value has to fit: those of the schemas, of the schemas that
+        they refer to, and of their `allOf`."""
         for schema in schemas:
             if not isinstance(schema, dict):
                 yield from [{"enum": []}] if schema is False else []
@@ -82,7 +81,8 @@ class Proofs:
         )
 
     def _impossible_choice(self, parts: Sequence[Part]) -> bool:
-        """Whether every alternative of some `anyOf` or `oneOf` is impossible beside the rest."""
+        """Returns True if every alternative of some `anyOf` or `oneOf` is impossible beside the
+        rest."""
         for i, part in enumerate(parts):
             for keyword in ("anyOf", "oneOf"):
                 if alternatives := _list(part.get(keyword)):
@@ -96,8 +96,8 @@ class Proofs:
 
 
 def resolved(root: Schema, reference: str) -> Schema:
-    """What a pointer into a document points at; True, which every value fits, for any other
-    reference."""
+    """Returns the schema that a pointer into the document points at; True, which every value fits,
+    for any other reference."""
     found = root
     steps = unquote(reference).split("/")
     for step in steps[1:]:
@@ -107,7 +107,8 @@ def resolved(root: Schema, reference: str) -> Schema:
 
 
 def _types(parts: Sequence[Part]) -> set[str]:
-    """The types that are possible, by `type`, `const` and `enum`; none if no value is."""
+    """Returns the types that are possible by `type`, `const` and `enum`; empty if no value is
+    possible."""
     types = set(TYPES)
     for part in parts:
         named = part.get("type")
@@ -123,8 +124,10 @@ def _types(parts: Sequence[Part]) -> set[str]:
 
 
 def comparable(value: Any) -> tuple[str, Any]:
-    """A value's type, and what is equal for equal JSON values: 1 and 1.0 are, 1 and true are
-    not."""
+    """Returns a value's type and a key that is equal for equal JSON values.
+
+    1 and 1.0 are equal, 1 and true are not.
+    """
     if value is None or isinstance(value, bool | str):
         return {type(None): "null", bool: "boolean", str: "string"}[type(value)], value
     if isinstance(value, int | float):
@@ -135,7 +138,8 @@ def comparable(value: Any) -> tuple[str, Any]:
 
 
 def _double(value: float) -> float:
-    """As llguidance reads numbers: what differs by less than a double tells is taken for equal."""
+    """Returns the number as llguidance reads it: numbers that are equal as doubles are taken for
+    equal."""
     try:
         return float(value)
     except OverflowError:

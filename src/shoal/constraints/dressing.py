@@ -1,5 +1,4 @@
-"""Requests with all that a call asks for beside sampling and constraints: alignment, syntax,
-weights.
+"""Requests with the options of a call beside sampling and constraints: alignment, syntax, weights.
 
 The library, the server and the route of editors dress their requests here, in this order: the bytes
 that an aligned request writes again belong to the text before the cursor, and weights count every
@@ -19,7 +18,7 @@ from shoal.constraints.weights import read_exact, weighed
 from shoal.types.requests import Request
 
 Naming = Callable[[str], AbstractContextManager[None]]
-"""Given the name of a field, a context in which errors are raised that name it."""
+"""A function that returns a context for a field's name; the errors raised in it name the field."""
 
 
 def unnamed(field: str) -> AbstractContextManager[None]:
@@ -32,8 +31,8 @@ class Dressing:
     """The values of `align`, `exact` and `syntax` of a call.
 
     Attributes:
-        align: the prompt may end inside a token; None = True if a suffix follows the new text,
-            unless a grammar or filter speaks of the text from the end of the prompt on.
+        align: True if the prompt may end inside a token; None = True if a suffix follows the new
+            text, unless a grammar or filter constrains the text from the end of the prompt on.
         exact: see `shoal.constraints.weights`.
         syntax: a language, a grammar or its path, see `shoal.constraints.syntax.requests`; None =
             any text.
@@ -58,7 +57,7 @@ class Dressing:
             tokenizer: Transformers' of the target; None = there is none.
             suffix: the text behind the new one; None = none.
             end: the place in the prompt behind which the new text stands; None = its end.
-            naming: names the field in errors.
+            naming: returns a context that names the field in errors.
 
         Raises:
             RequestError: there is no tokenizer, an unknown value, or settings that do not go

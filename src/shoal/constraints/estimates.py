@@ -1,14 +1,15 @@
-"""`exact="asap"`: over-estimates of what p gives to the allowed texts that begin alike (Park et al.
-2024, arXiv 2405.21047, ASAp).
+"""Implements `exact="asap"`: over-estimates of the probability that p gives to the allowed texts
+with one beginning (Park et al. 2024, arXiv 2405.21047, ASAp).
 
-For each beginning w that a row has written, c(w) is p's probability that a text that begins so stays allowed, as far as is known:
-1 where nothing has been written yet, else the sum of p(x | w) c(wx) over the allowed tokens x. It only falls, towards the truth.
-Rows draw from p(x | w) c(wx), renormalised: where every c is the truth, that is p given that the whole text is allowed.
+For each beginning w that a row has written, c(w) estimates the probability under p that a text with
+this beginning stays allowed: 1 if no row has gone on from w, else the sum of p(x | w) c(wx) over
+the allowed tokens x. An estimate only falls, towards the true value. Rows draw from p(x | w) c(wx),
+renormalised: if every c is the true value, that is p given that the whole text is allowed.
 
-The rows of a prompt share a trie of these estimates, also with later requests of the engine that ask for the same. A round draws by
-what is known when it begins, and learns its rows' tokens when it has ended. What rows draw from changes with it, and the weights
-of samples hold whatever it is: that of a token x is the sum over the allowed tokens y of p(y | w) c(wy), divided by c(wx), so that
-weight and probability of each x make p(x | w).
+The rows of a prompt share a trie of these estimates, also with later equal requests of the engine.
+A round draws by the estimates at its beginning, and learns its rows' tokens when it has ended. The
+proposal changes as estimates improve; importance weights correct for it: weight(x) = sum_y p(y|w)
+c(wy) / c(wx), the sum over the allowed tokens y, so proposal(x) * weight(x) = p(x|w).
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
 
 MOST_NODES = 1 << 18
-"""Beginnings that an engine keeps, of all prompts: about 400 bytes each. Tries that were used least
-recently are given up."""
+"""The number of beginnings that an engine keeps, of all prompts: about 400 bytes each. The tries
+that were least recently used are given up."""
 MOST_TRIES = 4096
-"""Prompts of which an engine keeps estimates."""
+"""The number of prompts whose estimates an engine keeps."""
 _UNSEEN = 1e-12
-"""Of the mass of a beginning, what unseen tokens have at least, as long as there are any: sums of
-rounded numbers may say 0."""
+"""The least share of the mass of a beginning that unseen tokens have, as long as there are any:
+sums of rounded numbers may say 0."""
 _CHANGE = 1e-14
-"""Relative change of an estimate that those before it are told of."""
+"""The relative change of an estimate from which the estimates before it are computed anew."""
 
 
 class Seen(NamedTuple):
-    """What a row has seen of p where it drew a token; p is without constraints.
+    """The values of p, without constraints, where a row drew a token.
 
     Attributes:
-        mass: p of all allowed tokens.
-        tokens: how many of them there are.
-        p: of the token that was drawn.
+        mass: the probability that p gives to all allowed tokens.
+        tokens: the number of allowed tokens.
+        p: the probability of the token that was drawn.
     """
 
     mass: float
@@ -54,11 +55,12 @@ class Node:
     """A beginning that a row has written.
 
     Attributes:
-        estimate: c of it.
-        mass, count: p of the tokens allowed after it, and their number; None until a row goes on
-            from here.
-        children: by token.
-        p: what p gives to its last token.
+        estimate: c of the beginning.
+        mass: the probability under p of the tokens allowed after it; None until a row goes on from
+            here.
+        count: the number of the tokens allowed after it.
+        children: the longer beginnings, by their last token.
+        p: the probability that p gives to its last token.
     """
 
     __slots__ = ("children", "count", "estimate", "mass", "p", "parent", "trie")
@@ -71,14 +73,15 @@ class Node:
         self.children: dict[int, Node] = {}
 
     def __copy__(self) -> Node:
-        """Itself: rows that are copies of others go on from the same place."""
+        """Returns the node itself: rows that are copies of others go on from the same place."""
         return self
 
     def learn(self, block: Sequence[int], seen: Sequence[Seen]) -> Node | None:
-        """What a row has seen at the tokens of its block, as far as they are constrained; returns
-        where the row is then.
+        """Records the values that a row has seen at the constrained tokens of its block.
 
-        None: it is bound no longer, or there is no room for more.
+        Returns:
+            The row's node after these tokens; None if no constraint binds the row any longer, or
+                the trie has no room for more.
         """
         passed, node = [], self
         for token, here in zip(block, seen, strict=False):
@@ -98,7 +101,7 @@ class Node:
         return node if len(passed) == len(block) and node is not passed[-1] else None
 
     def _settle(self) -> bool:
-        """Computes its estimate anew; whether it has changed."""
+        """Computes the estimate anew; returns True if it has changed."""
         assert self.mass is not None
         known = sum(child.p * child.estimate for child in self.children.values())
         if len(self.children) < self.count:
@@ -109,7 +112,7 @@ class Node:
         return abs(known - before) > _CHANGE * before
 
     def after(self, path: Sequence[int]) -> Node | None:
-        """The beginning that goes on with these tokens, if a row has written it."""
+        """Returns the beginning that goes on with these tokens; None if no row has written it."""
         node: Node | None = self
         for token in path:
             if node is None:
@@ -122,8 +125,10 @@ class Trie:
     """The estimates of one prompt.
 
     Attributes:
-        kept_by: where there must be room for its nodes; None = it has been given up, and grows no
-            more.
+        kept_by: the `Estimates` that must have room for its nodes; None = the trie has been given
+            up, and grows no more.
+        nodes: the number of its nodes beside the root.
+        root: the empty beginning.
     """
 
     def __init__(self, kept_by: Estimates) -> None:
@@ -132,7 +137,7 @@ class Trie:
         self.root = Node(self, None, 1.0)
 
     def grow(self) -> bool:
-        """Counts one more node, if there is room for it."""
+        """Counts one more node; returns False if there is no room for it."""
         if self.kept_by is None or self.kept_by.nodes >= self.kept_by.most:
             return False
         self.nodes += 1
@@ -141,16 +146,21 @@ class Trie:
 
 
 class Estimates:
-    """The tries of an engine. nodes: how many they have, beside their roots; most: no more than
-    that."""
+    """The tries of an engine.
+
+    Attributes:
+        nodes: the number of nodes of all tries, their roots not counted.
+        most: the largest number of nodes.
+        tries: the tries by the key of their request, least recently used first.
+    """
 
     def __init__(self, most: int = MOST_NODES) -> None:
         self.nodes, self.most = 0, most
         self.tries: dict[Any, Trie] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Gives rows that have no new tokens the estimates of their prompt, if their request asks
-        for it."""
+        """Gives rows without new tokens the estimates of their prompt, if their request asks for
+        them."""
         for row in rows:
             if row.request.estimated:
                 row.beginning = self._of(row.request).root
@@ -169,8 +179,11 @@ class Estimates:
 
 
 def _key(request: Request) -> Any:
-    """Equal for requests whose texts have the same p and the same limits, whatever their seeds, of
-    one owner."""
+    """Returns a key, equal for requests of one owner whose texts have the same p and the same
+    limits.
+
+    Seeds do not matter.
+    """
     sampling, limits = request.sampling, request.limits
     settings = [
         _fixed(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"
@@ -186,8 +199,7 @@ def _key(request: Request) -> Any:
 
 
 def _fixed(value: Any) -> Any:
-    """Something that can be a key: lists and mappings by their items, other things without a hash
-    by what they are."""
+    """Returns a hashable key: lists and mappings by their items, unhashable objects by identity."""
     if isinstance(value, dict):
         return tuple((key, _fixed(item)) for key, item in sorted(value.items()))
     if isinstance(value, list | tuple):
@@ -200,7 +212,7 @@ def _fixed(value: Any) -> Any:
 
 
 class _Identity:
-    """Equal to what holds the same object."""
+    """A key that equals only the keys of the same object."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -213,11 +225,12 @@ class _Identity:
 
 
 def weigh(scores: Tensor, temperature: float, positions: Positions) -> None:
-    """Multiplies what the distributions of these scores give to each token by the estimate of the
-    text that it makes.
+    """Multiplies the probability of each token by the estimate of the text that the token makes.
 
     Args:
         scores: [rows, q, vocab], after all controls but temperature; changed in place.
+        temperature: the temperature that the scores will be divided by.
+        positions: the positions that the scores are for.
     """
     for b, row in enumerate(positions.rows):
         for column, path in (
@@ -227,10 +240,12 @@ def weigh(scores: Tensor, temperature: float, positions: Positions) -> None:
 
 
 def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]:
-    """Natural logs of the weights of tokens that were drawn after a beginning.
+    """Returns the natural logs of the weights of tokens that were drawn after a beginning.
 
     Args:
-        inside: natural log of p at each token, [tokens, vocab]; -inf for those that are not
+        node: the beginning.
+        block: the tokens.
+        inside: natural log of p at each token, [tokens, vocab]; -inf for tokens that are not
             allowed.
     """
     found = []
@@ -243,7 +258,8 @@ def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]
 
 
 def _multiply(scores: Tensor, node: Node | None, temperature: float) -> None:
-    """By the estimates after one beginning, scores [vocab] in place."""
+    """Multiplies probabilities by the estimates after one beginning; changes scores [vocab] in
+    place."""
     known = (
         {}
         if node is None

@@ -1,8 +1,7 @@
-"""Numbers and depths of a JSON schema that the grammar library would read as others, or not
-survive.
+"""Numbers and depths of a JSON schema that the grammar library would misread, or would not survive.
 
-It computes with doubles and 64-bit integers: 725653563933458431 becomes ...432, and the constant
--2^63 ends the process. It reads documents of some 120 levels.
+The library computes with doubles and 64-bit integers: 725653563933458431 becomes ...432, and the
+constant -2^63 ends the process. It reads documents of some 120 levels.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 from shoal.errors import RequestError
 
 EXACT = 2**53
-"""Integers up to here are doubles."""
+"""The largest number up to which all integers are doubles."""
 LARGEST = 2**63 - 1024
 """The largest double that is a 64-bit integer."""
 MOST_LEVELS = 120
-"""Levels of arrays and objects in a schema."""
+"""The most levels of arrays and objects in a schema."""
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 """Keywords that bound numbers, and the direction of the numbers that they leave."""
 
@@ -57,8 +56,7 @@ def require_exact(value: Any) -> None:
 
 
 def _written(number: int) -> int | None:
-    """Returns the integer that the grammar library writes for this one; None for one beyond all
-    doubles."""
+    """Returns the integer that the grammar library writes for this one; None beyond all doubles."""
     if abs(number) <= EXACT:
         return number
     try:
@@ -69,10 +67,11 @@ def _written(number: int) -> int | None:
 
 
 def inward(keyword: str, bound: Any) -> Any:
-    """Returns a bound of numbers, rounded so that it leaves out what it excludes.
+    """Returns a bound of numbers, rounded so that it still excludes all numbers that it excluded.
 
     Args:
         keyword: one of `BOUNDS`.
+        bound: the bound.
     """
     if isinstance(bound, bool) or not isinstance(bound, (int, float)) or abs(bound) <= EXACT:
         return bound

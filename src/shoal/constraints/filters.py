@@ -1,10 +1,11 @@
-"""Filters: sets of texts that are combined by & (and), | (or) and ~ (not), as a constraint on all of the new text.
+"""Filters: sets of texts that are combined by & (and), | (or) and ~ (not), as a constraint on all
+of the new text.
 
 A filter is about text, never about single tokens: words and letters may be divided among tokens in
 any way. llguidance (the extra `grammar`) walks the bytes of the vocabulary along the states of the
-filter's automaton, which it keeps; a token may follow if some text of the set begins so, and the
-text may end where it is in the set itself. The boolean filters of Constrained Text Generation
-Studio (Roush et al. 2022, arXiv 2306.15926) look at tokens one by one instead.
+filter's automaton, which it keeps; a token may follow if some text of the set begins with it and
+the text before it, and the text may end if it is in the set. The boolean filters of Constrained
+Text Generation Studio (Roush et al. 2022, arXiv 2306.15926) look at tokens one by one instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Filter:
     Attributes:
         expression: the set as an expression over terminals in Lark's syntax, as llguidance reads
             it.
-        name: for messages.
+        name: the name in messages.
     """
 
     expression: str
@@ -47,26 +48,33 @@ class Filter:
 
     @property
     def grammar(self) -> Grammar:
-        """The same as a grammar, whose `text` is what `grammar` takes over HTTP with the type
+        """The set as a grammar, whose `text` is the value that `grammar` takes over HTTP with type
         "lark"."""
         return Grammar("lark", f"start: TEXT\nTEXT: {self.expression}")
 
 
 def without(*texts: str, ignore_case: bool = False) -> Filter:
-    """Texts that contain none of these: letters, words or phrases. Raises RequestError: there are
-    none, or an empty one."""
+    """Returns the texts that contain none of these letters, words or phrases.
+
+    Raises:
+        RequestError: no texts are given, or an empty one.
+    """
     return Filter((~_containing(texts, ignore_case)).expression, _named("without", texts))
 
 
 def containing(*texts: str, ignore_case: bool = False) -> Filter:
-    """Texts that contain one of these at least. Raises RequestError: there are none, or an empty
-    one."""
+    """Returns the texts that contain at least one of these.
+
+    Raises:
+        RequestError: no texts are given, or an empty one.
+    """
     return _containing(texts, ignore_case)
 
 
 def only_words(words: Iterable[str], separators: str = " \n\t.,;:!?") -> Filter:
-    """Texts made of these words, with one separator or more between two; separators may stand at
-    both ends.
+    """Returns the texts made of these words, with one separator or more between two.
+
+    Separators may also stand at both ends.
 
     Raises:
         RequestError: there are no words, or an empty one, or no separators.
@@ -79,7 +87,7 @@ def only_words(words: Iterable[str], separators: str = " \n\t.,;:!?") -> Filter:
 
 
 def only_characters(characters: str) -> Filter:
-    """Texts of these characters. Raises RequestError: there are none."""
+    """Returns the texts of these characters. Raises RequestError: there are no characters."""
     return Filter(
         f"/[{_escaped(_texts([characters], 'characters')[0])}]*/",
         _named("only_characters", [characters]),
@@ -87,14 +95,20 @@ def only_characters(characters: str) -> Filter:
 
 
 def matching(regex: str) -> Filter:
-    """Texts that a regular expression in Rust's syntax matches as a whole. Raises RequestError: it
-    is empty."""
+    """Returns the texts that a regular expression matches as a whole.
+
+    Args:
+        regex: the expression, in Rust's syntax.
+
+    Raises:
+        RequestError: it is empty.
+    """
     (own,) = _texts([regex], "an expression")
     return Filter(f"/{_without_slashes(own)}/", _named("matching", [own]))
 
 
 def conjunction(filters: Sequence[Filter]) -> Filter:
-    """The texts of all the filters, at least one."""
+    """Returns the texts that are in all the filters, at least one."""
     return reduce(Filter.__and__, filters)
 
 
@@ -106,7 +120,7 @@ def _containing(texts: Sequence[str], ignore_case: bool) -> Filter:
 
 
 def _trie(words: Sequence[str]) -> str:
-    """An expression for words in their order; what they begin with alike is written once."""
+    """Returns an expression for words in their order; common beginnings are written once."""
     ends, rests = False, dict[str, list[str]]()
     for word in words:
         if word:
@@ -120,12 +134,12 @@ def _trie(words: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """The text as a regular expression, also inside brackets."""
+    """Returns the text as a regular expression, also inside brackets."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _without_slashes(regex: str) -> str:
-    """The expression as it stands between two slashes, on one line."""
+    """Returns the expression as it stands between two slashes, on one line."""
     return regex.replace("\\/", "/").replace("/", "\\x2f").replace("\n", "\\n")
 
 

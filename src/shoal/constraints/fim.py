@@ -18,19 +18,19 @@ TOKENS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
 )
-"""What stands before the prefix, before the suffix, and before the middle that the model writes."""
+"""The tokens before the prefix, before the suffix, and before the middle that the model writes."""
 FILE_TOKENS = (
     ("<|repo_name|>", "<|file_sep|>"),
     ("<repo_name>", "<file_sep>"),
     ("<reponame>", "<filename>"),
 )
-"""What stands before a repository's name and before each of its files, where a model has read
+"""The tokens before a repository's name and before each of its files, for models that have read
 several files at once."""
 SUFFIX_SHARE = 4
-"""A suffix gets at least one of so many tokens of a prompt that does not hold all (as in
-llama.cpp's server)."""
+"""The divisor of a prompt's tokens that gives the least share of a suffix, if the prompt does not
+hold all (as in llama.cpp's server)."""
 CHARACTERS = 16
-"""Characters per token that are looked at where a text has to be cut: more than any text of words
+"""The characters per token to look at where a text has to be cut: more than any text of words
 has."""
 
 
@@ -39,8 +39,8 @@ class MiddlePrompt:
     """A prompt whose continuation belongs between two texts.
 
     Attributes:
-        ids: of the prompt.
-        end: where the text before the cursor ends in them: the place at which it is aligned.
+        ids: the ids of the prompt.
+        end: the place in the ids where the text before the cursor ends: the place of alignment.
     """
 
     ids: tuple[int, ...]
@@ -48,25 +48,30 @@ class MiddlePrompt:
 
 
 def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Those of the `TOKENS` that a tokenizer knows; None: its model was not trained to fill in."""
+    """Returns the tokens of `TOKENS` that a tokenizer knows; None: its model is not trained to fill
+    in."""
     vocabulary = tokenizer.get_vocab()
     return next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
 
 
 def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> list[int]:
-    """The ids of `middle_prompt`."""
+    """Returns the ids of `middle_prompt`."""
     return list(middle_prompt(tokenizer, prefix, suffix, before).ids)
 
 
 def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> MiddlePrompt:
-    """The prompt whose continuation belongs between prefix and suffix (Bavarian et al. 2022, PSM
-    order).
+    """Returns the prompt whose continuation belongs between prefix and suffix.
+
+    The order is PSM (Bavarian et al. 2022).
 
     Args:
-        before: text that stands before all, such as excerpts of other files.
+        tokenizer: the target's.
+        prefix: the text before the new one.
+        suffix: the text behind the new one.
+        before: text before the whole prompt, such as excerpts of other files.
 
     Raises:
-        RequestError: if the tokenizer has none of the `TOKENS`.
+        RequestError: the tokenizer has none of the `TOKENS`.
     """
     found = middle_tokens(tokenizer)
     if found is None:
@@ -86,12 +91,15 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
 def repository(
     tokenizer: Any, excerpts: Sequence[tuple[str, str]], name: str = "project", own: str = "file"
 ) -> str:
-    """The text before a prompt that has parts of other files, each with its name (Hui et al. 2024,
-    Qwen2.5-Coder, section 3).
+    """Returns the text before a prompt, made of parts of other files with their names.
+
+    The form is that of Qwen2.5-Coder (Hui et al. 2024, section 3).
 
     Args:
-        name: of the repository.
-        own: of the file with the cursor.
+        tokenizer: the target's.
+        excerpts: the name and the text of each part.
+        name: the name of the repository.
+        own: the name of the file with the cursor.
     """
     vocabulary = tokenizer.get_vocab()
     found = next(
@@ -106,14 +114,16 @@ def repository(
 def read_middles(
     prefixes: Any, suffixes: str | Sequence[str], tokenizer: Any
 ) -> tuple[list[tuple[str | None, tuple[int, ...]]], list[int]]:
-    """The prompts between texts, each with its prefix, and the ends of the prefixes in their ids.
+    """Returns the prompts between texts, each with its prefix, and the ends of the prefixes in
+    their ids.
 
     Args:
         prefixes: a text or texts.
         suffixes: one for all of them, or as many.
+        tokenizer: the target's.
 
     Raises:
-        RequestError: for anything else, without a tokenizer, and see `middle_prompt`.
+        RequestError: for any other type, without a tokenizer, and see `middle_prompt`.
     """
     texts = [prefixes] if isinstance(prefixes, str) else list(prefixes)
     behind = [suffixes] * len(texts) if isinstance(suffixes, str) else list(suffixes)
@@ -138,11 +148,11 @@ def read_middles(
 
 
 def nearest(tokenizer: Any, prefix: str, suffix: str, space: int) -> tuple[str, str]:
-    """The end of the prefix and the beginning of the suffix that take at most so many tokens
+    """Returns the end of the prefix and the beginning of the suffix that fit into `space` tokens
     together.
 
-    Where both do not fit, a quarter is the suffix's, or more if the prefix leaves it; whole lines
-    are kept where there are any.
+    If both do not fit, the suffix gets a quarter, or more if the prefix leaves it; whole lines are
+    kept if there are any.
     """
 
     def tokens(text: str) -> int:

@@ -1,8 +1,8 @@
-"""Grammars as a constraint: a text is followed by llguidance's matchers (the extra `grammar`).
+"""Grammars as a constraint: llguidance's matchers (the extra `grammar`) follow a text.
 
-JSON is followed twice: by its grammar, and by an expression that bounds the digits of its numbers,
-for which llguidance has no option. What both allow is possible, and where that is nothing (a bound
-of the schema needs more digits) what the grammar allows.
+Two matchers follow JSON: its grammar, and an expression that bounds the digits of its numbers, for
+which llguidance has no option. The tokens that both allow are possible; if there are none (a bound
+of the schema needs more digits), the tokens that the grammar allows.
 
 The end of a text is one more symbol of llguidance's alphabet, with an id that no model produces.
 """
@@ -27,9 +27,9 @@ from shoal.constraints.sources import short
 from shoal.types.requests import Row
 
 MASK_SECONDS = 0.05
-"""Processor time that one mask of a row may take. Usual ones take some milliseconds at most, those
-of a very ambiguous grammar half a second within llguidance's own limits, and the other rows of the
-batch wait for them."""
+"""The processor time that one mask of a row may take. Usual masks take some milliseconds at most,
+those of a very ambiguous grammar half a second within llguidance's own limits, and the other rows
+of the batch wait for them."""
 TOO_SLOW = (
     f"a mask took more than {MASK_SECONDS} s of processor time; make the grammar smaller "
     f"or less ambiguous"
@@ -45,7 +45,8 @@ class TextState:
     Attributes:
         tracks: the row's matchers.
         parent: the state before the last token; None before the first token.
-        length: tokens of the text.
+        token: the last token; -1 before the first token.
+        length: the number of tokens of the text.
         serial: a number that no other state of the process has.
     """
 
@@ -69,10 +70,10 @@ class GrammarConstraint(Constraint[TextState]):
     """A compiled grammar; see `shoal.constraints.compiler`.
 
     Args:
-        starts: llguidance's matchers before the first token: the grammar's, and that of what bounds
-            it, if anything does.
+        starts: llguidance's matchers before the first token: the grammar's, and that of the
+            bounding expression, if there is one.
         end: the symbol for the end of the text.
-        width: how many symbols there are; at least the model's vocabulary.
+        width: the number of symbols; at least the model's vocabulary.
     """
 
     def __init__(self, starts: Sequence[Any], end: int, width: int) -> None:
@@ -89,7 +90,7 @@ class GrammarConstraint(Constraint[TextState]):
         return TextState(state.tracks, state, token, state.length + 1)
 
     def mask(self, states: Sequence[TextState], vocab_size: int, device: torch.device) -> Allowed:
-        """Nothing may follow a text that has left the grammar."""
+        """Returns the masks; nothing may follow a text that has left the grammar."""
         bits = _filled(states, 0, self._width)
         bounded = [i for i, state in enumerate(states) if len(state.tracks) > 1]
         if bounded:
@@ -106,12 +107,13 @@ class GrammarConstraint(Constraint[TextState]):
 
 
 class Track:
-    """One matcher of a row. It moves from one text to another by rolling back to their longest
-    common prefix.
+    """One matcher of a row.
+
+    It moves from one text to another by rolling back to their longest common prefix.
 
     Attributes:
-        errors: why there is no mask after these texts, of those that were last asked about, if
-            llguidance gave up (it bounds the work it puts into one token) or took too long.
+        errors: the reason why there is no mask after a text of the last call, if llguidance gave up
+            (it bounds the work it puts into one token) or took too long.
     """
 
     def __init__(self, start: Any) -> None:
@@ -120,7 +122,7 @@ class Track:
         self._consumed: list[tuple[int, int]] = []  # serial and token of each state up to its text
 
     def at(self, state: TextState) -> Any:
-        """The matcher just after the state's text; None where its grammar does not allow the
+        """Returns the matcher just after the state's text; None if its grammar does not allow the
         text."""
         if self._matcher.is_error():  # it stays so
             self._matcher, self._consumed = self._start.deep_copy(), []
@@ -136,8 +138,11 @@ class Track:
         return self._matcher if read == len(new) else None
 
     def _new(self, state: TextState) -> tuple[list[tuple[int, int]], int]:
-        """Serial and token of the states up to this one that follow those consumed already, and how
-        many of these there are."""
+        """Returns the states up to this one that follow the consumed ones, and the number of the
+        latter.
+
+        Each state is given by its serial and token.
+        """
         new: list[tuple[int, int]] = []
         while state.parent is not None and not self._has(state):
             new.append((state.serial, state.token))
@@ -151,7 +156,8 @@ class Track:
         )
 
     def why(self, state: TextState) -> str:
-        """The error of the state's text, or of one that it begins with; empty if there is none."""
+        """Returns the error of the state's text, or of a text that it begins with; empty if there
+        is none."""
         tokens = state.tokens if self.errors else ()
         return next(
             (error for text, error in self.errors.items() if tokens[: len(text)] == text), ""
@@ -159,24 +165,24 @@ class Track:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
 def _symbols(bits: Tensor, width: int) -> Tensor:
-    """[..., words] int32 -> [..., width] bool."""
+    """Unpacks masks: [..., words] int32 -> [..., width] bool."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
     return (bits[..., None] >> places & 1).flatten(-2)[..., :width].bool()
 
 
 def _filled(states: Sequence[TextState], which: int, width: int) -> Bits:
-    """Masks over the symbols by one track of each state, [states, words] packed.
+    """Returns masks over the symbols by one track of each state, [states, words] packed.
 
-    Rows whose states are a chain are computed by as many threads as llguidance sees fit. If that
-    takes too long, it is repeated state by state, as only then it is known whose masks do. Rows
-    whose states branch are computed state by state.
+    llguidance computes the rows whose states are a chain on as many threads as it sees fit. If that
+    takes too long, they are computed again state by state, which shows the slow masks. Rows whose
+    states branch are computed state by state.
     """
     started = _clock()
     bits = np.zeros((len(states), -(-width // 32)), dtype=np.int32)
@@ -206,7 +212,7 @@ def _filled(states: Sequence[TextState], which: int, width: int) -> Bits:
 
 
 def _by_row(states: Sequence[TextState]) -> list[list[int]]:
-    """The places of each row's states."""
+    """Returns the places of each row's states."""
     rows: dict[int, list[int]] = {}
     for i, state in enumerate(states):
         rows.setdefault(id(state.tracks), []).append(i)
@@ -214,12 +220,12 @@ def _by_row(states: Sequence[TextState]) -> list[list[int]]:
 
 
 def _is_chain(states: Sequence[TextState], places: Sequence[int]) -> bool:
-    """Whether these lie side by side, each following the one before."""
+    """Returns True if the places are neighbours and each state follows the one before."""
     return all(b == a + 1 and states[b].parent is states[a] for a, b in itertools.pairwise(places))
 
 
 def _fill_at_once(asked: Sequence[tuple[Any, int, list[int]]], bits: Bits) -> None:
-    """The masks of chains."""
+    """Fills the masks of chains."""
     filling = _filling()
     if single := [(matcher, at) for matcher, at, ahead in asked if not ahead]:
         filling.fill_next_token_bitmask_par(_executor(), single, bits)
@@ -230,9 +236,11 @@ def _fill_at_once(asked: Sequence[tuple[Any, int, list[int]]], bits: Bits) -> No
 def _fill_one_by_one(
     track: Track, states: Sequence[TextState], places: Sequence[int], bits: Bits
 ) -> None:
-    """The masks of one row, parents before children; none after a state where llguidance gives up
-    or takes too long. What it keeps from before makes some quicker than they were: these will be
-    the next time, too."""
+    """Fills the masks of one row, parents before children.
+
+    A state where llguidance gives up or takes too long gets an empty mask. llguidance's caches make
+    some masks faster in this second run than in the first; they will be fast in the next call, too.
+    """
     for i in places:
         bits[i] = 0
         started = _processor_time()
@@ -252,7 +260,7 @@ def _first_line(text: str) -> str:
 
 
 def _filling() -> Any:
-    """llguidance's functions that fill masks."""
+    """Returns llguidance's functions that fill masks."""
     import llguidance.numpy
 
     return llguidance.numpy
@@ -260,7 +268,7 @@ def _filling() -> Any:
 
 @cache
 def _executor() -> Any:
-    """llguidance's threads."""
+    """Returns llguidance's threads."""
     return llguidance_or_refuse().LLExecutor()
 
 

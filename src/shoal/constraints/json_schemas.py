@@ -1,5 +1,5 @@
-"""JSON schemas as llguidance is to read them: what could run on without end is bounded, a `oneOf`
-that it cannot prove is proved.
+"""JSON schemas in the form that llguidance is to read: values that could run on without end are
+bounded, and a `oneOf` that llguidance cannot prove is proved here.
 
 Small models, and large ones at times, fill JSON with blanks or digits up to the limit of tokens.
 llama.cpp bounds them too.
@@ -22,10 +22,11 @@ WHITESPACE: dict[str, dict[str, Any]] = {
 }
 """llguidance's options by the name of `config.Grammar.whitespace`."""
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
-"""No \\u: a key that the schema does not list could spell a listed one by it."""
+"""The escapes of JSON that are allowed. \\u is not: a key that the schema does not list could spell
+a listed one by it."""
 DIGITS, EXPONENT, FRACTION = 20, 3, 9
-"""Digits of a number before the point, and behind it (64-bit integers and all digits of a double
-fit); of its exponent; of a fraction of a second."""
+"""The most digits of a number before the point, and behind it (64-bit integers and all digits of a
+double fit); of its exponent; of a fraction of a second."""
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
@@ -55,10 +56,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "relative-json-pointer": {"pattern": f"^{_INTEGER}(?:#|{_POINTER})$", "maxLength": 2048},
 }
 """Formats without an end of their own, or with texts that common parsers refuse: a year 0, a 30th
-of February, a 60th second, T and Z in lower case (RFC 3339 5.6 asks for upper case). Lengths: RFC
-5321 4.5.3.1, RFC 1035 2.3.4, and what browsers take as a URI. llguidance does not know the last
-four: base64 (RFC 4648; the bits that pad are 0), versions (semver.org 2.0.0; as long as npm takes
-them), JSON pointers (RFC 6901) and relative ones without `+` and `-`."""
+of February, a 60th second, T and Z in lower case (RFC 3339 5.6 asks for upper case). The lengths
+are from RFC 5321 4.5.3.1 and RFC 1035 2.3.4, and for a URI the longest that browsers take.
+llguidance does not know the last four: base64 (RFC 4648; the bits that pad are 0), versions
+(semver.org 2.0.0; as long as npm takes them), JSON pointers (RFC 6901) and relative ones without
+`+` and `-`."""
 ANY_TEXT = ("binary", "password")
 """Formats of OpenAPI that any text has."""
 _VALUES = ("const", "enum", "default", "examples")
@@ -66,8 +68,10 @@ _NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def numbers() -> str:
-    """A regular expression of texts whose numbers, outside of strings, have no more digits than
-    that; it knows no more of JSON."""
+    """Returns a regular expression of texts whose numbers, outside of strings, have bounded digits.
+
+    The expression knows nothing else of JSON.
+    """
     text = r'"(?:[^"\\]|\\(?s:.))*"'
     rest, after_e = rf'(?:[^"0-9eE+]|{text})', rf'(?:[^"0-9eE+\-]|{text})'
     digits, exponent = f"[0-9]{{0,{DIGITS}}}", rf"[eE][+\-]?[0-9]{{1,{EXPONENT}}}"
@@ -75,10 +79,10 @@ def numbers() -> str:
 
 
 def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
-    """A schema for llguidance, and the options to read it with where it sets none itself.
+    """Returns a schema for llguidance, and the options to read it with if it sets none itself.
 
     Args:
-        text: the schema; what is no JSON comes back as it is.
+        text: the schema; a text that is no JSON comes back unchanged.
         whitespace: a name of `WHITESPACE`.
 
     Raises:
@@ -103,7 +107,7 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
 
 
 class _Reading:
-    """Goes through one document."""
+    """A reader of one document."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -118,8 +122,12 @@ class _Reading:
         )
 
     def bounded(self, schema: Any, names: bool = False) -> Any:
-        """A schema, or whatever holds some, with bounds. `names`: the keys are names of properties
-        or definitions."""
+        """Returns a schema, or a list or mapping of schemas, with bounds.
+
+        Args:
+            schema: the schema.
+            names: True if the keys are names of properties or definitions.
+        """
         if isinstance(schema, list):
             return [self.bounded(one) for one in schema]
         if not isinstance(schema, dict):
@@ -137,8 +145,10 @@ class _Reading:
         return self._any_of(schema, made)
 
     def _items(self, schema: dict[str, Any]) -> Any:
-        """The schema of an array's items; True, which lists no values, where references lead
-        nowhere or further."""
+        """Returns the schema of an array's items.
+
+        It is True, which lists no values, if references lead nowhere or further.
+        """
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str):
             return (
@@ -149,7 +159,7 @@ class _Reading:
         return items
 
     def _any_of(self, schema: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-        """`oneOf` as `anyOf`, in its place, where its alternatives exclude each other."""
+        """Returns `anyOf` in the place of `oneOf`, if the alternatives exclude each other."""
         alternatives = schema.get("oneOf")
         if self._proofs is None or not isinstance(alternatives, list) or "anyOf" in schema:
             return made
@@ -162,7 +172,7 @@ class _Reading:
 
 
 def _require_countable(schema: dict[str, Any]) -> None:
-    """Raises RequestError: a least number of keys that could be had by one key twice."""
+    """Raises RequestError: one key that comes twice could satisfy `minProperties`."""
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(set(map(str, required))) if isinstance(required, list) else 0
     others = schema.get("additionalProperties") is not False or "patternProperties" in schema
@@ -175,8 +185,10 @@ def _require_countable(schema: dict[str, Any]) -> None:
 
 
 def _embeds(schema: Any, top: bool = True) -> bool:
-    """Whether a document holds others with an address of their own, which references inside of them
-    would be relative to."""
+    """Returns True if the document holds documents with an address of their own.
+
+    References inside of them would be relative to that address.
+    """
     if isinstance(schema, dict):
         named = not top and any(
             isinstance(schema.get(keyword), str) for keyword in ("$id", "$schema")
@@ -186,7 +198,8 @@ def _embeds(schema: Any, top: bool = True) -> bool:
 
 
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """With the format's bounds; what else says which texts there are goes first."""
+    """Returns the schema with the bounds of its format; other keywords about texts take
+    precedence."""
     name = schema.get("format")
     if isinstance(name, str) and name in ANY_TEXT:
         return {keyword: value for keyword, value in schema.items() if keyword != "format"}

@@ -1,5 +1,5 @@
-"""llguidance, if it is installed (the extra `grammar`), and what it reads before there is a
-tokenizer. Without torch."""
+"""llguidance, if it is installed (the extra `grammar`), and its conversion of GBNF. Without
+torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.errors import RequestError
 
 
 def llguidance_or_refuse() -> Any:
-    """The library. Raises RequestError: it is not installed."""
+    """Returns the library. Raises RequestError: it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -18,8 +18,7 @@ def llguidance_or_refuse() -> Any:
 
 
 def as_lark(text: str) -> str:
-    """A grammar in Lark's syntax as it is; one of llama.cpp's (GBNF), which has `::=`, converted by
-    llguidance.
+    """Returns a grammar in Lark's syntax; a GBNF grammar (llama.cpp's, with `::=`) is converted.
 
     Raises:
         RequestError: it has `::=` and is no GBNF, or llguidance is not installed.

@@ -1,4 +1,4 @@
-"""Rows and their constraints: the states at the positions of a pass, and the conjunction of their
+"""Rows and their constraints: the states at the positions of a pass, and the conjunction of
 masks."""
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from shoal.types.trees import Positions
 
 
 def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
-    """Gives a row that has no new tokens its constraints. Raises RequestError: one of them
-    fails."""
+    """Gives a row without new tokens its constraints. Raises RequestError: one of them fails."""
     row.constraints = [
         (constraint, calls.begun(row, constraint.begin)) for constraint in constraints
     ]
 
 
 def advance(row: Row, token: int) -> None:
-    """Moves the row's states past a committed token, which is no EOS id of the row. Constraints
-    that are free then are dropped."""
+    """Moves the row's states past a committed token, which is no EOS id of the row.
+
+    Constraints that are free after the token are dropped.
+    """
     moved = [
         (constraint, calls.advanced(constraint, state, token))
         for constraint, state in row.constraints
@@ -38,7 +39,7 @@ def advance(row: Row, token: int) -> None:
 
 
 def bound(row: Row, block: Sequence[int]) -> int:
-    """How many of the tokens that follow the row's are under a constraint that is not free."""
+    """Returns the number of tokens of the block that are under a constraint that is not free."""
     held = row.constraints
     for count, token in enumerate(block):
         held = [
@@ -57,8 +58,10 @@ def bound(row: Row, block: Sequence[int]) -> int:
 
 
 def is_complete(row: Row, vocab_size: int) -> bool:
-    """Whether the constraints of a row that has some let its text end here, and let nothing
-    follow."""
+    """Returns True if the constraints of the row let its text end here, and let nothing follow.
+
+    The row has at least one constraint.
+    """
     cpu = torch.device("cpu")
     masks = [
         calls.mask(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints
@@ -68,8 +71,11 @@ def is_complete(row: Row, vocab_size: int) -> bool:
 
 
 def may_begin(row: Row, vocab_size: int) -> bool:
-    """Whether the constraints of a row that has some let a token follow together, or its text end;
-    also where one of them fails, which the row will tell."""
+    """Returns True if the constraints of the row together let a token follow, or let the text end.
+
+    It also returns True if a constraint fails, which the row will report. The row has at least one
+    constraint.
+    """
     found = [
         calls.mask(constraint, [state], vocab_size, torch.device("cpu"))
         for constraint, state in row.constraints
@@ -82,8 +88,11 @@ def may_begin(row: Row, vocab_size: int) -> bool:
 
 
 def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
-    """Why a constraint of a row has no mask at a column that `allowed` was last asked about; empty
-    if they all have one."""
+    """Returns the reason why a constraint of a row has no mask at a column of the last call of
+    `allowed`.
+
+    The text is empty if all constraints have a mask.
+    """
     path = positions.path(row, column)
     reasons = (
         calls.why(constraint, reduce(partial(calls.advanced, constraint), path, state), vocab_size)
@@ -93,12 +102,14 @@ def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
 
 
 def allowed(positions: Positions, like: Tensor) -> Tensor | None:
-    """The tokens that the rows' constraints leave possible; None if no row has one.
+    """Returns the tokens that the rows' constraints leave possible; None if no row has a
+    constraint.
 
     The mask of a column is that of its path from the root. Nothing is possible at padding and after
     a drafted EOS.
 
     Args:
+        positions: the positions of the pass.
         like: [rows, q, vocab], for shape and device.
 
     Returns:
@@ -116,7 +127,7 @@ def allowed(positions: Positions, like: Tensor) -> Tensor | None:
 
 
 def _conjunction(positions: Positions, like: Tensor) -> Tensor:
-    """`allowed` for rows that all have constraints."""
+    """Returns `allowed` for rows that all have constraints."""
     rows, (q, vocab), device = len(positions.rows), like.shape[1:], like.device
     columns = [
         [column for column in positions.columns(b) if 0 <= column - positions.first < q]
@@ -140,8 +151,10 @@ def _conjunction(positions: Positions, like: Tensor) -> Tensor:
 def _batches(
     positions: Positions, columns: Sequence[Sequence[int]]
 ) -> list[tuple[Constraint[Any], list[Any], list[int]]]:
-    """What is asked for at once: a constraint, the states at the rows' columns, and the rows, each
-    of them at most once."""
+    """Returns the batches of calls: a constraint, the states at the rows' columns, and the rows.
+
+    Each row is at most once in a batch.
+    """
     batches: dict[tuple[int, Hashable], tuple[Constraint[Any], list[Any], list[int]]] = {}
     for b, row in enumerate(positions.rows):
         for turn, (constraint, state) in enumerate(row.constraints if columns[b] else ()):
@@ -157,7 +170,7 @@ def _batches(
 def _states(
     positions: Positions, b: int, constraint: Constraint[Any], state: Any
 ) -> dict[int, Any]:
-    """The state after the path to each column of a row that can matter."""
+    """Returns the state after the path to each column of a row that can matter."""
     states = {0: state}
     for column in positions.columns(b)[1:]:
         before = states[positions.parent(b, column)]
@@ -166,7 +179,7 @@ def _states(
 
 
 def _with_eos(tokens: Tensor, ends: Tensor, rows: Sequence[Row]) -> Tensor:
-    """`tokens` [rows, q, vocab], each row's EOS ids by `ends` [rows, q, 1]."""
+    """Returns `tokens` [rows, q, vocab] with `ends` [rows, q, 1] at each row's EOS ids."""
     vocab = tokens.shape[-1]
     is_eos = torch.zeros(len(rows) * vocab, dtype=torch.bool)
     is_eos[

@@ -1,12 +1,13 @@
 """Members after a dot by static analysis: monitor-guided decoding (Agrawal et al., NeurIPS 2023,
 arXiv 2306.10763), for Python.
 
-Where a dot is written that an attribute or module must follow, jedi (the extra `members`) is asked
-once which names there are, and the identifier that is written next must be one of them, up to the
-first character that no identifier has. Where jedi knows nothing, any name may follow. A dot and the
-names around it may be divided among tokens in any way.
+When the text has a dot that an attribute or module must follow, jedi (the extra `members`) is asked
+once for the possible names, and the next identifier must be one of them, up to the first character
+that no identifier has. If jedi knows no names, any name may follow. A dot and the names around it
+may be divided among tokens in any way.
 
-It is a check: a token's law is p given that the token passes (`shoal.constraints.check`).
+This is a check: a token's distribution is p given that the token passes
+(`shoal.constraints.check`).
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from shoal.errors import RequestError
 from shoal.types.requests import Row
 
 Analyser = Callable[[str, str], Collection[str]]
-"""Source up to a dot and what follows the new text -> the names that may follow the dot; none: not
-known, or no name follows."""
+"""A function: source up to a dot and the text behind the new text -> the names that may follow the
+dot; no names: they are not known, or no name follows."""
 _PART = re.compile(r"\.(\w*)\Z")
 _TAIL = re.compile(r"\w*")
 _FREE = ("self", "cls", "from", ".", "...")
-"""What may stand before a dot that anything follows: methods define members by writing to them, and
+"""The texts before a dot that any name may follow: methods define members by writing to them, and
 relative imports."""
 
 
 class State(NamedTuple):
-    """New text.
+    """A new text with the names that its end may become.
 
     Attributes:
         text: the bytes so far.
-        names: what the identifier at its end may be, sorted; None where it is free.
-        part: of it, so far.
-        healing: bytes of the text before the cursor that are still to be written again
-            (`shoal.constraints.alignment`).
+        names: the possible identifiers at its end, sorted; None if any identifier is possible.
+        part: the bytes of the identifier so far.
+        healing: the number of bytes of the text before the cursor that are still to be written
+            again (`shoal.constraints.alignment`).
     """
 
     text: bytes
@@ -49,17 +50,18 @@ class State(NamedTuple):
 
 
 class Members(Check[State]):
-    """Lets only known members follow a dot.
+    """A check that lets only known members follow a dot.
 
     Args:
-        tokenizer: of the model.
-        left, right: what stands before and behind the new text.
+        tokenizer: the model's.
+        left: the text before the new text.
+        right: the text behind the new text.
         analyser: asked at each dot; None = jedi.
-        healing: bytes of `left`'s end that the new tokens write again.
+        healing: the number of bytes of `left`'s end that the new tokens write again.
 
     Attributes:
-        queries: how often the analyser was asked: once for a text that ends with a dot, by however
-            many rows and drafts.
+        queries: the number of calls of the analyser: one for each text that ends with a dot, for
+            all rows and drafts together.
 
     Raises:
         RequestError: jedi is asked for and not installed.
@@ -121,7 +123,7 @@ class Members(Check[State]):
         return State(text, self._members(text) if byte == b"." else None)
 
     def _members(self, text: bytes) -> tuple[bytes, ...] | None:
-        """The names after a text that ends with a dot; asked once."""
+        """Returns the names after a text that ends with a dot; the analyser is asked once."""
         if text not in self._known:
             self._known[text] = self._asked(self._left + text.decode(errors="replace"))
         return self._known[text]
@@ -132,22 +134,25 @@ class Members(Check[State]):
 
 
 def _extends(byte: bytes) -> bool:
-    """Whether a byte may belong to an identifier: all bytes of characters beyond ASCII are taken
-    for it."""
+    """Returns True if a byte may belong to an identifier.
+
+    All bytes of characters beyond ASCII are taken for parts of one.
+    """
     return byte.isalnum() or byte == b"_" or byte >= b"\x80"
 
 
 def _begins(names: tuple[bytes, ...], part: bytes) -> bool:
-    """Whether a name begins so. names: sorted."""
+    """Returns True if a name begins with `part`; the names are sorted."""
     at = bisect_left(names, part)
     return at < len(names) and names[at].startswith(part)
 
 
 def jedi_analyser() -> Analyser:
-    """jedi's answer. Raises RequestError: it is not installed.
+    """Returns jedi as an analyser. Raises RequestError: jedi is not installed.
 
-    Nothing is said of numbers, strings and comments, of relative imports, and of members of `self`
-    and `cls`, which methods define by writing to them. What jedi fails at counts as not known.
+    The analyser gives no names for numbers, strings and comments, for relative imports, and for
+    members of `self` and `cls`, which methods define by writing to them. If jedi fails, the names
+    count as not known.
     """
     try:
         import jedi

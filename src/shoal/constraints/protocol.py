@@ -1,9 +1,8 @@
-"""The Constraint protocol: which tokens may follow, as a function of the new tokens before a
-position.
+"""The Constraint protocol: the tokens that may follow, as a function of the new tokens before.
 
-A mask is part of the declared distribution p like any other control. It is asked for at every
-position that is drafted or verified, also on paths that are rejected later, so a constraint has one
-state per position and never changes a state.
+A mask is part of the declared distribution p like any other control. The engine asks for it at
+every position that is drafted or verified, also on paths that are rejected later, so a constraint
+has one state per position and never changes a state.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ State = TypeVar("State")
 
 
 class Allowed(NamedTuple):
-    """What may follow.
+    """The tokens that may follow.
 
     Attributes:
         tokens: [states, vocab] bool. The columns of the row's EOS ids are not read: `ends` stands
             for them.
-        ends: whether the text may end here, [states] bool.
+        ends: [states] bool, True if the text may end here.
     """
 
     tokens: Tensor
@@ -34,42 +33,48 @@ class Allowed(NamedTuple):
 
 @runtime_checkable
 class Constraint(Protocol[State]):
-    """Says which tokens may follow. A class that inherits from this one need only define `begin`,
-    `advance` and `mask`.
+    """A rule that says which tokens may follow.
 
-    All methods are called on the engine's thread.
+    A class that inherits from this one need only define `begin`, `advance` and `mask`. All methods
+    are called on the engine's thread.
     """
 
     def begin(self, row: Row) -> State:
-        """The state before the row's first new token."""
+        """Returns the state before the row's first new token."""
         ...
 
     def advance(self, state: State, token: int) -> State:
-        """The state after one more token, which is never an EOS id of the row; `state` itself stays
-        as it is.
+        """Returns the state after one more token, which is never an EOS id of the row.
 
-        Drafts may hold tokens that the mask excludes. They are rejected, so what is said of the
-        states after them has no effect.
+        `state` itself stays unchanged. Drafts may hold tokens that the mask excludes. They are
+        rejected, so the masks of the states after them have no effect.
         """
         ...
 
     def mask(self, states: Sequence[State], vocab_size: int, device: torch.device) -> Allowed:
-        """What may follow each of the states, which may be of several rows; the tensors on any
-        device, best on `device`."""
+        """Returns the tokens that may follow each of the states, which may be of several rows.
+
+        The tensors may be on any device; `device` is best.
+        """
         ...
 
     def why(self, state: State) -> str:
-        """Why nothing may follow a state that the last call of `mask` was asked about, if it failed
-        there; else an empty text."""
+        """Returns the reason why nothing may follow a state of the last call of `mask`, if the call
+        failed.
+
+        The text is empty if the call did not fail at this state.
+        """
         return ""
 
     def is_free(self, state: State) -> bool:
-        """Whether nothing is excluded after this state, nor after any that follows it. A row lets
-        go of such a constraint."""
+        """Returns True if nothing is excluded after this state and all states that follow it.
+
+        A row drops such a constraint.
+        """
         return False
 
     @property
     def batch_key(self) -> Hashable:
-        """Constraints with equal keys are of one class, and `mask` of any of them takes the states
-        of all."""
+        """A key, equal for constraints of one class if `mask` of any of them takes the states of
+        all."""
         return id(self)

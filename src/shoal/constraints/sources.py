@@ -1,5 +1,4 @@
-"""Grammars as llguidance reads them, and whether it can read them, which is known without a
-tokenizer. Without torch."""
+"""Grammars as llguidance reads them, and a check that needs no tokenizer. Without torch."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from shoal.constraints.library import llguidance_or_refuse
 from shoal.errors import RequestError
 
 STACK = 2**28
-"""Bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each and
-without a limit: on a stack of 8 MB a grammar of 20 KB ends the process."""
+"""The bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each
+and without a limit: on a stack of 8 MB a grammar of 20 KB ends the process."""
 
 
 def source_of(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it. Raises RequestError: llguidance is not installed."""
+    """Returns the grammar as llguidance reads it. Raises RequestError: llguidance is not
+    installed."""
     source = _without_surroundings(grammar)
     return (
         source
@@ -31,11 +31,11 @@ def source_of(grammar: Grammar) -> str:
 
 
 def require_readable(grammar: Grammar) -> None:
-    """Refuses what llguidance cannot read, for commands that check what they are given before a
-    model is loaded.
+    """Refuses a grammar that llguidance cannot read, for commands that check it before loading a
+    model.
 
-    Whether the special tokens that a grammar names exist, and whether any text fits, is known only
-    once it is compiled.
+    This check does not find special tokens that do not exist, nor grammars that no text fits: these
+    are known only after compilation.
 
     Raises:
         RequestError: with the message of `Grammars.constraint`; or llguidance is not installed.
@@ -50,12 +50,12 @@ def require_readable(grammar: Grammar) -> None:
 
 
 def unusable(grammar: Grammar, error: str) -> RequestError:
-    """What is raised for a grammar and an error of llguidance."""
+    """Returns the error to raise for a grammar and an error message of llguidance."""
     return RequestError(f"the {grammar.kind} grammar cannot be used: {short(error)}")
 
 
 def short(text: str) -> str:
-    """An error of llguidance, which may quote all of a grammar."""
+    """Returns an error message of llguidance, shortened: it may quote all of a grammar."""
     text = text.strip().removesuffix("<non-verbose/>").strip()
     if text == "NoExtensionBias":
         return "no text fits it"
@@ -64,7 +64,7 @@ def short(text: str) -> str:
 
 @cache
 def reader() -> ThreadPoolExecutor:
-    """A thread with a stack of `STACK` bytes."""
+    """Returns an executor of one thread with a stack of `STACK` bytes."""
     usual = threading.stack_size(STACK)
     try:
         pool = ThreadPoolExecutor(1, "shoal-grammars")
@@ -89,7 +89,7 @@ def _without_surroundings(grammar: Grammar) -> str:
 
 
 def _surrounded(grammar: Grammar, source: str) -> str:
-    """With what stands before, between and behind its texts."""
+    """Returns the source with the parts before, between and behind its texts."""
     between, behind = (
         json.dumps(text, ensure_ascii=False) for text in (grammar.between, grammar.behind)
     )
@@ -110,6 +110,7 @@ def _surrounded(grammar: Grammar, source: str) -> str:
 
 
 def _part(name: str, source: str) -> dict[str, Any]:
-    """A grammar of llguidance as a part of another one, which refers to it by the name."""
+    """Returns a grammar of llguidance as a part of another grammar, which refers to it by the
+    name."""
     own = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
     return {**own, "name": name}

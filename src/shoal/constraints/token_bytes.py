@@ -1,5 +1,8 @@
-"""What the tokens of a tokenizer write: "Ġthe" of byte-level BPE and "▁the" of SentencePiece are
-both b" the", "<0x0A>" is a line feed. Special tokens write nothing."""
+"""The bytes that the tokens of a tokenizer write.
+
+"Ġthe" of byte-level BPE and "▁the" of SentencePiece are both b" the", "<0x0A>" is a line feed.
+Special tokens write nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ _known: weakref.WeakKeyDictionary[Any, tuple[bytes | None, ...]] = weakref.WeakK
 
 
 def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
-    """The bytes of every token by its id, made once; None for those that write nothing, and for ids
-    without a token.
+    """Returns the bytes of every token by its id, made once.
 
-    Tokens that were added to a vocabulary go through the decoder as others do: Gemma's run of "▁▁"
-    is two spaces. Letters that byte-level BPE does not have stand for themselves.
+    Tokens that write nothing, and ids without a token, have None. Tokens that were added to a
+    vocabulary go through the decoder as others do: Gemma's run of "▁▁" is two spaces. Letters that
+    byte-level BPE does not have stand for themselves.
     """
     if tokenizer not in _known:
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -32,26 +35,25 @@ def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
 
 
 def has_byte_level(tokenizer: Any) -> bool:
-    """Whether a fast tokenizer's decoder reads the letters of byte-level BPE."""
+    """Returns True if a fast tokenizer's decoder reads the letters of byte-level BPE."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
 
 def fallback(piece: str) -> bytes | None:
-    """The byte that a token stands for, as SentencePiece's byte fallback writes it; None for other
-    tokens."""
+    """Returns the byte of a token of SentencePiece's byte fallback; None for other tokens."""
     found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
     return bytes.fromhex(found[1]) if found else None
 
 
 def sentence_piece(piece: str) -> bytes:
-    """The bytes of one of SentencePiece's pieces."""
+    """Returns the bytes of one of SentencePiece's pieces."""
     byte = fallback(piece)
     return piece.replace("▁", " ").encode() if byte is None else byte
 
 
 def byte_level(piece: str) -> bytes:
-    """The bytes of a token of byte-level BPE; none if it has other letters."""
+    """Returns the bytes of a token of byte-level BPE; empty if it has other letters."""
     letters = byte_letters()
     return (
         bytes(letters[letter] for letter in piece)
@@ -62,8 +64,10 @@ def byte_level(piece: str) -> bytes:
 
 @cache
 def byte_letters() -> dict[str, int]:
-    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100
-    on (GPT-2's encoder)."""
+    """Returns the letters of byte-level BPE with their bytes.
+
+    Printable bytes stand for themselves, the others follow from U+0100 on (GPT-2's encoder).
+    """
     plain = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

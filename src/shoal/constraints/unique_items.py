@@ -1,5 +1,5 @@
-"""`uniqueItems` over a few values, which llguidance does not read, as alternatives that it reads:
-one per order of the values."""
+"""Rewrites `uniqueItems` over a few values, which llguidance does not read, as alternatives, one
+per order of the values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from shoal.constraints.disjoint import TYPES, comparable
 
 MOST_ORDERS, MOST_ITEMS = 120, 5
-"""Alternatives of one array, and its items: five values in any order. llguidance does not follow
-the 720 of six at once."""
+"""The most alternatives of one array, and the most items: five values in any order. llguidance does
+not follow the 720 alternatives of six values at once."""
 _NOTES = ("title", "description", "default", "examples", "deprecated", "$comment")
 _REPLACED = ("type", "items", "uniqueItems", "minItems", "maxItems")
 _OTHERS = ("anyOf", "prefixItems", "additionalItems", "contains", "unevaluatedItems")
@@ -19,12 +19,13 @@ _KINDS = {"null": [None], "boolean": [False, True]}
 
 
 def with_orders(schema: dict[str, Any], items: Any) -> dict[str, Any]:
-    """A schema without its `uniqueItems`, if it says the same by alternatives; otherwise as it is.
+    """Returns a schema without its `uniqueItems`, if alternatives can replace it; else unchanged.
 
     Every alternative begins with some of the values in one order, and its last item is one of the
-    rest; shorter arrays are what an alternative begins with.
+    rest; shorter arrays are the beginnings of an alternative.
 
     Args:
+        schema: the schema of the array.
         items: the schema of its items, behind references.
     """
     if schema.get("uniqueItems") is False or _has_one_item(schema):
@@ -74,8 +75,8 @@ def _rest(values: list[Any], order: tuple[int, ...]) -> list[Any]:
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """All values that fit a schema, no two of them equal; None if it says more than a list of
-    them."""
+    """Returns all values that fit a schema, no two of them equal; None if it is more than a
+    list."""
     if not isinstance(schema, dict) or not set(schema) <= {"enum", "const", "type", *_NOTES}:
         return None
     kind = schema.get("type")

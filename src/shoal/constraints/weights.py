@@ -1,13 +1,14 @@
-"""`exact=True`: weights that make samples under constraints samples of p given that the whole text
-is allowed.
+"""Implements `exact=True`: weights that make samples under constraints samples of p given that the
+whole text is allowed.
 
-Each token is drawn from p given that the token is allowed, so that a text's probability is p's over
-the product of what p gives to the allowed tokens at each place. Multiplied by that product it is
-p's (`Sample.log_weight`): computed where constraints mask the vocabulary, estimated without bias
-where checks are asked about single tokens (`shoal.sampling.awrs`). `exact="smc"` resamples the rows
-of a request by these weights while they run (`shoal.engine.resampling`); `exact="asap"` learns from
-each row what its beginnings are worth, so that later tokens are drawn more nearly by p given that
-the text is allowed, and weights become equal (`shoal.constraints.estimates`).
+Each token is drawn from p given that the token is allowed, so a text's probability is p's divided
+by the product of the probabilities that p gives to the allowed tokens at each place. Multiplied by
+that product (`Sample.log_weight`) it is p's. The product is computed if constraints mask the
+vocabulary, and estimated without bias if checks judge single tokens (`shoal.sampling.awrs`).
+`exact="smc"` resamples the rows of a request by these weights while they run
+(`shoal.engine.resampling`); `exact="asap"` learns from each row the value of its beginnings, so
+that later tokens are drawn more nearly by p given that the text is allowed, and weights become
+equal (`shoal.constraints.estimates`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from shoal.errors import RequestError
 from shoal.types.requests import Request
 
 EXACT = ("weights", "smc", "asap", "asap+smc")
-"""Values of `exact`: weighted samples; of rows that are resampled while they run; that draw by
-estimates; both."""
+"""The values of `exact`: weighted samples; samples of rows that are resampled while they run;
+samples of rows that draw by estimates; both."""
 
 
 def read_exact(exact: bool | str) -> str:
-    """ "" for nothing, or one of `EXACT`; True is "weights". Raises RequestError: for anything
-    else."""
+    """Returns "" for False, "weights" for True, or the given one of `EXACT`.
+
+    Raises:
+        RequestError: for any other value.
+    """
     if isinstance(exact, bool):
         return EXACT[0] if exact else ""
     if exact not in EXACT:
@@ -34,11 +38,12 @@ def read_exact(exact: bool | str) -> str:
 
 
 def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -> Request:
-    """The request with weights.
+    """Returns the request with weights.
 
     Args:
+        request: the request.
         exact: one of `EXACT`.
-        aligned: whether it was aligned, which limits nothing where its prompt ends with a token
+        aligned: True if it was aligned; alignment limits nothing if the prompt ends with a token
             that cannot go on.
 
     Raises:

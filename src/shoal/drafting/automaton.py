@@ -120,8 +120,7 @@ class Place(NamedTuple):
     length: int
 
     def continued(self) -> Place:
-        """Returns the place of the longest suffix, this one included, after which some text
-        continues."""
+        """Returns the place of the longest suffix of this one after which some text continues."""
         automaton, state, _ = self
         while state > ROOT and not automaton.following[state]:
             state = automaton.link[state]

@@ -145,8 +145,7 @@ class CapturedRounds:
             return False
 
     def _fail(self, error: Exception) -> None:
-        """Leaves rounds of the failed kind to their stages. Raises the error again if the device is
-        lost."""
+        """Leaves rounds of a failed kind to their stages; raises the error if the device is lost."""
         require_device(self._target.device, error)
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -240,8 +239,7 @@ class CapturedRounds:
 
 
 class _Clock:
-    """A clock for a round in which the host looks at confidences; time spent on building is left
-    out."""
+    """A clock for a round in which the host looks at confidences, without time for building."""
 
     def __init__(self, *runners: Runner | None) -> None:
         self._runners = [runner for runner in runners if runner is not None]
@@ -253,8 +251,12 @@ class _Clock:
         return time.perf_counter() - sum(runner.seconds_building for runner in self._runners)
 
     def looked(self, steps: int, seconds: float) -> None:
-        """Notes that the host has the confidences of `steps` steps, which took the device
-        `seconds`."""
+        """Notes that the host has the confidences of some steps.
+
+        Args:
+            steps: the number of steps.
+            seconds: the time that they took on the device.
+        """
         if self._first is None:
             self._first, self._more = self._now(), seconds * (steps - 1) / steps
 

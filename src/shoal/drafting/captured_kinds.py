@@ -146,13 +146,11 @@ class RoundKinds:
         return min(captured, default=k) if self._repeats < STEADY else k
 
     def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound | None:
-        """Returns the captured round that serves this one, built if needed; None if its kind has
-        failed.
+        """Returns the number of drafts to compute if k are asked for.
 
-        Args:
-            work: the round to compute.
-            numbers: the number of uniforms per position.
-            looks: True if drafts end by the drafter's confidence.
+        A longer captured length serves until k was asked for `STEADY` times in a row: rows near
+        their end ask for each short length only a few times. The eager executor always computes k
+        drafts, because it needs no capture.
         """
         keys = 0 if work.first is None else max(work.first.tails) + work.k - 1
         kind = self._kind(
@@ -210,8 +208,7 @@ class RoundKinds:
         return Model(target.captures, target.cache), drafting
 
     def _rounds(self, k: int) -> dict[Hashable, CapturedRound]:
-        """Returns the rounds built over the present caches, with the drafter's cache if k is above
-        0."""
+        """Returns the rounds built over the present caches, with the drafter's cache if k > 0."""
         target, drafting = self._models(k)
         built = target.passes.generation(target.cache)
         return (
@@ -263,9 +260,14 @@ class RoundKinds:
     def want(
         self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool
     ) -> None:
-        """Has rounds of up to so many rows built by `build_next`: of each of these settings and
-        numbers of drafts, the first of them first. looks: drafts end by the drafter's
-        confidence."""
+        """Names rounds of up to `rows` rows for `build_next`, for these settings and lengths.
+
+        Args:
+            rows: the most rows.
+            drafts: the draft lengths; the first is built first.
+            samplings: the settings; the first is built first.
+            looks: True if drafts end by the drafter's confidence.
+        """
         if not decides_chains(self._rule) or not len(self._target.cache):
             return
         numbers = self._rule.uniforms([0], [0], 1, None).flatten(2).shape[2]
@@ -288,8 +290,7 @@ class RoundKinds:
         )
 
     def build_next(self) -> bool:
-        """Builds one function of rounds that are wanted, or were used before the caches changed
-        their size.
+        """Builds one function of rounds that are wanted, or were before the caches were resized.
 
         At most `AHEAD` functions are built, and none takes the place of another.
 

@@ -20,9 +20,10 @@ class Context:
     """A row as the drafter reads it.
 
     Attributes:
-        row: with the drafter's ids in place of the target's; the key of its slot.
-        read: tokens of the target's row that it covers.
-        floor: tokens that stay as they are: the prompt, and what comes before a special token.
+        row: a row with the drafter's ids in place of the target's; the key of its slot.
+        read: the number of tokens of the target's row that it covers.
+        floor: the number of tokens that stay as they are: the prompt, and all up to the last
+            special token.
         drafted: the drafter's ids that it wrote after `row.tokens` in the last round; they may be
             in its cache.
     """

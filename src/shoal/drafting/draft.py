@@ -7,7 +7,7 @@
     NAME[:...]+...+LAST        a sum: drafters that read text, and a draft model or trained heads
     auto                       the drafter for a target without one, which is `suffix`
 
-Torch is not imported, so that a command line is refused at once.
+Torch is not imported here, so a wrong command line is refused at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.models.runner import Runner
 
 AUTO = "auto"
-"""The drafter without a model that brings most for its drafts, by `benchmarks/drafters.py`."""
+"""The drafter without a model that is fastest by `benchmarks/drafters.py`."""
 BUNDLED = "bundled"
 """The draft model of the bundled pair, in a sum or drafting trees."""
 
@@ -56,7 +56,11 @@ class DraftSpec:
         return any(isinstance(self.kind.options[key], File) for key in self.options)
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
-        """Makes a drafter for one engine. model: the drafter of the draft model, for a kind of it.
+        """Makes a drafter for one engine.
+
+        Args:
+            target: the target.
+            model: the drafter of the draft model, for a kind that needs one.
 
         Raises:
             RequestError, ModelError: the drafter does not fit the target.
@@ -108,7 +112,11 @@ class Draft:
         return any(part.has_files for part in self.parts)
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
-        """Makes the drafter of an engine. model: the drafter of the draft model, if there is one.
+        """Makes the drafter of an engine.
+
+        Args:
+            target: the target.
+            model: the drafter of the draft model, if there is one.
 
         Raises:
             RequestError, ModelError: the drafter does not fit the target.
@@ -142,10 +150,10 @@ class Draft:
             last.drafter(target)
 
     def require_files(self, tokenizer: Any) -> None:
-        """Checks files, and makes those that the drafter writes.
+        """Checks the drafter's files, and creates the files that it writes.
 
         Args:
-            tokenizer: Transformers' of the target; None = unknown.
+            tokenizer: the target's tokenizer, from Transformers; None = unknown.
 
         Raises:
             RequestError: a file was made with another tokenizer, or is damaged.
@@ -294,7 +302,7 @@ def _model_of_sum(text: str, source: str) -> DraftSpec:
 
 
 def _require_one_bundled(source: str) -> None:
-    """Raises RequestError: the bundled model is meant, or a directory of that name."""
+    """Raises RequestError if BUNDLED is meant and there is a directory of that name."""
     if source == BUNDLED and Path(source).exists():
         raise RequestError(
             f"{source!r} means the bundled draft model, and is a directory here: write "
@@ -303,7 +311,7 @@ def _require_one_bundled(source: str) -> None:
 
 
 def _require_model_name(text: str, name: str) -> None:
-    """Raises RequestError: a text names heads, or is no path and much like a drafter's name."""
+    """Raises RequestError if a text names heads, or is no path and resembles a drafter's name."""
     _require_no_heads(text)
     if any(character in text for character in "/\\") or Path(text).exists():
         return
@@ -320,7 +328,7 @@ def _require_model_name(text: str, name: str) -> None:
 
 
 def _require_no_heads(source: str) -> None:
-    """Raises RequestError: a directory of heads is given as that of a model."""
+    """Raises RequestError if a directory of heads is given in place of a model's."""
     for kind in kinds():
         if kind.recognise is not None and kind.recognise(Path(source)):
             raise RequestError(

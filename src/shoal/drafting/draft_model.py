@@ -1,4 +1,4 @@
-"""A draft model beside a target: what it may propose, and how it drafts."""
+"""A draft model beside a target: the tokens that it may propose, and its way of drafting."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shoal.models.trimming import Proposable
 
 @dataclass(frozen=True)
 class Tokenizers:
-    """The tokenizers of a pair, Transformers'.
+    """The tokenizers of a pair, from Transformers.
 
     Attributes:
-        target: of the target; None = unknown.
-        draft: of the draft model; None = unknown.
+        target: the target's tokenizer; None = unknown.
+        draft: the draft model's tokenizer; None = unknown.
     """
 
     target: Any = None
@@ -34,9 +34,10 @@ class DraftModel:
     """A draft model beside a target.
 
     Attributes:
-        runner: the model, with a cache that nobody uses.
+        runner: the model, with a cache that is not used.
         proposable: the tokens that it may propose.
-        choice: the method by which it drafts, by counts; None with the target's tokenizer.
+        choice: the choice of the method by which it drafts, by counts; None with the target's
+            tokenizer.
     """
 
     runner: Runner
@@ -45,7 +46,7 @@ class DraftModel:
 
     @staticmethod
     def of(runner: Runner, target: Runner, proposable: Proposable) -> DraftModel:
-        """Makes one whose counts begin at 0."""
+        """Makes a draft model whose counts begin at 0."""
         other = proposable.vocabularies
         choice = None if other is None else Choice.of_pair(other, target, runner)
         return DraftModel(runner, proposable, choice)
@@ -62,8 +63,9 @@ class DraftModel:
         Args:
             source: a Transformers model, or a Hub id or directory.
             target: the model to draft for.
-            tokenizers: of both.
-            load: given the ids that the head of the model is to keep (None = all), loads it.
+            tokenizers: the tokenizers of both.
+            load: loads the model; its argument is the ids that the model's head is to keep (None =
+                all).
 
         Raises:
             PairMismatch: the model cannot propose for this target.

@@ -1,9 +1,9 @@
 """EAGLE-3 heads draft token by token, with a ragged cache of their own (`shoal.models.eagle3`).
 
-They are a draft model (`shoal.drafting.model`) whose tokens have a state each, so that drawing,
-verification by their q, and where rows and prompts are kept are a draft model's. Only tokens whose
-state is the target's stay in the cache: what was drafted was computed from the layer's own states,
-and is computed again once it is accepted. A round's first pass feeds all that was committed since
+They are a draft model (`shoal.drafting.model`) whose tokens have a state each. The draft model's
+code draws tokens, verifies them by their q, and places rows and prompts. Only tokens whose state is
+the target's stay in the cache: a drafted token was computed from the layer's own states, and is
+computed again once it is accepted. A round's first pass feeds all tokens that were committed since
 the last draft.
 """
 
@@ -42,19 +42,19 @@ from shoal.types.trees import DraftTree
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 PENDING = 64
-"""Committed tokens of a row that a round's first pass feeds; what lags by more is fed before."""
+"""The number of committed tokens of a row in a round's first pass; older ones are fed before."""
 MAPS = ("d2t", "t2d")
 
 
 def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int, ...]]:
-    """The heads in a directory, in the target's number format, and the hidden states that they
-    read.
+    """Returns the heads in a directory, in the target's number format, and the layers they read.
 
     Raises:
-        RequestError: there are none. ModelError: files are damaged or tensors are missing.
-            PairMismatch: heads of another target.
-        UnsupportedModel: heads with more than one layer, or with tensors that EAGLE-3 for Llama
-            does not have.
+        RequestError: there are no heads.
+        ModelError: files are damaged or tensors are missing.
+        PairMismatch: the heads belong to another target.
+        UnsupportedModel: the heads have more than one layer, or tensors that EAGLE-3 for Llama does
+            not have.
     """
     config, tensors = read_config(directory), read_tensors(directory, *FILES)
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -108,8 +108,11 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
 def _target_ids(
     directory: Path, tensors: dict[str, Tensor], drafts: int, vocab_size: int
 ) -> Tensor:
-    """Of each id of the draft vocabulary, the target's, [draft vocabulary]. Raises PairMismatch:
-    they are no ids of the target."""
+    """Returns the target's id for each id of the draft vocabulary, [draft vocabulary].
+
+    Raises:
+        PairMismatch: they are no ids of the target.
+    """
     ids = torch.arange(drafts)
     if drafts == vocab_size and "d2t" not in tensors:
         return ids
@@ -127,13 +130,13 @@ def _target_ids(
 
 
 class Eagle3Drafter(ModelDrafter):
-    """Samples k tokens per row from the heads under the row's own sampling controls.
+    """A drafter that samples k tokens per row from the heads under the row's own sampling controls.
 
     Args:
-        heads: shared by all engines.
-        reads: hidden states of the target.
-        target: for which they draft.
-        drawn: of a drafter of another kind.
+        heads: the heads, shared by all engines.
+        reads: the target's layers whose hidden states they read.
+        target: the target for which they draft.
+        drawn: further arguments of `ModelDrafter`, from subclasses.
     """
 
     name = "eagle3"
@@ -150,11 +153,15 @@ class Eagle3Drafter(ModelDrafter):
         self._prompts = PromptStates()
         self.keeps = Keeps(heads.fc.in_features * target.dtype.itemsize, on_device=True)
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
-        """Hidden states of rows from a position on, [positions, features] in pieces; what lies
-        before is in the cache."""
+        """The hidden states of rows from a position on, as pieces [positions, features].
+
+        Earlier positions are in the cache.
+        """
         self._columns: list[slice] = []
-        """Of each row of the last pass the columns that drafts may follow: its last token, or that
-        and the nodes of a tree."""
+        """The columns of each row of the last pass that drafts may follow.
+
+        These are its last token, or its last token and the nodes of a tree.
+        """
 
     @classmethod
     def for_target(
@@ -169,10 +176,10 @@ class Eagle3Drafter(ModelDrafter):
         self._prompts.read(chunks, hidden)
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
-        """A layer's prompts take little: they are computed with the first draft."""
+        """Leaves prompts to the first draft: one layer computes them quickly."""
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """What was drafted leaves the cache."""
+        """Drafts, and rolls the drafted tokens back in the cache."""
         tree = super().propose(inputs)
         for row, length in zip(inputs.rows, inputs.lengths, strict=True):
             if length:
@@ -207,9 +214,12 @@ class Eagle3Drafter(ModelDrafter):
         return self._prompts.bytes + sum(piece.numel() * piece.element_size() for piece in own)
 
     def _states(self, plan: Plan) -> Tensor:
-        """Of the tokens of a pass, [rows, q, width]: by the target's hidden states before them, or
-        of a drafted token what the layer computed for its parent in the pass before. Zero where
-        there are none: of a first token, and of padding."""
+        """Returns the states of the tokens of a pass, [rows, q, width].
+
+        The state of a committed token comes from the target's hidden states before it, the state of
+        a drafted token from the layer's result for its parent in the pass before. Padding and a
+        row's first token have zeros.
+        """
         heads = self._heads
         states = torch.zeros(
             plan.rows,
@@ -244,15 +254,20 @@ class Eagle3Drafter(ModelDrafter):
         return states
 
     def _rows(self, plan: Plan) -> list[Row | None]:
-        """The row of each slot of a pass, or one of those whose prompt goes to the shared store."""
+        """Returns the row of each slot of a pass.
+
+        For a pass into the shared store of prompts, this is one of the rows with that prompt.
+        """
         known = self._slots.rows
         if plan.into is not None:
             return [next((row for row in known.values() if row.prefix == plan.into), None)]
         return [known.get(slot) for slot in plan.slots]
 
     def _features(self, row: Row, start: int, count: int) -> Tensor:
-        """Hidden states before the tokens start..start + count - 1 of a row, [count, features]; the
-        first token has none."""
+        """Returns the hidden states before some tokens of a row, [count, features].
+
+        The tokens are start..start + count - 1. The first token of a row has no such state.
+        """
         reach = row.prompt_length - 1
         first, pieces = self._own.get(row, (reach, []))
         prompt = self._prompts.of(row) if start - 1 < reach else None
@@ -268,10 +283,11 @@ class Eagle3Drafter(ModelDrafter):
 
 
 class Eagle3TreeDrafter(Eagle3Drafter, TreeDrafter):
-    """Trees drawn from the heads' q, see `shoal.drafting.tree_model`.
+    """A drafter of trees drawn from the heads' q, see `shoal.drafting.tree_model`.
 
     Args:
-        shape: of the trees, as a keyword; the others as of `Eagle3Drafter`.
+        shape: the shape of the trees, as a keyword; the other arguments are those of
+            `Eagle3Drafter`.
     """
 
     def propose(self, inputs: DraftInputs) -> DraftTree:

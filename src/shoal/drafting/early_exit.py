@@ -1,15 +1,15 @@
-"""A target drafts for itself: its first layers, its last norm and its head
-(`shoal.models.early_exit`).
+"""A target drafts for itself with its first layers, its last norm and its head.
 
-The drafter feeds the target's own cache. What is committed is there already, so that it computes no
-prompts, never lags and has no memory of its own; what it writes of drafts is rolled back, and
-written again by the verification. Which exit drafts may change from round to round: the keys and
-values of a layer are the same whichever exit reads them.
+The model is in `shoal.models.early_exit`. The drafter feeds the target's own cache. Committed
+tokens are there already, so the drafter computes no prompts, never lags and has no memory of its
+own. Its writes for drafts are rolled back, and written again by the verification. The exit that
+drafts may change from round to round: the keys and values of a layer do not depend on the exit that
+reads them.
 
-Without an exit, `ExitChoice` chooses one, and how many tokens are drafted, by the drafts that all
-exits would have made. They are compared on committed tokens alone, in a few rounds that keep hidden
-states: what was drafted and thrown away has no part in the choice, so that its uniforms may be used
-again as in any other round.
+If no exit is given, `ExitChoice` chooses the exit and the draft length by the drafts that all exits
+would have made. The exits are compared on committed tokens alone, in a few rounds that keep hidden
+states. Rejected drafts have no part in the choice, so their uniforms may be used again as in any
+other round.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
 
 MOST_EXITS = 8
-"""Exits that are compared: each costs a product with the head in a round that compares them."""
+"""The most exits that are compared: each costs a product with the head in a comparing round."""
 
 
 class EarlyExitDrafter(Drafter):
-    """Samples tokens from an exit of the target under the row's own sampling controls.
+    """A drafter that samples from an exit of the target under the row's own sampling controls.
 
     Args:
-        exit: layers that draft; None = chosen, with the length of drafts.
+        exit: the number of layers that draft; None = chosen, together with the draft length.
 
     Attributes:
-        choice: of the exit, where it is chosen; None otherwise.
+        choice: the choice of the exit; None if the exit is given.
     """
 
     name = "self"
@@ -87,7 +87,7 @@ class EarlyExitDrafter(Drafter):
         return tree
 
     def _chosen(self, most: int) -> tuple[int, int]:
-        """The exit that drafts, and how many tokens."""
+        """Returns the exit that drafts, and the draft length."""
         if self._exit is not None:
             return self._exit, most
         assert self.choice is not None
@@ -109,9 +109,13 @@ class EarlyExitDrafter(Drafter):
     def _agreement(
         self, rows: Sequence[Row], scores: Scores, verdict: Verdict
     ) -> tuple[list[float], int]:
-        """Of each exit, the sum over the columns that were kept of the probability that a token of
-        its distribution would be accepted, sum(min(p, q)), both at the row's temperature; and how
-        many columns there are."""
+        """Compares the exits on the committed columns of a round.
+
+        Returns:
+            For each exit, the sum over these columns of the probability that a token of its
+            distribution would be accepted, sum(min(p, q)), with p and q at the row's temperature;
+            and the number of columns.
+        """
         assert self.choice is not None
         assert self._head is not None
         paths, _ = verdict.lists
@@ -137,20 +141,20 @@ class EarlyExitDrafter(Drafter):
 
 
 class _AtExit(ModelDrafter):
-    """A draft model whose cache is the target's."""
+    """A draft model that shares the target's cache."""
 
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         super().__init__(runner, vocab_size)
         self._slots = _TargetSlots(runner)
 
     def clean(self, rows: Sequence[Row]) -> None:
-        """Of drafts alone: what the target computed is none of the drafter's."""
+        """Zeroes the cells of drafts alone; cells that the target wrote are not the drafter's."""
         for row in rows:
             self.runner.cache.zero_tail(row.slot, len(row.tokens) - 1)
 
 
 class _TargetSlots(DraftSlots):
-    """Those that the engine has given its rows, in which all is present."""
+    """The slots that the engine has given to its rows, in which all tokens are present."""
 
     computes_prompts = False
 
@@ -158,17 +162,17 @@ class _TargetSlots(DraftSlots):
         return row.slot
 
     def place(self, rows: Sequence[Row], drafting: Sequence[bool]) -> None:
-        """They are placed."""
+        """Does nothing: the engine has placed the rows."""
 
 
 def candidates(layers: int) -> list[int]:
-    """At most `MOST_EXITS` of the exits 1..layers - 1, evenly spread."""
+    """Returns at most `MOST_EXITS` of the exits 1..layers - 1, evenly spread."""
     count = min(layers - 1, MOST_EXITS)
     return sorted({round((place + 1) * layers / (count + 1)) for place in range(count)})
 
 
 def _head_share(target: Runner) -> float:
-    """How many layers have as many weights as the head."""
+    """Returns the number of layers that have as many weights as the head."""
     head, embedding = (
         target.hf.get_output_embeddings().weight,
         target.hf.get_input_embeddings().weight,
@@ -182,7 +186,7 @@ def _head_share(target: Runner) -> float:
 
 
 def _at(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """[n, vocab] -> distributions at the temperatures of each; a point mass at 0."""
+    """Returns the distributions of logits [n, vocab] at these temperatures; one-hot ones at 0."""
     heat = torch.tensor(temperatures, device=logits.device)[:, None]
     logits = logits.float()
     point = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
@@ -190,19 +194,22 @@ def _at(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 
 
 FIRST, EVERY = 4, 16
-"""Rounds in which exits are compared: the first so many, then one of so many."""
+"""The rounds that compare exits: the first `FIRST` rounds, then one of `EVERY`."""
 KEPT = 0.9
-"""Of what was known before, in each round that compares."""
+"""The share of earlier counts that is kept in each round that compares exits."""
 
 
 def tokens_per_layer(
     acceptance: float, exit: int, length: int, layers: int, head: float = 0.0
 ) -> float:
-    """Tokens that a round of so many drafts brings, over the layers that it computes.
+    """Returns the tokens that a round brings, divided by the layers that it computes.
 
     Args:
-        acceptance: of a draft, if those before it were accepted.
-        head: its cost in layers.
+        acceptance: the probability that a draft is accepted if all drafts before it were.
+        exit: the number of layers that draft.
+        length: the draft length.
+        layers: the number of the target's layers.
+        head: the cost of the head, in layers.
     """
     return sum(acceptance**i for i in range(length + 1)) / (length * (exit + head) + layers + head)
 
@@ -210,8 +217,10 @@ def tokens_per_layer(
 def best(
     acceptances: Mapping[int, float], layers: int, most: int, head: float = 0.0
 ) -> tuple[int, int]:
-    """The exit and the number of drafts, at most `most`, that bring most tokens per layer; (0, 0)
-    where no drafts do."""
+    """Returns the exit and the draft length, at most `most`, that bring the most tokens per layer.
+
+    Returns (0, 0) if plain decoding brings more.
+    """
 
     def worth(option: tuple[int, int]) -> float:
         exit, length = option
@@ -224,17 +233,17 @@ def best(
 
 
 class ExitChoice:
-    """The choice of one engine: which exit drafts, and how many tokens, for all rows at once.
+    """The choice of one engine: the exit that drafts and the draft length, for all rows at once.
 
     After DEL (Zarch et al., COLM 2025, arXiv 2504.05598). Costs are counted in layers: a draft at
-    exit l takes l and the head, a verification all layers and the head. If each draft is accepted
-    with probability a, a round of g drafts brings 1 + a + ... + a^g tokens. The pair (l, g) that
-    brings most per layer is taken, or none where plain decoding does.
+    exit l takes l and the head, a verification takes all layers and the head. If each draft is
+    accepted with probability a, a round of g drafts brings 1 + a + ... + a^g tokens. The pair (l,
+    g) that brings the most tokens per layer is taken, or no drafts if plain decoding brings more.
 
     Args:
-        exits: that are compared.
-        layers: of the target.
-        head: its cost in layers.
+        exits: the exits that are compared.
+        layers: the number of the target's layers.
+        head: the cost of the head, in layers.
     """
 
     def __init__(self, exits: Sequence[int], layers: int, head: float) -> None:
@@ -244,19 +253,24 @@ class ExitChoice:
         self._rounds = 0
 
     def due(self) -> bool:
-        """Whether the coming round is to compare exits; asked once per round."""
+        """Returns True if the coming round is to compare exits; called once per round."""
         self._rounds += 1
         return self._rounds <= FIRST or self._rounds % EVERY == 0
 
     def learn(self, agreed: Sequence[float], columns: int) -> None:
-        """What would have been accepted of each exit's drafts, in so many columns."""
+        """Learns how much would have been accepted of each exit's drafts.
+
+        Args:
+            agreed: for each exit, the sum of the acceptance probabilities over the columns.
+            columns: the number of columns.
+        """
         self._columns = KEPT * self._columns + columns
         for exit, found in zip(self.exits, agreed, strict=True):
             self._agreed[exit] = KEPT * self._agreed[exit] + found
 
     @property
     def acceptances(self) -> dict[int, float]:
-        """By exit; nothing before any round has compared them."""
+        """The acceptance rate of each exit; empty until a round has compared them."""
         return (
             {exit: found / self._columns for exit, found in self._agreed.items()}
             if self._columns
@@ -264,6 +278,8 @@ class ExitChoice:
         )
 
     def best(self, most: int) -> tuple[int, int]:
-        """The exit that drafts, and at most how many tokens; (0, 0) where nothing is known, or
-        pays."""
+        """Returns the exit that drafts, and the longest draft length.
+
+        Returns (0, 0) if no round has compared exits yet, or if no drafts pay.
+        """
         return best(self.acceptances, self._layers, most, self._head)

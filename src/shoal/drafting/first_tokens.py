@@ -1,5 +1,4 @@
-"""Who drafts for a row where several drafters may: by how often the first token was accepted that
-each proposed for it."""
+"""The choice of a drafter for each row, by the acceptance of the first tokens of each drafter."""
 
 from __future__ import annotations
 
@@ -10,25 +9,37 @@ from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 
 SURE = 0.6
-"""Acceptance expected of the last drafter's first token, of which nothing was heard: from this
-confidence on a row is left to one that reads text. In suffix decoding, what followed once, after a
-match of 9 tokens, or twice, and nothing else did, after one of 3."""
+"""The prior acceptance rate of the model's first draft token.
+
+Until there is data, a text drafter gets a row if its confidence is at least this. In suffix
+decoding this holds for a token that followed a match of 9 tokens once, or a match of 3 tokens
+twice, if no other token followed.
+"""
 PRIOR = 4.0
-"""Rounds that this counts as; and of a row, rounds that what all rows said counts as."""
+"""The number of rounds that a prior counts as.
+
+The prior of all rows is `SURE` for the last drafter and 1 for the others; the prior of a row is the
+rate of all rows.
+"""
 FADE = 0.98
-"""Of what was heard, by round: a drafter that was left comes back."""
+"""The factor by which counts fade in each round, so that a drafter that was left gets a new chance.
+"""
 
 
 @dataclass
 class Tally:
-    """First tokens that a drafter proposed: how many were accepted, and how many should have been
-    by its confidence."""
+    """The first tokens that a drafter proposed.
+
+    Attributes:
+        accepted: the number of accepted tokens, fading.
+        expected: the number of tokens that would be accepted by the drafter's confidence, fading.
+    """
 
     accepted: float = 0.0
     expected: float = 0.0
 
     def rate(self, prior: float) -> float:
-        """Accepted of those expected; `prior` where nothing was heard."""
+        """Returns the ratio of accepted to expected tokens; `prior` if there are no counts."""
         return (self.accepted + PRIOR * prior) / (self.expected + PRIOR)
 
     def add(self, accepted: bool, expected: float) -> None:
@@ -42,11 +53,11 @@ class Tally:
 
 
 class FirstTokens:
-    """What came of first tokens, by drafter, over all rows and of each row.
+    """The counts of first tokens by drafter, over all rows and for each row.
 
     Args:
-        members: how many drafters there are. The confidence of all but the last is compared with
-            what the last one's are worth.
+        members: the number of drafters. The confidence of all drafters but the last is compared
+            with the worth of the last one's first tokens.
     """
 
     def __init__(self, members: int) -> None:
@@ -58,7 +69,7 @@ class FirstTokens:
         ] = {}  # who proposed, and how many accepted tokens it expected
 
     def takes(self, row: Row, member: int, confidence: float) -> bool:
-        """Whether a row is left to a drafter that is so sure of its first token."""
+        """Returns True if the row is left to a drafter with this confidence in its first token."""
         last = self._members - 1
         own = self._rows.get(row, self._all)
         believed = confidence * own[member].rate(self._all[member].rate(1.0))
@@ -71,13 +82,19 @@ class FirstTokens:
         confidence: Sequence[float],
         drafted: Sequence[int],
     ) -> None:
-        """Who proposed for each row of a round, how sure it was (1 of the last), and how many
-        tokens."""
+        """Notes the proposals of a round.
+
+        Args:
+            rows: the rows.
+            whose: for each row, the drafter that proposed.
+            confidence: for each row, the drafter's confidence; 1 for the last drafter.
+            drafted: for each row, the draft length.
+        """
         each = zip(rows, whose, confidence, drafted, strict=True)
         self._round = {row: (member, sure) for row, member, sure, count in each if count}
 
     def learn(self, rows: Sequence[Row], verdict: Verdict) -> None:
-        """The round is over."""
+        """Counts the first tokens of a round that is over."""
         if not self._round:
             return
         for row, path in zip(rows, verdict.lists[0], strict=True):
@@ -93,7 +110,7 @@ class FirstTokens:
         self._round = {}
 
     def forget(self, rows: Sequence[Row]) -> None:
-        """Rows left."""
+        """Forgets rows that have left."""
         for row in rows:
             self._rows.pop(row, None)
             self._round.pop(row, None)

@@ -1,15 +1,14 @@
-"""Trees of two drafters as one: what a text is followed by elsewhere is joined to what a model
-drafts.
+"""Trees of two drafters as one: a model's tree, with paths from texts joined to it.
 
-After RASD (2025, arXiv 2503.03434): paths that both propose share their nodes, further nodes of the
-text are appended, and a node of the text that would follow one of the model's is left out where the
+After RASD (2025, arXiv 2503.03434): paths that both propose share their nodes, and further nodes of
+the text are appended. A text's node that would follow a node of the model is left out if the
 model's q has many likelier tokens.
 
-Nodes of the text are point masses, tried after the model's draws at the same place. With these
-drawn from a q that is known, this is recursive rejection sampling whose last draws at a place come
-from point masses, and exact: a point mass x is accepted with probability p(x), and p without x is
-what is left, p being what the draws before have left. Whether such a node is there may depend on
-all that the model drew, as long as nothing that verifies it is drawn by the same numbers.
+The text's nodes are point masses, tried after the model's draws at the same place. The model's
+draws come from a known q. So this is recursive rejection sampling whose last draws at a place come
+from point masses, and it is exact: with p for the rest that earlier draws have left, a point mass x
+is accepted with probability p(x), and p without x is left for later draws. The presence of such a
+node may depend on all that the model drew, as long as its verification uses other random numbers.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from shoal.types.trees import DraftTree
 
 
 def grafted(own: DraftTree, guesses: Sequence[Guess], steps: int) -> DraftTree:
-    """The trees of a model, and behind its nodes those that the guesses add. No row has more than
-    `MOST_NODES`, but for a chain of the model that is longer, which nothing is joined to.
+    """Returns the trees of a model, followed by the nodes that the guesses add.
+
+    No row gets more than `MOST_NODES` nodes. A model's chain that is longer stays as it is.
 
     Args:
-        own: of the model, of all rows.
-        guesses: of the rows.
-        steps: of the whole.
+        own: the model's trees of all rows.
+        guesses: the guesses of the rows.
+        steps: the number of drafting steps of the whole.
     """
     siblings = own.siblings if own.q is None else _of_chains(own)
     rows = [
@@ -66,8 +66,10 @@ class _Row:
         }
 
     def joins(self, guess: Guess) -> Iterator[tuple[int, int]]:
-        """Nodes of a guess that the model has not and that follow one of its nodes or the root, and
-        which."""
+        """Yields (node, parent) for nodes of a guess that the model lacks at a node that it has.
+
+        The parent is a node of the model, or -1 for the root.
+        """
         known = {-1: -1}
         for node, (token, parent) in enumerate(zip(guess.tokens, _parents(guess), strict=True)):
             if parent in known:
@@ -78,7 +80,7 @@ class _Row:
                     known[node] = found
 
     def join(self, guess: Guess, left_out: set[int]) -> None:
-        """Adds a guess without some of its nodes and what follows these."""
+        """Adds a guess, without the nodes in `left_out` and their descendants."""
         known = {-1: -1}
         for node, (token, parent) in enumerate(zip(guess.tokens, _parents(guess), strict=True)):
             if parent not in known or node in left_out:
@@ -98,7 +100,7 @@ def _parents(guess: Guess) -> Sequence[int]:
 
 
 def _of_chains(own: DraftTree) -> Siblings:
-    """Chains with a q as trees in which every node but the last has one child."""
+    """Returns chains with a q as trees in which every node but the last has one child."""
     assert own.q is not None
     rows = len(own.drafts)
     contexts = [
@@ -114,8 +116,10 @@ def _of_chains(own: DraftTree) -> Siblings:
 def _unlikely(
     rows: Sequence[_Row], guesses: Sequence[Guess], siblings: Siblings | None
 ) -> list[set[int]]:
-    """The nodes of each guess that q has `CHOICES` likelier tokens for; none where there is no
-    q."""
+    """Returns the nodes of each guess for which q has at least `CHOICES` likelier tokens.
+
+    The sets are empty if there is no q.
+    """
     found: list[set[int]] = [set() for _ in rows]
     if siblings is None:
         return found
@@ -137,7 +141,7 @@ def _unlikely(
 
 
 def _extended(siblings: Siblings, rows: Sequence[_Row]) -> Siblings:
-    """With the nodes that were joined as the last draws of the columns they follow."""
+    """Returns the siblings with the joined nodes as the last draws of the columns before them."""
     contexts, draws, sampled = [], [], []
     for row, known, own in zip(rows, siblings.contexts, siblings.draws, strict=True):
         more = len(row.tokens) - row.own

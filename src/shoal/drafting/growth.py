@@ -1,12 +1,10 @@
-"""Draft trees that grow by draws from a drafter's q: which places a tree has, and what is drawn
-there.
+"""Draft trees that grow by draws from a drafter's q: the places of a tree, and the draws there.
 
-A place is the next child of a node: what its token will be is not known yet, but what is known
-before says how good a place it is. A shape (`shoal.drafting.shapes`) chooses among places, never
-among tokens: to drop a token for what it is would bend the distribution. What is chosen may be
-dropped again for better places. As every place is worth no more than the one it hangs on, what is
-left in the end is what growth node by node would have given, with one pass of the drafter for each
-depth.
+A place is the next child of a node. Its token is not known yet, but the draws before it say how
+good a place it is. A shape (`shoal.drafting.shapes`) chooses among places, never among tokens:
+dropping a token because of its value would change the distribution. A chosen place may be dropped
+again for better ones. A child is never worth more than its parent, so growing level by level
+selects the same nodes as growing one node at a time, with one pass of the drafter for each depth.
 """
 
 from __future__ import annotations
@@ -33,20 +31,21 @@ class Node:
     """A node of a row's tree, or a place for one.
 
     Attributes:
-        row: place in the batch.
-        parent: None = this is the root.
-        depth: 0 of the root.
-        number: in the order of all places.
-        value: estimate of the probability that the target's verification tries this draw. After
-            DySpec: a draft is accepted with its q, and the next sibling is tried else.
-        time: at which a Poisson process of q's rates gets here, of a row whose drafts are verified
-            by q: the first of a level are a sample without replacement of its paths.
-        token: -1 of a place.
-        accepted: as `value`, that the draw is accepted.
-        reach: product of q along the path.
-        context: of its children, in `Growth.q`; -1 = not computed yet.
-        copies: sequences that come through here.
-        draws: its children in the order drawn.
+        row: the row's index in the batch.
+        parent: the parent; None = this is the root.
+        depth: the depth; 0 for the root.
+        number: the number in the order of all places.
+        value: the probability that the target's verification tries this draw, an estimate. After
+            DySpec: a draft is accepted with its q; otherwise the next sibling is tried.
+        time: the arrival time of this path in a Poisson process with rate q, if the row's drafts
+            are verified by q. The earliest arrivals of a level are a sample of its paths without
+            replacement.
+        token: the token; -1 for a place.
+        accepted: the probability that the draw is accepted, an estimate.
+        reach: the product of q along the path.
+        context: the index of its children's distribution in `Growth.q`; -1 = not computed yet.
+        copies: the number of sequences that pass through this node.
+        draws: the children in the order in which they were drawn.
     """
 
     row: int
@@ -67,16 +66,16 @@ class Node:
         return self.token < 0
 
     def path(self) -> list[int]:
-        """The tokens from below the root to here."""
+        """Returns the tokens of the path from below the root to this node."""
         return [] if self.parent is None else [*self.parent.path(), self.token]
 
 
 class Shape(Protocol):
-    """Chooses the places of trees.
+    """A rule that chooses the places of trees.
 
     Attributes:
-        nodes: of a row's tree.
-        independent: children are drawn from q itself, see `shoal.types.siblings`.
+        nodes: the number of nodes of a row's tree.
+        independent: True if children are drawn from q itself, see `shoal.types.siblings`.
     """
 
     nodes: int
@@ -88,7 +87,7 @@ class Shape(Protocol):
         return self.nodes
 
     def length(self, length: int) -> int:
-        """The longest path of a row that may draft so many tokens."""
+        """Returns the longest path of a row with this draft length."""
         return length
 
     def root(self, node: Node) -> None:
@@ -96,12 +95,14 @@ class Shape(Protocol):
         return None
 
     def children(self, node: Node) -> int:
-        """The most draws at a node."""
+        """Returns the most draws at a node."""
         ...
 
     def chosen(self, nodes: Sequence[Node]) -> list[Node]:
-        """Those of all nodes and places of a round that are part of the trees: with each its parent
-        and its elder siblings."""
+        """Returns the nodes and places of a round that are part of the trees.
+
+        A chosen node's parent and elder siblings are chosen as well.
+        """
         ...
 
 
@@ -109,10 +110,10 @@ class Growth:
     """The trees of a round.
 
     Args:
-        inputs: of the round.
-        shape: of the trees.
-        by_q: drafts will be verified by their q. Else trees hold what is most probable by the
-            uniforms of each position, as the target will be asked by them.
+        inputs: the inputs of the round.
+        shape: the shape of the trees.
+        by_q: True if drafts are verified by their q. False if trees hold the tokens that are most
+            probable under the uniforms of each position, which the target's draws use too.
     """
 
     def __init__(self, inputs: DraftInputs, shape: Shape, by_q: bool) -> None:
@@ -137,11 +138,11 @@ class Growth:
                 self._open(root)
 
     def samples(self, row: int) -> bool:
-        """Whether a row's nodes are a sample: else they are what is most probable."""
+        """Returns True if a row's nodes are a sample, False if they are the most probable ones."""
         return self._by_q and not self._greedy[row]
 
     def asked(self) -> list[Node]:
-        """The nodes whose children are wanted and whose q is not known."""
+        """Returns the nodes whose children are wanted and whose q is not known."""
         found = {
             place.parent: None
             for place in self._shape.chosen(self.nodes)
@@ -150,8 +151,10 @@ class Growth:
         return [node for node in found if node.context < 0]
 
     def inner(self, asked: Sequence[Node]) -> list[Node]:
-        """The nodes of the trees whose q is known or asked for, parents first; what was dropped is
-        not among them."""
+        """Returns the nodes of the trees whose q is known or asked for, parents first.
+
+        Dropped nodes are not among them.
+        """
         wanted = set(asked)
         nodes = [
             n
@@ -161,7 +164,7 @@ class Growth:
         return sorted(nodes, key=lambda n: (n.depth, n.number))
 
     def know(self, nodes: Sequence[Node], q: Tensor) -> None:
-        """The distributions after some nodes, [nodes, vocab]."""
+        """Stores the distributions after some nodes, [nodes, vocab]."""
         start = 0 if self.q is None else len(self.q)
         self.q = q if self.q is None else torch.cat([self.q, q])
         self._left = q.clone() if self._left is None else torch.cat([self._left, q])
@@ -169,15 +172,14 @@ class Growth:
             node.context = place
 
     def shorten(self, lengths: Sequence[int]) -> None:
-        """Paths become no longer than that: places beyond are none."""
+        """Limits the paths of each row to these lengths; places beyond them are dropped."""
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
         self.nodes = [
             node for node in self.nodes if not node.is_place or node.depth <= self.lengths[node.row]
         ]
 
     def grow(self) -> None:
-        """Draws at all places that are chosen and whose q is known; each of the drawn nodes is then
-        a place for children."""
+        """Draws at all chosen places whose q is known; drawn nodes open places for children."""
         while True:
             chosen = self._shape.chosen(self.nodes)
             places = [
@@ -190,7 +192,7 @@ class Growth:
             self._draw(places)
 
     def _open(self, node: Node) -> None:
-        """The place of a node's first child."""
+        """Adds the place of a node's first child."""
         if node.depth < self.lengths[node.row] and (
             not node.depth or node.token not in self._inputs.rows[node.row].eos
         ):
@@ -227,7 +229,10 @@ class Growth:
             self._fill(place, *drawn)
 
     def _uniforms(self, rows: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Of the next draw of each of these rows, which may be there repeatedly; [draws, 2]."""
+        """Returns the uniforms of the next draw of each of these rows, [draws, 2].
+
+        A row may be there repeatedly.
+        """
         draws = []
         for b in rows:
             draws.append(self._drawn[b])
@@ -236,7 +241,7 @@ class Growth:
         return tree_uniforms([row.seed for row in known], [len(row.tokens) for row in known], draws)
 
     def _tokens(self, weights: Tensor, places: Sequence[Node], fresh: Tensor) -> Tensor:
-        """One token of weights [places, vocab] each."""
+        """Returns one token for each place, by its weights [places, vocab]."""
         greedy = [self._greedy[place.row] for place in places]
         if all(greedy):
             return weights.argmax(-1)
@@ -258,8 +263,16 @@ class Growth:
     def _fill(
         self, place: Node, token: int, mass: float, before: float, after: float, uniform: float
     ) -> None:
-        """A place gets its token, of weight `mass` of `before`; `after` is left for the next
-        sibling."""
+        """Gives a place its token, and opens the next places.
+
+        Args:
+            place: the place.
+            token: the token that was drawn.
+            mass: the weight of the token.
+            before: the sum of all weights before the draw.
+            after: the sum that is left for the next sibling.
+            uniform: a uniform for the next sibling's arrival time.
+        """
         parent = place.parent
         assert parent is not None
         share = mass / before
@@ -284,8 +297,10 @@ class Growth:
             )
 
     def tree(self, steps: int) -> tuple[DraftTree, list[list[Node]]]:
-        """The trees, and the nodes of each row in their order; parents before children, siblings as
-        they were drawn."""
+        """Returns the trees, and the nodes of each row in their order.
+
+        Parents come before their children, and siblings in the order in which they were drawn.
+        """
         kept = sorted(
             (n for n in self._shape.chosen(self.nodes) if not n.is_place),
             key=lambda n: (n.depth, n.number),

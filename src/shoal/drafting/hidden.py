@@ -1,5 +1,7 @@
-"""Hidden states of the target, for drafters that are heads on them: those of prompts, and those of
-the paths that rounds keep."""
+"""Hidden states of the target, for drafters that are heads on them.
+
+There are the hidden states of prompts, and those of the paths that rounds keep.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from shoal.types.schedule import PrefillChunk
 
 
 def kept(scores: Scores, verdict: Verdict) -> list[Tensor]:
-    """Of each row, the hidden states of its last token and of the nodes that were accepted,
-    [accepted + 1, features]: of all its tokens since the round before, but the one that the round
-    added without feeding it."""
+    """Returns the hidden states of each row's last token and of its accepted nodes.
+
+    They have shape [accepted + 1, features]. These are all tokens of the row since the round
+    before, without the token that the round added without feeding it.
+    """
     hidden = _hidden(scores)
     paths, _ = verdict.lists
     return [
@@ -29,8 +33,10 @@ def kept(scores: Scores, verdict: Verdict) -> list[Tensor]:
 
 
 def last_kept(scores: Scores, verdict: Verdict) -> Tensor:
-    """Of each row, the hidden state of the deepest node that was accepted, or of its last token,
-    [rows, features]: what the token that follows the accepted ones was drawn from."""
+    """Returns the hidden state of each row's deepest accepted node, or of its last token.
+
+    They have shape [rows, features]. The token after the accepted ones was drawn from this state.
+    """
     hidden = _hidden(scores)
     paths, _ = verdict.lists
     columns = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=hidden.device)
@@ -43,10 +49,10 @@ def _hidden(scores: Scores) -> Tensor:
 
 
 class PromptStates:
-    """Hidden states of the prompts of requests that have rows left.
+    """The hidden states of the prompts of requests that have rows left.
 
     Args:
-        most: how many positions of a prompt are kept, its last ones; None = all.
+        most: the number of positions of a prompt that are kept, its last ones; None = all.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -57,8 +63,10 @@ class PromptStates:
         self._left: dict[int, int] = {}
 
     def read(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
-        """Takes what `Drafter.read_prompts` is given. A chunk that does not follow what is there is
-        passed over."""
+        """Reads the arguments of `Drafter.read_prompts`.
+
+        A chunk that does not follow the positions read so far is skipped.
+        """
         for chunk, states in zip(chunks, hidden, strict=True):
             request = chunk.row.request
             _, pieces, count = (
@@ -71,14 +79,17 @@ class PromptStates:
                 self._of[id(request)] = request, kept, chunk.stop
 
     def of(self, row: Row) -> Tensor | None:
-        """Hidden states of the row's prompt without its last token, [positions, features]; None
-        where there are none, or not all were read."""
+        """Returns the hidden states of the row's prompt, [positions, features].
+
+        The prompt's last token has none. Returns None if there are no states, or if some were not
+        read.
+        """
         _, pieces, count = self._of.get(id(row.request), (row.request, [], 0))
         return torch.cat(pieces) if pieces and count == row.prompt_length - 1 else None
 
     @property
     def bytes(self) -> int:
-        """Of what is kept now."""
+        """The bytes that are kept now."""
         return sum(
             piece.numel() * piece.element_size()
             for _, pieces, _ in self._of.values()
@@ -86,7 +97,7 @@ class PromptStates:
         )
 
     def leave(self, rows: Iterable[Row]) -> None:
-        """Rows left; with the last row of a request its prompt is forgotten."""
+        """Notes that rows have left; the prompt of a request is forgotten with its last row."""
         for row in rows:
             key = id(row.request)
             self._left[key] = self._left.get(key, 0) + 1

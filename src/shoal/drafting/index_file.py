@@ -1,11 +1,10 @@
-"""Suffix arrays of a corpus of texts on disk: what `shoal index` writes and `suffix:index=FILE`
-looks up.
+"""Suffix arrays of a corpus on disk: the files of `shoal index` and `suffix:index=FILE`.
 
 A file holds parts of at most `PART_TOKENS` tokens, so that building takes bounded memory. A part is
 the tokens of its texts, int32, each text followed by `END`, and the places of all its tokens,
-int32, in the order of the texts that begin there, compared over `DEPTH` tokens. They are sorted by
-prefix doubling (Manber and Myers, "Suffix arrays", 1993), a sort of numpy for each doubling. What
-the parts are stands in an object of JSON behind them, then its length and checksum. Numbers are
+int32, in the order of the texts that begin there, compared over `DEPTH` tokens. The places are
+sorted by prefix doubling (Manber and Myers, "Suffix arrays", 1993), a sort of numpy for each
+doubling. A JSON object behind the parts describes them; its length and checksum follow. Numbers are
 little-endian.
 """
 
@@ -28,20 +27,24 @@ from numpy.typing import NDArray
 from shoal.errors import RequestError
 
 END = -1
-"""Follows each text."""
+"""The token that follows each text."""
 DEPTH = 64
-"""Tokens that the order of two places compares: most of a match and what is drafted after it. A
-power of 2."""
+"""The number of tokens by which two places are ordered. A power of 2.
+
+A match and the tokens drafted after it are mostly shorter.
+"""
 PART_TOKENS = 1 << 22
-"""Of a part, at most: sorting takes about 50 bytes for each."""
+"""The most tokens of a part: sorting takes about 50 bytes for each."""
 MAGIC = b"shoal-ix"
 TRAILER = struct.Struct("<II8s")  # length and checksum of the object before it, MAGIC
 BLOCK = 1 << 20
 
 
 def sorted_places(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The places of all tokens but `END`, [places], in the order of the `DEPTH` tokens from each
-    on."""
+    """Returns the places of all tokens but `END`, [places], sorted.
+
+    The order is that of the `DEPTH` tokens from each place on.
+    """
     ranks = tokens.astype(np.int64) + 1  # END has 0
     order = np.argsort(ranks, kind="stable")
     ahead = 1
@@ -61,14 +64,15 @@ def sorted_places(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 class IndexWriter:
-    """Writes a part whenever there are enough tokens.
+    """A writer that writes a part whenever there are enough tokens.
 
     Args:
-        file: empty, open for writing.
-        part: tokens of a part at most, but for one text that is longer.
+        file: an empty file, open for writing.
+        part: the most tokens of a part; a single text may be longer.
 
     Attributes:
-        tokens, texts: written so far.
+        tokens: the number of tokens written so far.
+        texts: the number of texts written so far.
     """
 
     def __init__(self, file: BinaryIO, part: int = PART_TOKENS) -> None:
@@ -81,7 +85,7 @@ class IndexWriter:
         file.write(MAGIC)
 
     def add(self, ids: Sequence[int]) -> None:
-        """A text; an empty one is passed over."""
+        """Adds a text; an empty one is skipped."""
         if not ids:
             return
         text = np.array([*ids, END], dtype="<i4")
@@ -106,8 +110,11 @@ class IndexWriter:
         self._parts.append({"tokens": len(tokens), "places": len(places), "checksum": checksum})
 
     def finish(self, tokenizer: str) -> int:
-        """Writes what is left, and what the file is; returns the number of parts. tokenizer: its
-        fingerprint."""
+        """Writes the rest and the description of the file; returns the number of parts.
+
+        Args:
+            tokenizer: the tokenizer's fingerprint.
+        """
         self._write_part()
         about = {
             "parts": self._parts,
@@ -122,7 +129,12 @@ class IndexWriter:
 
 @dataclass(frozen=True)
 class Part:
-    """tokens, places: as in the file, mapped into memory."""
+    """A part of an index.
+
+    Attributes:
+        tokens: the tokens in the file, mapped into memory.
+        places: the places in the file, mapped into memory.
+    """
 
     tokens: memoryview
     places: memoryview
@@ -130,7 +142,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Index:
-    """An index that was opened. tokenizer: its fingerprint. largest: id of a token."""
+    """An index that was opened.
+
+    Attributes:
+        parts: the parts.
+        tokenizer: the fingerprint of its tokenizer.
+        largest: the largest id of a token.
+    """
 
     parts: tuple[Part, ...]
     tokenizer: str
@@ -138,11 +156,10 @@ class Index:
 
 
 def open_index(path: str) -> Index:
-    """The index in a file, read and checked as a whole, once for as long as the file stays what it
-    is.
+    """Returns the index in a file, read and checked as a whole, once until the file changes.
 
     Raises:
-        RequestError: it cannot be read, is no index, or is damaged.
+        RequestError: the file cannot be read, is no index, or is damaged.
     """
     try:
         state = os.stat(path)
@@ -156,8 +173,11 @@ def open_index(path: str) -> Index:
 
 
 def fitting_index(path: str, vocab_size: int) -> Index:
-    """The index in a file. Raises RequestError: see `open_index`, or it has tokens that a target
-    with so many has not."""
+    """Returns the index in a file, for a target with `vocab_size` tokens.
+
+    Raises:
+        RequestError: see `open_index`, or the index has tokens that the target has not.
+    """
     index = open_index(path)
     if index.largest >= vocab_size:
         raise RequestError(
@@ -175,7 +195,14 @@ def _damaged(path: str, why: str) -> RequestError:
 
 @lru_cache(maxsize=8)
 def _opened(path: str, size: int, changed: int, inode: int) -> Index:
-    """changed, inode: of the file; another file has others."""
+    """Opens an index.
+
+    Args:
+        path: the path of the file.
+        size: the size of the file in bytes.
+        changed: the time of its last change; part of the cache's key.
+        inode: the number of the file; part of the cache's key.
+    """
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
         if start != MAGIC:
@@ -203,7 +230,7 @@ def _opened(path: str, size: int, changed: int, inode: int) -> Index:
 
 
 def _checksum(data: memoryview) -> int:
-    """In blocks, so that none of the file need stay in memory."""
+    """Returns the checksum of the data, read in blocks so that it need not stay in memory."""
     found = 0
     for start in range(0, len(data), BLOCK):
         found = zlib.crc32(data[start : start + BLOCK], found)

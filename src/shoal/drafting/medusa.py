@@ -1,15 +1,14 @@
-"""Medusa heads: each predicts the token of one position further ahead, all from one hidden state of
-the target.
+"""Medusa heads: each predicts one position further ahead, all from one hidden state of the target.
 
 After Cai et al., "Medusa" (ICML 2024, arXiv 2401.10774), section 2.1, without its typical
 acceptance, which is lossy. Head i is residual blocks x + SiLU(W x + b), then a matrix to the
-vocabulary, and says what the token i + 2 positions after that of the hidden state will be. The
-hidden state of a round is that of the deepest node accepted, what the row's last token was drawn
-from: head 0 then says what follows that token.
+vocabulary, and predicts the token i + 2 positions after that of the hidden state. A round reads the
+hidden state of the deepest accepted node, from which the row's last token was drawn: head 0 then
+predicts the token that follows it.
 
-Heads are independent of each other, so that a tree of their most probable tokens is as good as its
-paths are probable (`shoal.drafting.paths`). They propose point masses: which tokens are in a tree
-says nothing of a q.
+Heads are independent of each other, so a tree of their most probable tokens is as good as its paths
+are probable (`shoal.drafting.paths`). They propose point masses: the tokens of a tree say nothing
+about a q.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ ToVocabulary = Callable[[Tensor], Tensor]
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), the identity at first."""
+    """The block x + SiLU(W x + b), the identity at first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,13 +59,15 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.ModuleList):
-    """The heads, with parameters named as published: "0.0.linear.weight", ..., and "0.1.weight" for
-    a matrix to the vocabulary.
+    """The heads, with parameters named as published.
+
+    The names are "0.0.linear.weight", ..., and "0.1.weight" for a matrix to the vocabulary.
 
     Args:
-        heads, layers: how many heads, and residual blocks of each.
-        width: of hidden states.
-        vocab_size: of the logits.
+        heads: the number of heads.
+        layers: the number of residual blocks of each head.
+        width: the width of hidden states.
+        vocab_size: the width of the logits.
         shared: the target's own head, if heads have no matrices of their own.
     """
 
@@ -91,7 +92,7 @@ class MedusaHeads(nn.ModuleList):
         self._shared = [shared]  # in a list: it is the target's, no module of this one
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width] -> logits [heads, ..., vocab]."""
+        """Returns the logits [heads, ..., vocab] of hidden states [..., width]."""
         return torch.stack([self._logits(head, hidden) for head in self])
 
     def _logits(self, head: nn.Module, x: Tensor) -> Tensor:
@@ -102,11 +103,12 @@ class MedusaHeads(nn.ModuleList):
 
 
 def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
-    """The heads in a directory, in the target's number format.
+    """Returns the heads in a directory, in the target's number format.
 
     Raises:
-        RequestError: there are none. ModelError: files are damaged or tensors are missing.
-            PairMismatch: heads of another target.
+        RequestError: there are no heads.
+        ModelError: files are damaged or tensors are missing.
+        PairMismatch: the heads belong to another target.
     """
     config, tensors = read_config(directory), read_tensors(directory, *FILES)
     heads = whole_number(config, directory, "medusa_num_heads")
@@ -140,13 +142,13 @@ def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
 
 
 class MedusaDrafter(Drafter):
-    """Proposes the most probable paths of the heads.
+    """A drafter that proposes the most probable paths of the heads.
 
     Args:
         heads: hidden states [rows, width] -> logits [heads, rows, vocab].
-        layers: of the target: its last hidden state is read.
-        nodes: of a tree; 0 = chains.
-        keeps: hidden states, of a prompt and of each row.
+        layers: the number of the target's layers: its last hidden state is read.
+        nodes: the nodes of a tree; 0 = chains.
+        keeps: the bytes of hidden states, of a prompt and of each row.
     """
 
     name = "medusa"
@@ -163,8 +165,8 @@ class MedusaDrafter(Drafter):
         self._prompts = PromptStates(most=1)
         self.keeps = keeps or Keeps()
         self._last: dict[Row, Tensor] = {}
-        """Of rows that had a round: the hidden state that the last token was drawn from,
-        [width]."""
+        """The hidden state from which the last token was drawn, [width], of rows that had a round.
+        """
         self._passes, self._seconds = 0, 0.0
 
     @classmethod
@@ -201,8 +203,11 @@ class MedusaDrafter(Drafter):
         return None if prompt is None else prompt[-1]
 
     def _following(self, states: Tensor) -> list[list[list[tuple[int, float]]]]:
-        """Of each row and head the most probable tokens and their probabilities, by hidden states
-        [rows, width]."""
+        """Returns the most probable tokens and their probabilities, for each row and head.
+
+        Args:
+            states: the hidden states, [rows, width].
+        """
         return most_probable(self._heads(states).transpose(0, 1), CHOICES if self.max_nodes else 1)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:

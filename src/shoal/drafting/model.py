@@ -1,19 +1,19 @@
 """A smaller model of the same vocabulary drafts token by token, with a ragged cache of its own.
 
-Its cache holds a prefix of each row's committed tokens, never more than all but the last: nothing
-at all of a row that was never drafted for. It lags by one after a full acceptance (it never saw its
-own last draft) and by more after plain rounds. Before it drafts, rows that lag by more are brought
-up to date (`shoal.drafting.slots`); the first pass of a proposal feeds what is still pending.
+Its cache holds a prefix of each row's committed tokens, without the last one; it is empty for a row
+that was never drafted for. It lags by one after a full acceptance (it never saw its own last draft)
+and by more after plain rounds. Before it drafts, rows that lag by more are brought up to date
+(`shoal.drafting.slots`); the first pass of a proposal feeds the tokens that are still pending.
 
 A row with more tokens than the context, or memory, of the drafter holds gets no draft
-(`Row.max_draft_length`). Its cache keeps the prompt alone, or nothing where the prompt is too long
-as well; in passes for other rows it stands as padding, as all rows do that are not drafted for in
+(`Row.max_draft_length`). The cache keeps its prompt alone, or none of it if the prompt is too long
+as well. In passes for other rows it stands as padding, as do all rows that are not drafted for in
 the round.
 
-Where the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends,
-and the row goes on as in plain decoding. What is NaN or infinite in its cells becomes zero: it
-would otherwise reach the row's later drafts, and the next row of the slot. The drafts that follow
-are then worse, which costs acceptance and never exactness.
+If the drafter has no distribution (NaN, an infinite logit, or -inf everywhere) the draft ends, and
+the row goes on as in plain decoding. NaN and infinite values in its cells become zero: they would
+otherwise reach the row's later drafts, and the next row of the slot. The drafts that follow are
+then worse, which costs acceptance and never exactness.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ from shoal.types.trees import DraftTree, Positions, chains
 log = logging.getLogger("shoal")
 
 Step = Callable[[Tensor, Sequence[int]], Drawn | None]
-"""The uniforms of the next position [rows, ...] and the rows' draft lengths -> what is drawn there;
-None if it cannot go on."""
+"""A step of drafting: (uniforms of the next position, draft lengths) -> the draws there.
+
+The uniforms are [rows, ...]; the result is None if the step cannot go on.
+"""
 
 
 class ModelDrafter(Drafter):
-    """Samples k tokens per row from a draft model under the row's own sampling controls.
+    """A drafter that samples k tokens per row from a model under the row's own sampling controls.
 
     Args:
-        runner: the draft model, with a cache that nobody else uses.
+        runner: the draft model, with a cache of its own.
         vocab_size: the target's; the drafter's logits are cut or filled up to it.
-        shared: the tokens that it may propose, where these are not those of the same ids.
-        pending: most committed tokens of a row that the first pass of a proposal feeds; what lags
-            by more is fed before.
+        shared: the tokens that it may propose; None = those of the same ids.
+        pending: the most committed tokens of a row that the first pass of a proposal feeds; older
+            ones are fed before.
     """
 
     name = "model"
@@ -74,8 +76,10 @@ class ModelDrafter(Drafter):
         self._warned = False
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """At most max(lengths) passes; rows with shorter drafts take part in them and their surplus
-        is ignored."""
+        """Proposes drafts in at most max(lengths) passes.
+
+        Rows with shorter drafts take part in all passes, and their surplus is ignored.
+        """
         before, _ = self.lacking(inputs.rows, inputs.lengths)
         fast = self._lean_steps(inputs)
         tree = fast and self._drafted(inputs, fast, {})
@@ -91,9 +95,12 @@ class ModelDrafter(Drafter):
     def lacking(
         self, rows: Sequence[Row], lengths: Sequence[int]
     ) -> tuple[list[int], list[list[int]]]:
-        """Puts the rows of a round into their slots; how many tokens of each the cache holds, and
-        those that it lacks, at least the last. One padding token for a row that is not drafted
-        for."""
+        """Puts the rows of a round into their slots.
+
+        Returns:
+            The number of tokens of each row in the cache; and the tokens that the cache lacks, at
+            least the last one. A row that is not drafted for has one padding token.
+        """
         read = [self.read_as(row) for row in rows]
         self._slots.place(read, [length > 0 for length in lengths])
         held = [self._held(row) for row in rows]
@@ -103,21 +110,26 @@ class ModelDrafter(Drafter):
         ]
 
     def leave_out(self, rows: Sequence[Row], lengths: Sequence[int], held: Sequence[int]) -> None:
-        """Forgets what rows that were not drafted for, and stood as padding, have beyond what was
-        held of them."""
+        """Rolls rows that were not drafted for back to the tokens held before.
+
+        These rows stood as padding in the passes.
+        """
         for row, length, own in zip(rows, lengths, held, strict=True):
             if not length:
                 self.runner.cache.rollback(self._slot(row), own)
 
     def forget_round(self, rows: Sequence[Row], held: Sequence[int]) -> None:
-        """Makes a round undone that may have left what is not finite."""
+        """Undoes a round that may have left values that are not finite."""
         for row, own in zip(rows, held, strict=True):
             self.runner.cache.lengths[self._slot(row)] = own
             self.runner.cache.zero_non_finite(self._slot(row))
 
     def _drafted(self, inputs: DraftInputs, step: Step, faults: Faults) -> DraftTree | None:
-        """The drafts of a round, step by step; None if a step gave up. Steps tell in `faults` which
-        rows cannot go on, or by a token of -1, which is read when all steps are done."""
+        """Returns the drafts of a round, made step by step; None if a step gave up.
+
+        Steps tell in `faults` which rows cannot go on, or by a token of -1, which is read when all
+        steps are done.
+        """
         rows, lengths = inputs.rows, list(inputs.lengths)
         looked: list[Drawn] = []
         steps = 0
@@ -151,8 +163,7 @@ class ModelDrafter(Drafter):
         return DraftTree(drafted[:, :k].clamp(min=0), own, q, drafts, chains(drafts), steps)
 
     def clean(self, rows: Sequence[Row]) -> None:
-        """Removes what a faulty pass has left in the cells of these rows, whether or not it was
-        part of their drafts."""
+        """Zeroes values that are not finite in the cells of these rows, in their drafts or beside."""
         for row in rows:
             self.runner.cache.zero_non_finite(self._slot(row))
         if rows and not self._warned:
@@ -166,18 +177,20 @@ class ModelDrafter(Drafter):
         self._slots.keep_pace(chunks)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Rolls back to what was committed; a row that has outgrown what the drafter holds, to its
-        prompt."""
+        """Rolls rows back to their committed tokens, and outgrown rows to their prompts.
+
+        A row is outgrown if it has more tokens than the drafter holds.
+        """
         for row in self._slots.known(rows):
             self.runner.cache.rollback(self._slot(row), min(self._held(row), self._kept(row)))
 
     def roll_back(self, row: Row, tokens: int) -> None:
-        """Forgets what it holds of a row beyond so many tokens."""
+        """Forgets the tokens of a row beyond the first `tokens`."""
         if row in self._slots.known([row]):
             self.runner.cache.rollback(self._slot(row), min(self._held(row), tokens))
 
     def pause(self, rows: Sequence[Row]) -> None:
-        """Their slots are free; what they hold of prompts is still of use."""
+        """Frees the slots of rows; the prompts in them stay usable."""
         self._slots.leave([self.read_as(row) for row in rows])
 
     def end(self, rows: Sequence[Row]) -> None:
@@ -197,35 +210,43 @@ class ModelDrafter(Drafter):
         return self._slots.seconds + self.runner.seconds_building
 
     def read_as(self, row: Row) -> Row:
-        """The row as the model reads it: its tokens in the model's ids."""
+        """Returns the row as the model reads it: with tokens in the model's ids."""
         return row
 
     def _slot(self, row: Row) -> int:
         return self._slots.of(self.read_as(row))
 
     def _held(self, row: Row) -> int:
-        """Tokens of the row in the cache."""
+        """Returns the number of tokens of the row in the cache."""
         return self.runner.cache.lengths[self._slot(row)]
 
     def _kept(self, row: Row) -> int:
-        """Most tokens of the row that the cache keeps between rounds. Other rows may copy its
-        prompt from its slot."""
+        """Returns the most tokens of the row that the cache keeps between rounds.
+
+        Other rows may copy its prompt from its slot.
+        """
         return (len(row.tokens) if len(row.tokens) <= row.draft_context else row.prompt_length) - 1
 
     def pending(self, inputs: DraftInputs) -> tuple[Tensor, list[int]]:
-        """Each row's committed tokens that the cache lacks, at least the last: block [rows, q]
-        int64, padded, and counts. One padding token for a row that is not drafted for."""
+        """Returns each row's committed tokens that the cache lacks, and their counts.
+
+        The tokens, at least the last one of each row, are a block [rows, q] int64, padded. A row
+        that is not drafted for has one padding token.
+        """
         _, pending = self.lacking(inputs.rows, inputs.lengths)
         counts = [len(tokens) for tokens in pending]
         block = [tokens + tokens[-1:] * (max(counts) - len(tokens)) for tokens in pending]
         return torch.tensor(block, device=self.runner.device), counts
 
     def slots(self, rows: Sequence[Row]) -> list[int]:
-        """Where the rows are in the cache."""
+        """Returns the slots of the rows in the cache."""
         return [self._slot(row) for row in rows]
 
     def first_logits(self, inputs: DraftInputs) -> Tensor:
-        """Feeds what the cache lacks; the logits that follow, [rows, vocab of the drafter]."""
+        """Feeds the tokens that the cache lacks; returns the logits after them.
+
+        The logits have shape [rows, vocab of the drafter].
+        """
         block, counts = self.pending(inputs)
         logits = self.runner.feed(self.slots(inputs.rows), block, counts)
         if min(counts) == max(counts):
@@ -234,8 +255,10 @@ class ModelDrafter(Drafter):
         return logits[torch.arange(len(counts), device=logits.device), ends]
 
     def of_target(self, logits: Tensor) -> Tensor:
-        """Logits [n, vocab] of the target's vocabulary: ids that the drafter does not have get no
-        probability."""
+        """Returns logits [n, vocab] over the target's vocabulary.
+
+        Ids that the drafter does not have get probability 0.
+        """
         if self.shared:
             return self.shared.of_target(logits, self.vocab_size)
         missing = self.vocab_size - logits.shape[-1]
@@ -244,8 +267,10 @@ class ModelDrafter(Drafter):
         return logits[:, : self.vocab_size] if missing else logits
 
     def _lean_steps(self, inputs: DraftInputs) -> Step | None:
-        """Steps by the kernels in C, where the runner has them and no control changes the
-        logits."""
+        """Returns steps by the kernels in C.
+
+        Returns None if the runner has none, or if a control changes the logits.
+        """
         samplings = [row.request.sampling for row in inputs.rows]
         race = RACES.get(inputs.sampler)
         if (
@@ -272,29 +297,31 @@ class ModelDrafter(Drafter):
 
 
 def needs_q(inputs: DraftInputs) -> bool:
-    """Whether drafts may be verified by their q: not those of a race, nor those of greedy rows,
-    which are point masses."""
+    """Returns True if drafts may be verified by their q.
+
+    Drafts of a race are not, nor those of greedy rows, which are point masses.
+    """
     return not RACES.get(inputs.sampler) and not all(
         row.request.sampling.greedy for row in inputs.rows
     )
 
 
 def _drawable(tokens: Sequence[int]) -> list[int]:
-    """The tokens before the first that could not be drawn."""
+    """Returns the tokens before the first one that could not be drawn."""
     return list(itertools.takewhile(lambda token: token >= 0, tokens))
 
 
 class OrdinarySteps:
-    """Steps by ordinary passes, for any settings: also those that read what a row has drafted so
-    far.
+    """Steps by ordinary passes, for any settings, also for controls that read earlier drafts.
 
-    A step reads one value from the device, whether each row has a distribution (`probabilities`); a
-    second where drafts may be shortened, and one more where a control reads what was drafted.
+    A step reads one value from the device, which says if each row has a distribution
+    (`probabilities`); a second one if drafts may be shortened, and one more if a control reads the
+    drafts.
 
     Attributes:
-        slots: of the rows.
-        steps: made so far.
-        last: tokens drawn in the step before, [rows]; None in the first.
+        slots: the slots of the rows.
+        steps: the number of steps made so far.
+        last: the tokens drawn in the step before, [rows]; None in the first step.
     """
 
     def __init__(self, drafter: ModelDrafter, inputs: DraftInputs, faults: Faults) -> None:
@@ -337,7 +364,7 @@ class OrdinarySteps:
         return logits.amax(-1).isfinite()
 
     def logits(self, lengths: Sequence[int]) -> Tensor:
-        """Logits of the next position, [rows, vocab of the drafter]."""
+        """Returns the logits of the next position, [rows, vocab of the drafter]."""
         runner, last = self._drafter.runner, self.last
         if last is None:
             return self._drafter.first_logits(self._inputs)
@@ -348,7 +375,7 @@ class OrdinarySteps:
         return runner.feed(self.slots, block[:, None], self._ones)[:, -1]
 
     def note_history(self, last: Tensor, lengths: Sequence[int]) -> None:
-        """Appends what was drawn, for controls that read it."""
+        """Appends the drawn tokens, for controls that read them."""
         if self._reads_history:
             for history, drawn, length in zip(self._histories, last.tolist(), lengths, strict=True):
                 # What a row drafts beyond its own length is ignored, so no control may fail on it.
@@ -371,12 +398,16 @@ class SharedIds:
         self._draft[self._target] = torch.tensor(shared.draft, device=device)
 
     def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """The drafter's logits [rows, its columns] for the target's ids, [rows, vocab_size]: -inf
-        for those that are not shared."""
+        """Returns logits [rows, vocab_size] for the target's ids: -inf for ids that are not shared.
+
+        Args:
+            logits: the drafter's logits, [rows, its columns].
+            vocab_size: the size of the target's vocabulary.
+        """
         found = logits.new_full((len(logits), vocab_size), -torch.inf)
         found[:, self._target] = logits[:, self._columns]
         return found
 
     def of_draft(self, tokens: Tensor) -> Tensor:
-        """The drafter's ids of shared tokens, of any shape."""
+        """Returns the drafter's ids of shared tokens, of any shape."""
         return self._draft[tokens]

@@ -1,14 +1,13 @@
-"""A draft model with several exits: each token is drafted by the first exit that is sure of it
-(S2D, Kavehzadeh et al. 2024, arXiv 2407.01955).
+"""A draft model with several exits: each token is drafted by the first exit that is sure of it.
 
-The first layers of the model, its last norm and its head are drafters themselves, if they were
-trained to be. Where the highest probability after the first exit reaches the model's threshold, the
-token is drawn there; else the row goes on to the next exit, and at last to the whole model. Whether
-a row goes on is known before its token is drawn, and q is the distribution of the exit that was
-used: rejection sampling stays exact.
+S2D, Kavehzadeh et al. 2024, arXiv 2407.01955. The first layers of the model, its last norm and its
+head are drafters themselves, if they were trained to be. If the highest probability after the first
+exit reaches the model's threshold, the token is drawn there; otherwise the row goes on to the next
+exit, and at last to the whole model. The exit is known before the token is drawn, and q is the
+distribution of that exit: rejection sampling stays exact.
 
-Keys and values of the layers behind an exit are missing where a row left by it. A pass to a later
-exit feeds all tokens that are missing there, through all layers up to it; between rounds the cache
+Keys and values of the layers behind an exit are missing for a row that left there. A pass to a
+later exit feeds all tokens that are missing, through all layers up to it; between rounds the cache
 keeps the tokens that went through all layers.
 """
 
@@ -30,22 +29,29 @@ from shoal.types.rounds import Faults
 from shoal.types.trees import DraftTree
 
 EXITS, CONFIDENCE = "draft_exits", "draft_exit_confidence"
-"""Of the draft model's config.json: layers after which it may leave, and the highest probability
-that is enough."""
+"""The names in the draft model's config.json of its exits and of their threshold.
+
+An exit is a number of layers after which the model may leave; the threshold is the highest
+probability that is enough.
+"""
 ENOUGH = 0.7
-"""The threshold of a config that has none."""
+"""The threshold for a config without one."""
 PENDING = 16
-"""Tokens of a row that the layers behind the first exit may lack; a row that lacks more goes
-through all layers first."""
+"""The most tokens of a row that the layers behind the first exit may lack.
+
+A row that lacks more goes through all layers first.
+"""
 
 
 def exits_of(model: Runner) -> tuple[list[int], float]:
-    """Exits of a draft model, in rising order, and its threshold; none for a model whose config
-    names none.
+    """Returns the exits of a draft model, in rising order, and its threshold.
+
+    There are no exits for a model whose config names none.
 
     Raises:
-        RequestError: they are not rising numbers of its layers, or the threshold is no probability.
-            UnsupportedModel: the model cannot leave after its first layers.
+        RequestError: the exits are not rising numbers of its layers, or the threshold is no
+            probability.
+        UnsupportedModel: the model cannot leave after its first layers.
     """
     config = getattr(model.hf, "config", None)
     found, enough = getattr(config, EXITS, None), getattr(config, CONFIDENCE, ENOUGH)
@@ -71,16 +77,17 @@ def exits_of(model: Runner) -> tuple[list[int], float]:
 
 
 class MultiExitDrafter(ModelDrafter):
-    """Samples each token from the first exit that is sure of it.
+    """A drafter that samples each token from the first exit that is sure of it.
 
     Args:
-        runner, vocab_size: as of `ModelDrafter`.
-        exits: layers after which the model may leave, rising.
+        runner: see `ModelDrafter`.
+        vocab_size: see `ModelDrafter`.
+        exits: the numbers of layers after which the model may leave, rising.
         enough: the highest probability at an exit, at temperature 1, from which on the row leaves
             there.
 
     Attributes:
-        used: tokens drawn by layers that they went through.
+        used: the number of tokens drawn after each number of layers.
     """
 
     def __init__(
@@ -93,8 +100,10 @@ class MultiExitDrafter(ModelDrafter):
         self.used: Counter[int] = Counter()
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """Passes of the first exit: one per position. Of each later one at most as many, over the
-        rows that go on."""
+        """Proposes drafts, with one pass of the first exit for each position.
+
+        Each later exit has at most as many passes, over the rows that go on.
+        """
         before, pending = self.lacking(inputs.rows, inputs.lengths)
         faults: Faults = {}
         steps = _ExitSteps(self, inputs, faults, before, pending)
@@ -117,11 +126,11 @@ class _ExitSteps(OrdinarySteps):
     """Steps that leave by the first exit that is sure.
 
     Args:
-        held: tokens of each row in the cache before the round, which went through all layers.
-        pending: committed ones that follow.
+        held: the tokens of each row in the cache before the round, which went through all layers.
+        pending: the committed tokens that follow.
 
     Attributes:
-        whole: tokens of each row that went through all layers.
+        whole: the number of tokens of each row that went through all layers.
     """
 
     def __init__(
@@ -171,8 +180,10 @@ class _ExitSteps(OrdinarySteps):
         self._exits.used[self._exits.layers[exit]] += rows
 
     def _pass(self, exit: int, rows: Sequence[int]) -> Tensor:
-        """The logits behind the last tokens of some rows, [rows, vocab of the drafter], after what
-        its layers lack was fed."""
+        """Feeds the tokens that an exit's layers lack; returns the logits after the last ones.
+
+        The logits have shape [rows, vocab of the drafter].
+        """
         drafter = self._exits
         slots = [self.slots[row] for row in rows]
         missing = [self._fed[row][self._valid[exit][row] - self._held[row] :] for row in rows]

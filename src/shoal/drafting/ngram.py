@@ -1,8 +1,7 @@
-"""Prompt lookup: the last tokens of a row stood somewhere before, and what followed them there is
-proposed.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of a row's last tokens.
 
-After Saxena, "Prompt Lookup Decoding" (2023). The longest match counts, and of those the last; a
-row is matched with itself alone.
+After Saxena, "Prompt Lookup Decoding" (2023). The longest match counts, and the last one of
+several; a row is matched with itself alone.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from shoal.drafting.text import NOTHING, Guess, TextDrafter
 from shoal.types.requests import Request, Row
 
 Positions = dict[tuple[int, ...], int]
-"""n-grams -> where the token stands that followed each last time."""
+"""n-grams -> the position of the token that followed each last time."""
 
 PLACE_BYTES = 120
-"""Most bytes of a place in a dictionary, which grows to six times what it holds."""
+"""The most bytes of an entry of a dictionary, which grows to six times its content."""
 INTEGER_BYTES = 28
 
 
 class NGramDrafter(TextDrafter):
-    """Looks up the last tokens of a row in the row itself.
+    """A drafter that looks up the last tokens of a row in the row itself.
 
     Args:
         min: the fewest tokens that must match.
@@ -58,14 +57,17 @@ class NGramDrafter(TextDrafter):
         return read
 
     def _add(self, table: Positions, tokens: Sequence[int], start: int, stop: int) -> None:
-        """The n-grams that the tokens start..stop-1 follow."""
+        """Adds the n-grams that the tokens start..stop-1 follow."""
         for position in range(start, stop):
             for n in range(self._least, min(self._most, position) + 1):
                 table[tuple(tokens[position - n : position])] = position
 
     def guess(self, row: Row, length: int) -> Guess:
-        """A match of more tokens is surer, though nothing says how much: `auto` learns what each is
-        worth."""
+        """Guesses by the longest match.
+
+        A match of n tokens has confidence n / (n + 1): a longer match is surer, by an unknown
+        amount, and `auto` learns the worth of each confidence.
+        """
         tokens, own, (_, prompt) = row.tokens, self._rows[row][0], self._prompts[id(row.request)]
         for n in range(min(self._most, len(tokens)), self._least - 1, -1):
             last = tuple(tokens[-n:])
@@ -75,8 +77,7 @@ class NGramDrafter(TextDrafter):
         return NOTHING
 
     def end(self, rows: Sequence[Row]) -> None:
-        """What was read of a row goes with it, and its prompt with the last row of the request that
-        was drafted for."""
+        """Forgets rows, and the prompt of a request with its last row that was drafted for."""
         for row in rows:
             if self._rows.pop(row, None) is not None and not any(
                 other.request is row.request for other in self._rows
@@ -95,8 +96,10 @@ class NGramDrafter(TextDrafter):
 
 
 def copied(tokens: Sequence[int], place: int, length: int) -> list[int]:
-    """So many tokens from a place on; beyond the end what has been copied goes on, as a text that
-    repeats itself does."""
+    """Returns `length` tokens from a place on.
+
+    Beyond the end the copied tokens are repeated, as in a text that repeats itself.
+    """
     found = list(tokens[place : place + length])
     period = len(found)
     while len(found) < length:

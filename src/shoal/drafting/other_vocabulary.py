@@ -1,20 +1,19 @@
-"""A draft model whose tokenizer is another one than the target's.
+"""A draft model whose tokenizer differs from the target's.
 
-Methods (Timor et al. 2025, arXiv 2502.05202), of which the one is taken that commits more tokens
-for its cost:
+There are three methods (Timor et al. 2025, arXiv 2502.05202). The one that commits more tokens for
+its cost is used:
 
 - TLI, token-level intersection: the drafter samples among the tokens that both vocabularies have,
   from its distribution renormalised over them, which is an exact q.
 - SLEM, string-level exact match: the drafter writes text, the most probable token after each; in
-  the target's tokens these are point masses. They are the drafter's argmax also where rows sample:
-  drafts drawn by a round's uniforms would say, in a round of numbered uniforms, something of those
-  by which later positions are verified.
-- SLRS, string-level rejection sampling, in place of TLI where the drafter writes bytes or
-  characters: its tokens are the target's, by the probabilities with which it writes their bytes.
-  With those that it has itself, this is TLI.
+  the target's tokens these are point masses. They are the drafter's argmax also if rows sample:
+  drafts drawn by a round's uniforms would say, in a round of numbered uniforms, something about the
+  uniforms by which later positions are verified.
+- SLRS, string-level rejection sampling, in place of TLI if the drafter writes bytes or characters:
+  its tokens are the target's, by the probabilities with which it writes their bytes. With tokens
+  that it has itself, this is TLI.
 
-Which is better is measured by counts of past rounds, which depend on no uniform of a later
-position.
+The methods are compared by counts of past rounds, which depend on no uniform of a later position.
 """
 
 from __future__ import annotations
@@ -39,27 +38,31 @@ from shoal.types.trees import DraftTree
 
 TLI, SLEM, SLRS = "TLI", "SLEM", "SLRS"
 LAG = 16
-"""Most tokens of a row that a proposal's first pass feeds: a token of the target may be several of
-the drafter's."""
+"""The most tokens of a row that a proposal's first pass feeds.
+
+A token of the target may be several of the drafter's.
+"""
 TRIED = 8
-"""Rounds that each method has in its turn, of which the first is not counted: it begins where the
-other one has failed."""
+"""The number of rounds of each method in its turn.
+
+The first round is not counted: it begins at a place where the other method has failed.
+"""
 AGAIN = 64
-"""Every so many rounds the methods take turns."""
+"""The number of rounds after which the methods take turns again."""
 SPARE = 1.25
-"""Tokens of the drafter that there is room for, to those that usual texts take."""
+"""The room for the drafter's tokens, as a multiple of the number that usual texts take."""
 KEPT = 0.99
-"""Of the counts, from a trial to the next."""
+"""The factor by which the counts fade from a trial to the next."""
 
 
 @dataclass
 class Tally:
-    """What one method of drafting came to in its trials.
+    """The counts of one method of drafting in its trials.
 
     Attributes:
-        rows: that drafted.
-        accepted: tokens of their drafts.
-        cost: of all rows' rounds, in passes of the target.
+        rows: the number of rows that drafted.
+        accepted: the number of accepted tokens of their drafts.
+        cost: the cost of all rows' rounds, in passes of the target.
     """
 
     rows: float = 0.0
@@ -67,26 +70,34 @@ class Tally:
     cost: float = 0.0
 
     def learn(self, rows: int, accepted: int, cost: float) -> None:
-        """A round. cost: of all its rows, in passes of the target."""
+        """Adds a round.
+
+        Args:
+            rows: the number of rows that drafted.
+            accepted: the number of accepted tokens.
+            cost: the cost of all their rounds, in passes of the target.
+        """
         self.rows = KEPT * self.rows + rows
         self.accepted = KEPT * self.accepted + accepted
         self.cost = KEPT * self.cost + cost
 
     @property
     def rate(self) -> float:
-        """Tokens committed per cost of a target pass."""
+        """The number of committed tokens per cost of a target pass."""
         return (self.rows + self.accepted) / max(self.cost, 1e-9)
 
 
 @dataclass
 class Choice:
-    """By which method a pair drafts: shared by its engines. Only rounds in which the methods take
-    turns are compared, several of each at a time: some places in a text are harder to guess than
-    others, and where a round begins depends on the one before.
+    """The choice of the method by which a pair drafts, shared by its engines.
+
+    Only rounds in which the methods take turns are compared, several of each at a time: some places
+    in a text are harder to guess than others, and a round begins at a place that depends on the
+    round before.
 
     Attributes:
-        cost: of a pass of the drafter, that of the target being 1.
-        methods: those that are possible, and their counts.
+        cost: the cost of a pass of the drafter, in passes of the target.
+        methods: the possible methods, and their counts.
     """
 
     cost: float
@@ -97,15 +108,18 @@ class Choice:
 
     @staticmethod
     def of(vocabularies: Vocabularies, cost: float, *, trees: bool = True) -> Choice:
-        """With SLRS for drafters that write bytes or characters and take draft trees themselves,
-        else with TLI where the vocabularies share something."""
+        """Makes a choice for two vocabularies.
+
+        It has SLRS for drafters that write bytes or characters and take draft trees themselves;
+        otherwise TLI, if the vocabularies share tokens. It always has SLEM.
+        """
         exact = SLRS if trees and vocabularies.trie is not None else TLI
         methods = [SLEM] if exact == TLI and vocabularies.shared is None else [exact, SLEM]
         return Choice(cost, {method: Tally() for method in methods})
 
     @staticmethod
     def of_pair(vocabularies: Vocabularies, target: Runner, draft: Runner) -> Choice:
-        """For models of these sizes."""
+        """Makes a choice for models of these sizes."""
         return Choice.of(
             vocabularies,
             draft.parameter_bytes / max(target.parameter_bytes, 1),
@@ -114,11 +128,11 @@ class Choice:
 
     @property
     def best(self) -> str:
-        """The method that has committed most for its cost."""
+        """The method that has committed most tokens for its cost."""
         return max(self.methods, key=lambda method: self.methods[method].rate)
 
     def next(self) -> str:
-        """The method of the coming round."""
+        """Returns the method of the coming round."""
         turn, place = divmod(self.rounds % AGAIN, TRIED)
         trying = turn < len(self.methods)
         self.method, self._counted = (list(self.methods)[turn], place) if trying else (self.best, 0)
@@ -126,23 +140,28 @@ class Choice:
         return self.method
 
     def learn(self, rows: int, accepted: int, passes: int) -> None:
-        """How many tokens were accepted of so many rows' drafts, in the round that `next` was asked
-        for."""
+        """Adds the outcome of the round that `next` was asked for.
+
+        Args:
+            rows: the number of rows that drafted.
+            accepted: the number of accepted tokens of their drafts.
+            passes: the number of passes of the drafter.
+        """
         if self._counted:
             self.methods[self.method].learn(rows, accepted, rows * (1 + self.cost * passes))
 
 
 class OtherVocabularyDrafter(ModelDrafter):
-    """Proposes by the methods of a choice.
+    """A drafter that proposes by the methods of a choice.
 
     Args:
-        runner: the draft model, with a cache that nobody else uses.
-        vocab_size: the target's.
-        vocabularies: the target's and its own.
-        choice: of the pair.
+        runner: the draft model, with a cache of its own.
+        vocab_size: the size of the target's vocabulary.
+        vocabularies: the target's vocabulary and the drafter's.
+        choice: the choice of the pair.
 
     Raises:
-        PairMismatch: the choice has SLRS, and the drafter is none for it.
+        PairMismatch: the choice has SLRS, and the drafter does not fit it.
     """
 
     def __init__(
@@ -189,10 +208,10 @@ class OtherVocabularyDrafter(ModelDrafter):
         return tree
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Nothing: chunks are of the target's tokens."""
+        """Does nothing: chunks hold the target's tokens."""
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Reads what was committed of the rows that were drafted for, and forgets the rest."""
+        """Reads the committed tokens of the rows that were drafted for, and forgets the other rows."""
         paths, _ = verdict.lists
         accepted = [len(path) for row, path in zip(rows, paths, strict=True) if row in self._asked]
         if accepted:
@@ -207,8 +226,10 @@ class OtherVocabularyDrafter(ModelDrafter):
         self.contexts.leave(known)
 
     def _follow(self, row: Row) -> None:
-        """Reads what was committed of a row. Its cache keeps what has not changed, and never the
-        last token."""
+        """Reads the committed tokens of a row.
+
+        The cache keeps the tokens that have not changed, without the last one.
+        """
         same, own = self.contexts.follow(row), self.read_as(row)
         if self._slots.known([own]):
             self._keep(own, min(same, len(own.tokens) - 1))
@@ -218,9 +239,11 @@ class OtherVocabularyDrafter(ModelDrafter):
         self.runner.cache.rollback(slot, min(self.runner.cache.lengths[slot], most))
 
     def _that_fit(self, inputs: DraftInputs, ahead: int) -> DraftInputs:
-        """The same without drafts for rows that have become longer, in the drafter's tokens, than
-        there is room for. Of these the cache keeps the prompt: passes for other rows write padding
-        behind it."""
+        """Returns the inputs without drafts for rows that have outgrown their room.
+
+        These rows have more tokens of the drafter than there is room for. The cache keeps their
+        prompts: passes for other rows write padding behind them.
+        """
         most = min(self.runner.cache.capacity, self.runner.context) - ahead
         lengths = list(inputs.lengths)
         for b, row in enumerate(inputs.rows):
@@ -233,11 +256,11 @@ class OtherVocabularyDrafter(ModelDrafter):
 
 
 class OwnSlots(DraftSlots):
-    """Slots whose tokens are not the target's: all sizes that the engine gives are in those.
+    """Slots for the drafter's tokens; all sizes that the engine gives are in the target's tokens.
 
     Args:
-        ratio: of the drafter's tokens to the target's, in usual texts.
-        beside: tokens of a row beside its text and drafts.
+        ratio: the number of the drafter's tokens per token of the target, in usual texts.
+        beside: the number of tokens of a row beside its text and drafts.
     """
 
     def __init__(self, runner: Runner, ratio: float, beside: int = 0) -> None:

@@ -1,4 +1,4 @@
 """Draft lengths: controllers that see counts and costs, and never tensors.
 
-Nothing here imports torch, the engine or a drafter.
+Its modules import neither torch nor the engine nor a drafter.
 """

@@ -1,5 +1,4 @@
-"""How likely drafts are to be accepted: by draft position, by row, by the drafter's own
-confidence."""
+"""Estimates of the acceptance of drafts: by draft position, by row, by the drafter's confidence."""
 
 from __future__ import annotations
 
@@ -12,13 +11,17 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.intp]
 LIMIT = 16
-"""Longest draft of `lookahead="auto"`: beyond, even a good drafter's next token is rarely
-committed."""
+"""The longest draft of `lookahead="auto"`.
+
+At later positions even a good drafter's tokens are rarely committed.
+"""
 
 
 class Frequencies:
-    """Fading hit rates of several bins, each drawn towards a prior that counts as `weight`
-    trials."""
+    """The fading hit rates of several bins, each drawn towards a prior.
+
+    The prior counts as `weight` trials.
+    """
 
     FADE = 0.98
 
@@ -29,8 +32,14 @@ class Frequencies:
     def add(
         self, bins: npt.NDArray[np.intp], hits: Array, ages: npt.NDArray[np.intp], rounds: int
     ) -> None:
-        """Trials of so many rounds: the bin of each, its outcome in 0..1, and how many of the
-        rounds came after it."""
+        """Adds the trials of some rounds.
+
+        Args:
+            bins: the bin of each trial.
+            hits: the outcome of each trial, 0..1.
+            ages: for each trial, the number of rounds after its own.
+            rounds: the number of rounds.
+        """
         faded, size = self.FADE**rounds, len(self._prior)
         weights = self.FADE**ages
         self._hits = faded * self._hits + np.bincount(bins, weights * hits, size)
@@ -38,27 +47,32 @@ class Frequencies:
 
     @property
     def mean(self) -> float:
-        """Over all bins."""
+        """The hit rate over all bins."""
         return float(
             (self._hits.sum() + self._weight * self._prior.mean())
             / (self._trials.sum() + self._weight)
         )
 
     def rates(self, prior: Array | float | None = None) -> Array:
-        """Hit rate of each bin; `prior`: that of a bin without trials."""
+        """Returns the hit rate of each bin.
+
+        Args:
+            prior: the rate of a bin without trials; None = the prior of the constructor.
+        """
         prior = self._prior if prior is None else prior
         return (self._hits + self._weight * prior) / (self._trials + self._weight)
 
 
 class Tried(NamedTuple):
-    """What became of the drafts of a round.
+    """The outcome of the drafts of a round.
 
     Attributes:
-        drafted, accepted: tokens of each row; of some row at least one was looked at.
-        confidence: [rows] at each position looked at. May hold one more position per row than it
-            drafted (the drafter made the step, and its draft was not taken): that position counts
-            with its estimated acceptance, so that the estimates by position are those of all text,
-            not of confident places only. NaN where the drafter made no step. Empty if unknown.
+        drafted: the draft length of each row; at least one token of some row was looked at.
+        accepted: the number of accepted tokens of each row.
+        confidence: [rows] at each position looked at. It may have one more position per row than
+            the row drafted, if the drafter made the step and its draft was not taken. That position
+            counts with its estimated acceptance, so that the estimates by position cover all text
+            and not only confident places. NaN if the drafter made no step. Empty if unknown.
     """
 
     drafted: Sequence[int]
@@ -67,23 +81,25 @@ class Tried(NamedTuple):
 
 
 class Acceptance:
-    """Running estimates of the probability that a draft is accepted, given that those before it in
-    its round were.
+    """Running estimates of the probability that a draft is accepted, if those before it were.
 
-    Learns only from positions that were decided: up to and including a row's first rejection.
+    They learn only from positions that were decided: up to and including a row's first rejection.
 
     Args:
-        limit: draft positions kept apart.
+        limit: the number of draft positions with an estimate of their own.
     """
 
     PRIOR, PRIOR_TRIALS, CONFIDENCE_TRIALS = 0.7, 8.0, 4.0
-    """Acceptance expected of an unknown pair; the number of trials that this prior counts as; the
-    number of trials that the prior "acceptance equals confidence" counts as. With fewer, a few
-    rejected drafts of a single row would end speculation."""
+    """The prior acceptance rate of an unknown pair, and the number of trials that priors count as.
+
+    `PRIOR_TRIALS` is for this prior, `CONFIDENCE_TRIALS` for the prior "acceptance equals
+    confidence". With fewer trials, a few rejected drafts of a single row would end speculation.
+    """
     EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995)
-    """Bins of the drafter's confidence."""
+    """The edges between the bins of the drafter's confidence."""
     ROW_STEP, ROW_FADE = 0.25, 0.97
-    """How far one outcome moves a row's own log-odds, and how they fade."""
+    """The step of a row's own log-odds by one outcome, and the factor by which they fade per round.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -94,18 +110,20 @@ class Acceptance:
 
     @property
     def mean(self) -> float:
-        """Over all positions and rows."""
+        """The acceptance rate over all positions and rows."""
         return self._positions.mean
 
     def by_position(self, rows: Sequence[Hashable]) -> Array:
-        """[rows, limit]: conditional acceptance at each draft position of each row."""
+        """Returns the conditional acceptance at each draft position, [rows, limit]."""
         return _shifted(
             self._positions.rates(self._positions.mean)[None, :], self._offsets(rows)[:, None]
         )
 
     def by_confidence(self, rows: Sequence[Hashable]) -> Array:
-        """[rows, bins]: acceptance of drafts that the drafter draws with a confidence (its highest
-        probability) between two of the `EDGES`."""
+        """Returns the acceptance of drafts by the drafter's confidence, [rows, bins].
+
+        The confidence is the drafter's highest probability; the bins lie between the `EDGES`.
+        """
         return _shifted(self._confidences.rates(), self._offsets(rows)[:, None])
 
     def learn(self, rows: Sequence[Hashable], rounds: Sequence[Tried]) -> None:
@@ -158,9 +176,11 @@ class Acceptance:
         ages: Index,
         known: npt.NDArray[np.bool_],
     ) -> None:
-        """Moves the log-odds of rows by the outcomes at lines and columns that are known; as far as
-        `ROW_STEP` says for a few of them, and never beyond what many of them say together (an
-        implicit step of the logistic loss)."""
+        """Moves the log-odds of rows by the outcomes whose confidence is known.
+
+        For a few outcomes the move is proportional to `ROW_STEP`. For many, it never goes beyond
+        their joint estimate (an implicit step of the logistic loss).
+        """
         lines, columns = lines[known], columns[known]
         weights = self.ROW_FADE ** ages[lines]
         chance = expected[lines, columns]
@@ -178,7 +198,7 @@ class Acceptance:
 
 
 def _padded(confidence: Sequence[Sequence[float]], width: int, rows: int) -> Array:
-    """[width, rows], NaN where nothing was looked at."""
+    """Returns the confidences as [width, rows], with NaN at positions that were not looked at."""
     padded = np.full((width, rows), np.nan)
     if confidence:
         padded[: len(confidence)] = confidence
@@ -186,6 +206,6 @@ def _padded(confidence: Sequence[Sequence[float]], width: int, rows: int) -> Arr
 
 
 def _shifted(probability: Array, offset: Array) -> Array:
-    """Probabilities moved by that much in log-odds."""
+    """Returns the probabilities, moved by an offset in log-odds."""
     odds = np.exp(offset) * probability / np.maximum(1 - probability, 1e-6)
     return odds / (1 + odds)

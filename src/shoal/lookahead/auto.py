@@ -28,35 +28,38 @@ from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
 FIRST_ROUNDS = (False, True, False, True)
-"""Which of the very first rounds are trials, when no cost is known: each kind of round twice, as
-first passes are slow. The first round of all is plain, so that no token waits for an unknown
-drafter."""
+"""The kinds of the very first rounds, before any cost is known: True for a trial.
+
+Each kind comes twice, because first passes are slow. The first round is plain, so that no token
+waits for an unknown drafter.
+"""
 MIN_ACCEPTANCE = 0.1
-"""Acceptance below which an engine is made without the drafter, until it is time for another
-trial."""
+"""The acceptance rate below which an engine is made without the drafter, until a trial is due."""
 TRIAL_ROWS = 2
-"""Rows that a trial drafts for: the drafter computes the prompts of these only."""
+"""The number of rows that a trial drafts for: the drafter computes the prompts of these only."""
 FIRST_STEPS = 2
-"""Tokens that the first trials draft for each, later ones one: two steps tell what a step costs,
-and what any proposal costs."""
+"""The number of tokens that the first trials draft for each row; later trials draft one.
+
+Two steps tell the cost of a step and the cost of any proposal.
+"""
 ASSUMED_ROWS = 16
-"""Rows assumed before a run is known."""
+"""The number of rows that is assumed before a run is known."""
 LEARNED = 32
-"""Rounds after which plans are kept for several rounds."""
+"""The number of rounds after which plans are kept for several rounds."""
 PLAN_ROUNDS = 8
-"""Rounds for which a plan holds while the rows are the same."""
+"""The number of rounds for which a plan is kept while the rows are the same."""
 FEW = 8
-"""Of so many rows that were planned for one may have ended before there is a new plan: planning
-takes time as well."""
+"""A plan is kept until more than 1 / `FEW` of its rows have ended: planning takes time as well."""
 
 
 class Auto:
     """The controller that `lookahead="auto"` names.
 
     Attributes:
-        limit, adaptive: see `shoal.lookahead.controller.Controller`.
-        costs: what it knows of the pair.
-        unfed: what the drafter has not computed.
+        limit: see `shoal.lookahead.controller.Controller`.
+        adaptive: see `shoal.lookahead.controller.Controller`.
+        costs: the costs and acceptance rates of the pair.
+        unfed: the tokens that the drafter has not computed.
     """
 
     limit = LIMIT
@@ -93,7 +96,7 @@ class Auto:
     # ── before a round ────────────────────────────────────────────────────────────────────────────
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
-        """Longest draft of each row; drafting may stop earlier."""
+        """Returns the longest draft of each row; drafting may stop earlier."""
         serials = [row.serial for row in rows]
         if serials != self._rows or (waiting > 0) != self._waiting:
             self.unfed.change(rows)
@@ -120,7 +123,7 @@ class Auto:
         return self._longest
 
     def _goes_on(self, serials: list[int], waiting: bool) -> bool:
-        """Keeps the plan where only a few of its rows have ended."""
+        """Keeps the plan if only a few of its rows have ended; returns True if it is kept."""
         begun = len(self._record.rows)
         if (
             self._stopping is None
@@ -142,7 +145,7 @@ class Auto:
         return True
 
     def _begin(self, serials: list[int], waiting: bool) -> None:
-        """Other rows than before."""
+        """Begins a record of other rows than before, without a plan."""
         self._learn_acceptance()
         if set(serials).isdisjoint(self._rows):
             self.costs.credit.settle()
@@ -151,7 +154,7 @@ class Auto:
         self._record = Record(serials)
 
     def _rows_to_draft_for(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """All rows if there is a plan, a few for a trial, or none."""
+        """Returns all rows if there is a plan, a few for a trial, or none."""
         costs = self.costs
         if costs.rounds < len(FIRST_ROUNDS):
             return self.unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
@@ -177,8 +180,10 @@ class Auto:
         return chosen if self.trial_is_due(len(rows), self.unfed.tokens(chosen)) else ()
 
     def promise(self, rows: Sequence[Row]) -> float:
-        """Tokens per second of the best plan for these rows; 0 where none pays, with what has to be
-        computed for it."""
+        """Returns the tokens per second of the best plan for these rows.
+
+        Returns 0 if no plan pays, with the tokens that the drafter must compute before it.
+        """
         self._learn_acceptance()
         _, survival = self._survival(rows)
         plan = best_plan(survival, np.ones(len(rows)), self.costs)
@@ -193,12 +198,14 @@ class Auto:
         )
 
     def pause(self, rows: Sequence[Row]) -> None:
-        """Another drafter drafts for these rows."""
+        """Notes that another drafter drafts for these rows."""
         self.unfed.leave(rows)
 
     def _survival(self, rows: Sequence[Row]) -> tuple[Array, Array]:
-        """Acceptance at each position of each row, and the probability that a draft and all before
-        it are accepted."""
+        """Returns the acceptance at each position and its running product, [rows, limit] each.
+
+        The product is the probability that a draft and all before it are accepted.
+        """
         longest = np.array([row.max_draft_length for row in rows])
         following = self.costs.acceptance.by_position([row.serial for row in rows])
         survival = following.cumprod(axis=1)
@@ -222,8 +229,12 @@ class Auto:
         return Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
 
     def trial_is_due(self, rows: int, unfed: int) -> bool:
-        """Whether there is credit for drafts of a few of so many rows. unfed: tokens that the
-        drafter has to compute first."""
+        """Returns True if there is credit for drafts of a few rows.
+
+        Args:
+            rows: the number of rows that run.
+            unfed: the number of tokens that the drafter has to compute first.
+        """
         costs = self.costs
         plain, nodes = costs.verify.seconds(rows), ceil(costs.trees.by_depth[1])
         cost = (
@@ -237,9 +248,15 @@ class Auto:
     # ── while drafting ────────────────────────────────────────────────────────────────────────────
 
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
-        """How long each row's draft may still become, given the drafter's highest probability at
-        `position`: `position` if the draft there is not worth verifying, and at most one more if
-        another step is not worth its time."""
+        """Returns the longest length that each row's draft may still reach.
+
+        This is `position` if the draft there is not worth verifying, and at most one more if
+        another step is not worth its time.
+
+        Args:
+            position: the draft position.
+            confidence: the drafter's highest probability at this position, for each row.
+        """
         self._confidence[position:] = [confidence]
         if self._stopping is None:
             return self._longest
@@ -250,7 +267,7 @@ class Auto:
     # ── after a round ─────────────────────────────────────────────────────────────────────────────
 
     def learn(self, outcome: Outcome) -> None:
-        """Adds what the round cost and brought to what is known of the pair."""
+        """Learns the costs and the outcome of a round."""
         costs, rows = self.costs, len(outcome.drafted)
         learning = costs.rounds < len(FIRST_ROUNDS)
         costs.rounds += 1
@@ -292,8 +309,10 @@ class Auto:
         )
 
     def _known_confidence(self) -> list[Sequence[float]]:
-        """Beyond a row's longest draft the drafter may have seen padding, which tells nothing about
-        its drafts."""
+        """Returns the confidences at the positions within each row's longest draft.
+
+        The others are NaN: beyond that length the drafter may have seen padding.
+        """
         if min(self._longest) >= len(self._confidence):
             return self._confidence
         return [
@@ -305,7 +324,7 @@ class Auto:
         ]
 
     def _learn_acceptance(self) -> None:
-        """From the rounds since it was last asked."""
+        """Learns the acceptance from the rounds since the last call."""
         record = self._record
         if record.tried:
             self.costs.acceptance.learn(record.rows, record.tried)

@@ -1,26 +1,28 @@
-"""How long no plan is made after one found nothing."""
+"""The wait for a new plan after one that did not pay."""
 
 from __future__ import annotations
 
 MOST = 16
-"""Most plain rounds before a new plan is made for as many rows."""
+"""The most plain rounds before a new plan is made for as many rows."""
 
 
 class Backoff:
-    """Plain rounds without a plan, as planning takes time, too: more of them each time that a plan
-    for about as many rows, to a quarter, finds nothing. On a server their number changes in every
-    round."""
+    """A count of plain rounds without a plan, because planning takes time, too.
+
+    The wait grows each time that no plan pays for about as many rows, to a quarter: on a server the
+    number of rows changes in every round.
+    """
 
     def __init__(self) -> None:
         self._rows = self._length = self._left = 0
 
     def is_over(self, rows: int) -> bool:
-        """Counts a round; whether it is time for a plan."""
+        """Counts a round; returns True if it is time for a plan."""
         self._left -= 1
         return self._left < 0 or not self._as_many(rows)
 
     def extend(self, rows: int) -> None:
-        """A plan found nothing."""
+        """Starts a wait, after no plan was found that pays."""
         if self._as_many(rows):
             self._length = min(2 * self._length + 1, MOST)
         else:

@@ -1,8 +1,8 @@
-"""BASS, Algorithm 1 (Qian et al. 2024, arXiv 2404.15778): one draft length for the batch, grown by
-the best row.
+"""One draft length for the batch, grown by the best row: Algorithm 1 of BASS.
 
-The paper's constants: l0 = 7, l_incre = 2, l_mod = 10, l_limit = 32. Because the *maximum* over
-rows triggers growth, the length drifts up with the batch; that suits an idle GPU and not a CPU.
+Qian et al. 2024, arXiv 2404.15778. The paper's constants: l0 = 7, l_incre = 2, l_mod = 10, l_limit
+= 32. The *maximum* over rows triggers growth, so the length drifts up with the batch; that suits an
+idle GPU and not a CPU.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Sequence
 
 
 class Bass:
-    """If some row took its whole draft: l + 2, at most 32. Otherwise l - ceil(l / 10) - s, at least
-    what the best row took; s = 1 from the second shrink in a row on. Rows near their end, whose
-    drafts were shorter than l, do not count; if there are no others, l stays."""
+    """A draft length that grows when some row took its whole draft, and shrinks otherwise.
+
+    It grows to l + 2, at most 32. It shrinks to l - ceil(l / 10) - s, but not below the accepted
+    tokens of the best row; s = 1 from the second shrink in a row on. Rows near their end, whose
+    drafts were shorter than l, do not count; if there are no other rows, l stays.
+    """
 
     L0, INCREMENT, MODULUS, LIMIT = 7, 2, 10, 32
 

@@ -1,14 +1,14 @@
-"""Which of several drafters proposes, or in which way one does, by measured costs: what each
-promises for the rows that run, none included.
+"""The choice among several drafters, or several ways of one, by measured costs.
 
 Each choice (one of the drafters, all of them together, or chains and trees of one model) has an
-`Auto` of its own, which knows what its drafts cost and bring, and plans its draft lengths. What a
-pass of the target costs, and the account that bounds what drafting may lose, they have in common:
-however many are tried, they lose no more than one alone.
+`Auto` of its own, which knows the costs and the acceptance of its drafts, and plans its draft
+lengths. The choices are compared by the rates that they promise for the running rows; plain
+decoding is compared as well. All choices share the costs of the target's passes and the account
+that bounds the loss by drafting, so several choices lose no more than one alone.
 
-A choice holds for some rounds. From time to time another one has a few rounds, so that what is
-believed of it does not grow old; where none promises anything, they take turns with the trials that
-the account allows.
+A choice is kept for some rounds. From time to time another one gets a few rounds, so that its
+estimates do not grow old. If no choice promises a gain, they take turns with the trials that the
+account allows.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
 HELD = 8
-"""Rounds that a choice holds while its plan does."""
+"""The number of rounds for which a choice is kept while its plan pays."""
 AGAIN = 64
-"""Rounds until another choice is tried though the one that holds pays; twice as many each time, up
-to `MOST`."""
+"""The number of rounds until another choice is tried though the present one pays.
+
+It doubles each time, up to `MOST`.
+"""
 MOST = 1024
 TRIED = 2
-"""Rounds that it has."""
+"""The number of rounds that such a trial has."""
 BETTER = 1.02
-"""How many times as much another choice must promise."""
+"""The factor by which another choice's promise must be greater."""
 KNOWN = len(FIRST_ROUNDS) - 1
-"""First rounds that drafters after the first one go without: one trial tells what drafts cost and
-bring."""
+"""The number of first rounds that drafters after the first one skip.
+
+One trial tells the costs and the acceptance of drafts.
+"""
 
 
 class Choices(Protocol):
-    """What may draft.
+    """A drafter, or a sum, with several ways of drafting.
 
     Attributes:
-        choices: their names, the cheapest first.
+        choices: the names of the ways, the cheapest first.
         choices_join: see `shoal.drafting.protocol.Drafter`.
     """
 
@@ -52,20 +56,21 @@ class Choices(Protocol):
     def choices_join(self) -> bool: ...
 
     def use(self, choice: int) -> None:
-        """Which of them drafts in the rounds to come."""
+        """Sets the choice that drafts in the next rounds."""
         ...
 
 
 class AutoChoice:
-    """The controller that `lookahead="auto"` names where there are several drafters.
+    """The controller that `lookahead="auto"` names if there are several ways of drafting.
 
     Args:
-        costs: what is known of the pair.
-        choices: what may draft.
+        costs: the costs and acceptance rates of the pair.
+        choices: the ways of drafting.
 
     Attributes:
-        limit, adaptive: see `shoal.lookahead.controller.Controller`.
-        rounds: that each choice had, by its name.
+        limit: see `shoal.lookahead.controller.Controller`.
+        adaptive: see `shoal.lookahead.controller.Controller`.
+        rounds: the number of rounds that each choice had, by its name.
     """
 
     limit = LIMIT
@@ -99,11 +104,11 @@ class AutoChoice:
 
     @property
     def may_speculate(self) -> bool:
-        """Whether any of them may."""
+        """True if some choice may speculate."""
         return any(auto.may_speculate for auto in self._autos)
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
-        """Longest draft of each row, by the choice of this round."""
+        """Returns the longest draft of each row, by the choice of this round."""
         serials = {row.serial for row in rows}
         if serials.isdisjoint(self._rows):
             self._held = 0
@@ -117,7 +122,7 @@ class AutoChoice:
         return self._autos[choice].lengths(rows, waiting)
 
     def _next(self, rows: Sequence[Row]) -> int:
-        """The choice of the coming round."""
+        """Returns the choice of the coming round."""
         self._until_trial -= 1
         self._held -= 1
         if self._held > 0:
@@ -153,8 +158,10 @@ class AutoChoice:
         return best
 
     def _is_to_learn(self, choice: int, rows: int) -> bool:
-        """Whether next to nothing is known of a choice, and the account allows to try it. All
-        together are tried once one pays."""
+        """Returns True if a choice is hardly known and the account allows a trial.
+
+        All drafters together are tried once one of them pays.
+        """
         costs = self._autos[choice].costs
         if costs.rounds >= len(FIRST_ROUNDS) or (choice and not self._account.credit.allows_plans):
             return False
@@ -164,12 +171,14 @@ class AutoChoice:
         return not choice or unknown or self._autos[choice].trial_is_due(rows, 0)
 
     def shorten(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
-        """See `shoal.lookahead.auto.Auto.shorten`."""
+        """Shortens drafts, see `shoal.lookahead.auto.Auto.shorten`."""
         return self._autos[self._current].shorten(position, confidence)
 
     def learn(self, outcome: Outcome) -> None:
-        """Adds what the round cost and brought to what is known of its choice. The account pays for
-        the first rounds of all choices but the first."""
+        """Learns the costs and the outcome of a round, for its choice.
+
+        The account pays for the first rounds of all choices but the first.
+        """
         auto, account = self._autos[self._current], self._account
         pays = self._current > 0 and auto.costs.rounds < len(FIRST_ROUNDS) and outcome.steps > 0
         auto.learn(outcome)

@@ -1,9 +1,8 @@
-"""Draft length controllers: how many tokens to draft next. They see counts and costs, never
-tensors.
+"""Draft length controllers, which see counts and costs, and never tensors.
 
 There are two protocols. A `Lookahead` (two methods) has one draft length for the whole batch. A
-`Controller` has one for each row, and is what the engine asks: `as_controller` makes one of a
-`Lookahead`. `by_name` finds the controller that a user names.
+`Controller` has one for each row, and is the protocol that the engine calls: `as_controller` makes
+one of a `Lookahead`. `by_name` finds the controller that a user names.
 """
 
 from __future__ import annotations
@@ -39,28 +38,29 @@ __all__ = [
 
 @runtime_checkable
 class Controller(Protocol):
-    """Decides, before each round, how many tokens to draft for each row. Give an object of this
-    protocol as `lookahead`.
+    """A controller that decides, before each round, how many tokens to draft for each row.
 
-    The engine calls, in every round: `lengths` once; `shorten`, if there is one, once per draft
-    position; `learn` once, with the rows in the order that `lengths` got them. Rows join and leave
-    between rounds: what is kept of a row is kept under `row.serial`, which no other row of the
-    process has. An example is `Stepwise` in tests/lookahead/test_lookahead.py.
+    Give an object of this protocol as `lookahead`. In every round the engine calls `lengths` once;
+    `shorten`, if there is one, once per draft position; and `learn` once, with the rows in the
+    order in which `lengths` got them. Rows join and leave between rounds: keep data of a row under
+    `row.serial`, which no other row of the process has. An example is `Stepwise` in
+    tests/lookahead/test_lookahead.py.
 
     Attributes:
-        limit: the longest draft that it ever asks for, 0 = plain decoding. The caches are sized for
-            it. Must not change.
-        adaptive: whether a decision may depend on drafts that were rejected, or on times: on the
-            confidence that `shorten` got, or on `Outcome.seconds`. False = on `Outcome.accepted`
-            and own decisions alone. With True, rejection sampling draws new uniforms in every round
-            instead of one set per position: the tokens would otherwise not follow the target's
-            distribution.
-        may_speculate: asked once, when an engine is made. False = its run does without the drafter
+        limit: the longest draft that the controller ever asks for; 0 = plain decoding. The caches
+            are sized for it. Must not change.
+        adaptive: True if a decision may depend on rejected drafts or on times, which are the
+            confidence that `shorten` got and `Outcome.seconds`. False if it depends on
+            `Outcome.accepted` and own decisions alone. If True, rejection sampling draws new
+            uniforms in every round instead of one set per position: otherwise the tokens would not
+            follow the target's distribution.
+        may_speculate: read once, when an engine is made. False = the run does without the drafter
             altogether: not even the prompts are fed to it.
-        shorten: None, or (position, confidence) -> lengths, called for each draft position from 0
-            on, with the drafter's highest probability there, 0..1, for each row. Returns how long
-            each row's draft may still become, without knowing the token: `position` or less ends it
-            before this token. A draft never becomes longer than `lengths` said.
+        shorten: None, or (position, confidence) -> lengths. It is called for each draft position
+            from 0 on, with the drafter's highest probability there, 0..1, for each row. It returns
+            the length that each row's draft may still reach, without knowing the token: `position`
+            or less ends the draft before this token. A draft never becomes longer than `lengths`
+            said.
     """
 
     @property
@@ -76,31 +76,35 @@ class Controller(Protocol):
     def shorten(self) -> Callable[[int, Sequence[float]], Sequence[int]] | None: ...
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
-        """Longest draft of each row in the coming round, 0..min(limit, row.max_draft_length).
+        """Returns the longest draft of each row, 0..min(limit, row.max_draft_length).
 
         Args:
-            rows: those that run; the order and the rows may differ from round to round.
-            waiting: how many rows have no slot yet.
+            rows: the rows of the coming round; the order and the rows may differ from round to
+                round.
+            waiting: the number of rows that have no slot yet.
         """
         ...
 
     def learn(self, outcome: Outcome) -> None:
-        """What the round drafted, accepted and cost. Not called without a round."""
+        """Learns the drafts, the acceptance and the costs of a round; called only after a round."""
         ...
 
 
 def by_name(
     name: object, pair_costs: PairCosts | None = None, choices: Choices | None = None
 ) -> Lookahead | Controller:
-    """ "auto" -> Auto(pair_costs); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" ->
+    """Returns the controller that a user names.
+
+    "auto" -> Auto(pair_costs); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" ->
     Bass(); "heuristic" -> Heuristic(); a controller object -> itself.
 
     Args:
-        pair_costs: what `Auto` knows of the pair at first, and adds to; None = nothing.
+        name: the name, the draft length or the object.
+        pair_costs: the costs that `Auto` begins with, and adds to; None = no costs yet.
         choices: the drafter; "auto" chooses among the ways that it names. None = there is one way.
 
     Raises:
-        RequestError: for anything else.
+        RequestError: the name is none of these.
     """
     if isinstance(name, int) and not isinstance(name, bool):
         return Fixed(name)
@@ -129,5 +133,5 @@ _NAMES: dict[str, Callable[[PairCosts | None], Lookahead | Controller]] = {
 
 
 def as_controller(lookahead: Lookahead | Controller) -> Controller:
-    """A `Lookahead` as a `Controller`; a controller as it is."""
+    """Returns a `Lookahead` as a `Controller`, and a controller as it is."""
     return Uniform(lookahead) if isinstance(lookahead, Lookahead) else lookahead

@@ -1,4 +1,4 @@
-"""What rounds of a pair cost and bring, learned from the rounds that were made."""
+"""The costs and the acceptance of the rounds of a pair, learned from the rounds that were made."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.tree_sizes import TreeSizes
 
 CALIBRATION_SHARE = 0.02
-"""Weight of one round when results are compared with plans; in plain rounds the calibration returns
-to 1 at the same rate."""
+"""The weight of one round in the calibration, which compares results with plans.
+
+In plain rounds the calibration returns to 1 at the same rate.
+"""
 MIN_CALIBRATION, MAX_CALIBRATION = 0.5, 1.2
-"""Bounds: costs that are wrong by more say nothing about plans."""
+"""The bounds of the calibration: costs that are wrong by more say nothing about plans."""
 
 
 class CostCurve:
@@ -29,27 +31,36 @@ class CostCurve:
     hardly more than a smaller one (`MOST_PER_SIZE`). Old observations are forgotten, so that one
     disturbed measurement cannot rule out a size for good.
 
-    Disturbances only make a pass slower (the first of its kind, other work on the machine). So of
-    the first passes of a size the median counts, of two the faster one, and later a pass counts as
+    Disturbances only make a pass slower (the first of its kind, other work on the machine). So the
+    median of the first passes of a size counts, the faster one of two, and later a pass counts as
     at most twice the estimate.
     """
 
     FADE, FORGOTTEN, TRUST = 0.997, 0.3, 8.0
-    """Weight kept per observation of any size; weight below which a size is forgotten; most weight
-    a size can have."""
+    """Three weights of a size, in observations.
+
+    `FADE` is the factor per observation of any size, `FORGOTTEN` the weight below which a size is
+    forgotten, `TRUST` the most weight that a size can have.
+    """
     SHARE = 0.2
-    """Weight of a new observation."""
+    """The weight of a new observation."""
     FIRST = 5
-    """Observations of a size whose median counts. The faster of two, kept for long, would be 5 %
-    less than a size costs that is observed often, by the noise of a quiet machine: plain rounds
-    would seem that much faster, as few are made where drafts pay."""
+    """The number of observations of a size whose median counts.
+
+    The faster of two observations, kept for long, would be 5 % below the cost of a size that is
+    often observed, by the noise of a quiet machine. Plain rounds would seem that much faster,
+    because few are made if drafts pay.
+    """
     MOST_TIMES = 2.0
-    """Times the estimate that an observation counts as at most."""
+    """The bound of an observation, as a multiple of the estimate."""
     MOST_PER_SIZE = 1.5
-    """Cost by its size, over that of any smaller size, that is believed: a first pass amid other
-    work may take twenty times as long, and what is compared with it would seem cheap."""
+    """The bound of a size's cost per position, as a multiple of that of any smaller size.
+
+    A first pass amid other work may take twenty times as long, and every pass compared with it
+    would seem cheap.
+    """
     FADE_EVERY = 16
-    """Observations between two fadings of all weights."""
+    """The number of observations between two fadings of all weights."""
 
     def __init__(self) -> None:
         self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
@@ -60,7 +71,7 @@ class CostCurve:
         )
 
     def observe(self, size: int, seconds: float) -> float:
-        """One pass of that size took that long; returns what such a pass takes."""
+        """Adds an observation of one pass; returns the seconds that such a pass takes."""
         self._observed += 1
         if self._observed % self.FADE_EVERY == 0:
             kept = self.FADE**self.FADE_EVERY
@@ -83,7 +94,7 @@ class CostCurve:
 
     @property
     def known(self) -> bool:
-        """Anything was observed yet."""
+        """True if there is an observation."""
         return bool(self._points)
 
     @property
@@ -92,13 +103,18 @@ class CostCurve:
         return max(self._points, default=0)
 
     def at(self, size: int) -> float | None:
-        """Seconds of the size itself, or of one that is kept together with it; None if it was never
-        observed, or is forgotten."""
+        """Returns the seconds of this size, or of one that is kept together with it.
+
+        Returns None if the size was never observed, or is forgotten.
+        """
         point = self._points.get(rounded(size))
         return None if point is None else point[0]
 
     def seconds(self, size: int) -> float:
-        """Seconds of any size, by its neighbours where it was not observed; 0 if nothing was."""
+        """Returns the seconds of any size; 0 if there is no observation.
+
+        A size that was not observed is estimated from its neighbours.
+        """
         sizes, table = self._corners()
         right = bisect_left(sizes, size)
         if right == len(sizes):
@@ -109,7 +125,7 @@ class CostCurve:
         return table[right - 1] + share * (table[right] - table[right - 1])
 
     def table(self, largest: int) -> Array:
-        """Seconds of every size 0..largest, [largest + 1]; never falling with the size."""
+        """Returns the seconds of every size 0..largest, [largest + 1], never falling with size."""
         return np.interp(np.arange(largest + 1), *self._corners())
 
     def _corners(self) -> tuple[list[int], list[float]]:
@@ -126,40 +142,44 @@ class CostCurve:
 
 
 class MixedCostCurve(CostCurve):
-    """Of passes that cost unlike amounts by nature: what counts is their mean, so that every
-    observation counts as it is."""
+    """A curve of passes whose costs differ by nature.
+
+    Their mean counts, so every observation counts in full.
+    """
 
     FIRST, MOST_TIMES = 1, math.inf
 
 
 def rounded(size: int) -> int:
-    """Sizes above 16 are kept to within about 6 %: a few dozen points in all."""
+    """Returns the size under which a size is kept.
+
+    Sizes above 16 are kept to within about 6 %: a few dozen points in all.
+    """
     return size if size <= 16 else round(2 ** (round(math.log2(size) * 12) / 12))
 
 
 class PairCosts:
-    """What is known of a pair on this machine; outlives the engines that use it.
+    """The costs and acceptance rates of a pair on this machine; outlives the engines that use it.
 
-    It stays honest because everything is an observation that is replaced or forgotten: costs of
-    sizes that are not met any more fade away, acceptance is a fading average, the calibration
-    returns to 1 in plain rounds, and `credit` never holds more than a few rounds, so that a pair
-    which was good for hours is left as soon as any other.
+    All of it is observed, and replaced or forgotten: costs of sizes that no longer occur fade away,
+    acceptance is a fading average, and the calibration returns to 1 in plain rounds. `credit` never
+    holds more than a few rounds, so a pair that was good for hours is left as soon as any other.
 
     Attributes:
-        acceptance: of drafts.
-        verify: seconds of a round without its drafting, by positions of the target's pass.
-        start: seconds of a proposal of one step, by rows.
-        draft: of each step more.
-        preparing: seconds in which the drafter computes prompts and what was decoded without it, by
-            tokens.
-        packed: a pass costs its real positions, not rows times the longest.
-        trees: how many nodes drafts have by their depth.
-        rounds: learned from so far.
-        calibrations: tokens per second that rounds with drafts bring, over what their plans
-            promised, by the number of rows to a power of two. Plans are corrected by it: the last
-            row of a batch, an unlucky one, brings little more than half.
-        credit: time that drafting may lose.
-        plain_rounds: counts the rounds after which one is plain, whatever seems to pay.
+        acceptance: the acceptance of drafts.
+        verify: the seconds of a round without its drafting, by positions of the target's pass.
+        start: the seconds of a proposal of one step, by rows.
+        draft: the seconds of each further step, by rows.
+        preparing: the seconds in which the drafter computes prompts and tokens that were decoded
+            without it, by tokens.
+        packed: True if a pass costs its real positions, False if it costs rows times the longest.
+        trees: the number of nodes of drafts by their depth.
+        rounds: the number of rounds learned from so far.
+        calibrations: the tokens per second that rounds with drafts bring, divided by the rate that
+            their plans promised, by the number of rows to a power of two. Plans are corrected by
+            it: the last row of a batch, an unlucky one, brings little more than half.
+        credit: the time that drafting may lose.
+        plain_rounds: the count of rounds after which one is plain, even if drafts seem to pay.
     """
 
     def __init__(self, packed: bool) -> None:
@@ -178,13 +198,15 @@ class PairCosts:
         self._drafters: dict[str, PairCosts] = {}
 
     def of(self, name: str, *, mixed: bool = False, one_memory: bool = False) -> PairCosts:
-        """What is known of one of several drafters, or of the ways of one. What passes of the
-        target cost, and the account, they have in common.
+        """Returns the costs of one of several drafters, or of one of the ways of a drafter.
+
+        They share the costs of the target's passes and the account.
 
         Args:
-            mixed: it is several drafters, so that what a proposal costs depends on who took part in
-                it.
-            one_memory: they compute prompts for each other.
+            name: the name of the choice.
+            mixed: True if the choice is several drafters, so that the cost of a proposal depends on
+                those that took part.
+            one_memory: True if the choices compute prompts for each other.
         """
         if name not in self._drafters:
             own = self._drafters[name] = PairCosts(self.packed)
@@ -196,18 +218,22 @@ class PairCosts:
         return self._drafters[name]
 
     def seconds_preparing(self, tokens: int) -> float:
-        """Of the drafter over so many tokens; of more than it was seen to take, in proportion."""
+        """Returns the seconds of the drafter over so many tokens.
+
+        Beyond the largest number observed they grow in proportion.
+        """
         return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
 
     def observe_drafting(
         self, rows: int, steps: int, seconds: float, between: float | None
     ) -> float:
-        """A proposal of so many steps; returns what such a proposal takes.
+        """Adds an observation of a proposal; returns the seconds that such a proposal takes.
 
         Args:
-            seconds: of it.
-            between: of them, for all steps but one; None = unknown: steps are then taken to be
-                alike.
+            rows: the number of rows.
+            steps: the number of steps.
+            seconds: the seconds of the proposal.
+            between: the seconds of all steps but one; None = unknown: all steps then count alike.
         """
         more = steps - 1
         if between is None:
@@ -216,34 +242,41 @@ class PairCosts:
         return start + (more * self.draft.observe(rows, between / more) if more else 0.0)
 
     def seconds_starting(self, rows: int) -> float:
-        """Of a proposal of one step."""
+        """Returns the seconds of a proposal of one step."""
         return (self.start if self.start.known else self.draft).seconds(rows)
 
     def seconds_step(self, rows: int) -> float:
-        """Of each step more."""
+        """Returns the seconds of each further step."""
         return (self.draft if self.draft.known else self.start).seconds(rows)
 
     def seconds_drafting(self, rows: int, steps: int) -> float:
-        """Of a proposal of at least one step."""
+        """Returns the seconds of a proposal of at least one step."""
         return self.seconds_starting(rows) + (steps - 1) * self.seconds_step(rows)
 
     def positions(self, drafted: Sequence[int]) -> int:
-        """Of a target pass over so many drafted nodes of each row."""
+        """Returns the positions of a target pass over so many drafted nodes of each row."""
         rows = len(drafted)
         return rows + (sum(drafted) if self.packed else rows * max(drafted))
 
     def calibration(self, rows: int) -> float:
-        """Of plans for about so many rows."""
+        """Returns the calibration of plans for about so many rows."""
         return self.calibrations.get(rows.bit_length(), 1.0)
 
     def calibrate(self, rows: int, ratio: float, rounds: int) -> None:
-        """So many rounds brought `ratio` times the tokens per second that their plan promised."""
+        """Corrects the calibration by some rounds.
+
+        Args:
+            rows: the number of rows.
+            ratio: the tokens per second of the rounds, divided by the rate that their plan
+                promised.
+            rounds: the number of rounds.
+        """
         corrected = self.calibration(rows) * (
             1 + min(CALIBRATION_SHARE * rounds, 0.5) * (min(max(ratio, 0.5), 2.0) - 1)
         )
         self.calibrations[rows.bit_length()] = min(max(corrected, MIN_CALIBRATION), MAX_CALIBRATION)
 
     def forget_calibration(self, rows: int) -> None:
-        """A round without drafts."""
+        """Moves the calibration towards 1, after a round without drafts."""
         if rows.bit_length() in self.calibrations:
             self.calibrations[rows.bit_length()] += CALIBRATION_SHARE * (1 - self.calibration(rows))

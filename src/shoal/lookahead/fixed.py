@@ -1,4 +1,4 @@
-"""The same draft length every round; 0 is plain decoding with no speculative work at all."""
+"""One draft length for every round; 0 is plain decoding without any speculative work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from shoal.errors import RequestError
 
 MAX_LENGTH = 64
-"""Beyond this a verify pass is a prefill; asking for more is a slip."""
+"""The longest draft length: a longer verification is a prefill, and most likely a slip."""
 
 
 class Fixed:
-    """Draft length k in every round.
+    """A controller with draft length k in every round.
 
     Raises:
-        RequestError: unless 0 <= k <= 64.
+        RequestError: k is not in 0..64.
     """
 
     def __init__(self, k: int) -> None:
@@ -26,4 +26,4 @@ class Fixed:
         return self.limit
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Nothing to learn."""
+        """Does nothing: the length is fixed."""

@@ -1,5 +1,7 @@
-"""Transformers' heuristic for one sequence, carried over to a batch: two more after a full
-acceptance, else one less."""
+"""Transformers' heuristic for one sequence, applied to a batch.
+
+The length grows by two after a full acceptance, and shrinks by one otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,12 @@ from collections.abc import Sequence
 
 
 class Heuristic:
-    """Starts at 5 and never leaves 1..20. A batch counts as fully accepted when at least half of
-    its rows were: by its best row, as in Algorithm 1, lengths would drift up with the batch; by its
-    worst they would sink to 1. Rows that drafted nothing do not count."""
+    """A draft length that starts at 5 and never leaves 1..20.
+
+    A batch counts as fully accepted if at least half of its rows were: by its best row, as in
+    Algorithm 1 of BASS, lengths would drift up with the batch; by its worst row they would sink to
+    1. Rows without drafts do not count.
+    """
 
     START, GROWTH, SHRINKAGE, LIMIT = 5, 2, 1, 20
 

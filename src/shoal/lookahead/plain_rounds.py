@@ -1,40 +1,43 @@
-"""When a round is plain though drafts seem to pay: what they are compared with must be seen from
-time to time.
+"""Plain rounds among rounds with drafts, so that the cost of a plain round stays known.
 
-Rounds with drafts teach what they cost themselves. What a plain round of as many rows costs they do
-not teach: were it believed to be slow, as the first one of its kind met other work on the machine,
-it would never be made again.
+Rounds with drafts teach their own costs, but not the cost of a plain round of as many rows. If the
+first plain round met other work on the machine, plain rounds would be believed to be slow, and none
+would ever be made again.
 """
 
 from __future__ import annotations
 
 FIRST, MOST = 16, 1024
-"""Rounds with drafts until a plain one, of a size that was never plain, and of one that often
-was."""
+"""The number of rounds with drafts before a plain one.
+
+`FIRST` is for a size without a plain round yet, `MOST` for one with many.
+"""
 GROWTH = 4
-"""By which a plain round of a size multiplies the wait for its next."""
+"""The factor by which a plain round of a size multiplies the wait for its next."""
 
 
 class PlainRounds:
-    """Counts the rounds of each number of rows, to a power of two; each plain round lengthens the
-    wait for the next."""
+    """A count of the rounds of each number of rows, to a power of two.
+
+    Each plain round lengthens the wait for the next.
+    """
 
     def __init__(self) -> None:
         self._drafted: dict[int, int] = {}  # rounds with drafts since the last plain one
         self._waits: dict[int, int] = {}
 
     def due(self, rows: int) -> bool:
-        """Whether the next round of so many rows should be plain."""
+        """Returns True if the next round of so many rows should be plain."""
         size = rows.bit_length()
         return self._drafted.get(size, 0) >= self._waits.get(size, FIRST)
 
     def drafted(self, rows: int) -> None:
-        """A round with drafts is over."""
+        """Counts a round with drafts."""
         size = rows.bit_length()
         self._drafted[size] = self._drafted.get(size, 0) + 1
 
     def plain(self, rows: int) -> bool:
-        """A plain round is over; returns whether it was due."""
+        """Counts a plain round; returns True if it was due."""
         due, size = self.due(rows), rows.bit_length()
         self._waits[size] = min(GROWTH * self._waits.get(size, FIRST), MOST)
         self._drafted[size] = 0

@@ -1,10 +1,11 @@
-"""How many drafts of a batch are worth their cost: the plan of one round.
+"""The plan of one round: the number of drafts of a batch that are worth their cost.
 
 A plan takes draft positions of all rows in the order of their probability of being committed (the
 greedy rule of DySpec's tree builder, Xiong et al. 2024, with the whole batch as one tree) and ends
-where expected tokens per second are highest. A position of a tree costs the nodes that trees of its
-depth have more than those of the depth before. The rate converts seconds into tokens, so the plan
-says how many tokens a verified position and a drafter step must bring (Dinkelbach 1967, on ratios).
+at the highest number of expected tokens per second. A position of a tree costs the nodes by which
+trees of its depth exceed trees of the depth before. The rate converts seconds into tokens, so the
+plan says how many tokens a verified position and a drafter step must bring (Dinkelbach 1967, on
+ratios).
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from shoal.lookahead.acceptance import Array
 from shoal.lookahead.costs import PairCosts
 
 TYPICAL = 4
-"""Draft length at which the costs of one row and of all are compared."""
+"""The draft length at which the costs of one row and of all rows are compared."""
 STEP_MARGIN = 1.3
-"""A drafter step must bring so many times what the average plan brings in its time. Long drafts of
-a few rows leave the others behind, which costs time in the end; by `benchmarks/virtual.py`."""
+"""The margin of a drafter step over the average plan, in tokens for the same time.
+
+Long drafts of a few rows leave the other rows behind, which costs time in the end; by
+`benchmarks/virtual.py`.
+"""
 HORIZON = 128
-"""Tokens of a row within which a plan must bring back what is computed for it beforehand."""
+"""The number of tokens of a row within which a plan must bring back the work done before it."""
 
 
 INVESTMENT_MARGIN = 2.0
-"""How many times it must bring that back: the time is spent at once, and what is gained is an
-estimate."""
+"""The factor by which a plan must bring that work back.
+
+The time is spent at once, and the gain is an estimate.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,10 @@ class Plan:
     """A round with drafts.
 
     Attributes:
-        rate: expected committed tokens per second, weighted as the plan was asked for.
-        position_cost: tokens that could be committed elsewhere in the time that one verified
-            position takes, of trees one depth.
-        step_cost: the same of one drafter step.
+        rate: the expected committed tokens per second, with the weights of the plan.
+        position_cost: the tokens that could be committed elsewhere in the time of one verified
+            position, of trees one depth.
+        step_cost: the tokens that could be committed elsewhere in the time of one drafter step.
     """
 
     rate: float
@@ -48,12 +54,13 @@ class Plan:
 
 
 def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
-    """The plan with the most expected tokens per second; None if plain decoding has more.
+    """Returns the plan with the most expected tokens per second; None if plain decoding has more.
 
     Args:
-        survival: [rows, positions], probability that a draft and all before it are accepted; 0
-            where none may be drafted.
-        weights: [rows], what a committed token of the row counts.
+        survival: [rows, positions], the probability that a draft and all before it are accepted; 0
+            at positions that may not be drafted.
+        weights: [rows], the weight of a committed token of each row.
+        costs: the costs of the pair.
     """
     rows, limit = survival.shape
     gains = (weights[:, None] * survival).ravel()
@@ -79,11 +86,15 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
 
 
 def repays(plan: Plan, remaining: Array, preparing: float, costs: PairCosts) -> bool:
-    """Whether the plan brings back, over the next tokens of the rows, the seconds that the drafter
-    needs before it can begin.
+    """Returns True if the plan brings back the seconds that the drafter needs before it can begin.
+
+    Only the next `HORIZON` tokens of each row count.
 
     Args:
-        remaining: [rows], tokens that each row may still get. Rows mostly end before.
+        plan: the plan.
+        remaining: [rows], the tokens that each row may still get. Most rows end before.
+        preparing: the seconds that the drafter needs.
+        costs: the costs of the pair.
     """
     plain = costs.verify.seconds(len(remaining)) / len(remaining)
     return (
@@ -93,17 +104,18 @@ def repays(plan: Plan, remaining: Array, preparing: float, costs: PairCosts) -> 
 
 
 def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Array:
-    """[rows]: what a committed token of each row counts, 1 on average, once nothing waits for a
-    slot.
+    """Returns the weight of a committed token of each row, [rows], 1 on average.
 
-    A token saves its row a part of a round, the more the fewer tokens the row gets in one. What a
-    round less of a row saves is what the row costs beside the others, as it ends sooner; for the
-    row that ends last it is a whole round of a single row, which costs many times as much. Which
-    row that will be is not known: the further from its end, the more likely.
+    These are the weights for rounds in which no row waits for a slot. A committed token brings its
+    row's end nearer by 1 / (tokens per round). One round less saves the row's marginal cost in the
+    batch, or, for the row that ends last, a whole round of a single row, which costs many times as
+    much. Each row may be the last one, with a probability that grows with the distance from its
+    end.
 
     Args:
-        remaining: [rows], tokens that each row may still get, at least 1.
+        remaining: [rows], the tokens that each row may still get, at least 1.
         survival: see `best_plan`.
+        costs: the costs of the pair.
     """
     rows, speed = len(remaining), 1 + survival.sum(axis=1)
     rounds = remaining / speed

@@ -1,4 +1,4 @@
-"""What became of rounds with drafts, until it is learned from."""
+"""A record of rounds with drafts, from which the acceptance is learned later."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ Kind = TypeVar("Kind")
 
 
 class Record:
-    """Rounds that drafted for some rows, and went on as rows ended.
+    """The rounds that drafted for some rows, and went on as rows ended.
 
     Attributes:
-        rows: serial numbers of the rows that began.
-        tried: a round's drafts of each of them.
-        seconds, tokens: of the rounds of all of them; tokens weighted as planned.
+        rows: the serial numbers of the rows at the beginning.
+        tried: the outcomes of each round, for all of these rows.
+        seconds: the seconds of the rounds in which none of the rows had ended.
+        tokens: the tokens of these rounds, weighted as planned.
         full: the number of these rounds.
     """
 
@@ -29,12 +30,12 @@ class Record:
         self._places: list[int] | None = None  # in `rows`, of those that are left; None = all
 
     def narrow(self, rows: Sequence[int]) -> None:
-        """Only these of the rows are left, in this order."""
+        """Keeps only these of the rows, in this order."""
         places = {row: place for place, row in enumerate(self.rows)}
         self._places = [places[row] for row in rows]
 
     def add(self, tried: Tried, seconds: float, tokens: float) -> None:
-        """A round of the rows that are left is over."""
+        """Adds a round of the rows that are left."""
         if self._places is None:
             self.seconds, self.tokens, self.full = (
                 self.seconds + seconds,
@@ -51,7 +52,7 @@ class Record:
         self.tried.append(tried)
 
     def _spread(self, values: Sequence[Kind], absent: Kind) -> list[Kind]:
-        """A value for each row that began."""
+        """Returns a value for each row at the beginning; `absent` for rows that have ended."""
         assert self._places is not None
         spread = [absent] * len(self.rows)
         for place, value in zip(self._places, values, strict=True):

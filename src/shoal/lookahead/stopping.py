@@ -1,9 +1,9 @@
-"""Where the drafts of a round end: while drafting, the drafter's own confidence decides row by row
-whether the next draft is worth its cost (after DISCO, Mamou et al. 2024).
+"""The ends of the drafts of a round: the drafter's confidence decides on each next draft.
 
-The decision on a position is made before its token is drawn, so that the uniforms of a position
-never decide whether they are used. It is asked between two steps of a drafter, which may take a
-tenth of a millisecond each: for the rows of a batch a loop is faster than operations on arrays.
+After DISCO, Mamou et al. 2024: drafting goes on in a row while the next draft is worth its cost.
+The decision on a position is made before its token is drawn, so the uniforms of a position never
+decide whether they are used. It is made between two steps of a drafter, which may take a tenth of a
+millisecond each: for the rows of a batch a loop is faster than operations on arrays.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shoal.lookahead.plan import Plan
 
 
 class Stopping:
-    """Ends drafts by a plan, in as many rounds as the plan holds for.
+    """A rule that ends drafts by a plan, in as many rounds as the plan is kept.
 
     Args:
-        plan: what a position and a step must bring.
-        weights: [rows], what a committed token of the row counts.
+        plan: the tokens that a position and a step must bring.
+        weights: [rows], the weight of a committed token of each row.
         by_confidence: see `Acceptance.by_confidence`.
         by_position: [rows, positions], see `Acceptance.by_position`.
     """
@@ -40,20 +40,20 @@ class Stopping:
         ] = []  # of each row: its weight times the probability that all drafts so far are accepted
 
     def keep(self, places: Sequence[int]) -> None:
-        """Only these rows are left, in this order."""
+        """Keeps only these rows, in this order."""
         self._weights = [self._weights[place] for place in places]
         self._by_confidence = [self._by_confidence[place] for place in places]
         self._by_position = [self._by_position[place] for place in places]
 
     def begin(self, longest: Sequence[int]) -> None:
-        """A round, or its drafting, begins."""
+        """Begins a round, or its drafting."""
         self._ends = list(longest)
         self._open = [
             weight if end > 0 else 0.0 for weight, end in zip(self._weights, longest, strict=True)
         ]
 
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
-        """See `shoal.lookahead.auto.Auto.shorten`."""
+        """Shortens drafts, see `shoal.lookahead.auto.Auto.shorten`."""
         ends, survivals, edges, cost = (
             self._ends,
             self._open,

@@ -1,5 +1,4 @@
-"""How many nodes draft trees have by their depth: what a pass of the target over them costs is a
-matter of nodes."""
+"""The number of nodes of draft trees by depth: it decides the cost of a target's pass over them."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ import numpy as np
 from shoal.lookahead.acceptance import Array
 
 FADE = 0.98
-"""Weight kept of earlier trees of a depth, by tree of that depth."""
+"""The factor by which earlier trees of a depth fade, for each new tree of that depth."""
 
 
 class TreeSizes:
-    """Mean numbers of nodes by depth; chains as long as no tree has branched.
+    """The mean number of nodes by depth; the depth itself until a tree has branched.
 
     Args:
-        limit: the deepest that is kept apart.
+        limit: the greatest depth with a mean of its own.
     """
 
     def __init__(self, limit: int) -> None:
@@ -26,7 +25,12 @@ class TreeSizes:
         self._by_depth: Array | None = np.arange(limit + 1, dtype=float)
 
     def observe(self, depths: Sequence[int], nodes: Sequence[int] | None) -> None:
-        """The trees of a round. nodes: of each row; None = all were chains."""
+        """Adds the trees of a round.
+
+        Args:
+            depths: the depth of each row's tree.
+            nodes: the nodes of each row's tree; None = all were chains.
+        """
         if nodes is None and not self._seen:
             return
         for depth, count in zip(depths, depths if nodes is None else nodes, strict=True):
@@ -37,9 +41,11 @@ class TreeSizes:
 
     @property
     def by_depth(self) -> Array:
-        """Nodes of a tree of each depth 0..limit: never fewer than its depth, nor than one of a
-        lower depth has. Between depths that were seen a straight line; beyond the deepest one each
-        depth is one node more."""
+        """The nodes of a tree of each depth 0..limit, [limit + 1].
+
+        They are never fewer than the depth, nor than the nodes of a lower depth. Between observed
+        depths the numbers lie on a straight line; beyond the deepest one each depth adds one node.
+        """
         if self._by_depth is None:
             seen = sorted(self._seen)
             means = [self._seen[depth][1] / self._seen[depth][0] for depth in seen]

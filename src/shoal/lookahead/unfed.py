@@ -1,5 +1,7 @@
-"""How many tokens a drafter lacks, as its controller sees it: it computes nothing of a row that is
-not drafted for."""
+"""The number of tokens that a drafter lacks, as its controller sees it.
+
+A drafter computes no tokens of a row until it drafts for the row.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from shoal.types.requests import Row
 
 
 class Unfed:
-    """Tokens that would have to be computed before the next draft.
+    """The tokens that must be computed before the next draft.
 
-    It says what a drafter that is a model does (`shoal.drafting.slots`). For others the seconds
-    that go with these tokens are 0.
+    The counts are those of a drafter that is a model (`shoal.drafting.slots`). For other drafters
+    the seconds that go with these tokens are 0.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,7 @@ class Unfed:
         self._groups: dict[int, int] = {}  # of the rows with tokens
 
     def change(self, rows: Sequence[Row]) -> None:
-        """Rows joined or left."""
+        """Forgets rows that have left."""
         serials = {row.serial for row in rows}
         self._current &= serials
         self._held = {serial: held for serial, held in self._held.items() if serial in serials}
@@ -35,7 +37,7 @@ class Unfed:
         }
 
     def tokens(self, rows: Sequence[Row]) -> int:
-        """Of these rows, a prompt that several of them have counted once."""
+        """Returns the number of tokens that these rows lack; a shared prompt counts once."""
         groups, lacking = set(self._groups.values()), 0
         for row in rows:
             if row.serial in self._current:
@@ -48,14 +50,17 @@ class Unfed:
         return lacking
 
     def cheapest(self, rows: Sequence[Row], most: int) -> Sequence[Row]:
-        """Those of the rows that may draft and lack the fewest tokens."""
+        """Returns the rows that may draft and lack the fewest tokens."""
         return sorted(
             (row for row in rows if row.max_draft_length), key=lambda row: self.tokens([row])
         )[:most]
 
     def feed(self, rows: Sequence[Row]) -> int:
-        """A round will draft for these rows, and no others; returns the tokens that must be
-        computed before."""
+        """Notes that a round drafts for these rows, and no others.
+
+        Returns:
+            The number of tokens that must be computed before.
+        """
         if len(self._current) == len(rows):
             return 0
         lacking = self.tokens(rows)
@@ -64,7 +69,7 @@ class Unfed:
         return lacking
 
     def leave(self, rows: Sequence[Row]) -> None:
-        """A round will not draft for all of these rows."""
+        """Notes that a round does not draft for all of these rows."""
         if self._current:
             self._held |= {
                 row.serial: len(row.tokens) for row in rows if row.serial in self._current

@@ -1,4 +1,4 @@
-"""Deterministic automata over bytes: what a terminal of a grammar is to the quotients."""
+"""Deterministic automata over bytes: the form of a grammar's terminals in the quotients."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import TypeVar
 from shoal.errors import RequestError
 
 MOST_STATES = 4096
-"""Of one automaton. Terminals of real grammars take some tens; a counted repetition of alternatives
-may take any number."""
+"""The most states of one automaton. Terminals of real grammars take some tens; a counted repetition
+of alternatives may take any number."""
 
 Item = TypeVar("Item", bound=Hashable)
 
 
 class Automaton:
-    """States are numbers, 0 is the first one. Every state is reached from it and reaches one that
-    accepts.
+    """A deterministic automaton.
+
+    States are numbers, 0 is the first one. Every state is reached from state 0 and reaches a state
+    that accepts.
 
     Attributes:
-        moves: of each state, the next state for each of the 256 bytes, -1 for none.
+        moves: for each state, the next state for each of the 256 bytes, -1 for none.
         accepts: the states that accept.
     """
 
@@ -35,7 +37,7 @@ class Automaton:
         self._back: dict[tuple[frozenset[int], int], frozenset[int]] = {}
 
     def back(self, states: frozenset[int], byte: int) -> frozenset[int]:
-        """The states that this byte leads from to one of these."""
+        """Returns the states that this byte leads from to one of the given states."""
         key = states, byte
         if key not in self._back:
             self._back[key] = frozenset().union(
@@ -44,7 +46,7 @@ class Automaton:
         return self._back[key]
 
     def leading(self, states: Iterable[int]) -> frozenset[int]:
-        """The states from which some text leads to one of these."""
+        """Returns the states from which some text leads to one of the given states."""
         found = set(states)
         open_ = list(found)
         while open_:
@@ -54,7 +56,7 @@ class Automaton:
         return frozenset(found)
 
     def runs(self, state: int) -> Iterator[tuple[int, int, int]]:
-        """Moves of a state as first byte, last byte and next state."""
+        """Yields the moves of a state as first byte, last byte and next state."""
         row, first = self.moves[state], 0
         for byte in range(1, 257):
             if byte == 256 or row[byte] != row[first]:
@@ -63,7 +65,8 @@ class Automaton:
                 first = byte
 
     def shortest(self) -> Automaton:
-        """Of the texts that this accepts, those with no beginning that it accepts too."""
+        """Returns an automaton of the accepted texts with no shorter beginning that is accepted
+        too."""
         moves = [
             (-1,) * 256 if state in self.accepts else row for state, row in enumerate(self.moves)
         ]
@@ -76,11 +79,13 @@ def determinized(
     edges: Callable[[Item], Iterable[tuple[int, int, Item]]],
     accepts: Callable[[Item], bool],
 ) -> Automaton:
-    """The automaton of one that is in several states at a time.
+    """Returns the deterministic automaton of a nondeterministic one.
 
     Args:
-        closure: with the states that are reached without reading.
-        edges: first byte, last byte and next state.
+        start: the first states.
+        closure: adds the states that are reached without reading.
+        edges: the first byte, last byte and next state of a state's moves.
+        accepts: True for a state that accepts.
 
     Raises:
         RequestError: more than `MOST_STATES` states.
@@ -115,18 +120,21 @@ def determinized(
 
 
 def repeated(parts: Sequence[Automaton], least: int) -> Automaton:
-    """Any number of texts of these one behind another, from `least` (0 or 1) on."""
+    """Returns the automaton of `least` (0 or 1) or more texts of the parts, one behind another."""
     return _joined([], parts, least)
 
 
 def followed(first: Automaton, parts: Sequence[Automaton]) -> Automaton:
-    """Texts of the first, and behind each any number of texts of the others."""
+    """Returns the automaton of a text of `first`, then any number of texts of the parts."""
     return _joined([first], parts, 1) if parts else first
 
 
 def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int) -> Automaton:
-    """Begins with one of `firsts`, or of `parts` if there are none; goes on with `parts`. States:
-    automaton and its state."""
+    """Returns the automaton of texts that begin with one of `firsts` and go on with `parts`.
+
+    The texts begin with one of `parts` if `firsts` is empty. A state is a pair: the automaton's
+    number and its state.
+    """
     machines = [*parts, *firsts]
     begun = [(number, 0) for number in range(len(parts))]
     start = [(len(parts) + number, 0) for number in range(len(firsts))] or begun
@@ -151,8 +159,11 @@ def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int)
 
 
 def _reached(moves: Sequence[Sequence[int]], accepts: frozenset[int]) -> Automaton:
-    """Without the states that are not reached, or that reach no state that accepts. Raises
-    RequestError: none is left."""
+    """Returns the automaton without states that are not reached or reach no state that accepts.
+
+    Raises:
+        RequestError: no state is left.
+    """
     order, seen = [0], {0}
     for state in order:  # grows
         order += [

@@ -1,10 +1,11 @@
-"""The text behind a cursor, read from its end: where symbols of a grammar that end in it begin.
+"""Reads the text behind a cursor from its end, to find where the grammar's symbols that end in it
+begin.
 
 Places are 0 (before the text) to its length; `GAP` is a place somewhere in the text that is still
-to be written before it. The symbol of a parse tree that ends at a place begins at certain others:
-all that the chart of the text before needs to know. It is the product of the grammar with the
-automaton of "anything, then the text" (Bar-Hillel, Perles, Shamir 1961), of which only what is
-asked for is made.
+to be written before it. The chart of the text before the cursor needs only the places where a
+symbol of a parse tree that ends at a given place can begin. They come from the product of the
+grammar with the automaton of "anything, then the text" (Bar-Hillel, Perles, Shamir 1961), of which
+only the requested part is made.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Item = tuple[
 
 
 class Behind:
-    """A text and what symbols derive its beginnings, remembered.
+    """A text and a cache of the symbols that derive its beginnings.
 
     Attributes:
         last: the places at which the whole may end.
@@ -38,17 +39,21 @@ class Behind:
 
     @staticmethod
     def _with_gap(places: Iterable[int]) -> Places:
-        """A symbol that ends right before the text may as well end in what is still to be written,
-        which may be nothing."""
+        """Adds `GAP` to places with place 0.
+
+        A symbol that ends right before the text may as well end in the text that is still to be
+        written, which may be empty.
+        """
         found = frozenset(places)
         return found | {GAP} if 0 in found else found
 
     def ends(self) -> bool:
-        """Whether some text of the language ends with this one."""
+        """Returns True if some text of the language ends with this text."""
         return any(GAP in self._starts(self.grammar.start, place) for place in self.last)
 
     def tail(self, rule: int, dot: int, places: Places) -> Places:
-        """Where the symbols of a rule from `dot` on begin if they end at one of the places."""
+        """Returns the places where the symbols of a rule from `dot` on begin if they end at one of
+        the places."""
         key = rule, dot, places
         if key not in self._all_tails:
             self._all_tails[key] = frozenset().union(
@@ -66,8 +71,12 @@ class Behind:
         return self._tails[key]
 
     def alive(self, terminal: int, places: Places) -> tuple[Places, Places]:
-        """The states of a terminal that ends at one of the places: those at the cursor if the text
-        behind follows at once, and if something may be written before."""
+        """Returns the states at the cursor of a terminal that ends at one of the places.
+
+        Returns:
+            The states if the text behind follows at once, and the states if more text may be
+                written before it.
+        """
         key = terminal, places
         if key not in self._alive:
             automaton = self.grammar.terminals[terminal]
@@ -92,8 +101,8 @@ class Behind:
         return self._found[symbol, end]
 
     def _terminal(self, terminal: int, end: int) -> tuple[Places, Places]:
-        """Where a terminal begins that ends at a place, and the states at place 0 with which it
-        ends there."""
+        """Returns the places where a terminal that ends at `end` begins, and its states at place
+        0."""
         key = terminal, end
         if key not in self._ends:
             automaton = self.grammar.terminals[terminal]
@@ -108,8 +117,11 @@ class Behind:
         return self._ends[key]
 
     def _derive(self, symbol: int, end: int) -> None:
-        """Finds where a nonterminal begins that ends at a place, and whatever this needs: Earley's
-        algorithm, backwards."""
+        """Finds the places where a nonterminal that ends at a place begins, by Earley's algorithm
+        backwards.
+
+        It also finds the places of the symbols that this one needs.
+        """
         grammar, goals = self.grammar, self._found
         agenda: list[Item] = []
         seen: set[Item] = set()

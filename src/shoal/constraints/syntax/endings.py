@@ -1,9 +1,9 @@
-"""Whether some Python program ends with a text, as far as that can be told from its lines.
+"""Decides from the lines of a text whether it can be the end of some Python program.
 
 A text begins in one of a few lexical states: in code, in a string, in a comment, behind a
-backslash. As it goes on to the end of the file, the brackets that it closes and does not open are
-those that are open before it, so each state says where its lines end. What follows the first line
-stands at indentations that are known, and is asked of the parser, with headers of blocks before it.
+backslash. If the text goes on to the end of the file, the brackets that it closes and does not open
+are those that are open before it, so each state determines the ends of its lines. The lines after
+the first stand at known indentations, and the parser reads them behind headers of blocks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _STRINGS = [
     for begun in ("'", "'\\", "''", "'''", "'''\\", "'''a'", "'''a''")
 ]
 _STATES = ("", "#", "\\", *_STRINGS)
-"""What leads to the states in which a text may begin; of strings behind a backslash, two quotes, or
-some of the last quotes too."""
+"""The characters that lead to the states in which a text may begin; for strings also the states
+behind a backslash, two quotes, or some of the last quotes."""
 _BEFORE = ("", "if a: a", "try: a", "try: a\n{0}except a: a", "for a in a: a", "@a")
-"""Statements and lines that others have to follow; {0} is the indentation."""
+"""The statements and lines that others have to follow; {0} is the indentation."""
 _FORMATTED = re.compile(r"[fF][rR]?['\"]|[rR][fF]['\"]")
 
 
 def ends_program(text: str) -> bool:
-    """False: no program ends with the text. True: one does, or nothing behind its first line shows
-    that none does.
+    """Returns False if no program ends with the text.
 
-    From Python 3.12 on strings may stand within the fields of strings, which this does not follow:
-    a text with f-strings, or one that may begin in such a field, is then taken for possible.
+    It returns True if a program does, or if nothing behind the first line of the text rules it out.
+    From Python 3.12 on strings may stand within the fields of strings, which this function does not
+    follow: it returns True for a text with f-strings, or one that may begin in such a field.
     """
     if sys.version_info >= (3, 12):
         first = text.partition("\n")[0]
@@ -43,14 +43,14 @@ def ends_program(text: str) -> bool:
 
 
 def _ends(begun: str, text: str) -> bool:
-    """Whether the text may end a program if it begins in the state that these characters lead
-    to."""
+    """Returns True if the text may end a program when it begins in the state behind these
+    characters."""
     lines = _lines(begun, text)
     return lines is not None and all(map(_parses, _segments(lines)))
 
 
 def _lines(begun: str, text: str) -> list[str] | None:
-    """The logical lines behind the first one; None if brackets or strings do not fit."""
+    """Returns the logical lines behind the first one; None if brackets or strings do not fit."""
     layout, opened, missing = Layout(forgets=False), "", 0
     for character in begun:
         layout.feed(character)
@@ -75,8 +75,11 @@ def _lines(begun: str, text: str) -> list[str] | None:
 
 
 def _segments(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """The lines from each that is indented less than all before it, up to the next one; each with
-    its indentation."""
+    """Yields segments of lines, each with its indentation.
+
+    A segment begins with a line that is indented less than all lines before it, and ends before the
+    next such line.
+    """
     indent, segment = "", ""
     for line in lines:
         stripped = line.lstrip(" \t\f")
@@ -95,7 +98,8 @@ def _segments(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parses(found: tuple[str, str]) -> bool:
-    """Whether statements at an indentation are a part of some program, behind some statement."""
+    """Returns True if statements at an indentation are a part of some program, behind some
+    statement."""
     indent, segment = found
     header = "if a:\n" if indent else ""
     if any(

@@ -30,15 +30,15 @@ _CATEGORIES = {
 
 @lru_cache(maxsize=1024)
 def automaton(pattern: str) -> Automaton:
-    """What a regular expression matches whole.
+    """Returns the automaton of the texts that a regular expression matches as a whole.
 
-    Where a repetition is lazy (`.*?`) the texts are the shortest ones: those with no beginning that
+    If a repetition is lazy (`.*?`), the texts are the shortest ones: those with no beginning that
     matches too, as a lexer, which takes the first match, finds them.
 
     Raises:
-        RequestError: what is no regular expression, or looks ahead, looks behind at more than one
-            character, refers back or asks for the ends of words or lines; or an automaton that is
-            too large.
+        RequestError: the pattern is no regular expression, or looks ahead, looks behind at more
+            than one character, refers back or tests for the ends of words or lines; or the
+            automaton is too large.
     """
     try:
         tree = _parser.parse(pattern)
@@ -53,14 +53,18 @@ def automaton(pattern: str) -> Automaton:
 
 
 class _Nfa:
-    """States are numbers; a state behind a condition on the character before it is reached only
-    where that holds.
+    """A nondeterministic automaton over characters.
+
+    States are numbers. A state behind a condition on the character before is reached only if the
+    condition holds.
 
     Attributes:
-        reads: characters that lead from a state to another.
-        free: what is reached without reading.
-        asked: of a state, which of `looked` the character before has to be in, or not, to reach
-            another.
+        reads: for each state, the characters that lead to another state.
+        free: for each state, the states reached without reading.
+        asked: for each state, conditions on the character before: the number of a class in
+            `looked`, True if the character has to be in it, and the state that is reached.
+        looked: the classes that are looked behind at.
+        lazy: True if a repetition is lazy.
     """
 
     def __init__(self) -> None:
@@ -77,7 +81,7 @@ class _Nfa:
         return len(self.reads) - 1
 
     def sequence(self, tree: Iterable[tuple[Any, Any]], state: int, flags: int) -> int:
-        """Adds what leads from a state over a parsed expression; returns where it leads."""
+        """Adds the states of a parsed expression behind a state; returns the last one."""
         for operator, value in tree:
             state = self._one(str(operator), value, state, flags)
         return state
@@ -124,8 +128,11 @@ class _Nfa:
             self.free[state].append(after)
 
     def determinized(self, last: int) -> Automaton:
-        """A state here: bytes of a character that are still to be read, the state behind them, and
-        the character's classes."""
+        """Returns the deterministic automaton whose texts lead to the state `last`.
+
+        A state here has three parts: the bytes of a character that are still to be read, the state
+        behind them, and the classes of the character.
+        """
 
         def closure(states: set[Any]) -> set[Any]:
             open_ = list(states)
@@ -154,7 +161,8 @@ class _Nfa:
         return determinized([start], closure, edges, lambda item: item[:2] == ((), last))
 
     def _split(self, ranges: Ranges) -> list[tuple[Ranges, frozenset[int]]]:
-        """A class of characters by which of the classes that are looked behind at they are in."""
+        """Splits a class of characters by their membership in the classes that are looked behind
+        at."""
         parts: list[tuple[Ranges, frozenset[int]]] = [(ranges, frozenset())]
         for number, looked in enumerate(self.looked):
             within = [(_common(own, looked), found | {number}) for own, found in parts]
@@ -164,7 +172,7 @@ class _Nfa:
 
 
 def _class(name: str, value: Any) -> str:
-    """The source of a class of characters."""
+    """Returns the source of a class of characters."""
     if name == "ANY":
         return "."
     if name == "IN":
@@ -183,7 +191,7 @@ def _member(name: str, value: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def _ranges(source: str, flags: int) -> Ranges:
-    """The characters of a class, as `re` finds them."""
+    """Returns the characters of a class, as `re` finds them."""
     if re.fullmatch(r"\[\\U\w{8}\]", source) and not flags & re.I:
         return ((int(source[3:11], 16),) * 2,)
     spans = (match.span() for match in re.finditer(source + "+", _ALL, flags))
@@ -203,7 +211,7 @@ def _others(ranges: Ranges) -> Ranges:
 
 @lru_cache(maxsize=4096)
 def encoded(ranges: Ranges) -> tuple[Ranges, ...]:
-    """The UTF-8 of characters, as sequences of ranges of bytes."""
+    """Returns the UTF-8 of characters, as sequences of ranges of bytes."""
     found: list[Ranges] = []
     open_ = list(reversed(ranges))
     while open_:
@@ -217,8 +225,11 @@ def encoded(ranges: Ranges) -> tuple[Ranges, ...]:
 
 
 def _piece_end(low: int, high: int) -> int:
-    """The last character up to which UTF-8 is, byte by byte, every value between that of the first
-    and of the last one."""
+    """Returns the last character of a range that UTF-8 encodes as one product of byte ranges.
+
+    Up to this character each byte takes every value between that of the first character and that of
+    the last.
+    """
     for last in (0x7F, 0x7FF, _SURROGATES[0] - 1, _SURROGATES[1], 0xFFFF):
         if low <= last:
             high = min(high, last)

@@ -1,7 +1,7 @@
 """Grammars in lark's language, as rules over automata.
 
-The language of a grammar is that of its characters: any text that can be cut into terminals which
-its rules allow, with ignored terminals between them. It is that of lark's Earley parser with
+The language of a grammar is one of characters: any text that can be cut into terminals which its
+rules allow, with ignored terminals between them. It is the language of lark's Earley parser with
 `lexer="dynamic_complete"`. A lexer that takes the longest match, or keywords before names, refuses
 some of these texts: see `shoal.constraints.syntax.middles`.
 """
@@ -21,14 +21,15 @@ from shoal.errors import RequestError
 
 @dataclass(frozen=True)
 class Grammar:
-    """Symbols are numbers: terminals first, then nonterminals; the last one is where a text begins.
+    """A grammar whose symbols are numbers: terminals first, then nonterminals; the last is the
+    start.
 
     Attributes:
-        terminals: of each terminal, what it matches with ignored text behind it.
-        rules: left side and right side.
-        of: of each nonterminal, its rules.
+        terminals: for each terminal, the automaton of its texts with ignored text behind them.
+        rules: the left side and the right side of each rule.
+        of: for each nonterminal, the numbers of its rules.
         nullable: the symbols that derive the empty text.
-        parser: lark's LALR parser of the grammar; None where it is not LALR.
+        parser: lark's LALR parser of the grammar; None if the grammar is not LALR.
     """
 
     terminals: tuple[Automaton, ...]
@@ -42,7 +43,7 @@ class Grammar:
         return self.rules[-1][0]
 
     def parses(self, text: str) -> bool:
-        """Whether lark's LALR parser takes a text; True where the grammar is not LALR."""
+        """Returns True if lark's LALR parser takes a text, or if the grammar is not LALR."""
         import lark
 
         try:
@@ -55,12 +56,11 @@ class Grammar:
 
 @lru_cache(maxsize=16)
 def read_grammar(text: str) -> Grammar:
-    """A grammar from its text in lark's language.
+    """Returns a grammar from its text in lark's language.
 
     Raises:
-        RequestError: lark is not installed, or refuses the grammar; or a terminal is not to be
-            followed character by character (`expressions.automaton`); or nothing can be derived
-            from the start.
+        RequestError: lark is not installed, or refuses the grammar; or a terminal cannot be
+            followed character by character (`expressions.automaton`); or the start derives no text.
     """
     try:
         import lark
@@ -132,7 +132,7 @@ def _compiled(
 
 
 def _closed(rules: Sequence[tuple[int, tuple[int, ...]]], known: set[int]) -> set[int]:
-    """With the left sides of rules all of whose right side is known."""
+    """Adds the left sides of all rules whose right sides are known, until there are no more."""
     while more := {left for left, right in rules if left not in known and known.issuperset(right)}:
         known |= more
     return known

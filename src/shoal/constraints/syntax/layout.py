@@ -1,9 +1,8 @@
-"""Follows Python source character by character: strings, comments, brackets, lines; and keeps of it
-only what matters for what may follow: the headers of open blocks and the statement that is being
-written.
+"""Follows Python source character by character: strings, comments, brackets, lines.
 
-Statements that have ended at the same indentation leave no trace in a parser's state, so that
-checks stay short in long files.
+It keeps only the parts that decide which characters may follow: the headers of open blocks and the
+statement that is being written. Statements that have ended at the same indentation leave no trace
+in a parser's state, so that checks stay short in long files.
 """
 
 from __future__ import annotations
@@ -18,22 +17,24 @@ CONTINUES = frozenset({"else", "elif", "except", "finally"})
 
 
 class Layout:
-    """Source up to a place. `feed` changes it: copy it first (`copy.copy`; it holds no mutable
-    values).
+    """The source up to a place.
+
+    `feed` changes it: copy it first (`copy.copy`; it holds no mutable values).
 
     Args:
-        forgets: statements that have ended are dropped.
+        forgets: True if statements that have ended are dropped.
 
     Attributes:
-        text: what is kept, without comments and blank lines.
-        line: where in it the current logical line begins.
-        quote: of the string that is open, else "".
-        opened: where its literal begins, prefix included.
-        comment: in one.
-        joined: a backslash ends the text so far.
-        blank: of the current line there is only indentation.
-        due: the next character drops the statement before this line's: what is kept so far is to be
-            checked before.
+        text: the kept source, without comments and blank lines.
+        line: the place in `text` where the current logical line begins.
+        depth: the number of open brackets.
+        quote: the quotes of the string that is open, else "".
+        opened: the place where its literal begins, prefix included.
+        comment: True inside a comment.
+        joined: True if a backslash ends the text so far.
+        blank: True if the current line has only indentation so far.
+        due: True if the next character drops the statement before this line's: the kept source must
+            be checked before.
     """
 
     def __init__(self, forgets: bool = True) -> None:
@@ -45,7 +46,7 @@ class Layout:
         self._levels: tuple[tuple[str, int], ...] = ()
 
     def feed(self, character: str) -> bool:
-        """Reads one more character; False: no program goes on like this."""
+        """Reads one more character; returns False if no program goes on like this."""
         if self.due:
             self._begin_statement()
         fits = self._read(character)
@@ -121,8 +122,10 @@ class Layout:
             self.line, self.blank = len(self.text), True
 
     def _begin_statement(self) -> None:
-        """The first word of a line is known: a statement that it follows at the same indentation
-        has ended."""
+        """Begins a statement once the first word of its line is known.
+
+        The statement before it at the same indentation has then ended.
+        """
         first, self.due, self._first = self._first, False, None
         if first is None or not self._forgets:
             return

@@ -1,10 +1,11 @@
-"""Whether a string literal that is open can be closed: escapes that mean nothing, and fields of
+"""Decides whether an open string literal can be closed: it refuses invalid escapes, and fields of
 f-strings that hold no expression.
 
-A tokenizer does not look into literals, and CPython 3.11 parses fields once all tokens are there:
-`f"{1 +}"` is found out behind its last quote. Here the literal is closed in the shortest way, and
-the parser asked about that; an expression that is not complete is asked about as one in brackets.
-From 3.12 on quotes of the literal's own kind may stand in a field; such strings are refused.
+A tokenizer does not look into literals, and CPython 3.11 parses fields only once all tokens are
+there: it finds the error in `f"{1 +}"` behind the last quote. This module closes the literal in the
+shortest way and asks the parser about the result; it asks about an incomplete expression as one in
+brackets. From 3.12 on quotes of the literal's own kind may stand in a field; such strings are
+refused.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ _ESCAPE = re.compile(
 _DIGITS = {"x": 2, "u": 4, "U": 8}
 _LAMBDA = re.compile(r"(?<!\w)lambda\W\Z")
 _MOST_FIELDS = 2
-"""Depth of fields: of the text, and of the format of one."""
+"""The largest depth of fields: one in the text, and one in the format of a field."""
 _NEW = sys.version_info >= (3, 12)
-"""Fields may hold backslashes and comments."""
+"""True if fields may hold backslashes and comments."""
 
 
 class Field(NamedTuple):
-    """Where an f-string's text ends.
+    """The place in an f-string where its text ends.
 
     Attributes:
-        depth: fields that are open; 0 = in the text.
-        part: of the innermost one: "expression", "conversion" (behind `!`), "after" (behind an
-            expression and `=`, or a conversion), "format"; in none "text", or "brace" behind one
-            that may be doubled.
-        start: where the expression begins.
+        depth: the number of open fields; 0 = in the text.
+        part: the part of the innermost field: "expression", "conversion" (behind `!`), "after"
+            (behind an expression and `=`, or a conversion), "format"; outside of fields "text", or
+            "brace" behind a brace that may be doubled.
+        start: the place where the expression begins.
     """
 
     depth: int
@@ -46,13 +47,13 @@ class Field(NamedTuple):
 def can_close(
     literal: str, quote: str, complete: Callable[[str], bool], begins: Callable[[Layout], bool]
 ) -> bool:
-    """Whether some text closes a literal.
+    """Returns True if some text closes a literal.
 
     Args:
-        literal: from its prefix on.
+        literal: the source from the literal's prefix on.
         quote: the quotes that it began with.
-        complete: whether a text is a program.
-        begins: whether it is the beginning of one.
+        complete: returns True for a text that is a program.
+        begins: returns True for the beginning of a program.
     """
     before, _, body = literal.partition(quote)
     prefix = before.lower()
@@ -73,8 +74,10 @@ def can_close(
 
 
 def _text(body: str, raw: bool) -> str:
-    """The text with its last escape complete, and a blank that parts its last quotes from those
-    that end it."""
+    """Returns the text with its last escape completed, and a blank behind it.
+
+    The blank parts the text's last quotes from those that end the literal.
+    """
     found = None if raw else _ESCAPE.search(body)
     if found is None:
         return body + " "
@@ -88,7 +91,7 @@ def _text(body: str, raw: bool) -> str:
 def _expression_begins(
     body: str, field: Field, closed: Callable[[str], bool], begins: Callable[[Layout], bool]
 ) -> bool:
-    """Whether an expression can be completed, and what stands before it can be closed."""
+    """Returns True if the expression can be completed, and the text before it can be closed."""
     if not closed(body[: field.start - 1] + " " + "}" * (field.depth - 1)):
         return False
     text = body[field.start :]
@@ -111,7 +114,7 @@ def _expression_begins(
 
 
 def _field(body: str, raw: bool) -> Field | None:
-    """Where the text ends; None: a brace or another sign does not fit."""
+    """Returns the field where the text ends; None: a brace or another sign does not fit."""
     depth, place = 0, 0
     while place < len(body):
         character = body[place]
@@ -144,8 +147,10 @@ def _field(body: str, raw: bool) -> Field | None:
 
 
 def _behind_expression(body: str, start: int, depth: int) -> int | Field | None:
-    """The place behind the `}` or `:` that ends an expression and its conversion; or where the text
-    ends before that."""
+    """Returns the place behind the `}` or `:` that ends an expression and its conversion.
+
+    If the text ends before that, it returns the field there; None: a sign does not fit.
+    """
     place = _end_of_expression(body, start)
     if place is None or (place + 1 == len(body) and body[place] in "!="):
         return Field(depth, "expression", start)
@@ -163,7 +168,10 @@ def _behind_expression(body: str, start: int, depth: int) -> int | Field | None:
 
 
 def _end_of_expression(body: str, start: int) -> int | None:
-    """The place of the sign behind an expression, outside of its brackets and strings."""
+    """Returns the place of the sign behind an expression, outside of its brackets and strings.
+
+    None: there is no such sign.
+    """
     opened, quote, place = 0, "", start
     while place < len(body):
         character = body[place]

@@ -1,14 +1,14 @@
 """Middles under any grammar, as a check of tokens (`shoal.constraints.check`).
 
-A token is refused only where no text of the grammar's language begins with what it makes and ends
-with the text behind: both quotients of Melcer, Fulton, Gouda and Qian (arXiv 2402.17988), over
-bytes, so a terminal may begin before the cursor and end behind it.
+The check refuses a token only if no text of the grammar's language begins with the text up to the
+token and ends with the text behind: both quotients of Melcer, Fulton, Gouda and Qian (arXiv
+2402.17988), over bytes, so a terminal may begin before the cursor and end behind it.
 
-Limit: the language that is followed is that of characters (`shoal.constraints.syntax.grammars`).
-Where the grammar is LALR, a text ends only if lark's LALR parser takes the whole as well. Where the
-lexer of that parser decides more than the terminals say (a keyword that is also a name, two names
-without space between them), a text may be held for one that can be completed although the parser
-takes none of its completions; it then never ends.
+Limit: the check follows the language of characters (`shoal.constraints.syntax.grammars`). If the
+grammar is LALR, a text ends only if lark's LALR parser takes the whole as well. If the lexer of
+that parser is stricter than the terminals (a keyword that is also a name, two names without space
+between them), the check may take a text for completable although the parser takes none of its
+completions; the text then never ends.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from shoal.types.requests import Row
 
 
 class GrammarText:
-    """A middle up to some token; never changed once made. What follows is found once, for all rows
-    and drafts that come here.
+    """A middle up to some token; its text never changes.
+
+    The states behind it are computed once, for all rows and drafts that come here.
 
     Attributes:
-        column: of the chart.
+        column: its column of the chart.
         written: the middle.
-        healing: bytes of the text before the cursor that are still to be written again.
-        after: what follows a token; None = it may not.
+        healing: the number of bytes of the text before the cursor that are still to be written
+            again.
+        after: the state behind each token, filled on demand; None = the token may not follow.
         ends: `may_end`, once known.
     """
 
@@ -47,14 +49,15 @@ class GrammarText:
 
 
 class GrammarMiddle(Cutting):
-    """What may stand between two texts so that the whole is of a grammar's language.
+    """A check that the whole of two texts and the middle between them is of a grammar's language.
 
     Args:
-        tokenizer: of the target.
-        left, right: the text before and behind the middle.
+        tokenizer: the target's.
+        left: the text before the middle.
+        right: the text behind the middle.
         grammar: in lark's language, with a rule `start`.
-        healing: bytes of `left`'s end that the new tokens write again.
-        name: of the grammar, in messages.
+        healing: the number of bytes of `left`'s end that the new tokens write again.
+        name: the name of the grammar in messages.
 
     Raises:
         RequestError: the grammar cannot be followed (`read_grammar`); no text of its language
@@ -101,7 +104,7 @@ class GrammarMiddle(Cutting):
     def best_end(
         self, tokens: Sequence[int], scores: Sequence[float], most: int
     ) -> tuple[int, int] | None:
-        """See `Cutting`; the places of highest score are asked first."""
+        """Returns the best end; see `Cutting`. The places of highest score are tried first."""
         own = [
             (self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens
         ]
@@ -132,7 +135,7 @@ class GrammarMiddle(Cutting):
         )
 
     def _is_complete(self, column: Column, written: bytes) -> bool:
-        """By the chart, and by lark's own parser if it has one for the grammar."""
+        """Returns True if the chart, and lark's own parser if there is one, take the whole."""
         if not self._quotients.may_end(column):
             return False
         return self._grammar.parses((self._left + written + self._right).decode())
@@ -147,7 +150,10 @@ def _read(quotients: Quotients, column: Column | None, text: bytes) -> Column | 
 
 
 def _reason(grammar: Grammar, left: bytes) -> str:
-    """Why no text stands between two others of which the second one ends texts of the language."""
+    """Returns the reason why no text fits between the two texts.
+
+    The text behind the cursor alone ends texts of the language.
+    """
     alone = Quotients(Behind(grammar, b""))
     if _read(alone, alone.start(), left) is None:
         return "the text before the cursor is not the beginning of a text of the grammar"

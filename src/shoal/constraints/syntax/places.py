@@ -9,13 +9,17 @@ from collections.abc import Sequence
 def end_places(
     written: Sequence[bytes], healing: int, scores: Sequence[float], most: int
 ) -> tuple[list[tuple[float, int, int]], str]:
-    """Places as score, characters before it and tokens that wrote them, highest score first; and
-    the text.
+    """Returns the places, highest score first, and the text.
 
     Args:
-        written: what each token writes.
-        healing: bytes that are written again, and are no part of the text.
-        scores, most: see `shoal.constraints.check.Cutting.best_end`.
+        written: the bytes that each token writes.
+        healing: the number of bytes that are written again, and are no part of the text.
+        scores: see `shoal.constraints.check.Cutting.best_end`.
+        most: see `shoal.constraints.check.Cutting.best_end`.
+
+    Returns:
+        Each place as its score, the characters before it and the number of tokens that wrote them;
+            and the text.
     """
     places = [(scores[0], 0, 0)] if not healing else []
     decoder, size, text = codecs.getincrementaldecoder("utf-8")(), 0, ""

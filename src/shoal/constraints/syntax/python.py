@@ -1,7 +1,7 @@
 """Middles of Python programs, as a check of tokens (`shoal.constraints.check`).
 
-After Melcer, Fulton, Gouda and Qian (arXiv 2402.17988): a token is refused only where what it makes
-cannot be completed, and the text ends only where the whole parses.
+The method is that of Melcer, Fulton, Gouda and Qian (arXiv 2402.17988): the check refuses a token
+only if the text up to it cannot be completed, and the text ends only if the whole parses.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from shoal.errors import RequestError
 from shoal.types.requests import Row
 
 NEXT_LINES = 3
-"""Lines behind the cursor that are read before the whole is."""
+"""The number of lines behind the cursor that are read before the whole is."""
 
 
 class Middle:
-    """A middle up to some token; never changed once made. What follows is found once, for all rows
-    and drafts that come here.
+    """A middle up to some token; its text never changes.
+
+    The states behind it are computed once, for all rows and drafts that come here.
 
     Attributes:
-        layout: of the program up to here.
-        text: of the middle.
-        rest: bytes of a character that is not complete.
-        healing: bytes of the text before the cursor that are still to be written again
-            (`shoal.constraints.alignment`).
-        after: what follows a token; None = it may not.
+        layout: the layout of the program up to here.
+        text: the text of the middle.
+        rest: the bytes of a character that is not complete.
+        healing: the number of bytes of the text before the cursor that are still to be written
+            again (`shoal.constraints.alignment`).
+        after: the state behind each token, filled on demand; None = the token may not follow.
         refused: beginnings of texts that may not follow.
         ends: `may_end`, once known.
     """
@@ -50,12 +51,13 @@ class Middle:
 
 
 class PythonMiddle(Cutting):
-    """What may stand between two texts so that the whole is a Python program.
+    """A check that the whole of two texts and the middle between them is a Python program.
 
     Args:
-        tokenizer: of the target.
-        left, right: the text before and behind the middle.
-        healing: bytes of `left`'s end that the new tokens write again.
+        tokenizer: the target's.
+        left: the text before the middle.
+        right: the text behind the middle.
+        healing: the number of bytes of `left`'s end that the new tokens write again.
 
     Raises:
         RequestError: no program begins with `left`, or none ends with `right` (`ends_program`); or
@@ -96,8 +98,10 @@ class PythonMiddle(Cutting):
     def best_end(
         self, tokens: Sequence[int], scores: Sequence[float], most: int
     ) -> tuple[int, int] | None:
-        """See `Cutting`; the places of highest score are asked first, each by a parse of the
-        whole."""
+        """Returns the best end; see `Cutting`.
+
+        The places of highest score are tried first, each by a parse of the whole.
+        """
         own = [
             (self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens
         ]
@@ -106,8 +110,11 @@ class PythonMiddle(Cutting):
         return next(((size, count) for _, size, count in ends), None)
 
     def _may_cut(self, text: str) -> bool:
-        """As `is_complete` of the whole; the first lines of the text behind are read with what is
-        kept of that before, which is less to parse and refuses most places."""
+        """Returns True if the whole is complete when the middle is cut to this text.
+
+        The first lines of the text behind are read first with the kept layout of the text before:
+        this is less to parse and refuses most places.
+        """
         layout = self._start.layout.copy()
         for character in text + self._next_lines:
             if not layout.feed(character):
@@ -133,11 +140,10 @@ class PythonMiddle(Cutting):
         return Middle(layout, state.text + text, rest, healing)
 
     def _written(self, state: Middle, text: str) -> Layout | None:
-        """The layout after more text, None if it may not follow.
+        """Returns the layout after more text; None if the text may not follow.
 
-        What is refused is remembered by its shortest beginning that is refused: no text that begins
-        like it is parsed again, so refusals at one place cost a few parses per beginning and not
-        per token.
+        A refused text is remembered by its shortest refused beginning: no text with this beginning
+        is parsed again, so refusals at one place cost a few parses per beginning and not per token.
         """
         if state.refused and any(text[:end] in state.refused for end in range(1, len(text) + 1)):
             return None
@@ -156,7 +162,7 @@ class PythonMiddle(Cutting):
 
 
 def _fed(layout: Layout, text: str) -> Layout | None:
-    """The layout after more text; None if no program begins like it."""
+    """Returns the layout after more text; None if no program begins with it."""
     layout = layout.copy()
     for character in text:
         if (layout.due and not is_viable(layout)) or not layout.feed(character):
@@ -166,7 +172,8 @@ def _fed(layout: Layout, text: str) -> Layout | None:
 
 @lru_cache(maxsize=1024)
 def _begins_identifier(rest: bytes) -> bool:
-    """Whether a character that may stand in a name begins with these bytes of UTF-8."""
+    """Returns True if the UTF-8 of some character that may stand in a name begins with these
+    bytes."""
     length = 2 if rest[0] < 0xE0 else 3 if rest[0] < 0xF0 else 4
     missing = length - len(rest)
     if missing == 3:

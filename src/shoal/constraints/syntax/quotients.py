@@ -1,10 +1,10 @@
-"""Two-sided quotients of a grammar: what may be written between two texts.
+"""Two-sided quotients of a grammar: the texts that may be written between two texts.
 
-A chart of Earley's algorithm over the text before the cursor, kept as a graph of stacks whose nodes
-never change: a column is all that the next byte needs. Each node knows at which places of the text
-behind it may end (`shoal.constraints.syntax.behind`), found from the root down, so whether the
-whole can be completed is told by the states of terminals alone, and a byte costs what its column
-holds, whatever the lengths of the texts.
+This is a chart of Earley's algorithm over the text before the cursor, kept as a graph of stacks
+whose nodes never change: the next byte needs only the last column. Each node knows the places of
+the text behind at which it may end (`shoal.constraints.syntax.behind`), found from the root down.
+So the states of terminals alone tell whether the whole can be completed, and a byte costs as much
+as its column holds, whatever the lengths of the texts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Node:
     """A symbol that begins at some place before the cursor.
 
     Attributes:
-        ends: where it may end.
-        waiters: what goes on behind it: rule, place in its right side, and the node of its left
-            side.
-        exact, gap: of a terminal, see `Behind.alive`.
+        ends: the places where it may end.
+        waiters: the items that go on behind it: rule, place in its right side, and the node of its
+            left side.
+        exact: for a terminal, the states if the text behind follows at once, see `Behind.alive`.
+        gap: for a terminal, the states if more text may come first, see `Behind.alive`.
     """
 
     __slots__ = ("ends", "exact", "gap", "waiters")
@@ -42,8 +43,8 @@ class Column:
 
     Attributes:
         scans: terminals that are being read: terminal, state and node.
-        ended: the text so far is in the language.
-        after: what follows a byte, found so far; None = it may not follow.
+        ended: True if the text so far is in the language.
+        after: the column behind each byte, filled on demand; None = the byte may not follow.
     """
 
     scans: tuple[tuple[int, int, Node], ...]
@@ -53,12 +54,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Closure:
-    """What is predicted behind certain items, whichever nodes they belong to.
+    """The prediction behind certain items, whichever nodes they belong to.
 
     Attributes:
-        ends: of each new node.
-        waiters: of each new node, rule, place and whose: an item (from 0 on) or a new node (-1 -
-            number).
+        ends: for each new node, the places where it may end.
+        waiters: for each new node, its waiters: rule, place and owner. The owner is an item (from 0
+            on) or a new node (-1 - number).
         scans: terminals that begin, each with its node and its `Behind.alive`.
     """
 
@@ -68,7 +69,7 @@ class Closure:
 
 
 class Quotients:
-    """For one grammar and one text behind the cursor."""
+    """The quotients for one grammar and one text behind the cursor."""
 
     def __init__(self, behind: Behind) -> None:
         self._behind, self._grammar = behind, behind.grammar
@@ -76,20 +77,23 @@ class Quotients:
         self._root = Node(behind.last)
 
     def start(self) -> Column | None:
-        """The chart before the first byte; None: no text of the language ends with the text
-        behind."""
+        """Returns the chart before the first byte.
+
+        None: no text of the language ends with the text behind.
+        """
         return self._column(
             {(rule, 0, self._root) for rule in self._grammar.of[self._grammar.start]}, []
         )
 
     def read(self, column: Column, byte: int) -> Column | None:
-        """The chart one byte further; None: no text then leads to a text of the language."""
+        """Returns the chart one byte further; None: no text then leads to a text of the
+        language."""
         if byte not in column.after:
             column.after[byte] = self._read(column, byte)
         return column.after[byte]
 
     def may_end(self, column: Column) -> bool:
-        """Whether the text so far and the text behind it are one of the language."""
+        """Returns True if the text so far and the text behind it together are in the language."""
         return (column.ended and 0 in self._root.ends) or any(
             state in node.exact for _, state, node in column.scans
         )
@@ -125,7 +129,7 @@ class Quotients:
         scans: list[tuple[int, int, Node]],
         ended: bool = False,
     ) -> Column | None:
-        """With what is predicted behind items of nodes that began before."""
+        """Returns a column with the prediction behind items of nodes that began before."""
         items, ended = self._over_nullable(items, ended)
         groups: dict[tuple[int, int, Places], list[Node]] = {}
         for rule, dot, node in items:
@@ -143,7 +147,7 @@ class Quotients:
     def _over_nullable(
         self, items: set[tuple[int, int, Node]], ended: bool
     ) -> tuple[set[tuple[int, int, Node]], bool]:
-        """With what lies behind symbols that may be empty; an item at its end completes its
+        """Adds the items behind symbols that may be empty; an item at its end completes its
         node."""
         found, open_ = set(items), list(items)
         while open_:
@@ -173,7 +177,7 @@ class Quotients:
         return [(terminal, 0, nodes[number]) for terminal, number, _, _ in closure.scans]
 
     def _closure(self, keys: tuple[tuple[int, int, Places], ...]) -> Closure:
-        """The symbols that may begin behind items, with the places where they may end."""
+        """Returns the symbols that may begin behind items, with the places where they may end."""
         numbers: dict[int, int] = {}
         waiters: list[list[tuple[int, int, int]]] = []
         open_ = [(rule, dot, whose) for whose, (rule, dot, _) in enumerate(keys)]
@@ -203,8 +207,10 @@ class Quotients:
     def _ends(
         self, keys: tuple[tuple[int, int, Places], ...], waiters: list[list[tuple[int, int, int]]]
     ) -> list[Places]:
-        """Where new nodes may end: where what waits for them begins, which may itself be among
-        them."""
+        """Returns the places where new nodes may end: the places where their waiters begin.
+
+        A waiter may itself belong to a new node.
+        """
         ends: list[set[int]] = [set() for _ in waiters]
         below: list[list[tuple[int, int, int]]] = [[] for _ in waiters]
         open_: list[tuple[int, int]] = []

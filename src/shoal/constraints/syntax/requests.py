@@ -20,15 +20,17 @@ LANGUAGES = ("python", "json")
 
 @dataclass(frozen=True)
 class Syntax:
-    """What the new text has to fit in.
+    """The texts around the new text, and the checks of it.
 
     Attributes:
         language: one of `LANGUAGES`, a grammar in lark's language, or the path of one, which ends
             in ".lark".
-        left, right: the text before and behind the new one; None = the prompt and the suffix of the
-            request. They are to be given where a model sees only the nearest parts of a file.
-        parses: the whole has to parse.
-        members: only names that jedi knows follow a dot (`shoal.constraints.members`), in Python.
+        left: the text before the new one; None = the prompt of the request.
+        right: the text behind the new one; None = the suffix of the request. Give both texts if a
+            model sees only the nearest parts of a file.
+        parses: True if the whole has to parse.
+        members: True if only names that jedi knows may follow a dot (`shoal.constraints.members`),
+            in Python.
     """
 
     language: str
@@ -39,7 +41,7 @@ class Syntax:
 
 
 def read_syntax(syntax: str | Syntax) -> Syntax:
-    """With the grammar in the place of its path.
+    """Returns the syntax with the grammar in the place of its path.
 
     Raises:
         RequestError: an unknown language, a file that cannot be read, or members of another
@@ -79,16 +81,16 @@ def _middle(language: str, tokenizer: Any, left: str, right: str, healing: int) 
 def with_syntax(
     request: Request, tokenizer: Any, syntax: str | Syntax, suffix: str | None = None
 ) -> Request:
-    """The request with the checks of its text, between the prompt's and the suffix's: that it can
-    be completed to what parses, and that members exist.
+    """Returns the request with the checks of its text, between the prompt and the suffix.
 
-    A request that is aligned has to be so before: the bytes that its samples write again belong to
-    the text before the cursor.
+    The checks are that the text can be completed to a text that parses, and that members exist.
+    Alignment has to come before: the bytes that the samples of an aligned request write again
+    belong to the text before the cursor.
 
     Raises:
         RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in
-            `Syntax`; no program begins with the text before, or ends with that behind; jedi or lark
-            is needed and not installed; or members of another language.
+            `Syntax`; no program begins with the text before, or ends with the text behind; jedi or
+            lark is needed and not installed; or members of another language.
     """
     found = read_syntax(syntax)
     left = request.prompt if found.left is None else found.left

@@ -1,13 +1,13 @@
-"""Whether Python source can be completed, by CPython's own parser.
+"""Decides by CPython's own parser whether Python source can be completed.
 
 The left and right quotients of Python come apart. Let x be the beginning of some program, and r the
 end of some program: then x u and v r are programs for some u and v, and x u newline v r is one too,
 because a program is a sequence of statements. So a middle m can still be completed between l and r
-exactly if l m is the beginning of a program and r the end of one; r matters only for where a text
-may end, and there the parser reads l m r.
+exactly if l m is the beginning of a program and r the end of one; r matters only for the end of a
+text, and there the parser reads l m r.
 
 With the flag that `codeop` sets, the parser says "incomplete input" if it has read all tokens up to
-the end of the source before it found that some token does not fit, which is what is asked.
+the end of the source before it found a token that does not fit. This is the answer that is needed.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def require_parser() -> None:
 
 
 def is_complete(source: str) -> bool:
-    """Whether a text is a Python program, of the Python that runs."""
+    """Returns True if a text is a program of the running Python."""
     return _parsed.__wrapped__(source, 0) == "program"  # whole files are not kept
 
 
 def is_viable(layout: Layout) -> bool:
-    """Whether a text is the beginning of a Python program."""
+    """Returns True if a text is the beginning of a Python program."""
     text = layout.text
     if layout.quote:
         literal = text[layout.opened :]
@@ -68,12 +68,12 @@ def is_viable(layout: Layout) -> bool:
 
 
 def _empty(prefix: str) -> str:
-    """A string in the place of one of these: bytes and text do not mix."""
+    """Returns an empty string literal for the prefix: bytes and text do not mix."""
     return 'b""' if "b" in prefix.lower() else '""'
 
 
 def _longer(text: str) -> Iterator[str]:
-    """The source with its last token, which may go on, as other tokens."""
+    """Yields the source with other tokens in the place of its last one, which may go on."""
     if word := _WORD.search(text):
         stem, begun = text[: word.start()], word[0]
         yield stem + begun + "_"
@@ -96,14 +96,16 @@ def _longer(text: str) -> Iterator[str]:
 
 
 def _begins(text: str) -> bool:
-    """Whether some token may follow a text that ends within a line: the parser is to read on behind
-    it."""
+    """Returns True if some token may follow a text that ends within a line.
+
+    A backslash and a line break make the parser read on behind the text.
+    """
     return _parsed(text + "\\\n", _INCOMPLETE) != "wrong"
 
 
 @lru_cache(maxsize=1 << 15)
 def _parsed(source: str, flags: int) -> str:
-    """ "program", "incomplete" or "wrong"."""
+    """Returns "program", "incomplete" or "wrong"."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

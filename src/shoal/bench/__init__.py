@@ -1,2 +1,4 @@
-"""Measuring: interleaved timing, greedy identity, costs, and the figures of
-docs/measurements/performance.md (`shoal bench`)."""
+"""Measuring: timing in turns, greedy identity and costs (`shoal bench`).
+
+The figures of docs/measurements/performance.md come from here.
+"""

@@ -36,7 +36,7 @@ class IdentityCheck:
     _single: dict[Ids, Ids] = field(default_factory=dict)
 
     def check(self, case: Case, work: Work, lookaheads: Sequence[str]) -> None:
-        """Greedy identity of these lookaheads on this work.
+        """Checks the greedy identity of these draft lengths on this work.
 
         Raises:
             InternalError: for a difference in float32 or float64, with its place.
@@ -54,8 +54,11 @@ class IdentityCheck:
             self.found[case.layout, case.batch, name] = Checked.of(found, control)
 
     def compare(self, case: Case, name: str, runs: Sequence[Run], plain: Sequence[Run]) -> None:
-        """Timed runs that were greedy themselves: they must agree as well. Raises InternalError as
-        `check` does."""
+        """Compares timed runs that were greedy themselves: they must agree as well.
+
+        Raises:
+            InternalError: see `check`.
+        """
         for repeat, (one, other) in enumerate(zip(plain, runs, strict=False)):
             for row, (a, b) in enumerate(zip(one.ids, other.ids, strict=True)):
                 position = first_difference(a, b)
@@ -71,8 +74,10 @@ class IdentityCheck:
         )
 
     def _control(self, work: Work, plain: Run) -> Identity:
-        """Some rows of the plain run against the same rows decoded one by one: in 16 bit, batching
-        changes ties by itself."""
+        """Compares some rows of the plain run with the same rows decoded one by one.
+
+        In 16 bit, batching changes ties by itself.
+        """
         first = {prompt: row for row, prompt in reversed(list(enumerate(work.rows)))}
         rows = sorted(first.values())[:CONTROL_ROWS]
         single = [
@@ -81,7 +86,7 @@ class IdentityCheck:
         return compared([[ids] for ids in single], [[plain.ids[row]] for row in rows], drafted=0)
 
     def _decoded_by_itself(self, work: Work) -> Ids:
-        """One prompt decoded greedily by itself, once."""
+        """Decodes one prompt greedily by itself, once."""
         (prompt,) = work.prompts
         if prompt not in self._single:
             (self._single[prompt],) = self.decode(PLAIN).run(work).ids

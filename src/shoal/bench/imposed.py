@@ -1,5 +1,7 @@
-"""An acceptance rate imposed on real compute, so that large shapes with random weights can be
-timed."""
+"""An acceptance rate imposed on real compute.
+
+With it, large shapes with random weights can be timed.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,10 @@ from shoal.types.trees import DraftTree
 
 @dataclass(unsafe_hash=True)
 class Imposed(Rejection):
-    """Rejection sampling in which each draft is accepted with probability `rate`, whatever p and q
-    are.
+    """Rejection sampling in which each draft is accepted with probability `rate`.
 
-    It computes all that the real rule does, so that it costs the same; the text means nothing. The
-    row's own uniforms decide.
+    The rate holds whatever p and q are. The rule computes all that the real rule does, so that it
+    costs the same; the text means nothing. The row's own uniforms decide.
 
     Raises:
         RequestError: for a rate outside of 0..1.
@@ -42,7 +43,7 @@ class Imposed(Rejection):
             raise RequestError(f"an acceptance rate is in 0..1, got {self.rate}")
 
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
-        """The real decision on uniforms that accept always or never."""
+        """Decides by the real rule, on uniforms that accept always or never."""
         biased = self._biased(uniforms)
         if tree.m and tree.q is None:  # greedy rows: point masses
             one_hot = scores.logits.new_zeros(*tree.tokens.shape, scores.logits.shape[-1]).scatter_(
@@ -61,19 +62,21 @@ class Imposed(Rejection):
         uniforms: Tensor,
         sampler: Sampler | None = None,
     ) -> Verdict:
-        """The same as a function of tensors."""
+        """Decides as a function of tensors."""
         return super().decide_chains(drafts, lengths, q, p, self._biased(uniforms), sampler)
 
     def _biased(self, uniforms: Tensor) -> Tensor:
-        """u = -1 accepts every draft that q can draw, u = infinity none."""
+        """Replaces the uniforms: u = -1 accepts every draft that q can draw, u = infinity none."""
         biased, column = uniforms.clone(), Purpose.ACCEPT - 1
         biased[..., column] = torch.where(uniforms[..., column] < self.rate, -1.0, torch.inf)
         return biased
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:
-    """The same models under the imposed rule; what `auto` has measured under the real one is not
-    carried over."""
+    """Returns the same models under the imposed rule.
+
+    The costs that `auto` measured under the real one are not carried over.
+    """
     other = copy.copy(pair)
     other.rule = Imposed(rate)
     other.pair_costs = PairCosts(packed=pair.pair_costs.packed)

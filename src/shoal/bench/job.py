@@ -1,4 +1,4 @@
-"""What `shoal bench` is asked to measure."""
+"""The job of `shoal bench`: the combinations to measure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ class Job:
     """Every combination of batch size, layout, temperature and method.
 
     Attributes:
-        batches: rows.
-        n: rows per prompt of the layout "grouped".
-        layouts, temperatures, lookaheads, baselines: every combination is measured.
-        eos: ids that end a row; () = every row runs to `max_new_tokens`.
+        batches: the numbers of rows.
+        n: the rows per prompt of the layout "grouped".
+        layouts: the layouts to measure.
+        temperatures: the temperatures to measure.
+        lookaheads: the draft lengths to measure.
+        baselines: the baselines to measure.
+        eos: the ids that end a row; () = every row runs to `max_new_tokens`.
         rule: the acceptance rule.
         acceptance: the rate to impose, None for the real rule.
         openvino: the target's export, for the baseline of that name.
@@ -53,7 +56,7 @@ class Job:
 
     @property
     def cases(self) -> list[Case]:
-        """By layout, temperature and batch size."""
+        """The cases by layout, temperature and batch size."""
         chosen = product(self.layouts, self.temperatures, self.batches)
         return [
             Case.of(layout, temperature, batch, self.n) for layout, temperature, batch in chosen

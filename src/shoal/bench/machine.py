@@ -1,4 +1,4 @@
-"""Where a measurement ran: hardware in general words, versions, the commit."""
+"""The machine of a measurement: hardware in general words, versions, the commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.bench import provenance
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Ready for JSON; nothing in it names a host or a user."""
+    """Returns the machine for JSON; nothing in it names a host or a user."""
     processor = platform.processor() or platform.machine()
     return {
         "date": time.strftime("%Y-%m-%d"),

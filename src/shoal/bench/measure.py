@@ -1,4 +1,4 @@
-"""Interleaved timing of decoding methods, and what follows from measured costs.
+"""Timing of decoding methods in turns, and the results that follow from measured costs.
 
 Runs are interleaved, so that a machine that warms up or runs other programs affects all methods
 alike; medians are shown.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 Run = TypeVar("Run")
-"""What one timed run returns."""
+"""The result of one timed run."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Speed:
     """Medians over repeated runs of one decoding method.
 
     Attributes:
-        ms_per_token_first, ms_per_token_mean, ms_per_token_last: time from submission to the end of
-            a row, per token of it: of the row that ended first, the mean over rows, of the row that
-            ended last.
+        ms_per_token_first: the time from submission to the end of the row that ended first, per
+            token.
+        ms_per_token_mean: the mean of such times over rows.
+        ms_per_token_last: the time of the row that ended last.
     """
 
     tokens_per_second: float
@@ -44,7 +45,7 @@ class Speed:
 
     @staticmethod
     def of(results: Sequence[Result]) -> Speed:
-        """The medians; counts differ between runs only if seeds do."""
+        """Computes the medians; counts differ between runs only if seeds do."""
         stats = [result.stats for result in results]
         first, mean, last = (median(times) for times in zip(*map(_row_times, results), strict=True))
 
@@ -66,26 +67,27 @@ class Speed:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Returns an object for JSON."""
         return asdict(self)
 
 
 def _row_times(result: Result) -> tuple[float, float, float]:
-    """Milliseconds per token of the row that ended first, of the mean row, of the row that ended
-    last."""
+    """Returns milliseconds per token of the first row to end, the mean row, and the last to end."""
     rows = sorted(rows_of(result), key=lambda sample: sample.finished_at)
     times = [1000 * sample.finished_at / max(1, len(sample.token_ids)) for sample in rows]
     return times[0], fmean(times), times[-1]
 
 
 def rows_of(result: Result) -> list[Sample]:
-    """All samples of all prompts, in order."""
+    """Returns all samples of all prompts, in order."""
     return [sample for output in result for sample in output.samples]
 
 
 def in_turns(methods: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """(repeat, method) in the order of measuring: the methods take turns, every other turn in
-    reverse order."""
+    """Yields (repeat, method) in the order of measuring.
+
+    The methods take turns, every other turn in reverse order.
+    """
     for repeat in range(repeats):
         for name in methods[:: -1 if repeat % 2 else 1]:
             yield repeat, name
@@ -106,11 +108,12 @@ def interleave(
 
 @dataclass(frozen=True)
 class Identity:
-    """Whether greedy speculation gave the token ids of greedy plain decoding.
+    """The comparison of greedy speculation with greedy plain decoding.
 
     Attributes:
-        rows, same: rows compared, rows equal.
-        drafted: of the speculative run; 0 proves nothing.
+        rows: the number of rows compared.
+        same: the number of equal rows.
+        drafted: the drafted tokens of the speculative run; 0 proves nothing.
         difference: prompt, row and position of the first difference.
     """
 
@@ -135,7 +138,7 @@ class Identity:
 
     @property
     def place(self) -> str:
-        """Where the first difference is, counted from 1; "" if there is none."""
+        """The place of the first difference, counted from 1; "" if there is none."""
         if self.difference is None:
             return ""
         prompt, row, position = self.difference
@@ -156,7 +159,7 @@ def greedy_identity(
 
 
 def token_ids(result: Result) -> list[list[tuple[int, ...]]]:
-    """The tokens of all samples, by prompt."""
+    """Returns the tokens of all samples, by prompt."""
     return [[sample.token_ids for sample in output.samples] for output in result]
 
 
@@ -180,7 +183,7 @@ def compared(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first position at which two sequences differ; None for equal ones."""
+    """Returns the first position at which two sequences differ; None for equal ones."""
     for position, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
             return position
@@ -203,12 +206,14 @@ class Costs:
     draft: float
 
     def overhead(self, k: int) -> float:
-        """What is left of a measured round beside the passes: bookkeeping."""
+        """Computes the bookkeeping: the time of a measured round beside its passes."""
         return self.rounds[k] - self.target[k] - k * self.draft
 
     def round(self, k: int) -> float:
-        """A round at any draft length: measured, or on the line through the nearest two that
-        were."""
+        """Returns the time of a round at any draft length.
+
+        It is measured, or on the line through the nearest two lengths that were measured.
+        """
         known = sorted(self.rounds)
         right = next((length for length in known[1:] if length >= k), known[-1])
         left = known[known.index(right) - 1]
@@ -217,11 +222,10 @@ class Costs:
 
 
 def per_position(rate: float, k: int) -> float:
-    """The probability a with which each next draft token is accepted, from accepted / drafted at
-    draft length k.
+    """Computes the probability a with which each next draft token is accepted.
 
-    Drafts are kept up to the first rejection, so the rate is (a + a^2 + ... + a^k) / k; solved by
-    bisection.
+    The rate is accepted / drafted at draft length k. Drafts are kept up to the first rejection, so
+    the rate is (a + a^2 + ... + a^k) / k; solved by bisection.
     """
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -234,7 +238,9 @@ def per_position(rate: float, k: int) -> float:
 
 
 def predicted_speedup(acceptance: float, k: int, costs: Costs) -> float:
-    """Tokens per round, (1 - a^(k+1)) / (1 - a), over the cost of a round compared with a plain
-    one."""
+    """Computes tokens per round over the cost of a round compared with a plain one.
+
+    Tokens per round are (1 - a^(k+1)) / (1 - a).
+    """
     tokens = sum(acceptance**i for i in range(k + 1))
     return tokens * costs.round(0) / costs.round(k)

@@ -1,5 +1,7 @@
-"""Peak memory of tensors, counted, not guessed from the process size (which holds Python, torch and
-its code pages)."""
+"""The peak memory of tensors, counted.
+
+It is not guessed from the process size, which holds Python, torch and its code pages.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_tensor_bytes(work: Callable[[], object]) -> int:
-    """On a CPU: most bytes of tensors alive at once that `work` allocated, itself run under the
-    profiler."""
+    """Counts, on a CPU, the most bytes of tensors alive at once that `work` allocated.
+
+    `work` is run under the profiler.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     alive = peak = 0
@@ -23,8 +27,10 @@ def peak_tensor_bytes(work: Callable[[], object]) -> int:
 
 
 def peak_device_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """On CUDA: most bytes that torch held during `work`, with all that was there before: weights,
-    captured graphs."""
+    """Returns, on CUDA, the most bytes that torch held during `work`.
+
+    They include all that was there before: weights, captured graphs.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()

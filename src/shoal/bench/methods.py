@@ -1,5 +1,7 @@
-"""The decoding methods that are compared: shoal at a draft length, Transformers' own on the same
-model object, OpenVINO's."""
+"""The decoding methods that are compared.
+
+They are shoal at a draft length, Transformers' own on the same model object, and OpenVINO's.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,11 @@ class Method:
 
 
 def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method:
-    """shoal at that draft length; "off" is plain batched decoding. rule: see
-    `shoal.Speculation`."""
+    """Makes the method of shoal at that draft length; "off" is plain batched decoding.
+
+    Args:
+        rule: see `shoal.Speculation`.
+    """
 
     def run(work: Work) -> Run:
         options: dict[str, Any] = {
@@ -70,8 +75,14 @@ def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method
 
 
 def baseline_method(pair: Shoal, name: str, export: Path | None = None) -> Method:
-    """One of `BASELINES`, or OpenVINO's. export: of the target, for OpenVINO. Raises RequestError
-    for another name."""
+    """Makes one of `BASELINES`, or OpenVINO's.
+
+    Args:
+        export: the target's export, for OpenVINO.
+
+    Raises:
+        RequestError: for another name.
+    """
     if name == OPENVINO:
         return _openvino(pair, export)
     if name not in BASELINES:
@@ -87,8 +98,10 @@ def baseline_method(pair: Shoal, name: str, export: Path | None = None) -> Metho
 
 
 def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
-    """`generate` on all rows at once, prompts padded on the left; the user has a row when all are
-    done."""
+    """Runs `generate` on all rows at once, prompts padded on the left.
+
+    The user has a row when all are done.
+    """
     rows, hf = work.rows, pair.target.hf
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=hf.device)
@@ -113,8 +126,10 @@ def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
 
 
 def _static(pair: Shoal, work: Work) -> Run:
-    """The same with a static cache and the compiled forward pass; Transformers compiles only on
-    accelerators by default."""
+    """Runs `_batched` with a static cache and the compiled forward pass.
+
+    Transformers compiles only on accelerators by default.
+    """
     on_cpu = pair.target.device.type == "cpu"
     compiling = CompileConfig(mode="default" if on_cpu else "reduce-overhead")
     compiling._compile_all_devices = on_cpu
@@ -122,8 +137,10 @@ def _static(pair: Shoal, work: Work) -> Run:
 
 
 def _continuous(pair: Shoal, work: Work) -> Run:
-    """`generate_batch`; its start-up and shut-down are not counted, and its pool is no larger than
-    the work needs."""
+    """Runs `generate_batch`; its start-up and shut-down are not counted.
+
+    Its pool is no larger than the work needs.
+    """
     rows = work.rows
     pages = sum(-(-(len(row) + work.max_new_tokens) // PAGE) for row in rows)
     pool = ContinuousBatchingConfig(
@@ -153,7 +170,7 @@ def _continuous(pair: Shoal, work: Work) -> Run:
 
 
 def _assisted(pair: Shoal, work: Work) -> Run:
-    """`generate` with the drafter as `assistant_model`, which takes one row at a time."""
+    """Runs `generate` with the drafter as `assistant_model`, which takes one row at a time."""
     if pair.draft_model is None:
         raise RequestError("there is no draft model to assist")
     hf, ids, ended, seconds = pair.target.hf, [], [], 0.0
@@ -174,8 +191,10 @@ def _assisted(pair: Shoal, work: Work) -> Run:
 
 
 def _openvino(pair: Shoal, export: Path | None) -> Method:
-    """OpenVINO GenAI, plain, in the number format of the target; the user has a row when all are
-    done."""
+    """Makes OpenVINO GenAI's method, plain, in the number format of the target.
+
+    The user has a row when all are done.
+    """
     if export is None or not (export / "openvino_model.xml").exists():
         raise RequestError(
             "--baselines openvino needs --openvino DIR, an export of the target by optimum-cli"
@@ -209,7 +228,7 @@ BASELINES: dict[str, Callable[[Shoal, Work], Run]] = {
 
 
 def _controls(work: Work) -> dict[str, Any]:
-    """The same distribution and the same ends, in Transformers' words."""
+    """Returns the settings of Transformers for this distribution and these ends."""
     sampling = (
         {"temperature": work.temperature, "top_k": 0, "top_p": 1.0} if work.temperature else {}
     )
@@ -223,7 +242,7 @@ def _controls(work: Work) -> dict[str, Any]:
 
 
 def _ends(rows: Sequence[Sequence[int]], eos: Ids) -> tuple[Ids, ...]:
-    """Every row up to its first EOS, that included: what follows is padding."""
+    """Cuts every row behind its first EOS, as padding follows it."""
     ends = []
     for row in rows:
         end = next((i for i, token in enumerate(row, 1) if token in eos), len(row))

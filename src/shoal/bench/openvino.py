@@ -13,15 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
-"""Of the arithmetic, by the dtype that is asked for; weights of 8 bits come with the export."""
+"""The precisions of the arithmetic, by the dtype that is asked for.
+
+Weights of 8 bits come with the export.
+"""
 CACHE_GIB = 2  # for keys and values
 MOST_TOKENS = 4096  # of a pass, prompts included
 
 
 @dataclass(frozen=True)
 class OpenVinoSampling:
-    """Settings of a call. drafted: tokens of the draft model per round, 0 = plain. eos: ids that
-    end a row."""
+    """The settings of a call.
+
+    Attributes:
+        drafted: the tokens of the draft model per round, 0 = plain.
+        eos: the ids that end a row.
+    """
 
     new_tokens: int
     temperature: float
@@ -65,10 +72,10 @@ class OpenVinoEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: OpenVinoSampling
     ) -> list[list[int]]:
-        """New ids of n rows of each prompt, prompt by prompt.
+        """Generates the ids of n rows of each prompt, prompt by prompt.
 
         With a draft model, and greedily, every row is a prompt of its own: the pipeline refuses
-        several sequences of one there.
+        several sequences of one prompt there.
         """
         import numpy as np
         import openvino

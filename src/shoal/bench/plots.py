@@ -1,5 +1,7 @@
-"""Two plots per table: speed-up over plain decoding by batch size, and latency against
-throughput."""
+"""The plots of a report.
+
+Each table has two: speed-up over plain decoding by batch size, and latency against throughput.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ DPI = 150
 
 
 def require_matplotlib() -> Any:
-    """The plotting module. Raises RequestError that says how to get it."""
+    """Imports the plotting module.
+
+    Raises:
+        RequestError: it is not installed; the message tells how to install it.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -32,8 +38,11 @@ def require_matplotlib() -> Any:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Writes one picture, a row of two plots per layout and temperature. Raises RequestError
-    without matplotlib."""
+    """Writes one picture, a row of two plots per layout and temperature.
+
+    Raises:
+        RequestError: without matplotlib.
+    """
     pyplot = require_matplotlib()
     found = report.tables()
     figure, grid = pyplot.subplots(
@@ -65,7 +74,10 @@ def _device(report: Report) -> str:
 
 
 def _styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
-    """A colour and a marker per setting; Transformers' own dashed, plain decoding grey."""
+    """Returns a colour and a marker per setting.
+
+    Transformers' own methods are dashed, plain decoding is grey.
+    """
     styles: dict[str, dict[str, Any]] = {}
     for one in lines:
         if one.label not in styles:
@@ -82,7 +94,7 @@ def _styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
 
 
 def _speedups(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]]) -> None:
-    """Median speed-up with its range over the repeats."""
+    """Draws the median speed-up with its range over the repeats."""
     batches = sorted({one.batch for one in lines})
     ends = []
     for label, style in styles.items():
@@ -110,7 +122,7 @@ def _speedups(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]
 
 
 def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]]) -> None:
-    """Each point is a batch size, written beside it; the lower right is best."""
+    """Draws each batch size as a point with its number; the lower right is best."""
     for label, style in styles.items():
         own = sorted((one for one in lines if one.label == label), key=lambda one: one.batch)
         axes.plot(
@@ -148,7 +160,7 @@ def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]])
 
 
 def _hollow(axes: Any, points: Sequence[tuple[float, float]], style: dict[str, Any]) -> None:
-    """Marks what was disturbed by another process."""
+    """Marks the points that another process disturbed."""
     if points:
         axes.plot(
             *zip(*points, strict=True),
@@ -162,8 +174,10 @@ def _finish(axes: Any) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], gap: float = 0.06) -> None:
-    """Names the lines at their right ends, moved apart where they would overlap, in place of a
-    legend."""
+    """Names the lines at their right ends, in place of a legend.
+
+    Names that would overlap are moved apart.
+    """
     low, high = axes.get_ylim()
     lowest = 0.0
     for value, label, colour in sorted(ends):

@@ -1,5 +1,7 @@
-"""The commit that results were made at. What is kept in benchmarks/results must name one, so that
-it can be measured again."""
+"""The commit that results were made at.
+
+Results kept in benchmarks/results must name one, so that they can be measured again.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def commit(package: Path = PACKAGE) -> str:
-    """12 digits of the commit that the package runs from, or `NO_GIT`.
+    """Returns 12 digits of the commit that the package runs from, or `NO_GIT`.
 
     "-dirty" is added if a tracked file differs from it, or if src or benchmarks have untracked
-    files that git does not ignore: they may change what is measured. Files in benchmarks/results do
-    not count: the results of one run must not spoil the next one's.
+    files that git does not ignore: they may change the results. Files in benchmarks/results do not
+    count: the results of one run must not spoil the next one's.
     """
     try:
         _git(
@@ -59,10 +61,10 @@ def _git(place: Path, *arguments: str) -> str:
 
 
 def require_place(*places: Path | None, made_at: str | None = None) -> None:
-    """Called before the work starts, with the files or directories that results shall go to; None
-    is none.
+    """Checks the files or directories that results shall go to, before the work starts.
 
     Args:
+        places: the files or directories; None is none.
         made_at: the commit of results that are there already; None for that of this package now.
 
     Raises:
@@ -80,8 +82,10 @@ def require_place(*places: Path | None, made_at: str | None = None) -> None:
 
 
 def place_of_results(text: str) -> Path:
-    """For `argparse`: a place that results may go to. What `require_place` refuses ends the script
-    with exit code 2."""
+    """Reads, for `argparse`, a place that results may go to.
+
+    A place that `require_place` refuses ends the script with exit code 2.
+    """
     place = Path(text)
     try:
         require_place(place)
@@ -105,11 +109,11 @@ def write_results(
     write: Callable[[Path, str], None] = _write,
     pages: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a report as JSON. The only way in which measurements become files.
+    """Writes a report as JSON; all measurements become files this way.
 
     Args:
-        report: ready for JSON; its "machine" is that of `shoal.bench.machine`.
-        write: what writes a text to a file.
+        report: an object for JSON; its "machine" is that of `shoal.bench.machine`.
+        write: a function that writes a text to a file.
         pages: texts beside it, by their suffix.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Whether other programs ran beside a measurement: waits for a quiet machine, and marks what was
-measured on a busy one.
+"""The other programs beside a measurement.
 
-Processor time is read from /proc, or by `psutil` where there is no /proc and that package is
-installed; elsewhere nothing is known. This process and its children do not count.
+This module waits for a quiet machine, and marks measurements on a busy one. Processor time is read
+from /proc, or by `psutil` where there is no /proc and that package is installed; elsewhere nothing
+is known. This process and its children do not count.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Process:
 
 
 Processes = Mapping[int, Process]
-"""By id."""
+"""Processes by id."""
 
 
 def processes(proc: Path = Path("/proc")) -> Processes | None:
-    """All processes that can be seen; None where neither /proc nor `psutil` is there."""
+    """Returns all processes that can be seen; None if neither /proc nor `psutil` is there."""
     if (proc / "self" / "stat").exists():
         return dict(_from_proc(proc))
     try:
@@ -100,7 +100,11 @@ def _from_psutil(psutil: Any) -> Iterator[tuple[int, Process]]:
 
 @dataclass(frozen=True)
 class BusyProcess:
-    """Another process that used more than `LIMIT` cores. name: without its arguments."""
+    """Another process that used more than `LIMIT` cores.
+
+    Attributes:
+        name: its name without its arguments.
+    """
 
     name: str
     cores: float
@@ -112,13 +116,13 @@ class BusyProcess:
 def busy_processes(
     before: Processes, after: Processes, seconds: float, own: int
 ) -> tuple[BusyProcess, ...]:
-    """The other processes that were busy between two moments, the busiest first.
+    """Returns the other processes that were busy between two moments, the busiest first.
 
-    A process that ended in between is seen by what its parent waited for.
+    A process that ended in between is counted by the time that its parent waited for.
 
     Args:
-        seconds: between the moments.
-        own: the process whose descendants, and itself, do not count.
+        seconds: the seconds between the moments.
+        own: the process that does not count, nor its descendants.
     """
     family, found = _descendants(own, {**before, **after}), []
     for pid, process in after.items():
@@ -155,24 +159,30 @@ def _descendants(root: int, known: Processes) -> set[int]:
 
 @dataclass
 class Watch:
-    """What `QuietGate.watch` saw. busy: None until the block has ended, and where processes cannot
-    be seen."""
+    """The finding of `QuietGate.watch`.
+
+    Attributes:
+        busy: the busy processes; None until the block has ended, and if processes cannot be seen.
+    """
 
     busy: tuple[BusyProcess, ...] | None = None
 
 
 @dataclass
 class QuietGate:
-    """Stands before each measurement, and beside it.
+    """A gate before each measurement, and a watch beside it.
 
     Args:
-        timeout: seconds to wait for a quiet machine in all; used up, nothing waits any more.
-        say: told of waiting.
-        read, clock, sleep: replaced in tests; None: `processes`.
+        timeout: the seconds to wait for a quiet machine in all; once used up, nothing waits any
+            more.
+        say: reports waiting.
+        read: replaced in tests; None: `processes`.
+        clock: replaced in tests.
+        sleep: replaced in tests.
         own: the process that does not count, nor its descendants.
 
     Attributes:
-        quiet: whether the machine was quiet when last looked at; None: not looked at.
+        quiet: the machine was quiet at the last look; None: there was no look.
     """
 
     timeout: float = TIMEOUT

@@ -1,5 +1,8 @@
-"""How much slower a draft length controller is than the best fixed draft length, which nobody knows
-beforehand."""
+"""The regret of a draft length controller.
+
+It is how much slower the controller is than the best fixed draft length, which nobody knows
+beforehand.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ LOOKAHEADS = (PLAIN, *(f"fixed:{k}" for k in SWEEP), *CONTROLLERS)
 
 @dataclass(frozen=True)
 class Regret:
-    """Of one case.
+    """The regret of one case.
 
     Attributes:
         best: the fixed setting with the highest median throughput; picked after the fact, so noise
             favours it.
         regrets: controller -> share of the best setting's tokens/s that it loses; the median over
             repeats, negative if it is faster.
-        over_plain: the same controllers' speed-up over plain decoding.
+        over_plain: controller -> its speed-up over plain decoding.
     """
 
     batch: int
@@ -41,7 +44,7 @@ class Regret:
 
 
 def regrets(lines: Sequence[Line]) -> Iterator[Regret]:
-    """One per batch size that has a controller and a fixed setting."""
+    """Yields the regrets of each batch size that has a controller and a fixed setting."""
     for batch, group in groupby(lines, key=lambda one: one.batch):
         by_name = {one.setting: one for one in group}
         fixed = [one for name, one in by_name.items() if name == PLAIN or name.startswith("fixed:")]
@@ -66,7 +69,7 @@ def _rate(run: dict[str, list[int]]) -> float:
 
 
 def show(report: Report, console: Console) -> None:
-    """A table per layout and temperature."""
+    """Prints a table per layout and temperature."""
     for lines in report.tables().values():
         console.print(f"Regret: {heading(report, lines)}", style="bold", markup=False)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)

@@ -1,5 +1,8 @@
-"""The results: one `Line` per case and setting, and a `Report` that goes to a JSON file and comes
-back the same."""
+"""The results of a benchmark.
+
+There is one `Line` per case and setting, and a `Report` that goes to a JSON file and comes back the
+same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from shoal.bench.work import Case, Run
 from shoal.types.stats import Stats
 
 FORMAT = 1
-"""Of the file; a reader of another one refuses."""
+"""The format of the file; a reader refuses files of another one."""
 
 
 class Spread(NamedTuple):
@@ -30,12 +33,15 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """Greedy identity on a configuration: rows that are the same as plain decoding, tokens drafted
-    meanwhile.
+    """The greedy identity of a configuration.
 
     Attributes:
-        control_rows, control_same: in 16 bit, plain decoding of the batch against each row alone
-            (some rows); else None.
+        rows: the number of rows compared.
+        same: the number of rows equal to plain decoding.
+        drafted: the tokens drafted meanwhile.
+        control_rows: in 16 bit, the number of rows of plain decoding that were also decoded alone;
+            else None.
+        control_same: in 16 bit, the number of those rows that are the same alone; else None.
     """
 
     rows: int
@@ -52,18 +58,26 @@ class Checked:
 
 @dataclass(frozen=True)
 class Line:
-    """Medians over the repeats of one setting of one case; what does not apply to it is None.
+    """The medians over the repeats of one setting of one case.
+
+    A field that does not apply to the setting is None.
 
     Attributes:
-        imposed: the acceptance rate that was imposed, None where the real rule decided.
-        speedup: over plain decoding (shoal's k = 0) of the same repeat.
-        ms_first, ms_mean, ms_last: from submission to the end of a row, per token of it, for the
-            row that ended first, the mean and the last.
-        committed, drafted, accepted, rounds: tokens and rounds of one run.
-        stages: milliseconds per round in draft, verify, accept, commit, other.
-        prefill: milliseconds of a run.
-        flops, bytes: per second, what the models must do (see `shoal.bench.roofline`).
-        peak_bytes: weights and all tensors alive at once.
+        imposed: the acceptance rate that was imposed, None if the real rule decided.
+        speedup: the speed-up over plain decoding (shoal's k = 0) of the same repeat.
+        ms_first: the milliseconds from submission to the end of the row that ended first, per token
+            of it.
+        ms_mean: the mean of such times over rows.
+        ms_last: the time of the row that ended last.
+        committed: the committed tokens of one run.
+        drafted: the drafted tokens of one run.
+        accepted: the accepted tokens of one run.
+        rounds: the rounds of one run.
+        stages: the milliseconds per round in draft, verify, accept, commit, other.
+        prefill: the milliseconds of prefill of a run.
+        flops: the operations per second that the models must do (see `shoal.bench.roofline`).
+        bytes: the bytes per second that the models must move.
+        peak_bytes: the weights and all tensors alive at once.
         runs: every repeat.
     """
 
@@ -104,7 +118,7 @@ class Line:
 
     @property
     def case(self) -> tuple[str, float]:
-        """What one table shows."""
+        """The layout and temperature that a table shows."""
         return self.layout, self.temperature
 
 
@@ -117,8 +131,12 @@ def line(
     rates: Sequence[tuple[float, float]] = (),
     **more: Any,
 ) -> Line:
-    """The medians. `plain`: the runs of plain decoding in the same repeats; `more`: fields that are
-    known already."""
+    """Computes the medians.
+
+    Args:
+        plain: the runs of plain decoding in the same repeats.
+        more: fields that are known already.
+    """
     first, mean, last = (median(times) for times in zip(*(run.row_ms for run in runs), strict=True))
     counts = {} if baseline else _counts([run.stats for run in runs if run.stats is not None])
     flops, moved = (
@@ -157,8 +175,10 @@ def _counts(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def _stages(stats: Stats) -> dict[str, float]:
-    """Milliseconds per round. On an accelerator work is queued: the stage that waits for it
-    pays."""
+    """Computes milliseconds per round.
+
+    On an accelerator work is queued: the stage that waits for it pays.
+    """
     names = {"draft": "propose", "verify": "verify", "accept": "accept", "commit": "commit"}
     spent = {name: getattr(stats, f"seconds_{field}") for name, field in names.items()}
     spent["other"] = stats.seconds - stats.seconds_prefill - sum(spent.values())
@@ -167,13 +187,13 @@ def _stages(stats: Stats) -> dict[str, float]:
 
 @dataclass
 class Report:
-    """Everything that was measured, where, and what could not be.
+    """A report of all measurements, the machine, and the settings that could not run.
 
     Attributes:
-        config: what was asked.
-        machine: where it ran; versions.
+        config: the settings of the job.
+        machine: the machine and the versions.
         unavailable: setting -> reason, by case.
-        complete: False when it was interrupted.
+        complete: False if it was interrupted.
     """
 
     config: dict[str, Any]
@@ -183,15 +203,17 @@ class Report:
     complete: bool = False
 
     def tables(self) -> dict[tuple[str, float], list[Line]]:
-        """The lines by layout and temperature, in the order measured."""
+        """Groups the lines by layout and temperature, in the order measured."""
         tables: dict[tuple[str, float], list[Line]] = {}
         for one in self.lines:
             tables.setdefault(one.case, []).append(one)
         return tables
 
     def ceiling(self, what: str) -> float | None:
-        """ "flops" or "bytes" per second that the machine can do: the higher of what was measured
-        before and after."""
+        """Returns the "flops" or "bytes" per second that the machine can do.
+
+        It is the higher of the values measured before and after.
+        """
         measured = [
             self.machine[when][what]
             for when in ("ceilings_before", "ceilings_after")
@@ -200,12 +222,16 @@ class Report:
         return max(measured, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Returns an object for JSON."""
         return {"format": FORMAT} | asdict(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Report:
-        """The inverse of `to_dict`, also after JSON. Raises ValueError for another format."""
+        """Restores a report from `to_dict`, also after JSON.
+
+        Raises:
+            ValueError: for another format.
+        """
         data = dict(data)
         if data.pop("format", None) != FORMAT:
             raise ValueError(f"not a results file of format {FORMAT}")

@@ -1,8 +1,8 @@
-"""What a machine can do, measured, and what a run made of it.
+"""The measured ceilings of a machine, and the share of them that a run reached.
 
-Counted is what the models must do, not what was done for padding: two operations per parameter and
-position, four per attended token, layer and channel; weights once per pass, the context's keys and
-values once per row and pass.
+The operations and bytes that the models must do are counted, not those done for padding: two
+operations per parameter and position, four per attended token, layer and channel; weights once per
+pass, the context's keys and values once per row and pass.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from shoal.models.runner import Runner
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured: operations per second of a large matrix product, bytes per second of a large copy
-    (read and written)."""
+    """The measured ceilings.
+
+    Attributes:
+        flops: the operations per second of a large matrix product.
+        bytes: the bytes per second of a large copy (read and written).
+    """
 
     flops: float
     bytes: float
@@ -48,13 +52,13 @@ def _seconds(statement: str, **names: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """What a model's passes cost.
+    """The cost of a model's passes.
 
     Attributes:
-        flops: per position.
-        attention_flops: per position and token attended to.
-        weights: bytes per pass.
-        kv: bytes per token attended to.
+        flops: the operations per position.
+        attention_flops: the operations per position and token attended to.
+        weights: the bytes per pass.
+        kv: the bytes per token attended to.
     """
 
     flops: float
@@ -64,7 +68,10 @@ class Load:
 
     @staticmethod
     def of(runner: Runner) -> Load | None:
-        """None for mixtures of experts, whose positions do not use all parameters."""
+        """Computes the load of a model.
+
+        It is None for mixtures of experts, whose positions do not use all parameters.
+        """
         config = runner.hf.config.get_text_config()
         if getattr(config, "num_experts_per_tok", None):
             return None
@@ -84,14 +91,18 @@ class Load:
         )
 
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
-        """(operations, bytes) of passes over so many positions; `rows`: rows times passes."""
+        """Computes (operations, bytes) of passes over so many positions.
+
+        Args:
+            rows: rows times passes.
+        """
         return positions * (
             self.flops + self.attention_flops * context
         ), passes * self.weights + rows * context * self.kv
 
 
 def rates(pair: Shoal, work: Work, run: Run) -> tuple[float, float] | None:
-    """(operations, bytes) per second of a run; None where its passes are not counted.
+    """Computes (operations, bytes) per second of a run; None if its passes are not counted.
 
     The drafter is counted with a position per drafted token: catching up after a full acceptance is
     left out.

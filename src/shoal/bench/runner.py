@@ -94,12 +94,12 @@ class BenchmarkRunner:
 
     @property
     def seconds_left(self) -> float | None:
-        """What the timed runs that are still to come will take, by the warm-up; None before it."""
+        """Returns the seconds of the timed runs still to come, by the warm-up; None before it."""
         return sum(map(sum, self.expected.values())) if self.expected else None
 
     @property
     def steps(self) -> int:
-        """How often `step` will be called at most."""
+        """The most calls of `step`."""
         checks = len({(case.layout, case.batch) for case in self.job.cases}) * len(
             self.job.lookaheads
         )
@@ -126,8 +126,11 @@ class BenchmarkRunner:
         )
 
     def check(self) -> None:
-        """Greedy identity of every configuration, by the real rule. Raises InternalError, see
-        `IdentityCheck`."""
+        """Checks the greedy identity of every configuration, by the real rule.
+
+        Raises:
+            InternalError: see `IdentityCheck`.
+        """
         for case in {(c.layout, c.batch): c for c in self.job.cases}.values():
             self.identity.check(case, self._work(case, 0).greedy(), self.job.lookaheads[1:])
 
@@ -152,16 +155,21 @@ class BenchmarkRunner:
         return self.seconds_left or 0.0
 
     def _require_passes(self) -> None:
-        """Raises InternalError where ordinary passes have taken over from captured ones: what is
-        timed is not what was asked."""
+        """Checks that ordinary passes have not taken over from captured ones.
+
+        Raises:
+            InternalError: they have, so that the times are not those that were asked for.
+        """
         for model in (self.pair.target, self.pair.draft_model):
             if model is not None and model.capture_failure is not None:
                 what = f"{model.name}: its {described(model)['passes']} compute passes now"
                 raise InternalError(f"{what}: no times are shown; --compile off measures these")
 
     def _note_passes(self) -> None:
-        """What computes passes by now: rounds that should have been captured may have been left to
-        their stages."""
+        """Notes which executors compute passes by now.
+
+        Rounds that should have been captured may have been left to their stages.
+        """
         for role, model in (("target", self.pair.target), ("draft", self.pair.draft_model)):
             if model is not None:
                 failures = [] if model.captures is None else model.captures.failures
@@ -171,8 +179,11 @@ class BenchmarkRunner:
                 }
 
     def _first_run(self, case: Case, method: Method, work: Work) -> float:
-        """Seconds that it took. Notes peak memory: on a CPU in a run of its own, from whose slow
-        motion `auto` must not learn."""
+        """Runs a method once, and returns its seconds; notes its peak memory.
+
+        On a CPU, peak memory is measured in a run of its own, whose slow motion `auto` must not
+        learn from.
+        """
         device, key = self.pair.target.device, (case.layout, case.batch, method.name)
         with timed(device) as watch:
             if device.type == "cuda":
@@ -196,7 +207,7 @@ class BenchmarkRunner:
         return sum(model.parameter_bytes for model in models)
 
     def _refuse(self, case: Case, method: Method, error: Exception) -> None:
-        """A baseline that cannot run is listed with its reason."""
+        """Lists a baseline that cannot run, with its reason."""
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         self._refused.add((case, method.name))
         self.report.unavailable.append(
@@ -210,11 +221,12 @@ class BenchmarkRunner:
         )
 
     def measure(self) -> Iterator[Line]:
-        """The lines, case by case; the report has them too, also those of a case that was
-        interrupted.
+        """Yields the lines, case by case.
+
+        The report has them too, also those of a case that was interrupted.
 
         Raises:
-            InternalError: if greedy timed runs of an exact format differ.
+            InternalError: greedy timed runs of an exact format differ.
         """
         device, dtype = self.pair.target.device, self.pair.target.dtype
         self.report.machine["ceilings_before"] = vars(ceilings(device, dtype))
@@ -253,7 +265,7 @@ class BenchmarkRunner:
                 raise
 
     def _timed_run(self, case: Case, method: Method, repeat: int) -> Run:
-        """One repeat, watched: what else was busy is noted in it."""
+        """Runs one repeat, and notes in it the other processes that were busy."""
         self.gate.wait()
         with self.gate.watch() as seen:
             run = method.run(self._work(case, repeat))
@@ -262,7 +274,7 @@ class BenchmarkRunner:
         return replace(run, busy=seen.busy)
 
     def _lines(self, case: Case, runs: dict[str, list[Run]]) -> list[Line]:
-        """Of the repeats that a method and plain decoding both completed."""
+        """Makes the lines of the repeats that a method and plain decoding both completed."""
         lines = []
         for method in self.methods:
             whole = min(len(runs[method.name]), len(runs[PLAIN]))
@@ -291,8 +303,11 @@ class BenchmarkRunner:
 
 
 def _described(model: Runner) -> dict[str, Any]:
-    """A model's name as the user wrote it, but of a directory the last part: results are shared,
-    paths are not. Its size; what was decided when it was loaded."""
+    """Describes a model: its name, its size, and the choices made when it was loaded.
+
+    The name is as the user wrote it, but of a directory only the last part: results are shared,
+    paths are not.
+    """
     path = Path(model.name)
     name = path.name if path.is_dir() else model.name
     name = f"bundled {name}" if path.parent == bundled("target").parent else name

@@ -35,7 +35,7 @@ class Shape:
     tied: bool = True
 
     def config(self) -> Any:
-        """For Transformers; no token ends a row."""
+        """Returns the config for Transformers; no token ends a row."""
         return transformers.LlamaConfig(
             num_hidden_layers=self.layers,
             hidden_size=self.width,
@@ -74,8 +74,10 @@ def shaped_pair(
     compile: str = "auto",
     quantize: str = "off",
 ) -> Shoal:
-    """A pair of that shape, never on disk. dtype: "auto" is bfloat16 on an accelerator; the rest as
-    for `shoal.load`.
+    """Makes a pair of that shape, never on disk.
+
+    Args:
+        dtype: "auto" is bfloat16 on an accelerator; the other arguments are as for `shoal.load`.
 
     Raises:
         RequestError: for an unknown shape.
@@ -99,8 +101,10 @@ def shaped_pair(
 
 
 def shuffle_weights(drafter: Runner, seed: int = 0) -> None:
-    """Shuffles the numbers of each of its matrices, in place: what it costs stays, what it knows
-    goes."""
+    """Shuffles the numbers of each matrix of a drafter, in place.
+
+    Its cost stays, its knowledge goes.
+    """
     generator = torch.Generator(drafter.device).manual_seed(seed)
     for weight in drafter.hf.parameters():
         if weight.dim() > 1:

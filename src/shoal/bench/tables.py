@@ -29,8 +29,10 @@ def _disturbed(one: Line) -> str:
 
 
 def _identity(one: Line) -> str:
-    """Rows equal to plain greedy decoding; in 16 bit with the control: what batching changes by
-    itself."""
+    """Writes the rows equal to plain greedy decoding.
+
+    In 16 bit the control is added: the changes that batching makes by itself.
+    """
     if one.identity is None:
         return ""
     shown = f"{one.identity.same}/{one.identity.rows}"
@@ -55,7 +57,7 @@ SPEED: tuple[Column, ...] = (
 
 
 def _work(report: Report) -> tuple[Column, ...]:
-    """The columns on what was done, and how much of what the machine can do."""
+    """Returns the columns on the work done, and on the share of the machine's ceilings."""
 
     def share(one: Line, what: str) -> str:
         done, limit = getattr(one, what), report.ceiling(what)
@@ -75,7 +77,7 @@ def _work(report: Report) -> tuple[Column, ...]:
 
 
 def heading(report: Report, lines: Sequence[Line]) -> str:
-    """What a table is about, in a line."""
+    """Describes a table in a line."""
     config, one = report.config, lines[0]
     layout = {"different": "all prompts different", "same": "all rows from one prompt"}.get(
         one.layout, f"groups of {config['n']}"
@@ -91,8 +93,10 @@ def heading(report: Report, lines: Sequence[Line]) -> str:
 
 
 def tables(report: Report) -> Iterator[tuple[str, Sequence[Column], list[Line]]]:
-    """(title, columns, lines) of every table: speed, then where the time goes, per layout and
-    temperature."""
+    """Yields (title, columns, lines) of every table.
+
+    Per layout and temperature, one is about speed, the other about where the time goes.
+    """
     for lines in report.tables().values():
         title = heading(report, lines)
         yield f"Speed: {title}", SPEED, lines
@@ -126,7 +130,7 @@ def _table(columns: Sequence[Column], lines: Sequence[Line]) -> Table:
 
 
 def footer(report: Report) -> Iterator[str]:
-    """What was not available, the machine, and whether it stayed the same."""
+    """Yields the settings that were not available, the machine, and whether it stayed the same."""
     for reason, entries in _by_reason(report).items():
         yield f"not available: {entries}: {reason}"
     for role in ("target", "draft"):
@@ -154,7 +158,7 @@ def footer(report: Report) -> Iterator[str]:
 
 
 def _busy(report: Report) -> str:
-    """The processes that disturbed repeats, each with the most that it used."""
+    """Names the processes that disturbed repeats, each with the most that it used."""
     most: dict[str, float] = {}
     for found in (
         one for each in report.lines for run in each.runs for one in run.get("busy") or ()
@@ -181,7 +185,7 @@ def _by_reason(report: Report) -> dict[str, str]:
 
 
 def markdown(report: Report) -> str:
-    """All tables as Markdown, for the pages of docs/."""
+    """Returns all tables as Markdown, for the pages of docs/."""
     blocks = []
     for title, columns, lines in tables(report):
         rows = [[name for name, _ in columns], ["---"] * len(columns)]

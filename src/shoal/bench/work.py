@@ -32,8 +32,11 @@ class Case:
 
     @staticmethod
     def of(layout: str, temperature: float, batch: int, n: int) -> Case:
-        """Raises RequestError for an unknown layout, or groups of n rows that do not fill the
-        batch."""
+        """Makes a case of a layout.
+
+        Raises:
+            RequestError: the layout is unknown, or groups of n rows do not fill the batch.
+        """
         if layout not in LAYOUTS:
             raise RequestError(
                 f"layout must be one of {', '.join(LAYOUTS)} or both, got {layout!r}"
@@ -45,7 +48,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In messages and progress."""
+        """The name for messages and progress."""
         return f"{self.batch} rows, layout {self.layout}"
 
 
@@ -71,11 +74,11 @@ class Work:
         return [prompt for prompt in self.prompts for _ in range(self.n)]
 
     def greedy(self) -> Work:
-        """The same, decoded greedily."""
+        """Returns the work, decoded greedily."""
         return replace(self, temperature=0.0)
 
     def by_prompt(self, ids: Sequence[Ids]) -> list[Sequence[Ids]]:
-        """What the rows became, grouped by prompt."""
+        """Groups the rows' ids by prompt."""
         return [ids[i : i + self.n] for i in range(0, len(ids), self.n)]
 
 
@@ -88,7 +91,7 @@ def work_of(
     seed: int = 0,
     eos: Ids = (),
 ) -> Work:
-    """The task of one repeat: each takes the next prompts of the pool and a seed of its own."""
+    """Makes the task of one repeat: it takes the next prompts of the pool and a seed of its own."""
     count = case.batch // case.samples
     if count > len(pool):
         raise RequestError(
@@ -101,13 +104,13 @@ def work_of(
 
 @dataclass(frozen=True)
 class Run:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        seconds: from submission until everything was there.
-        ended: the same for every row.
-        ids: tokens of every row up to its end, EOS included.
-        stats: what is known of passes and positions.
+        seconds: the seconds from submission until everything was there.
+        ended: the seconds from submission until each row was there.
+        ids: the tokens of every row up to its end, EOS included.
+        stats: the counts of passes and positions, if they are known.
         busy: other processes that were busy meanwhile; None: not known.
     """
 
@@ -128,14 +131,16 @@ class Run:
 
     @property
     def row_ms(self) -> tuple[float, float, float]:
-        """Milliseconds per token of the row that ended first, of the mean row, of the row that
-        ended last."""
+        """The milliseconds per token of the first row to end, the mean row, and the last to end."""
         order = sorted(range(len(self.ids)), key=lambda row: self.ended[row])
         times = [1000 * self.ended[row] / max(1, len(self.ids[row])) for row in order]
         return times[0], fmean(times), times[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, without the tokens, and without `loaded`, which a report has once."""
+        """Returns an object for JSON, without the tokens, and without `loaded`.
+
+        A report has `loaded` once.
+        """
         counts = replace(self.stats, loaded={}).to_dict() if self.stats else None
         busy = None if self.busy is None else [vars(one) for one in self.busy]
         tokens = list(map(len, self.ids))
@@ -156,7 +161,7 @@ class Stopwatch:
 
 @contextmanager
 def timed(device: torch.device) -> Iterator[Stopwatch]:
-    """Wall clock of a block, with the device's queue empty at both ends."""
+    """Measures the wall clock of a block, with the device's queue empty at both ends."""
     watch = Stopwatch()
     _synchronise(device)
     started = time.perf_counter()

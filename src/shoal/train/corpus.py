@@ -61,7 +61,7 @@ class Corpus:
 
 
 def stdlib_files() -> list[Path]:
-    """The Python files of the running interpreter's standard library, sorted by name."""
+    """Returns the Python files of the running interpreter's standard library, sorted by name."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = [name for name in folders if name not in EXCLUDED]
@@ -70,7 +70,7 @@ def stdlib_files() -> list[Path]:
 
 
 def is_held_out(file: Path) -> bool:
-    """Whether a file of the standard library belongs to the held-out split."""
+    """Tells whether a file of the standard library belongs to the held-out split."""
     name = file.relative_to(sysconfig.get_path("stdlib")).as_posix()
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_FILES == 0
 
@@ -123,7 +123,7 @@ def fill_in_middle(document: str, rng: random.Random) -> str:
 
 
 def build_corpus(size: CorpusSize, seed: int) -> Corpus:
-    """The same corpus for the same seed, size and Python version."""
+    """Builds a corpus; it is determined by seed, size and Python version."""
     rng = random.Random(seed)
     train = list(problem_documents(generate(seed, size.problems, "train"), rng))
     train += stdlib_pieces(False, size.stdlib_characters, seed)
@@ -143,7 +143,7 @@ def build_corpus(size: CorpusSize, seed: int) -> Corpus:
 
 
 def pack(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
-    """All documents in one row of token ids, each closed by the end-of-text token."""
+    """Joins all documents in one row of token ids, each closed by the end-of-text token."""
     end = tokenizer.token_to_id(END)
     rows = tokenizer.encode_batch_fast(list(documents))
     return np.concatenate([np.array([*row.ids, end], dtype=np.uint16) for row in rows])
@@ -161,7 +161,7 @@ class Windows:
         self._order = np.arange(count)
 
     def __getitem__(self, step: int) -> npt.NDArray[np.int64]:
-        """Token ids of shape (batch, length)."""
+        """Returns the token ids of a step, of shape (batch, length)."""
         epoch, place = divmod(step, len(self.rows) // self.batch_size)
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))

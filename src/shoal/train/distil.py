@@ -14,14 +14,17 @@ OVERLAP_WEIGHT = 0.5  # of the share of drafts that the target would reject
 
 
 def acceptance(p_logits: Tensor, q_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """sum_x min(p, q) over the last dimension: the chance that a drafted token is kept."""
+    """Computes sum_x min(p, q) over the last dimension: the chance that a drafted token is kept."""
     p = (p_logits / temperature).softmax(-1)
     q = (q_logits / temperature).softmax(-1)
     return torch.minimum(p, q).sum(-1)
 
 
 def distillation_loss(teacher: nn.Module) -> Loss:
-    """KL(p||q), plus some of the rejection rate 1 - sum min(p, q) and of the cross-entropy."""
+    """Makes a loss of KL(p||q) and shares of the rejection rate and of the cross-entropy.
+
+    The rejection rate is 1 - sum min(p, q).
+    """
 
     def loss(student: nn.Module, tokens: Tensor) -> Tensor:
         with torch.no_grad():

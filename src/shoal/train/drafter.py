@@ -1,9 +1,8 @@
-"""A draft model for any target: its own architecture, small, trained on a corpus and then to say
-what the target says.
+"""The training of a draft model for any target, of the target's own architecture, but small.
 
 FastDraft (Zafrir et al. 2024, arXiv 2411.11055, section 3): a small model with the target's
-vocabulary learns a corpus, then what the target writes itself. The second stage learns the target's
-whole distribution at each position, not the tokens that it drew.
+vocabulary learns a corpus, then texts that the target writes itself. The second stage learns the
+target's whole distribution at each position, not the tokens that it drew.
 """
 
 from __future__ import annotations
@@ -33,18 +32,23 @@ from shoal.train.shrink import small_model
 from shoal.train.stages import Figures, Stage, StagedTrainer, Training
 
 PROBLEMS, CHARACTERS = 8000, 2_000_000
-"""Of the corpus where none is given: small programming problems, and Python's standard library."""
+"""The problems and characters of the corpus if none is given.
+
+They are small programming problems, and Python's standard library.
+"""
 DISTIL_LR = 0.6
 
 
 @dataclass(frozen=True)
 class DrafterTraining(Training):
-    """How a drafter is trained.
+    """The settings of a drafter's training.
 
     Attributes:
-        layers, width: of the drafter; None: see `shoal.train.shrink`.
-        corpus_steps: of the optimiser in the corpus stage.
-        exits: layers after which it shall draft as well (S2D: `shoal.drafting.multi_exit`), rising.
+        layers: the number of the drafter's layers; None: see `shoal.train.shrink`.
+        width: the drafter's width; None: see `shoal.train.shrink`.
+        corpus_steps: the optimiser's steps in the corpus stage.
+        exits: the layers after which it shall draft as well (S2D: `shoal.drafting.multi_exit`),
+            rising.
     """
 
     layers: int | None = None
@@ -110,8 +114,10 @@ class DrafterTrainer(StagedTrainer):
         ]
 
     def _at_exits(self, loss: Loss) -> Loss:
-        """The mean over all exits and the whole model (S2D, Kavehzadeh et al. 2024, arXiv
-        2407.01955)."""
+        """Makes the mean of a loss over all exits and the whole model.
+
+        This is S2D (Kavehzadeh et al. 2024, arXiv 2407.01955).
+        """
         exits = self.training.exits
         if not exits:
             return loss
@@ -123,8 +129,10 @@ class DrafterTrainer(StagedTrainer):
         return self.samples.tokens(held_out=False)
 
     def corpus(self) -> Tokens:
-        """All documents in one row, each as the target's tokenizer begins it, and closed by the end
-        of text; kept in a file."""
+        """Returns all documents in one row, and keeps it in a file.
+
+        Each begins as the target's tokenizer begins it, and is closed by the end of text.
+        """
         file = self.out / "training" / "corpus.npy"
         if not file.exists():
             end = eos_ids(self.target, self._tokenizer)[:1]
@@ -139,18 +147,22 @@ class DrafterTrainer(StagedTrainer):
         return found
 
     def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A model drafts at any distance as it does at the first: one position stands for all. With
-        exits, one for each, the whole model last."""
+        """Returns the drafter's and the target's logits at each exit, the whole model last.
+
+        A model drafts at any distance as it does at the first, so one position stands for all.
+        """
         models = [*(shallow(self.model, layers) for layers in self.training.exits), self.model]
         return [(logits(model, tokens), logits(self.target, tokens)) for model in models]
 
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """What is drawn from q is accepted with the probability sum min(p, q)."""
+        """Computes sum min(p, q): the probability that a draft drawn from q is accepted."""
         return acceptance(p_logits, q_logits)
 
     def export(self, figures: Sequence[Figures] = ()) -> None:
-        """Writes model and tokenizer in bfloat16, as Transformers and `--draft` load them; also
-        half-trained."""
+        """Writes model and tokenizer in bfloat16, for Transformers and `--draft`.
+
+        A half-trained model can be written too.
+        """
         made = copy.deepcopy(self.model).to(torch.bfloat16)
         made.save_pretrained(self.out)  # type: ignore[operator]
         self._tokenizer.save_pretrained(self.out)

@@ -1,11 +1,11 @@
-"""EAGLE-3 heads learn their target's distribution from its hidden states, and from their own where
-they will have no others.
+"""The training of EAGLE-3 heads.
 
-Li et al. 2025 (arXiv 2503.01840), section 3.2: "training-time test". A window is passed n times. In
-the first pass all states are the target's. In each further one a token's state is what the layer
-computed for the token before in the pass before, and attention sees the target's states up to where
-a draft would have begun, then those of the draft. The loss of a pass counts 0.8 of that of the pass
-before. The target's matrix to the vocabulary stays as it is.
+They learn their target's distribution from its hidden states, and from their own where they will
+have no others. Li et al. 2025 (arXiv 2503.01840), section 3.2: "training-time test". A window is
+passed n times. In the first pass all states are the target's. In each further pass a token's state
+is the layer's output for the token before it in the previous pass, and attention sees the target's
+states up to the place where a draft would have begun, then those of the draft. The loss of a pass
+counts 0.8 times the loss of the pass before. The target's matrix to the vocabulary stays as it is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Eagle3Trainer(HeadsTrainer):
         return heads
 
     def _reads(self) -> tuple[int, ...]:
-        """The published choice, or all of a target with few layers."""
+        """Returns the published choice of layers, or all layers of a target with few."""
         layers = self.target.config.get_text_config().num_hidden_layers
         found = published_layers({}, layers)
         return found if layers >= 6 else (0, layers // 2, layers)
@@ -68,8 +68,11 @@ class Eagle3Trainer(HeadsTrainer):
         return min(self.vocab_size, MOST_DRAFTED)
 
     def _passes(self, heads: Any, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each pass the logits over the draft vocabulary, (batch, positions, ids), and the
-        target's of the same ids."""
+        """Yields the logits of each pass over the draft vocabulary, and the target's of the same
+        ids.
+
+        Both are (batch, positions, ids).
+        """
         with torch.no_grad():
             found = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
             right = found.logits[:, 1:].index_select(-1, heads.target_ids)
@@ -94,7 +97,7 @@ class Eagle3Trainer(HeadsTrainer):
         return list(self._passes(self.model, tokens))
 
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """What is drawn from q is accepted with the probability sum min(p, q)."""
+        """Computes sum min(p, q): the probability that a draft drawn from q is accepted."""
         return acceptance(p_logits, q_logits)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -138,7 +141,10 @@ class DraftedAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[batch, heads, positions, dim] -> [batch, positions, heads, dim]."""
+        """Attends over the drafted passes.
+
+        It takes [batch, heads, positions, dim] and returns [batch, positions, heads, dim].
+        """
         groups, number = query.shape[1] // key.shape[1], len(self._keys)
         self._keys.append(key.repeat_interleave(groups, 1))
         self._values.append(value.repeat_interleave(groups, 1))
@@ -157,5 +163,5 @@ class DraftedAttention:
 
 
 def _back(states: Tensor, positions: int) -> Tensor:
-    """What was so many positions before, [batch, heads, positions, dim]; zeros before the first."""
+    """Shifts states [batch, heads, positions, dim] to the right; zeros stand at the start."""
     return states if not positions else F.pad(states, (0, 0, positions, 0))[:, :, :-positions]

@@ -1,4 +1,4 @@
-"""What the trainings of all heads have in common: one stage, and how heads are written."""
+"""The trainers of all heads: they have one stage, and write heads in one way."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DECAY = 0.8
 
 @dataclass(frozen=True)
 class HeadsTraining(Training):
-    """How heads are trained.
+    """The settings of the heads' training.
 
     Attributes:
-        heads: positions ahead that they learn.
-        layers: residual blocks of a Medusa head.
+        heads: the number of positions ahead that they learn.
+        layers: the number of residual blocks of a Medusa head.
     """
 
     heads: int = 4
@@ -46,15 +46,15 @@ class HeadsTrainer(StagedTrainer):
 
     @abstractmethod
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
-        """Of windows of tokens (batch, length)."""
+        """Computes the loss of windows of tokens (batch, length)."""
 
     @property
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What config.json says of the heads."""
+        """Returns the entries of config.json about the heads."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by published names."""
+        """Returns the tensors to store, by published names."""
         return dict(self.model.state_dict())
 
     def export(self, figures: Sequence[Figures] = ()) -> None:

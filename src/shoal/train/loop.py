@@ -35,7 +35,7 @@ class Schedule:
     decay: float = 0.35  # share of the steps
 
     def factor(self, step: int) -> float:
-        """The learning rate of a step as a share of the peak."""
+        """Returns the learning rate of a step as a share of the peak."""
         left = (self.steps - step) / max(1.0, self.decay * self.steps)
         return min(1.0, (step + 1) / self.warmup, left)
 
@@ -74,7 +74,7 @@ class Trainer:
         partial.replace(self.checkpoint)
 
     def advance(self, tokens: Tensor, factor: float) -> float:
-        """One optimiser step on tokens of shape (batch, length); the loss before it."""
+        """Makes one optimiser step on tokens (batch, length); returns the loss before it."""
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor

@@ -1,9 +1,9 @@
-"""Medusa heads learn what their target would say further on, from its own samples; the target stays
-as it is (Medusa-1).
+"""The training of Medusa heads.
 
-Cai et al. 2024 (arXiv 2401.10774), section 2.2.1, with the target's distribution at each position
-in place of the token that was sampled there: it says more per position. Head i counts 0.8^i of the
-first. Heads share the target's matrix to the vocabulary, which keeps them small.
+They learn the target's distribution further on, from its own samples; the target stays as it is
+(Medusa-1). Cai et al. 2024 (arXiv 2401.10774), section 2.2.1, with the target's distribution at
+each position in place of the token that was sampled there: it says more per position. Head i counts
+0.8^i of the first. Heads share the target's matrix to the vocabulary, which keeps them small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.train.heads import DECAY, HeadsTrainer
 
 
 class MedusaTrainer(HeadsTrainer):
-    """Trains Medusa heads; at first all say what the target says of the next position."""
+    """A trainer of Medusa heads; at first all heads predict the target's next position."""
 
     file = FILES[0]
 
@@ -34,7 +34,7 @@ class MedusaTrainer(HeadsTrainer):
         )
 
     def _said(self, heads: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each head its logits, and the target's of the same positions."""
+        """Yields the logits of each head, and the target's at the same positions."""
         with torch.no_grad():
             found = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
         for i, said in enumerate(heads(found.hidden_states[-1][:, : -self.training.heads])):
@@ -52,7 +52,7 @@ class MedusaTrainer(HeadsTrainer):
         return list(self._said(self.model, tokens))
 
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """A point mass is accepted with the probability that the target gives it."""
+        """Returns p of a head's most probable token: the chance that this draft is accepted."""
         return p_logits.softmax(-1).gather(-1, q_logits.argmax(-1, keepdim=True)).squeeze(-1)
 
     @property

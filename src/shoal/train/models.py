@@ -15,12 +15,15 @@ END_ID, PAD_ID = 0, 4
 
 
 def target_config() -> LlamaConfig:
-    """About 8.8 M parameters."""
+    """Returns the target's config, of about 8.8 M parameters."""
     return _config(layers=12, intermediate=640)
 
 
 def drafter_config() -> LlamaConfig:
-    """One layer: about 1.1 M parameters, an eighth of the target's time per token."""
+    """Returns the drafter's config, with one layer.
+
+    It has about 1.1 M parameters, and takes an eighth of the target's time per token.
+    """
     return _config(layers=1, intermediate=480)
 
 
@@ -41,7 +44,7 @@ def _config(layers: int, intermediate: int) -> LlamaConfig:
 
 
 def build(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """A model with seeded weights whose layers start as the identity."""
+    """Builds a model with seeded weights whose layers start as the identity."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
@@ -57,7 +60,7 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of tokens (batch, length)."""
+    """Computes the mean cross-entropy, in nats, of tokens (batch, length)."""
     return F.cross_entropy(logits(model, tokens).flatten(0, 1), tokens[:, 1:].flatten())
 
 

@@ -15,7 +15,7 @@ ITERATIONS = 5
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices, roughly, of a stack (count, rows, columns)."""
+    """Computes roughly the nearest (semi-)orthogonal matrices of a stack (count, rows, columns)."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update; every parameter must have a gradient."""
+        """Makes one update; every parameter must have a gradient."""
         for group in self.param_groups:
             params: list[nn.Parameter] = group["params"]
             gradient = torch.stack([p.grad for p in params if p.grad is not None])
@@ -58,7 +58,7 @@ class Muon(torch.optim.Optimizer):
 def optimizers(
     model: nn.Module, matrix_lr: float = 0.02, vector_lr: float = 3e-3
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    """Makes Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = [

@@ -1,5 +1,7 @@
-"""What a target writes itself, for heads that learn from it: sampled once, in parts that survive an
-interruption."""
+"""The target's own texts, for heads that learn from them.
+
+They are sampled once, in parts that survive an interruption.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,16 @@ HELD_OUT = 16
 
 
 class OwnSamples:
-    """Prompts and what the target writes after them, in a directory.
+    """Prompts and the target's continuations, in a directory.
 
     Args:
         work: the directory.
         source: the target, as `shoal.load` takes it; None = the bundled one.
-        count: samples.
+        count: the number of samples.
         prompts: their texts, over and over, those that the target can continue; without any, small
             programming problems.
-        new_tokens, temperature: of the continuations.
+        new_tokens: the most tokens of a continuation.
+        temperature: the temperature of the continuations.
         fixed: further settings that the directory must have been begun with.
 
     Raises:
@@ -109,7 +112,7 @@ class OwnSamples:
         return self._work / f"samples-{start // PART:04}.npy"
 
     def tokens(self, *, held_out: bool) -> Tokens:
-        """All samples in one row: those to learn from, or to measure on."""
+        """Returns all samples in one row: those to learn from, or to measure on."""
         files = sorted(self._work.glob("samples-[0-9][0-9][0-9][0-9].npy"))
         chosen = (
             files[::HELD_OUT]
@@ -120,7 +123,11 @@ class OwnSamples:
 
 
 def _fitting(prompts: Sequence[str], pair: Shoal) -> list[str]:
-    """Those that leave room for half as many new tokens. Raises RequestError: there are none."""
+    """Returns the prompts that leave room for half as many new tokens.
+
+    Raises:
+        RequestError: there are none.
+    """
     found = [
         text for text in prompts if 0 < 1.5 * len(pair.tokenizer.encode(text)) < pair.target.context
     ]

@@ -43,7 +43,7 @@ class TrainingConfig:
     corpus: CorpusSize = field(default_factory=CorpusSize)
 
     def scaled(self, scale: float) -> TrainingConfig:
-        """A config with `scale` times the steps and the text."""
+        """Returns a config with `scale` times the steps and the text."""
 
         def times(size: int) -> int:
             return max(1, round(size * scale))
@@ -71,7 +71,7 @@ class PairTrainer:
         work.mkdir(parents=True, exist_ok=True)
 
     def tokens(self, name: str) -> Tokens:
-        """A packed text of the corpus: train, problems or stdlib."""
+        """Returns a packed text of the corpus: train, problems or stdlib."""
         array: Tokens = np.load(self.work / f"{name}.npy")
         return array
 
@@ -97,12 +97,12 @@ class PairTrainer:
         return Tokenizer.from_file(str(self.tokenizer_directory / "tokenizer.json"))
 
     def target(self) -> Trainer:
-        """The target, trained as far as its checkpoint says."""
+        """Returns the target, trained as far as its checkpoint is."""
         model = build(target_config(), SEED).to(self.device)
         return Trainer(model, next_token_loss, self.work / "target.pt")
 
     def train_target(self) -> Trainer:
-        """The target, trained to the end of its schedule."""
+        """Trains the target to the end of its schedule."""
         trainer = self.target()
         if self.compiled:
             trainer.model.forward = torch.compile(trainer.model.forward)
@@ -124,7 +124,7 @@ class PairTrainer:
         return self.tokens("samples")
 
     def warm_drafter(self) -> Trainer:
-        """The drafter, trained on the corpus alone."""
+        """Trains the drafter on the corpus alone."""
         model = build(drafter_config(), SEED).to(self.device)
         trainer = Trainer(model, next_token_loss, self.work / "drafter-warm.pt")
         trainer.train(
@@ -133,7 +133,7 @@ class PairTrainer:
         return trainer
 
     def train_drafter(self) -> Trainer:
-        """The drafter, distilled on the corpus and on what the target wrote."""
+        """Distils the drafter on the corpus and on the target's own texts."""
         teacher = self.target().model.eval()
         model = build(drafter_config(), SEED).to(self.device)
         model.load_state_dict(self.warm_drafter().model.state_dict())

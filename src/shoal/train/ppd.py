@@ -1,9 +1,9 @@
-"""Prompt tokens of PPD learn what their target would say further on, from its own samples; the
-target stays as it is.
+"""The training of PPD's prompt tokens.
 
+They learn the target's distribution further on, from its own samples; the target stays as it is.
 Chen et al. 2024 (arXiv 2405.18628), section 3.2: prompt tokens stand at many places of a window,
-each time behind all tokens before, and what the target says at the i-th is compared with what it
-says i positions on, where it sees the tokens that were there. Those of one place see none of
+each time behind all tokens before. The target's logits at the i-th are compared with its logits i
+positions on, where it sees the tokens that were there. The prompt tokens of one place see none of
 another. The loss of the i-th counts 0.8^i of the first. Only the vectors learn: the window itself
 is computed once without gradients, and its keys and values are read.
 """
@@ -26,8 +26,10 @@ from shoal.train.heads import DECAY, HeadsTrainer
 from shoal.train.stages import Stage
 
 LR = 10.0
-"""Times the usual learning rate, which is that of whole tables: a few vectors have to go
-further."""
+"""The factor on the usual learning rate.
+
+The usual rate is that of whole tables: a few vectors have to go further.
+"""
 PLACES = 64
 """Places of a window, evenly spread, where prompt tokens stand; less in short windows."""
 
@@ -46,8 +48,10 @@ class PpdTrainer(HeadsTrainer):
         return nn.Embedding.from_pretrained(first.clone(), freeze=False)
 
     def _said(self, prompts: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each prompt token its logits at all places, (batch, places, vocab), and the target's
-        of the same positions."""
+        """Returns each prompt token's logits at all places, and the target's at the same positions.
+
+        Both are (batch, places, vocab).
+        """
         count, (batch, length) = self.training.heads, tokens.shape
         stride = max(1, -(-(length - count) // PLACES))
         places = torch.arange(
@@ -86,7 +90,7 @@ class PpdTrainer(HeadsTrainer):
         return list(self._said(self.model, tokens))
 
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """A point mass is accepted with the probability that the target gives it."""
+        """Returns p of the most probable guess: the chance that this draft is accepted."""
         return p_logits.softmax(-1).gather(-1, q_logits.argmax(-1, keepdim=True)).squeeze(-1)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -106,9 +110,12 @@ class PpdTrainer(HeadsTrainer):
 
     @torch.inference_mode()
     def accuracies(self) -> Tensor:
-        """Of each prompt token, how often the target draws its most probable guess, its second,
-        ..., [m, guesses], on samples that were not learned from: what sizes of trees are chosen
-        by."""
+        """Measures how often the target draws each prompt token's most probable guess, its second,
+        ...
+
+        The result is [m, guesses], on samples that were not learned from. The sizes of trees are
+        chosen by it.
+        """
         windows = self._windows(self.samples.tokens(held_out=True))
         found = []
         for step in range(len(windows.rows) // windows.batch_size):
@@ -118,15 +125,18 @@ class PpdTrainer(HeadsTrainer):
 
 
 def _by_rank(q: Tensor, p: Tensor) -> Tensor:
-    """The target's mean probabilities of the guesses, the most probable guess first, [guesses]."""
+    """Returns the target's mean probabilities of the guesses, most probable first, [guesses]."""
     guesses = q.topk(min(CHOICES, q.shape[-1]), dim=-1).indices
     return p.softmax(-1).gather(-1, guesses).flatten(0, 1).mean(0)
 
 
 def hidden_but_own(places: Tensor, count: int, length: int) -> Tensor:
-    """The additive mask of `count` prompt tokens behind each place, over a window of so many tokens
-    and themselves, [1, 1, places * count, length + places * count]: they see the window up to their
-    place, and their own place's tokens up to themselves."""
+    """Returns the additive mask of `count` prompt tokens behind each place of a window.
+
+    Its shape is [1, 1, places * count, length + places * count], over the window of `length` tokens
+    and the prompt tokens themselves. Each prompt token sees the window up to its place, and the
+    prompt tokens of its place up to itself.
+    """
     places, number = (
         places.repeat_interleave(count),
         torch.arange(len(places) * count, device=places.device),

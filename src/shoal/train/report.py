@@ -87,7 +87,7 @@ class LoadedPair:
 def text_figures(
     pair: LoadedPair, text: str, tokens: Tokens, counted: npt.NDArray[np.bool_] | None = None
 ) -> TextFigures:
-    """The figures of one packed text, or of the tokens `counted` in it.
+    """Computes the figures of one packed text, or of the tokens `counted` in it.
 
     The text is read in windows of `LENGTH` tokens.
     """
@@ -115,7 +115,7 @@ def text_figures(
 
 
 def mixed(problems: TextFigures, stdlib: TextFigures) -> TextFigures:
-    """The mean of both texts, weighted as the training corpus was."""
+    """Averages the figures of both texts, weighted as the training corpus was."""
 
     def mean(a: float, b: float) -> float:
         return (1 - STDLIB_SHARE) * a + STDLIB_SHARE * b
@@ -133,7 +133,7 @@ def mixed(problems: TextFigures, stdlib: TextFigures) -> TextFigures:
 
 
 def first_function(source: str) -> str:
-    """The leading function of a text: everything up to the next unindented line."""
+    """Returns the leading function of a text: everything up to the next unindented line."""
     head, *rest = source.splitlines(keepends=True)
     body = []
     for line in rest:
@@ -144,7 +144,7 @@ def first_function(source: str) -> str:
 
 
 def is_valid(source: str) -> bool:
-    """Whether Python can parse a text."""
+    """Tells whether Python can parse a text."""
     try:
         ast.parse(source)
     except (SyntaxError, ValueError):
@@ -166,7 +166,7 @@ def passes(function: str, problem: FunctionProblem) -> bool:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Token ids of a prompt and of what the target wrote after it."""
+    """The token ids of a prompt and of the target's continuation."""
 
     prompt: list[int]
     written: list[int]
@@ -175,7 +175,7 @@ class Continuation:
 def code_figures(
     pair: LoadedPair, split: Split, problems: Sequence[FunctionProblem], temperature: float
 ) -> tuple[CodeFigures, list[Continuation]]:
-    """The figures of one sample per problem; and the samples."""
+    """Computes the figures of one sample per problem, and returns the samples too."""
     prompts = [pair.tokenizer.encode(problem.prompt).ids for problem in problems]
     rows = sample(pair.target, prompts, temperature, SEED, NEW_TOKENS)
     functions = [
@@ -194,7 +194,7 @@ def code_figures(
 
 
 def sample_figures(pair: LoadedPair, name: str, samples: Sequence[Continuation]) -> TextFigures:
-    """How well the drafter predicts what the target writes; prompts are not counted."""
+    """Measures how well the drafter predicts the target's own texts; prompts are not counted."""
     tokens = [token for s in samples for token in s.prompt + s.written]
     counted = [own for s in samples for own in [False] * len(s.prompt) + [True] * len(s.written)]
     return text_figures(pair, name, np.array(tokens, dtype=np.uint16), np.array(counted))
@@ -203,8 +203,10 @@ def sample_figures(pair: LoadedPair, name: str, samples: Sequence[Continuation])
 def measure(
     directory: Path, tokens: int, samples: int
 ) -> tuple[list[TextFigures], list[CodeFigures]]:
-    """All figures, on about `tokens` tokens of held-out problems and `samples` samples of the
-    target."""
+    """Measures all figures.
+
+    They are of about `tokens` tokens of held-out problems, and of `samples` samples of the target.
+    """
     pair = LoadedPair.load(directory)
     count = max(2, tokens // 150)
     documents = [
@@ -226,7 +228,7 @@ def measure(
 
 
 def text_table(rows: Sequence[TextFigures]) -> Table:
-    """One line per kind of text."""
+    """Returns a table of one line per kind of text."""
     headings = (
         "text",
         "tokens",
@@ -244,7 +246,7 @@ def text_table(rows: Sequence[TextFigures]) -> Table:
 
 
 def code_table(rows: Sequence[CodeFigures]) -> Table:
-    """One line per split and temperature."""
+    """Returns a table of one line per split and temperature."""
     table = Table(
         "held-out", "temperature", "samples", "parses", "passes its tests", box=SIMPLE_HEAD
     )

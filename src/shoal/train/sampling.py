@@ -22,7 +22,7 @@ def sample(
     seed: int,
     new_tokens: int = 160,
 ) -> list[list[int]]:
-    """The continuation of each prompt: at most `new_tokens` ids, the end of text included."""
+    """Returns each prompt's continuation: at most `new_tokens` ids, the end of text included."""
     torch.manual_seed(seed)
     # Prompts of like length share a batch, so that there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -39,7 +39,7 @@ def sample(
 def _continue(
     model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int
 ) -> list[list[int]]:
-    """One batch, padded on the left."""
+    """Continues one batch, padded on the left."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), PAD_ID)
     for row, prompt in enumerate(prompts):

@@ -1,5 +1,4 @@
-"""A small model of a target's own architecture: its config with fewer layers and a smaller
-width."""
+"""The small model of a target's own architecture: fewer layers and a smaller width."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 def shrunk(
     config: PreTrainedConfig, layers: int | None = None, width: int | None = None
 ) -> PreTrainedConfig:
-    """The config of a drafter: same vocabulary, same size of a head, tied embeddings (FastDraft,
-    arXiv 2411.11055, section 3.1).
+    """Returns the config of a drafter: same vocabulary, same size of a head, tied embeddings.
 
-    Heads keep their size, so that all that is said by position (rotary embeddings, scales of
-    queries) stays as it is; a smaller width has fewer of them.
+    The choice is that of FastDraft, arXiv 2411.11055, section 3.1. Heads keep their size, so that
+    everything by position (rotary embeddings, scales of queries) stays as it is; a smaller width
+    has fewer of them.
 
     Args:
         layers: None = an eighth of the target's.
@@ -80,9 +79,14 @@ def shrunk(
 def small_model(
     target: PreTrainedModel, layers: int | None, width: int | None, seed: int
 ) -> PreTrainedModel:
-    """A model of the shrunk config, in float32 and without dropout; what has the name and shape of
-    a weight of the target begins as that: embeddings and the first layers, if the width is the
-    target's. Raises RequestError: see `shrunk`, or a width that the architecture cannot have."""
+    """Returns a model of the shrunk config, in float32 and without dropout.
+
+    A weight that has the name and shape of a weight of the target begins as that: embeddings and
+    the first layers, if the width is the target's.
+
+    Raises:
+        RequestError: see `shrunk`, or a width that the architecture cannot have.
+    """
     config = shrunk(target.config, layers, width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

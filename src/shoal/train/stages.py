@@ -1,5 +1,7 @@
-"""What all trainings for a target have in common: its samples, stages that go on where they were
-stopped, measuring."""
+"""The base of all trainers for a target.
+
+It has the target's samples, stages that go on where they were stopped, and measuring.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ from shoal.train.own_samples import SEED, OwnSamples
 
 @dataclass(frozen=True)
 class Training:
-    """How something is trained for a target.
+    """The settings of a training for a target.
 
     Attributes:
-        samples, new_tokens, temperature: of the target's own texts.
-        steps: of the optimiser.
-        length, batch: tokens of a window, windows of a step.
-        lr: times the usual learning rates.
+        samples: the number of the target's own texts.
+        new_tokens: the most tokens of such a text.
+        temperature: the temperature of these texts.
+        steps: the number of the optimiser's steps.
+        length: the tokens of a window.
+        batch: the windows of a step.
+        lr: the factor on the usual learning rates.
     """
 
     samples: int = 2400
@@ -42,13 +47,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one drafted position, on samples of the target that were not learned from; given all
-    tokens before.
+    """The figures of one drafted position, given all tokens before.
+
+    They are taken on samples of the target that were not learned from.
 
     Attributes:
-        accepted: the chance that what is drafted there is accepted, at temperature 1.
-        greedy: how often the most probable token is the target's.
-        among_five: the chance that what the target draws is among the five most probable.
+        accepted: the chance that the drafted token is accepted, at temperature 1.
+        greedy: the share of positions at which the most probable token is the target's.
+        among_five: the chance that the target's draw is among the five most probable.
     """
 
     accepted: float
@@ -81,7 +87,8 @@ class StagedTrainer(ABC):
     """The stages of a training, which go on where they were stopped.
 
     Args:
-        out: gets what is trained; its folder `training` keeps samples and checkpoints.
+        out: the directory of the trained model; its folder `training` keeps samples and
+            checkpoints.
         source: see `OwnSamples`.
         fixed: further settings that must be the same when the training goes on, by name.
     """
@@ -112,7 +119,7 @@ class StagedTrainer(ABC):
         return str(bundled("target")) if self.source is None else self.source
 
     def prepare(self) -> None:
-        """Samples, the target, and what is trained as far as it was."""
+        """Prepares the samples, the target, and the model as far as it was trained."""
         self.samples.write()
         target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             self.source_name, dtype=torch.float32
@@ -133,9 +140,10 @@ class StagedTrainer(ABC):
         )
 
     def train(self, report: Report | None = None) -> None:
-        """All stages, each measured and reported at its end where somebody asks.
+        """Trains all stages, and measures and reports each at its end if `report` is given.
 
-        Raises KeyboardInterrupt: it was stopped, and has saved what it has.
+        Raises:
+            KeyboardInterrupt: it was stopped, and has saved its progress.
         """
         for stage in self.stages:
             self.trainer = self._trainer(stage)
@@ -145,7 +153,7 @@ class StagedTrainer(ABC):
                 report(stage, self._known_figures(stage))
 
     def _known_figures(self, stage: Stage) -> list[Figures]:
-        """Measured once: later stages change the model."""
+        """Returns a stage's figures, measured once: later stages change the model."""
         file = self.out / "training" / f"{stage.name}.json"
         if (
             file.exists()
@@ -166,8 +174,10 @@ class StagedTrainer(ABC):
 
     @property
     def window(self) -> tuple[int, int]:
-        """Tokens, and windows of a step: no more than the target's positions, or than memory for
-        logits."""
+        """Returns the tokens of a window, and the windows of a step.
+
+        They are no more than the target's positions, or than memory holds for logits.
+        """
         length = min(
             self.training.length,
             getattr(self.target.config.get_text_config(), "max_position_embeddings", 1 << 30),
@@ -176,28 +186,30 @@ class StagedTrainer(ABC):
 
     @abstractmethod
     def made(self) -> nn.Module:
-        """What is trained, before its first step."""
+        """Makes the model that is trained, before its first step."""
 
     @abstractmethod
     def planned(self) -> Sequence[Stage]:
-        """The stages in order."""
+        """Returns the stages in order."""
 
     @abstractmethod
     def said(self, tokens: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
-        """Of each drafted position its logits over windows of tokens (batch, length), and the
-        target's; (batch, places, ids)."""
+        """Returns the logits of each drafted position over windows of tokens, and the target's.
+
+        The windows are (batch, length); both logits are (batch, places, ids).
+        """
 
     @abstractmethod
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """The chance at temperature 1 that what is drafted by these logits is accepted, [...]."""
+        """Computes the chance at temperature 1 that a draft by these logits is accepted, [...]."""
 
     @abstractmethod
     def export(self, figures: Sequence[Figures] = ()) -> None:
-        """Writes what is trained, as it is published; also half-trained."""
+        """Writes the trained model in its published form; also a half-trained one."""
 
     @torch.inference_mode()
     def figures(self) -> list[Figures]:
-        """Of each drafted position."""
+        """Measures each drafted position."""
         windows = self._windows(self.samples.tokens(held_out=True))
         steps = range(len(windows.rows) // windows.batch_size)
         found = [
@@ -206,7 +218,7 @@ class StagedTrainer(ABC):
         return [Figures(*row) for row in torch.stack(found).mean(0).tolist()]
 
     def _measured(self, tokens: Tensor) -> Tensor:
-        """`Figures` of each drafted position, [positions, 3]."""
+        """Computes `Figures` of each drafted position, [positions, 3]."""
         rows = []
         for q, p in self.said(tokens):
             five = q.topk(min(5, q.shape[-1]), dim=-1).indices

@@ -24,7 +24,7 @@ PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n|[^\S\n]+|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
-    """A tokenizer of `vocabulary` tokens, special tokens first, that can encode any text."""
+    """Trains a tokenizer of `vocabulary` tokens, special ones first, that can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,11 +1,12 @@
-"""Kernels in C for work on a CPU, compiled on the machine they run on.
+"""The kernels in C for work on a CPU, compiled on the machine they run on.
 
 kernels.c            vectors of the processor
-typed.h, attend.h    products, rotary embedding with the write to the cache, RMS norm; ragged attention
+bytes.h              products by weights of bytes
+typed.h, attend.h    products, rotary embedding with the write to the cache, RMS norm; attention
 decode.h             a decoder's pass of these in one call
 drawing.h            distributions, tokens drawn from them, the verdict on drafts
 drafting.h           a drafter's step: a pass and a draw
 kernels.h, structs   their arguments, in C and in Python
 build                compiles them with the system's C compiler, once per machine
-processor            what the processor can do
+processor            the instructions that the processor has
 """

@@ -1,10 +1,10 @@
-"""Compiles the kernels with the system's C compiler, once per machine: the library is kept on disk.
+"""The compilation of the kernels with the system's C compiler, once per machine.
 
-Compiling takes seconds. The file name has a digest of the sources, the compiler with its flags and
-the processor's instructions, so that another machine that shares the folder compiles its own, and
-one of the file's own bytes: a file that a crash has damaged would end the process.
-SHOAL_MARCH=x86-64-v3 (what a compiler's -march takes) makes kernels for other processors than this
-one.
+The library is kept on disk, as compiling takes seconds. The file name has two digests. The first is
+of the sources, the compiler with its flags and the processor's instructions, so that another
+machine that shares the folder compiles its own library. The second is of the file's own bytes: a
+file that a crash has damaged would end the process. SHOAL_MARCH=x86-64-v3 (a value of a compiler's
+-march) makes kernels for other processors than this one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from shoal.native.structs import Attention, DraftStep, Draws, Heads, Pass, Produ
 FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""What the kernels compute in, and their names for it; sums and softmax are float32 always."""
+"""The dtypes that the kernels compute in, and their names for them.
+
+Sums and softmax are always float32.
+"""
 SOURCES = (
     "kernels.c",
     "bytes.h",
@@ -45,19 +48,26 @@ SOURCES = (
     "kernels.h",
 )
 SECONDS = 120
-"""Most time that the compiler may take."""
+"""The most seconds that the compiler may take."""
 ROOM = 16 * 2**20
-"""Bytes that must be free where it works."""
+"""The number of bytes that must be free in the compiler's folder."""
 NEEDED = {"x86-64-v2": "sse42", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
-"""An instruction set that kernels of a level need: without it they would end the process."""
+"""An instruction set that kernels of a level need.
+
+Without it the kernels would end the process.
+"""
 
 
 class NotBuilt(Exception):
-    """There are no kernels here; the message says why."""
+    """There are no kernels here; the message gives the reason."""
 
 
 def library() -> ctypes.CDLL:
-    """The kernels. Raises NotBuilt: there is no compiler, or it failed."""
+    """Returns the kernels.
+
+    Raises:
+        NotBuilt: there is no compiler, or it failed.
+    """
     found = _attempt()
     if isinstance(found, str):
         raise NotBuilt(found)
@@ -65,14 +75,17 @@ def library() -> ctypes.CDLL:
 
 
 def missing() -> str:
-    """Why there are no kernels here; empty if there are."""
+    """Returns the reason why there are no kernels here; empty if there are kernels."""
     found = _attempt()
     return found if isinstance(found, str) else ""
 
 
 @lru_cache(maxsize=1)
 def _attempt() -> ctypes.CDLL | str:
-    """The kernels, or why there are none. A build that failed is not tried again in the process."""
+    """Returns the kernels, or the reason why there are none.
+
+    A build that failed is not tried again in the process.
+    """
     try:
         return _kept_or_made()
     except (NotBuilt, OSError) as reason:
@@ -80,7 +93,7 @@ def _attempt() -> ctypes.CDLL | str:
 
 
 def _kept_or_made() -> ctypes.CDLL:
-    """The kernels that an earlier process has left, or new ones."""
+    """Returns the kernels that an earlier process has left, or new ones."""
     command, texts, flags = compiler(), sources(), machine_flags()
     facts = "|".join(
         [_run([*command, "--version"]), platform.machine(), *flags, *sorted(instructions())]
@@ -102,8 +115,11 @@ def _kept_or_made() -> ctypes.CDLL:
 
 
 def machine_flags() -> tuple[str, ...]:
-    """The compiler's flags on this machine. Raises NotBuilt: SHOAL_MARCH names instructions that
-    the processor lacks."""
+    """Returns the compiler's flags on this machine.
+
+    Raises:
+        NotBuilt: SHOAL_MARCH names instructions that the processor lacks.
+    """
     march = os.environ.get("SHOAL_MARCH") or "native"
     if NEEDED.get(march, "") not in {"", *instructions()}:
         raise NotBuilt(f"SHOAL_MARCH={march}: this processor has no {NEEDED[march]}")
@@ -111,8 +127,10 @@ def machine_flags() -> tuple[str, ...]:
 
 
 def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
-    """The first undamaged library of that name; damaged ones are removed, and those that another
-    user wrote are not run."""
+    """Returns the first undamaged library of that name; None if there is none.
+
+    Damaged libraries are removed; libraries that another user wrote are not run.
+    """
     for place in sorted(folder.glob(f"{stem}-*.so")):
         with suppress(NotBuilt, OSError):
             if place.stat().st_uid not in (os.geteuid(), 0):
@@ -124,11 +142,12 @@ def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
 
 
 def _workplace(folder: Path | None) -> Path:
-    """Where to compile: in the folder, so that the library can be moved into it, or else where
-    temporary files lie.
+    """Returns the directory to compile in: the folder, or the one of temporary files.
+
+    A library compiled in the folder can be moved into it.
 
     Raises:
-        NotBuilt: there is no space, or what is written there cannot be run.
+        NotBuilt: there is no space, or files that are written there cannot be run.
     """
     places = [] if folder is None else [folder]
     with suppress(OSError):  # there is none that is writable
@@ -155,7 +174,11 @@ def _digest(text: bytes) -> str:
 
 
 def compiler() -> list[str]:
-    """The command of the C compiler. Raises NotBuilt: there is none."""
+    """Returns the command of the C compiler.
+
+    Raises:
+        NotBuilt: there is none.
+    """
     found = (
         os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     )
@@ -165,14 +188,18 @@ def compiler() -> list[str]:
 
 
 def sources() -> dict[str, bytes]:
-    """The kernels in C, by file name."""
+    """Returns the sources of the kernels in C, by file name."""
     return {name: (resources.files(__package__) / name).read_bytes() for name in SOURCES}
 
 
 def compiled(
     texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str]
 ) -> Path:
-    """Compiles sources into a library in that folder. Raises NotBuilt."""
+    """Compiles sources into a library in that folder.
+
+    Raises:
+        NotBuilt: the compiler failed.
+    """
     for name, text in texts.items():
         Path(folder, name).write_bytes(text)
     made = Path(folder, "kernels.so")
@@ -185,7 +212,14 @@ def compiled(
 
 
 def _run(command: list[str], temporary: Path | None = None) -> str:
-    """What a command prints; its temporary files lie in that folder. Raises NotBuilt: it failed."""
+    """Runs a command and returns its output.
+
+    Args:
+        temporary: the folder of its temporary files.
+
+    Raises:
+        NotBuilt: it failed.
+    """
     try:
         done = subprocess.run(
             command,
@@ -206,7 +240,11 @@ def _run(command: list[str], temporary: Path | None = None) -> str:
 
 
 def loaded(place: Path) -> ctypes.CDLL:
-    """The library as Python calls it. Raises NotBuilt."""
+    """Loads the library, with the functions' types for Python.
+
+    Raises:
+        NotBuilt: it does not load, or lacks a function.
+    """
     try:
         made = ctypes.CDLL(str(place))
         for suffix in SUFFIXES.values():

@@ -1,4 +1,4 @@
-"""What the processor can do."""
+"""The instructions that the processor has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """CPU flags in lower case: torch's own query where this version has one, else what Linux says,
-    else none."""
+    """Returns the CPU flags in lower case.
+
+    The flags are torch's own where this version can tell them, else those that Linux lists, else
+    none.
+    """
     query = getattr(torch.cpu, "get_capabilities", None)
     if query is not None:
         return {name for name, value in query().items() if value is True}
@@ -17,8 +20,10 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
 
 
 def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """All that torch and Linux know of the processor, spelt alike: a compiler may use what one of
-    them leaves out."""
+    """Returns all instructions that torch or Linux know of the processor, spelt alike.
+
+    A compiler may use instructions that one of the two leaves out.
+    """
     return frozenset(flag.replace("_", "") for flag in cpu_flags(cpuinfo) | _listed(cpuinfo))
 
 

@@ -8,7 +8,7 @@ _INTEGER, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 class Attention(ctypes.Structure):
-    """One layer's ragged attention."""
+    """The ragged attention of one layer."""
 
     _fields_ = [
         *(
@@ -52,7 +52,7 @@ class Attention(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """One layer's rotary embedding, and its keys and values to their cells."""
+    """The rotary embedding of one layer, with the writing of its keys and values to their cells."""
 
     _fields_ = [
         *((name, _INTEGER) for name in ("tokens", "heads", "kv_heads", "dim", "rotary", "threads")),
@@ -98,7 +98,7 @@ class Product(ctypes.Structure):
 
 
 class Weights(ctypes.Structure):
-    """One weight matrix, packed."""
+    """A weight matrix, packed."""
 
     _fields_ = [
         *((name, _INTEGER) for name in ("width", "outputs")),
@@ -113,7 +113,7 @@ class Norm(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """What a pass reads of one layer."""
+    """The weights that a pass reads of one layer."""
 
     _fields_ = [
         *((name, Weights) for name in ("states", "out", "gate", "up", "down")),
@@ -123,7 +123,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """What is the same in all passes of a decoder."""
+    """The facts of a decoder that are the same in all its passes."""
 
     _fields_ = [
         *(
@@ -139,7 +139,7 @@ class Model(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """One pass of a decoder."""
+    """A pass of a decoder."""
 
     _fields_ = [
         ("model", ctypes.POINTER(Model)),
@@ -159,13 +159,13 @@ class Pass(ctypes.Structure):
 
 
 class Setting(ctypes.Structure):
-    """What of a row's sampling settings the kernels know."""
+    """The sampling settings of a row that the kernels know."""
 
     _fields_ = [*((name, _REAL) for name in ("temperature", "top_p", "min_p")), ("top_k", _INTEGER)]
 
 
 class Block(ctypes.Structure):
-    """Scores of the positions of a block, and what tokens are drawn by."""
+    """The scores of a block's positions, and the settings and uniforms that tokens are drawn by."""
 
     _fields_ = [
         *(
@@ -189,7 +189,7 @@ class Block(ctypes.Structure):
 
 
 class Draws(ctypes.Structure):
-    """Draws at every position."""
+    """The draws at every position."""
 
     _fields_ = [
         ("block", Block),

@@ -1,9 +1,9 @@
-"""Executors: each computes passes of one model. `protocol.py` is the seam, the other modules are
-the executors.
+"""The executors: each computes passes of one model.
 
-A runner asks its executors in order, and the first that does not refuse a batch computes it;
-`Modules`, the last, computes every batch. `Runner.explain` tells who computes a batch and why the
-others do not, `Stats.executors` counts passes by executor.
+`protocol.py` is the seam, the other modules are the executors. A runner asks its executors in
+order, and the first that does not refuse a batch computes it; `Modules`, the last, computes every
+batch. `Runner.explain` returns the executor of a batch and the reasons of those that refuse it;
+`Stats.executors` counts passes by executor.
 
 An executor for another kind of model is a module here: it needs nothing from the others.
 """

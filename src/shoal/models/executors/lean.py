@@ -1,5 +1,7 @@
-"""Passes of Llama-like models without their modules (`shoal.models.lean`): in one call of C, or
-layer by layer."""
+"""The passes of Llama-like models without their modules (`shoal.models.lean`).
+
+A pass is one call of C, or goes layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ C_DECODER, C_LAYERS = "C decoder", "C layers"
 
 
 class CDecoder:
-    """Computes a pass in one call of the kernel `decode`."""
+    """The executor that computes a pass in one call of the kernel `decode`."""
 
     name = C_DECODER
 
@@ -20,8 +22,10 @@ class CDecoder:
         self._lean = lean
 
     def refuses(self, batch: Batch) -> str | None:
-        """Returns the reason: packed weights of another form, hidden states, or too many tokens a
-        row."""
+        """Returns the reason why C does not compute the batch, or None.
+
+        Reasons are packed weights of another form, hidden states, or too many tokens a row.
+        """
         if self._lean.whole is None:
             return self._lean.no_whole or "it was not made"
         if self._lean.decoder.stale:
@@ -33,7 +37,12 @@ class CDecoder:
         return None
 
     def __call__(self, batch: Batch) -> Output:
-        """Computes a pass. Raises MemoryError, IndexError: an id that the model does not have."""
+        """Computes a pass.
+
+        Raises:
+            MemoryError: there is no memory for the pass.
+            IndexError: an id that the model does not have.
+        """
         whole = self._lean.whole
         assert whole is not None
         logits = whole(batch.plan, batch.tokens, batch.cache, batch.want_logits, batch.vectors)
@@ -41,7 +50,7 @@ class CDecoder:
 
 
 class LayerLoop:
-    """Computes a pass layer by layer: products of PyTorch, and kernels in C between them."""
+    """The executor that computes a pass layer by layer, by PyTorch's products and kernels in C."""
 
     name = C_LAYERS
 
@@ -49,7 +58,7 @@ class LayerLoop:
         self._lean = lean
 
     def refuses(self, batch: Batch) -> str | None:
-        """Returns the reason: the weights are elsewhere."""
+        """Returns the reason: the weights were replaced; or None."""
         return REPLACED if self._lean.decoder.stale else None
 
     def __call__(self, batch: Batch) -> Output:

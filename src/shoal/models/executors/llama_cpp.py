@@ -1,4 +1,4 @@
-"""Passes of a GGUF file's model by llama.cpp (`shoal.models.gguf`)."""
+"""The passes of a GGUF file's model by llama.cpp (`shoal.models.gguf`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from shoal.models.gguf.sequences import PASS_TOKENS, Feed, Sequences
 from shoal.models.lean.forward import known_tokens
 
 NO_ROOM, ABORTED, NO_MEMORY = 1, 2, -2
-"""Numbers that `llama_decode` returns."""
+"""The numbers that `llama_decode` returns."""
 
 
 class LlamaCpp:
-    """Computes chains of tokens: one call of `llama_decode`, or several where a pass has more than
-    `PASS_TOKENS`."""
+    """The executor that computes chains of tokens by calls of `llama_decode`.
+
+    A pass is one call, or several if it has more than `PASS_TOKENS` tokens.
+    """
 
     name = "llama.cpp"
 
@@ -32,13 +34,21 @@ class LlamaCpp:
         self._threads = 0
 
     def refuses(self, batch: Batch) -> str | None:
-        """Returns the reason: draft trees, hidden states, vectors."""
+        """Returns the reason why llama.cpp does not compute the batch, or None.
+
+        Reasons are draft trees, hidden states and vectors.
+        """
         if batch.plan.parents is not None:
             return "llama.cpp takes chains of tokens, no draft trees"
         return batch.reads_model
 
     def __call__(self, batch: Batch) -> Output:
-        """Computes a pass. Raises ModelError: llama.cpp failed. OutOfMemory."""
+        """Computes a pass.
+
+        Raises:
+            ModelError: llama.cpp failed.
+            OutOfMemory: llama.cpp has no memory for the pass.
+        """
         plan, cache = batch.plan, batch.cache
         if not isinstance(cache, Sequences):
             raise InternalError("llama.cpp got a cache that is not its own")
@@ -71,20 +81,22 @@ class LlamaCpp:
             )
 
     def _follow_threads(self, cache: Sequences) -> None:
-        """Uses as many threads as PyTorch does."""
+        """Makes llama.cpp use as many threads as PyTorch does."""
         if self._threads != torch.get_num_threads():
             self._threads = torch.get_num_threads()
         library().llama_set_n_threads(cache.context, self._threads, self._threads)
 
 
 def _read_logits(cache: Sequences, logits: Tensor) -> None:
-    """Copies the logits of the last call, [tokens, vocab] float32, which the next call
-    overwrites."""
+    """Copies the logits of the last call, [tokens, vocab] float32.
+
+    The next call overwrites them.
+    """
     ctypes.memmove(logits.data_ptr(), library().llama_get_logits(cache.context), logits.nbytes)
 
 
 def _by_row(plan: Plan, logits: Tensor) -> Tensor:
-    """[tokens, vocab] -> [rows, q, vocab]."""
+    """Converts [tokens, vocab] to [rows, q, vocab]."""
     if len(logits) == plan.rows * plan.q:
         return logits.view(plan.rows, plan.q, -1)
     return plan.spread(logits)

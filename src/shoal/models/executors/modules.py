@@ -1,4 +1,4 @@
-"""Passes by the model's own modules, through Transformers."""
+"""The passes by the model's own modules, through Transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODULES = "modules"
 
 
 class Modules:
-    """Computes any batch by the modules of a Transformers model, with shoal's attention.
+    """The executor that computes any batch by a model's modules, with shoal's attention.
 
     Attributes:
         forward_context: entered for the length of each pass (`shoal.models.strict`).
@@ -33,7 +33,11 @@ class Modules:
         """Returns None: the modules compute every batch."""
 
     def __call__(self, batch: Batch) -> Output:
-        """Computes a pass. Raises UnsupportedModel: the model does not return its hidden states."""
+        """Computes a pass.
+
+        Raises:
+            UnsupportedModel: the model does not return its hidden states.
+        """
         plan = batch.plan
         logits, hidden = self._bridge.ordinary(
             plan.pack(known_tokens(plan, batch.tokens, self._known_ids)),

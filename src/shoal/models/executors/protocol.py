@@ -1,4 +1,4 @@
-"""The seam between a runner and whoever computes its passes."""
+"""The seam between a runner and the executors of its passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def reads_model(self) -> str | None:
-        """The reason why the pass needs more of the model than tokens in and logits out, or
+        """The reason why tokens in and logits out of the model are not enough for the pass, or
         None."""
         if self.hidden_layers:
             return "a drafter reads hidden states"
@@ -62,7 +62,7 @@ class Output(NamedTuple):
 
 
 class Executor(Protocol):
-    """Computes passes of one model, over any of the model's caches."""
+    """An executor of one model's passes, over any of the model's caches."""
 
     @property
     def name(self) -> str:
@@ -83,11 +83,11 @@ class Refusal(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The executor that computes a batch, and those that were asked before it.
+    """The executor that computes a batch, and the executors that were asked before it.
 
     Attributes:
-        executor: the name of the one that computes the batch.
-        refusals: the others with their reasons, in the order in which they are asked.
+        executor: the name of the executor that computes the batch.
+        refusals: the other executors with their reasons, in the order in which they are asked.
     """
 
     executor: str

@@ -1,4 +1,4 @@
-"""Passes of Llama-like models on CUDA by Triton kernels that are launched one by one."""
+"""The passes of Llama-like models on CUDA by Triton kernels that are launched one by one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TRITON_LAYERS = "Triton layers"
 
 
 class TritonLayers:
-    """Computes prompts, blocks and draft trees by the fused layers of a model
-    (`shoal.models.layers`).
+    """The executor that computes prompts, blocks and draft trees by a model's fused layers.
 
-    A kernel may need more registers or shared memory than a GPU has for some shape of a pass: the
-    layers are then given up, for all runners of the model, and a row never ends for that.
+    The layers are those of `shoal.models.layers`. A kernel may need more registers or shared memory
+    than a GPU has for some shape of a pass: the layers are then given up, for all runners of the
+    model, and a row never ends for that reason.
 
     Args:
         bridge: has the layers.
@@ -39,8 +39,10 @@ class TritonLayers:
         self._otherwise, self._absent = otherwise, absent
 
     def refuses(self, batch: Batch) -> str | None:
-        """Returns the reason: inputs and outputs that the layers do not have, or replaced
-        weights."""
+        """Returns the reason why the layers do not compute the batch, or None.
+
+        Reasons are inputs and outputs that the layers do not have, and replaced weights.
+        """
         layers = self._bridge.layers
         if layers is None or batch.reads_model is not None:
             return batch.reads_model or "the model has none"

@@ -1,4 +1,4 @@
-"""Rows of a GGUF file's model that were kept for later rows that begin with the same tokens."""
+"""The kept rows of a GGUF file's model, for later rows that begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from shoal.types.prefix import Prefix
 
 
 class _Row(NamedTuple):
-    """A kept row: its owner, its tokens [tokens] int64, and its keys and values as llama.cpp writes
-    them down."""
+    """A kept row.
+
+    Attributes:
+        owner: the row's owner.
+        tokens: the row's tokens, [tokens] int64.
+        state: the row's keys and values, as llama.cpp writes them down.
+    """
 
     owner: str
     tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -24,13 +29,14 @@ class _Row(NamedTuple):
 
 
 class KeptSequences(KeptPrefixes):
-    """Kept tokens of one model, row by row; the row that was not used for the longest time is given
-    up first.
+    """The kept tokens of one model, row by row.
+
+    The row that was not used for the longest time is given up first.
 
     Args:
         capacity: most tokens.
-        window: width of the model's sliding windows, 0 without; what lies before the window of a
-            row's end is not written down, so that a longer row can only be used whole.
+        window: width of the model's sliding windows, 0 without. llama.cpp does not write down the
+            tokens before the window of a row's end, so that a longer row can only be used whole.
     """
 
     def __init__(self, capacity: int, window: int) -> None:
@@ -41,12 +47,11 @@ class KeptSequences(KeptPrefixes):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the rows that are kept."""
+        """The number of bytes of the kept rows."""
         return sum(row.state.nbytes for row in self._rows.values())
 
     def known(self, owner: str, tokens: Sequence[int]) -> int:
-        """How many tokens these begin with that are kept for the owner; 0 if they are too few to
-        copy."""
+        """Returns the number of first tokens that are kept for the owner; 0 if too few to copy."""
         return self._longest(owner, tokens)[0]
 
     def load(
@@ -57,8 +62,7 @@ class KeptSequences(KeptPrefixes):
         slot: int,
         prefix: Prefix | None = None,
     ) -> int:
-        """Copies what is kept of the tokens to a slot of a cache; returns how many of the tokens it
-        was."""
+        """Copies the kept tokens to a slot of a cache; returns their number."""
         assert isinstance(cache, Sequences)
         count, number = self._longest(owner, tokens)
         if count:
@@ -80,8 +84,10 @@ class KeptSequences(KeptPrefixes):
             self._rows.popitem(last=False)
 
     def _longest(self, owner: str, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns how many tokens the best row shares with these, and its number; 0 where they are
-        too few."""
+        """Returns the number of tokens that the best row shares with these, and the row's number.
+
+        Both are 0 where the shared tokens are too few.
+        """
         wanted, best = np.array(tokens), (0, 0)
         for number, row in self._rows.items():
             length = min(len(wanted), len(row.tokens))

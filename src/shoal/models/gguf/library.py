@@ -1,4 +1,4 @@
-"""llama.cpp by the low-level functions of llama-cpp-python, the extra `gguf`."""
+"""The library llama.cpp, by the low-level functions of llama-cpp-python, the extra `gguf`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def library() -> ModuleType:
 
 
 def complaint(otherwise: str) -> str:
-    """Takes the last line that llama.cpp wrote as a warning or an error; `otherwise` if there is
-    none."""
+    """Returns the last line that llama.cpp wrote as a warning or an error, and forgets all lines.
+
+    Returns `otherwise` if there is no line.
+    """
     text = _complaints[-1] if _complaints else otherwise
     _complaints.clear()
     return text

@@ -1,5 +1,4 @@
-"""The model of a GGUF file: its weights in llama.cpp, and its facts as Transformers would tell
-them."""
+"""The model of a GGUF file: weights in llama.cpp, and facts as a Transformers model has them."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from shoal.models.gguf.library import complaint, library
 
 MAGIC = b"GGUF"
 HALF = 2
-"""Bytes of a number in llama.cpp's cache, float16."""
+"""The number of bytes of a number in llama.cpp's cache, float16."""
 
 
 class GgufModel(nn.Module):
-    """A model whose weights llama.cpp holds; it stands where a Transformers model stands.
+    """A model whose weights llama.cpp holds, in the place of a Transformers model.
 
     Args:
         file: the GGUF file, or the first of its parts.
@@ -30,16 +29,18 @@ class GgufModel(nn.Module):
 
     Attributes:
         handle: llama.cpp's pointer to the model.
-        vocab: to its vocabulary.
-        config, generation_config: the facts that other code reads of a Transformers model.
+        vocab: llama.cpp's pointer to the model's vocabulary.
+        config: facts that other code reads of a Transformers model.
+        generation_config: facts that other code reads of a Transformers model.
         vocab_size: entries of the logits.
         context: positions that the model was trained for.
         token_bytes: bytes of the keys and values of a token, over all layers.
         parameter_bytes: bytes of the weights.
-        parameter_count: their number.
+        parameter_count: number of the weights.
 
     Raises:
-        ModelError: the file is damaged, or there is no memory. RequestError: no such device.
+        ModelError: the file is damaged, or there is no memory.
+        RequestError: no such device.
         UnsupportedModel: the model is recurrent, an encoder, or no language model.
     """
 
@@ -71,8 +72,7 @@ class GgufModel(nn.Module):
         self.eval()
 
     def metadata(self, key: str) -> str:
-        """Returns a value of the file's metadata as text; empty if the file has none of that
-        name."""
+        """Returns a value of the file's metadata as text; empty if the file lacks the key."""
         text = ctypes.create_string_buffer(1 << 16)
         name = key.encode()
         size = library().llama_model_meta_val_str(self.handle, name, text, len(text))
@@ -80,15 +80,17 @@ class GgufModel(nn.Module):
 
     @property
     def description(self) -> str:
-        """llama.cpp's words for the architecture, the size and the format of the weights."""
+        """The architecture, the size and the format of the weights, in llama.cpp's words."""
         text = ctypes.create_string_buffer(128)
         library().llama_model_desc(self.handle, text, len(text))
         return text.value.decode("utf-8", "replace")
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of the keys and values of a token, over all layers, as its first layer
-        tells."""
+        """The number of bytes of a token's keys and values over all layers.
+
+        All layers are taken to be like the first.
+        """
         config = self.config
         heads = config.num_key_value_heads or config.num_attention_heads
         return int(config.num_hidden_layers * heads * sum(self._head_sizes()) * HALF)
@@ -117,11 +119,11 @@ class GgufModel(nn.Module):
     # ── as other code asks a Transformers model ───────────────────────────────────────────────────
 
     def get_output_embeddings(self) -> Any:
-        """Returns an object with the shape of the head; its weights are not at hand."""
+        """Returns an object with the shape of the head; the head's weights are not at hand."""
         return SimpleNamespace(weight=torch.empty(self.vocab_size, 0))
 
     def forward(self, tokens: Tensor, past_key_values: Any = None, position_ids: Any = None) -> Any:
-        """Raises UnsupportedModel: passes are computed by `shoal.models.executors.llama_cpp`."""
+        """Raises UnsupportedModel: `shoal.models.executors.llama_cpp` computes the passes."""
         raise UnsupportedModel(f"{self.file} is computed by llama.cpp, and not by modules")
 
 

@@ -1,4 +1,4 @@
-"""A runner of a GGUF file's model."""
+"""The runner of a GGUF file's model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.types.load_stages import StageWatch, unwatched
 
 
 class GgufRunner(Runner):
-    """A model whose passes llama.cpp computes, over a cache of its own.
+    """A runner whose passes llama.cpp computes, over a cache of its own.
 
     The bits of a token's logits depend on the shape of its pass, as llama.cpp's kernels do: greedy
     ids equal those of plain decoding but for near ties.
@@ -39,11 +39,11 @@ class GgufRunner(Runner):
         return Sequences(self.hf)
 
     def new_kept(self, tokens: int) -> KeptSequences:
-        """Returns memory for so many tokens of rows that have left."""
+        """Returns memory for `tokens` tokens of rows that have left."""
         return KeptSequences(tokens, library().llama_model_n_swa(self.hf.handle))
 
     def fork(self) -> Runner:
-        """Returns the same model with a cache and counters of its own."""
+        """Returns a runner of the same model with a cache and counters of its own."""
         other = super().fork()
         assert isinstance(other, GgufRunner)
         other._executor = LlamaCpp(self.hf)
@@ -51,8 +51,10 @@ class GgufRunner(Runner):
 
     @torch.inference_mode()
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Returns logits [rows, q, vocab] of tokens [rows, q], each row alone in a memory of its
-        own, in one pass."""
+        """Returns logits [rows, q, vocab] of tokens [rows, q].
+
+        Each row is computed alone in a memory of its own, in one pass.
+        """
         outputs = []
         for row in tokens:
             alone = self.fork()
@@ -62,31 +64,31 @@ class GgufRunner(Runner):
 
     @property
     def executors(self) -> Sequence[Executor]:
-        """llama.cpp alone."""
+        """The executor llama.cpp alone."""
         return (self._executor,)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the weights in the file."""
+        """The number of bytes of the weights in the file."""
         return int(self.hf.parameter_bytes)
 
     @property
     def parameter_count(self) -> int:
-        """Numbers among the weights."""
+        """The number of the weights."""
         return int(self.hf.parameter_count)
 
     @property
     def cut_obstacle(self) -> str:
-        """llama.cpp computes whole passes."""
+        """The reason why a model cannot be cut: llama.cpp computes whole passes."""
         return "llama.cpp computes whole passes"
 
     @property
     def can_be_lean(self) -> bool:
-        """No: its weights are llama.cpp's."""
+        """False: the weights are llama.cpp's."""
         return False
 
     def use_vectors(self, vectors: Tensor) -> None:
-        """Raises UnsupportedModel: llama.cpp reads ids here."""
+        """Raises UnsupportedModel: llama.cpp reads only ids here."""
         raise UnsupportedModel(
             f"{self.name} is computed by llama.cpp, and this drafter feeds vectors of its own"
         )
@@ -105,8 +107,8 @@ def load_gguf(
 
     Args:
         name: as the user wrote it.
-        options: how a Transformers model is read, which a file decides itself: only their defaults
-            are taken.
+        options: how a Transformers model is read. A GGUF file decides this itself, so only the
+            options' defaults are taken.
 
     Raises:
         RequestError: strict, or another option that does not go with such a file.

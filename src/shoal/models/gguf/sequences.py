@@ -1,11 +1,12 @@
 """A slot cache whose rows are sequences of llama.cpp's memory.
 
-Each sequence has a buffer of its own (`kv_unified` off), where its keys lie in the order of its
-tokens, whoever else is in the pass. So a row's sums have one order: passes over quantised weights
-give the same bits alone and in company. In one buffer for all, which llama.cpp has too, they give
-other bits in other company, and one greedy id in twenty changes (docs/how-to/gguf.md).
+Each sequence has a buffer of its own (`kv_unified` off). There its keys lie in the order of its
+tokens, whatever other rows are in the pass. So a row's sums have one order: passes over quantised
+weights give the same bits alone and in company. In one buffer for all sequences, which llama.cpp
+has too, passes give other bits in other company, and one greedy id in twenty changes
+(docs/how-to/gguf.md).
 
-A slot's tokens beyond its length stay in the memory until the slot's next pass begins: then they
+A slot's tokens beyond its length stay in the memory until the slot's next pass begins. Then they
 are removed, so that going back is setting a length, as in any slot cache.
 """
 
@@ -29,20 +30,21 @@ if TYPE_CHECKING:
     from shoal.models.gguf.model import GgufModel
 
 MOST_ROWS = 256
-"""Sequences that llama.cpp's memory can tell apart."""
+"""The largest number of sequences that llama.cpp's memory can tell apart."""
 PASS_TOKENS = 2048
-"""Most tokens that llama.cpp is given at once."""
+"""The largest number of tokens that llama.cpp is given at once."""
 CELLS = 256
-"""A sequence's buffer has whole blocks of so many cells."""
+"""The number of cells of a block; a sequence's buffer has whole blocks."""
 HEAD = 8
-"""Bytes before what llama.cpp writes down of a sequence."""
+"""The number of bytes before the data that llama.cpp writes down of a sequence."""
 
 
 class Sequences(SlotCache):
-    """Rows of unequal lengths of one model, slot by slot a sequence.
+    """The rows of unequal lengths of one model; each slot is a sequence.
 
     Attributes:
-        context: llama.cpp's pointer to the memory and what computes over it; None before `reserve`.
+        context: llama.cpp's pointer to the memory and the computation over it; None before
+            `reserve`.
     """
 
     def __init__(self, model: GgufModel) -> None:
@@ -56,16 +58,17 @@ class Sequences(SlotCache):
 
     @property
     def memory(self) -> Any:
-        """llama.cpp's pointer to the cells."""
+        """The pointer of llama.cpp to the cells."""
         return library().llama_get_memory(self.context)
 
     # ── room ──────────────────────────────────────────────────────────────────────────────────────
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
-        """Makes a memory of that size, with all that slots hold.
+        """Makes a memory of that size, with the tokens that slots hold.
 
         Raises:
-            RequestError: more rows than llama.cpp has sequences. OutOfMemory.
+            RequestError: more rows than llama.cpp has sequences.
+            OutOfMemory: llama.cpp has no memory of that size.
         """
         if slots > MOST_ROWS:
             raise RequestError(
@@ -78,8 +81,10 @@ class Sequences(SlotCache):
         super()._resize(slots, capacity, cells)
 
     def _move(self, slots: int, room: int) -> None:
-        """Makes a context of so many sequences with room for so many tokens each, and copies what
-        slots hold into it."""
+        """Makes a context of `slots` sequences with room for `room` tokens each.
+
+        The tokens that slots hold are copied into it.
+        """
         self._settle()
         context = _made(self._model, slots, room)
         free = weakref.finalize(self, library().llama_free, context)
@@ -96,8 +101,10 @@ class Sequences(SlotCache):
         self._stored = [self.lengths[slot] if slot in kept else 0 for slot in range(slots)]
 
     def _settle(self) -> None:
-        """Carries out copies: llama.cpp does so as a pass begins, so this is one of a token, which
-        is then removed."""
+        """Carries out copies.
+
+        llama.cpp copies when a pass begins, so this is a pass of one token, which is then removed.
+        """
         if not self._copied:
             return
         slot = next(iter(self._copied))
@@ -126,19 +133,23 @@ class Sequences(SlotCache):
         return RowState(data[:HEAD], caches, slot, self._size[0], self.lengths[slot])
 
     def restore(self, slot: int, state: RowState, length: int) -> None:
-        """Makes the first `length` tokens of a slot those of a state. Raises OutOfMemory."""
+        """Makes the first `length` tokens of a slot those of a state.
+
+        Raises:
+            OutOfMemory: there is no room for them.
+        """
         self._settle()
         _write(self.context, slot, state.for_sequences(self._size[0]))
         self._stored[slot], self.lengths[slot] = state.length, length
 
     def bytes_per_token(self) -> int:
-        """Bytes that a token of one row takes over all layers."""
+        """Returns the bytes that a token of one row takes over all layers."""
         return self._model.token_bytes
 
     # ── rows ──────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, plan: Plan) -> None:
-        """Announces a pass, and removes what its rows hold beyond their lengths."""
+        """Announces a pass, and removes the tokens of its rows beyond their lengths."""
         super().begin(plan)
         for slot, length in zip(plan.slots, plan.lengths, strict=True):
             self._forget(slot)
@@ -150,13 +161,15 @@ class Sequences(SlotCache):
         self.zero_tail(slot, self.lengths[slot])
 
     def enter(self, slot: int, prefix: Prefix | None = None) -> None:
-        """A new row takes the slot, and has no tokens."""
+        """Lets a new row take the slot, without tokens."""
         super().enter(slot, prefix)
         self._forget(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of `target` those of `source`; before the next pass,
-        which may be another's."""
+        """Makes the first `length` tokens of slot `target` those of slot `source`.
+
+        The copy takes place before the next pass, which may be another row's.
+        """
         if source != target:
             lib, memory = library(), self.memory
             self._forget(source)
@@ -167,7 +180,7 @@ class Sequences(SlotCache):
         self.lengths[target], self.gaps[target] = length, self.gaps[source]
 
     def zero_tail(self, slot: int, length: int) -> None:
-        """Removes what the slot holds from position `length` on."""
+        """Removes the tokens of the slot from position `length` on."""
         if self._stored[slot] > length:
             if not library().llama_memory_seq_rm(self.memory, slot, length, -1):
                 raise ModelError(
@@ -176,12 +189,12 @@ class Sequences(SlotCache):
             self._stored[slot] = length
 
     def zero_non_finite(self, slot: int) -> None:
-        """Removes all that the slot holds: its numbers are not at hand."""
+        """Removes all tokens of the slot: their keys and values are not at hand."""
         self.zero_tail(slot, 0)
 
 
 def _made(model: GgufModel, slots: int, room: int) -> Any:
-    """Returns a context for so many sequences of so many tokens.
+    """Returns a context for `slots` sequences of `room` tokens each.
 
     Raises:
         OutOfMemory: llama.cpp could not make it.
@@ -202,7 +215,7 @@ def _made(model: GgufModel, slots: int, room: int) -> Any:
 
 
 def _write(context: Any, slot: int, state: bytes) -> None:
-    """Makes the tokens of a slot those that were written down of another.
+    """Makes the tokens of a slot those that were written down of another slot.
 
     Raises:
         OutOfMemory: there is no room for them.
@@ -222,8 +235,8 @@ class RowState:
         head: bytes before the caches.
         caches: the bytes of each cache; models with sliding windows have two.
         slot: the number of the sequence.
-        sequences: how many its context had.
-        length: its tokens.
+        sequences: number of sequences that its context had.
+        length: number of its tokens.
     """
 
     head: bytes
@@ -234,17 +247,17 @@ class RowState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """The number of bytes of the caches."""
         return sum(map(len, self.caches))
 
     def for_sequences(self, count: int) -> bytes:
         """Returns the bytes as a context with another number of sequences reads them.
 
         A cache begins with the number of sequences, and has a count of cells for each of them: 0
-        but for this one, whose cells follow.
+        for all but this sequence, whose cells follow.
 
         Raises:
-            ModelError: a cache is not like that, as this is another llama.cpp.
+            ModelError: a cache does not have this form, because this is another llama.cpp.
         """
         lead, rest = self._around(self.sequences)
         if not all(cache.startswith(lead) and cache.endswith(rest) for cache in self.caches):
@@ -257,17 +270,19 @@ class RowState:
         return b"".join([self.head, *(before + part + after for part in cells)])
 
     def _around(self, count: int) -> tuple[bytes, bytes]:
-        """Returns the bytes before and behind the cells of a sequence; the last numbers of others
-        count none."""
+        """Returns the bytes before and behind the cells of a sequence.
+
+        The bytes behind are counts of later sequences, which are 0.
+        """
         slot = min(self.slot, count - 1)
         return np.array([count, *[0] * slot], np.int32).tobytes(), bytes(4 * (count - 1 - slot))
 
 
 class Feed:
-    """llama.cpp's batch over arrays of NumPy, which are filled anew for each pass.
+    """The batch of llama.cpp over arrays of NumPy, which are filled anew for each pass.
 
     Args:
-        most: tokens that there is room for.
+        most: number of tokens that there is room for.
     """
 
     def __init__(self, most: int = PASS_TOKENS) -> None:
@@ -289,8 +304,10 @@ class Feed:
         """Returns the batch of these tokens.
 
         Args:
-            ids, places, rows: token ids, positions and sequences, [tokens] integers.
-            wanted: whether the logits of all of them are, or none.
+            ids: token ids, [tokens] integers.
+            places: positions, [tokens] integers.
+            rows: sequences, [tokens] integers.
+            wanted: True if the logits of all tokens are wanted, False if none are.
         """
         count = len(ids)
         self._ids[:count], self._places[:count], self._rows[:count] = ids, places, rows

@@ -1,8 +1,9 @@
-"""The tokenizer of a GGUF file, for grammars, alignment and chats: the same ids as llama.cpp's, or
-none.
+"""The tokenizer of a GGUF file, for grammars, alignment and chats.
+
+It has the same ids as llama.cpp's, or there is none.
 
 Byte-level BPE ("gpt2" in the file) is put together here, of the file's tokens, merges and kinds, as
-Transformers does so for a few architectures only and takes GPT-2's pre-tokenizer for all of them.
+Transformers reads it for a few architectures only and takes GPT-2's pre-tokenizer for all of them.
 SentencePiece ("llama") is read by Transformers.
 
 The ids of a tokenizer are compared with those of llama.cpp over `HARD_TEXTS` before it is used.
@@ -29,13 +30,17 @@ from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.gguf.library import library
 
 CONTROL, USER_DEFINED = 3, 4
-"""Kinds of tokens that are taken out of a text before it is split: those that are not shown, and
-others."""
+"""The kinds of tokens that are taken out of a text before it is split.
+
+They are the tokens that are not shown, and others.
+"""
 HEAD_BYTES = 1 << 25
-"""Bytes at the beginning of a file that name its vocabulary in the cache: a vocabulary of 250,000
-entries is shorter."""
+"""The number of first bytes of a file that name its vocabulary in the cache.
+
+A vocabulary of 250,000 entries is shorter.
+"""
 EDITION = "1"
-"""To be changed with this module's way of reading."""
+"""The edition of the module's way of reading, to be changed with it."""
 
 HARD_TEXTS = (
     "",
@@ -51,7 +56,7 @@ HARD_TEXTS = (
     "<div class='x'>&amp;</div> {{ jinja }} ${VAR} $(cmd) [link](url) **bold** `code`",
     "İstanbul ǅ ʼn ŉ ſ K Å",
 )
-"""Texts that tokenizers split differently."""
+"""The texts that tokenizers split differently."""
 
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -64,8 +69,10 @@ SPLITS = {
         ("qwen2", "stablelm2", "hunyuan", "megrez", "deepseek-r1-qwen", "solar-open"), r"\p{N}"
     ),
 }
-"""How long a piece of digits is, by the name of the pre-tokenizer, where words are split as by
-Llama 3."""
+"""The pattern of a piece of digits, by the name of the pre-tokenizer.
+
+These pre-tokenizers split words as Llama 3 does.
+"""
 DIGITS_ALONE = (
     "smollm",
     "starcoder",
@@ -77,7 +84,7 @@ DIGITS_ALONE = (
     "trillion",
     "granite-docling",
 )
-"""Pre-tokenizers that split off each digit, and then do as GPT-2's."""
+"""The pre-tokenizers that split off each digit, and then split as GPT-2's does."""
 
 
 def tokenizer_of(file: Path) -> Any:
@@ -100,8 +107,7 @@ def tokenizer_of(file: Path) -> Any:
 
 
 def _place(file: Path) -> Path | None:
-    """Returns the directory of a file's tokenizer in the cache folder; None where there is no such
-    folder."""
+    """Returns the directory of a file's tokenizer in the cache folder; None without a folder."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -114,7 +120,7 @@ def _place(file: Path) -> Path | None:
 
 
 def _keep(tokenizer: Any, place: Path) -> None:
-    """Writes a tokenizer such that a directory of this name is whole."""
+    """Writes a tokenizer; a directory of this name is never incomplete."""
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f"{place.name}-", dir=place.parent))
     try:
@@ -179,8 +185,10 @@ def _byte_level(file: Path, metadata: _Metadata) -> tokenizers.Tokenizer:
 
 
 def _pre_tokenizer(name: str) -> Any:
-    """Returns what splits a text into words, by the file's name for it; GPT-2's for a name that is
-    not known."""
+    """Returns the pre-tokenizer, which splits a text into words, by the file's name for it.
+
+    For a name that is not known it is GPT-2's.
+    """
     if name in SPLITS:
         pattern = "|".join((CONTRACTIONS, LETTERS, SPLITS[name], REST))
         by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -192,7 +200,7 @@ def _pre_tokenizer(name: str) -> Any:
 
 
 def _add_ends(backend: tokenizers.Tokenizer, metadata: _Metadata) -> None:
-    """Makes the tokenizer put the tokens at a text's ends that the file says."""
+    """Makes the tokenizer put those tokens at a text's ends that the file names."""
     tokens = dict(metadata.named_tokens())
     first = tokens.get("bos") if metadata.number("tokenizer.ggml.add_bos_token") else None
     last = tokens.get("eos") if metadata.number("tokenizer.ggml.add_eos_token") else None
@@ -237,7 +245,7 @@ class _Metadata:
         return self.texts("tokenizer.ggml.tokens")
 
     def named_tokens(self) -> Iterator[tuple[str, str]]:
-        """Yields the tokens that have a part: "bos", "eos", "pad", "unk"."""
+        """Yields the tokens that have a role: "bos", "eos", "pad", "unk"."""
         names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
         for name, key in names.items():
             number = self._value(f"tokenizer.ggml.{key}_token_id")
@@ -246,7 +254,7 @@ class _Metadata:
 
 
 def _compare(file: Path, tokenizer: Any) -> None:
-    """Raises UnsupportedModel: llama.cpp splits one of the hard texts into other ids."""
+    """Raises UnsupportedModel if llama.cpp splits one of the hard texts into other ids."""
     lib = library()
     params = lib.llama_model_default_params()
     params.vocab_only = True

@@ -1,5 +1,6 @@
-"""The weights of linear layers: the forms in which they lie in memory, which is chosen, and what
-users still may do with them.
+"""The weights of linear layers: the forms in which they lie in memory, and the choice of a form.
+
+Users may still read, write and save the weights.
 
 matrix      one weight matrix and the products by it
 panels      packed for the product kernel in C
@@ -8,6 +9,7 @@ parameter   a packed matrix as a tensor that reads, writes and saves as ever
 layers      the layers of a model, given their forms
 fusing      several layers as one matrix
 choice      which form, measured and remembered
+int8        weights of int8, whose products round their activations
 saving      `save_pretrained`
 """
 

@@ -1,9 +1,9 @@
-"""Whether the weights of a shape are packed: measured once per CPU, and remembered on disk.
+"""The choice whether the weights of a shape are packed: measured once per CPU, kept on disk.
 
 The form changes the rounding, and with it the tokens of a seed. So the first choice for a shape is
-kept in the user's cache folder and every later process makes the same. A take multiplies by weights
-that are not in the cache, as those of a model are not in the next pass; disturbed takes do not
-change the choice (see `ratios`).
+kept in the user's cache folder and every later process makes the same choice. A take multiplies by
+weights that are not in the CPU's cache, as those of a model are not in the next pass; disturbed
+takes do not change the choice (see `ratios`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,34 @@ from shoal.native.build import machine_flags, missing
 
 LOG = logging.getLogger("shoal")
 TOKENS = (1, 8, 40)
-"""Tokens per product: a row that decodes, a batch, a batch that verifies drafts."""
+"""The numbers of tokens per product: a row that decodes, a batch, a batch that verifies drafts."""
 TOLERATED = 1.25
-"""Packed weights are kept unless their products take more than this share of the others' time, on
-average over `TOKENS`."""
+"""The largest tolerated ratio of the packed products' time to the others'.
+
+Packed weights are kept unless their products take more, on average over `TOKENS`.
+"""
 WORST = 2.0
-"""A larger ratio is a disturbance: a thread that waited for a processor."""
+"""The ratio from which on the cause is a disturbance: a thread that waited for a processor."""
 SECONDS = 1.0
-"""Most time for all shapes of a model, or what few takes of each need."""
+"""The most seconds for all shapes of a model, unless the fewest takes of each need more."""
 ROUNDS = (6, 40)
-"""Least and most takes of each product."""
+"""The least and the most takes of each product."""
 ROWS = 4096
-"""A product of more outputs takes proportionally longer: it is measured by so many of them."""
+"""The number of outputs from which on a product takes proportionally longer.
+
+Of a larger matrix, `ROWS` outputs are measured.
+"""
 ROTATED = 96 * 2**20
-"""Most bytes of weights to multiply by in turns."""
+"""The most bytes of weights to multiply by in turns."""
 COPIES = 16
-"""Most matrices to multiply by in turns: small ones would take longer to pack than to measure."""
+"""The most matrices to multiply by in turns.
+
+Small matrices would take longer to pack than to measure.
+"""
 
 
 def by_facts(keys: Collection[Key]) -> dict[Key, str]:
-    """The forms without packing: input-major where MKL multiplies, which it does in float32."""
+    """Returns the forms without packing: input-major where MKL multiplies, which is in float32."""
     return {
         (shape, dtype): INPUT_MAJOR if dtype == torch.float32 and formats.cpu().mkl else AS_IS
         for shape, dtype in keys
@@ -61,8 +69,10 @@ def by_facts(keys: Collection[Key]) -> dict[Key, str]:
 
 
 def by_measurement(keys: Collection[Key]) -> dict[Key, str]:
-    """The forms with packing where this CPU gains by it; known from an earlier process, or measured
-    and remembered."""
+    """Returns the forms with packing where this CPU gains by it.
+
+    A choice is known from an earlier process, or measured and remembered.
+    """
     forms = by_facts(keys)
     wanted = {key: _name(key) for key in keys if packing(key[1]) is not None}
     place = _place() if wanted else None
@@ -80,21 +90,23 @@ def by_measurement(keys: Collection[Key]) -> dict[Key, str]:
 
 
 Takes = Mapping[int, Sequence[tuple[float, float]]]
-"""Seconds of products by plain and by packed weights, one after the other, for each number of
-tokens."""
+"""The seconds of products by plain and by packed weights, for each number of tokens.
+
+The two products of a pair follow each other.
+"""
 
 
 def packs(takes: Takes) -> bool:
-    """Whether packed weights are kept: unless they are clearly slower."""
+    """Returns True if packed weights are kept: unless they are clearly slower."""
     return sum(ratios(takes)) <= TOLERATED * len(takes)
 
 
 def ratios(takes: Takes) -> list[float]:
-    """The time of products by packed weights over that of the others, for each number of tokens.
+    """Returns the time of products by packed weights over that of the others, per number of tokens.
 
-    By the shortest takes, or by the median of neighbours, whichever is less, and `WORST` at most: a
-    disturbance must fool both, for several numbers of tokens, and in favour of the others, which
-    are the worse choice nearly everywhere.
+    Each value is the smaller of two robust ratios, capped at `WORST`: that of the shortest takes,
+    and the median ratio of neighbours. So packed weights lose only if a disturbance fools both
+    ratios, for several numbers of tokens. The other forms are the worse choice nearly everywhere.
     """
     shortest = [
         min(packed for _, packed in pairs) / min(plain for plain, _ in pairs)
@@ -105,7 +117,7 @@ def ratios(takes: Takes) -> list[float]:
 
 
 def measured(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> Takes:
-    """Takes of products by cold weights, for each of `TOKENS`."""
+    """Returns takes of products by cold weights, for each of `TOKENS`."""
     ends, (out, width) = time.perf_counter() + seconds, (min(shape[0], ROWS), shape[1])
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, width, generator=generator).to(dtype)
@@ -136,7 +148,7 @@ def _seconds(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of the last-level cache as Linux says it, else 32 MiB."""
+    """Returns the size in bytes of the last-level cache as Linux tells it, else 32 MiB."""
     units = {"K": 2**10, "M": 2**20}
     try:
         sizes = [file.read_text(encoding="utf-8").strip() for file in folder.glob("index*/size")]
@@ -149,13 +161,13 @@ def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> in
 
 
 def _name(key: Key) -> str:
-    """What decides the time of a product, as text."""
+    """Returns the shape and dtype that decide the time of a product, as text."""
     (out, width), dtype = key
     return f"{str(dtype).removeprefix('torch.')} {min(out, ROWS)}x{width}"
 
 
 def _facts() -> str:
-    """What else decides it: the CPU, its caches, the threads, the library."""
+    """Returns the other facts that decide it: the CPU, its caches, the threads, the library."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -171,7 +183,7 @@ def _facts() -> str:
 
 
 def _place() -> Path | None:
-    """The file for this CPU; None where there is no folder to keep it."""
+    """Returns the file for this CPU; None where there is no folder for it."""
     folder = cache_folder()
     return (
         None
@@ -182,7 +194,7 @@ def _place() -> Path | None:
 
 
 def _read(place: Path | None) -> dict[str, Any]:
-    """The choices in a file; none where it is missing or damaged."""
+    """Returns the choices in a file; none where it is missing or damaged."""
     try:
         known = (
             json.loads(place.read_text(encoding="utf-8"))["choices"] if place is not None else {}
@@ -193,8 +205,10 @@ def _read(place: Path | None) -> dict[str, Any]:
 
 
 def _remember(place: Path | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds choices to the file and returns all. What another process has written meanwhile
-    counts."""
+    """Adds choices to the file and returns all choices.
+
+    The choices that another process has written meanwhile count.
+    """
     known = {**new, **_read(place)}
     if place is not None:
         try:

@@ -1,4 +1,4 @@
-"""Linear layers with the same input as one matrix: one product in place of several."""
+"""The fusing of linear layers with the same input: one matrix and product in place of several."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shoal.models.weights.parameter import PackedWeight
 
 @torch.no_grad()
 def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
-    """The matrix by which layers with the same input compute: a layer's own, or that of all of
-    them, one below the other.
+    """Returns the matrix by which layers with the same input compute.
 
-    Several layers get a common matrix, packed if the weight of the first is. From then on their
-    weights and biases are rows of it, so nothing is stored twice, and a write into them is a write
-    into it. `matches` says whether it is still theirs. The weights of several must not be tied to
-    others.
+    It is the matrix of the one layer, or that of all layers, one below the other. Several layers
+    get a common matrix, packed if the weight of the first is. From then on their weights and biases
+    are rows of the matrix, so nothing is stored twice, and a write into them is a write into the
+    matrix. `matches` says whether the matrix is still theirs. The weights of several layers must
+    not be tied to others.
 
     Raises:
         ValueError: some have a bias and some have none, or unlike inputs or dtypes.
@@ -64,8 +64,10 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
 
 
 def matches(matrix: Matrix, layers: Sequence[nn.Linear]) -> bool:
-    """Whether these layers still compute by this matrix: no weight or bias of theirs was replaced
-    by another tensor."""
+    """Returns True if these layers still compute by this matrix.
+
+    If a weight or bias of theirs was replaced by another tensor, they do not.
+    """
     return all(
         _is_part(matrix, start, layer) for layer, start in zip(layers, starts(layers), strict=True)
     )
@@ -88,7 +90,7 @@ def _is_part(matrix: Matrix, start: int, layer: nn.Linear) -> bool:
 
 
 def starts(layers: Sequence[Any]) -> list[int]:
-    """The first row of each layer in their common matrix."""
+    """Returns the first row of each layer in their common matrix."""
     sizes = [layer.out_features for layer in layers]
     return [sum(sizes[:i]) for i in range(len(sizes))]
 
@@ -98,13 +100,16 @@ def _packed(weight: Tensor) -> TypeGuard[PackedWeight]:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """An ordinary tensor of these weights: their own memory, unless they are packed."""
+    """Returns an ordinary tensor of these weights: their own memory, unless they are packed."""
     return weight.of(weight.matrix.dense()) if isinstance(weight, PackedWeight) else weight.detach()
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of the rows of all: without a copy where they lie one after the other already;
-    input-major if all are."""
+    """Returns one tensor of the rows of all parts.
+
+    There is no copy where they lie one after the other already. The tensor is input-major if all
+    are.
+    """
     first, place = parts[0], parts[0].storage_offset()
     adjacent = True
     for part in parts:

@@ -1,8 +1,8 @@
 """A weight matrix of int8 whose products round their activations to 8 bits, too.
 
-Every output has a scale, and every token, so that rows do not influence each other. Sums are
-integers and exact: a CPU whose oneDNN multiplies bytes by packed weights and one that does not get
-the same bits, and so do the kernels in C.
+Every output has a scale, and every token has one, so that rows do not influence each other. Sums
+are integers and exact: a CPU whose oneDNN multiplies bytes by packed weights, a CPU whose oneDNN
+does not, and the kernels in C get the same bits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shoal.models.weights.panels import PANEL, Panels, products
 from shoal.native.build import SUFFIXES
 
 ZERO = 128
-"""What stands for zero in the unsigned bytes that x86 multiplies by signed ones."""
+"""The zero of the unsigned bytes that x86 multiplies by signed ones."""
 
 
 Sums = Callable[[Tensor], Tensor]
-"""q [tokens, in] int8 -> q Wᵀ * scales, [tokens, out] float32; q may be overwritten."""
+"""A function q [tokens, in] int8 -> q Wᵀ * scales, [tokens, out] float32; it may overwrite q."""
 
 
 def rounded_product(x: Tensor, sums: Sums, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b in float32, x [tokens, in] rounded to int8 with one scale per token."""
+    """Computes x Wᵀ + b in float32, x [tokens, in] rounded to int8 with one scale per token."""
     rows = x.float()
     scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
     y = sums((rows / scales).round().to(torch.int8)).mul_(scales)
@@ -36,17 +36,17 @@ def rounded_product(x: Tensor, sums: Sums, bias: Tensor | None) -> Tensor:
 
 
 def plain_sums(q: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """See `Sums`: by weights that are not packed."""
+    """Computes `Sums` by weights that are not packed."""
     return torch._int_mm(q, weight.t()).float().mul_(scales)
 
 
 class Int8Matrix(Matrix):
-    """y = x Wᵀ + b with W int8 [out, in] and a scale per output. x is of any floating dtype, and so
-    is what is returned.
+    """The matrix of y = x Wᵀ + b with W int8 [out, in] and a scale per output.
+
+    x and y are of one floating dtype, which may be any. The forms are "as-is" and "packed".
 
     Attributes:
-        scales: [out] float32; the weights are W * scales[:, None]. Else as `Matrix`, its forms
-            "as-is" and "packed".
+        scales: [out] float32; the weights are W * scales[:, None].
     """
 
     def __init__(
@@ -108,16 +108,17 @@ class Int8Matrix(Matrix):
 
 
 GROUP = 4
-"""Bytes that one instruction multiplies for each output."""
+"""The number of bytes that one instruction multiplies for each output."""
 
 
 class Int8PanelMatrix(Int8Matrix):
-    """The same by the product kernel in C. Packed weights are [panels, inputs / 4, 16, 4], zeros
-    fill up both.
+    """An int8 matrix whose products are computed by the kernel in C.
+
+    Packed weights are [panels, inputs / 4, 16, 4]; zeros fill up inputs and outputs.
 
     Attributes:
-        zeros: [out] int32, 128 times the sum of each output's bytes: activations are shifted by so
-            much.
+        zeros: [out] int32, 128 times the sum of each output's bytes: the product's excess, as
+            activations are shifted by 128.
     """
 
     zeros: Tensor
@@ -141,7 +142,7 @@ class Int8PanelMatrix(Int8Matrix):
 
     @property
     def whole(self) -> bool:
-        """Whether there are panels, and inputs need no padding."""
+        """True if there are panels, and inputs need no padding."""
         return self.form == PACKED and self.shape[1] % GROUP == 0
 
     def _unpacked(self) -> Tensor:

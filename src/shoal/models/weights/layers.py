@@ -1,5 +1,4 @@
-"""The linear layers of a model that is ours, with their weights in the form that its CPU multiplies
-fastest."""
+"""The linear layers of a model that is ours, in the forms that its CPU multiplies fastest."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from shoal.models.weights.saving import SavePretrained
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is, or was, packed: `nn.Linear` under another forward.
 
-    The layer computes by what its parameters are at that time: by the matrix where the weight is
-    packed, and as `nn.Linear` where it was replaced, or for autograd.
+    The layer computes by its parameters at the time of the call: by the matrix where the weight is
+    packed, and as `nn.Linear` where the weight was replaced, or for autograd.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Computes [..., in] -> [..., out]."""
         weight: Any = self.weight
         matrix: Matrix | None = weight.matrix if type(weight) is PackedWeight else None
         if (
@@ -44,7 +43,7 @@ class PackedLinear(nn.Linear):
 
 
 LINEARS = (nn.Linear, PackedLinear)
-"""Types of layers that compute x Wᵀ + b and nothing else."""
+"""The types of layers that compute x Wᵀ + b and nothing else."""
 
 
 def use_packed(layer: nn.Linear, weight: nn.Parameter) -> None:
@@ -55,14 +54,16 @@ def use_packed(layer: nn.Linear, weight: nn.Parameter) -> None:
 
 @torch.no_grad()
 def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> str:
-    """Gives the weights of a model's linear layers the forms that `choose` says for their shapes
-    and dtypes; returns what was done.
+    """Gives the weights of a model's linear layers the forms that `choose` says.
 
-    For a model that is ours. Shapes, values and names stay, tied weights stay tied.
-    `save_pretrained` of the model keeps working, also through `push_to_hub` (see `SavePretrained`).
+    The model must be ours. Shapes, values and names stay, tied weights stay tied. `save_pretrained`
+    of the model keeps working, also through `push_to_hub` (see `SavePretrained`).
 
     Args:
-        choose: see `shoal.models.weights.choice`.
+        choose: returns the forms for shapes and dtypes; see `shoal.models.weights.choice`.
+
+    Returns:
+        The forms and the numbers of their weights, in words.
     """
     done: Counter[str] = Counter()
     shared = [each for each in _shared_weights(hf) if each.weight.device.type == "cpu"]
@@ -84,7 +85,7 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
 
 
 def nbytes(weights: Iterable[Tensor]) -> int:
-    """What parameters take in memory, those of one packed matrix once."""
+    """Returns the bytes that parameters take in memory; a packed matrix counts once."""
     packed = {weight.matrix for weight in weights if isinstance(weight, PackedWeight)}
     return sum(weight.nbytes for weight in weights if not isinstance(weight, PackedWeight)) + sum(
         m.nbytes() for m in packed
@@ -92,8 +93,7 @@ def nbytes(weights: Iterable[Tensor]) -> int:
 
 
 class _Shared:
-    """One parameter that linear layers have as their weight, and everything else that has it
-    too."""
+    """A parameter that linear layers have as their weight, and everything else that has it too."""
 
     def __init__(self) -> None:
         self.owners: list[tuple[nn.Module, str]] = []
@@ -112,7 +112,10 @@ class _Shared:
 
     @property
     def has_one_bias(self) -> bool:
-        """A matrix adds one; layers that share a weight may have their own."""
+        """True if the layers have one bias.
+
+        A matrix adds one bias; layers that share a weight may have their own.
+        """
         return len({id(layer.bias) for layer in self.layers}) == 1
 
     @property
@@ -120,8 +123,10 @@ class _Shared:
         return (self.weight.shape[0], self.weight.shape[1]), self.weight.dtype
 
     def pack(self) -> None:
-        """Packs the parameter in the place of the ordinary one; with a table if something else than
-        products uses it."""
+        """Packs the parameter in the place of the ordinary one.
+
+        The matrix gets a table if something else than products uses the parameter.
+        """
         layers, old = self.layers, self.weight
         matrix = packed(old, layers[0].bias, table=len(layers) < len(self.owners))
         new = nn.Parameter(PackedWeight.rows(matrix), old.requires_grad)
@@ -133,8 +138,10 @@ class _Shared:
 
 
 def _shared_weights(hf: nn.Module) -> list[_Shared]:
-    """The weights of linear layers with their owners. None of them is kept here, so that a replaced
-    one is freed at once."""
+    """Returns the weights of linear layers with their owners.
+
+    No weight is kept here, so that a replaced one is freed at once.
+    """
     found: dict[int, _Shared] = {}
     for module in hf.modules():
         for name, parameter in module._parameters.items():

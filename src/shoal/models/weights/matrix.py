@@ -1,14 +1,14 @@
-"""One weight matrix, in the order of memory that its CPU multiplies fastest.
+"""A weight matrix, in the order of memory that its CPU multiplies fastest.
 
 A decoding pass is products [tokens, in] x [in, out] of few tokens, whose time is that of reading
-the weights. Three forms:
+the weights. There are three forms:
 
 - "as-is": [out, in] in rows, as libraries keep weights.
 - "input-major": the same shape with other strides. MKL repacks weights in rows in every float32
-  product of more than about ten tokens, which can cost more than the product; it need not repack
-  these.
+product of more than about ten tokens, which can cost more than the product; it need not repack
+input-major weights.
 - "packed": blocks in the order in which oneDNN's kernels read them, an opaque tensor. Products take
-  activations, sums and products of the result in the same kernel.
+activations, sums and products of the result in the same kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 AS_IS, INPUT_MAJOR, PACKED = "as-is", "input-major", "packed"
 FORMS = (AS_IS, INPUT_MAJOR, PACKED)
 Key = tuple[tuple[int, int], torch.dtype]
-"""Shape [out, in] and dtype of weights."""
+"""The shape [out, in] and the dtype of weights."""
 
 Fused = tuple[str, list[Any], str]
 _SILU: Fused = ("swish", [], "")
@@ -32,8 +32,10 @@ FUSED: dict[str, Fused] = {
     "none": ("none", [], ""), "relu": ("relu", [], ""), "silu": _SILU, "swish": _SILU,
     "gelu": ("gelu", [], "none"), "gelu_new": _TANH, "gelu_pytorch_tanh": _TANH,
 }  # fmt: skip
-"""Activations by their names in Transformers (`hidden_act` of a config), as oneDNN's attribute,
-scalars and algorithm."""
+"""The activations by their names in Transformers (`hidden_act` of a config).
+
+A value is oneDNN's attribute, scalars and algorithm.
+"""
 
 
 def _tanh_gelu(x: Tensor) -> Tensor:
@@ -48,27 +50,28 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,
 }
-"""The same as functions; "none" has none."""
+"""The activations as functions; "none" has none."""
 
 
 class Linear(Protocol):
-    """activation(x Wᵀ + b): x [tokens, in], result [tokens, out]."""
+    """A function activation(x Wᵀ + b): x [tokens, in], result [tokens, out]."""
 
     def __call__(self, x: Tensor, activation: str = "none") -> Tensor: ...
 
 
 Products = tuple[Linear, Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
-"""`Matrix.linear`, `linear_add` and `linear_mul`."""
+"""The functions `Matrix.linear`, `linear_add` and `linear_mul`."""
 
 
 def input_major(weight: Tensor) -> Tensor:
-    """The same matrix [out, in], laid out in memory as [in, out]."""
+    """Returns the matrix [out, in], laid out in memory as [in, out]."""
     return weight.t().contiguous().t()
 
 
 class Matrix:
-    """W [out, in] and b [out] of one linear layer, or of several with the same input, one below the
-    other.
+    """The matrix W [out, in] and the bias b [out] of a linear layer.
+
+    They may be those of several layers with the same input, one below the other.
 
     `linear`, `linear_add` and `linear_mul` are chosen when the weights change, so that a call has
     nothing to decide; whoever keeps a matrix asks it for them at each call. x is [tokens, in] and
@@ -77,15 +80,15 @@ class Matrix:
     Attributes:
         form: one of `FORMS`.
         shape: (out, in).
-        dtype: of the weights.
+        dtype: dtype of the weights.
         bias: [out] or None.
-        device: where they are.
-        epoch: counts changes of the weights.
-        stale: the parameters that had this matrix have got another.
-        table: the same weights as [out, in] in rows, where they are looked up by row too (tied
+        device: device of the weights.
+        epoch: number of changes of the weights.
+        stale: True if the parameters that had this matrix have got another.
+        table: the weights as [out, in] in rows, where they are looked up by row too (tied
             embeddings), else None.
-        linear: (x, activation) -> activation(x Wᵀ + b), [tokens, out]; a name in `ACTIVATIONS`, or
-            "none".
+        linear: (x, activation) -> activation(x Wᵀ + b), [tokens, out]; activation is a name in
+            `ACTIVATIONS`, or "none".
         linear_add: (x, other) -> x Wᵀ + b + other; other [tokens, out].
         linear_mul: (x, other) -> (x Wᵀ + b) * other.
     """
@@ -104,8 +107,10 @@ class Matrix:
         self._keep(weight.detach(), table)
 
     def _keep(self, weight: Tensor, table: bool) -> None:
-        """Takes weights [out, in] over; those in rows are not copied where the form is "as-is" or a
-        table is wanted."""
+        """Takes weights [out, in] over.
+
+        Weights in rows are not copied where the form is "as-is" or a table is wanted.
+        """
         with torch.inference_mode(False), torch.no_grad():
             weight = (
                 weight.clone() if weight.is_inference() else weight
@@ -130,13 +135,13 @@ class Matrix:
         return (_of_packed if self.form == PACKED else _of_dense)(self._weight, self.bias)
 
     def dense(self) -> Tensor:
-        """The weights [out, in], exactly; not always a copy of its own."""
+        """Returns the weights [out, in], exactly; not always a copy."""
         if self.form != PACKED:
             return self._weight
         return self._unpacked() if self.table is None else self.table
 
     def layout(self) -> Tensor:
-        """A tensor without data of the shape and strides of `dense()`."""
+        """Returns a tensor without data of the shape and strides of `dense()`."""
         kept = self._weight if self.form != PACKED else self.table
         like = torch.empty(0, dtype=self.dtype, device="meta")
         if kept is None:
@@ -144,7 +149,7 @@ class Matrix:
         return like.as_strided(kept.shape, kept.stride(), kept.storage_offset())
 
     def write(self, weight: Tensor) -> None:
-        """Other weights, of the same shape and dtype, from the next product on."""
+        """Replaces the weights by others of the same shape and dtype, from the next product on."""
         self.epoch += 1
         with torch.inference_mode(False), torch.no_grad():
             kept = self.dense()
@@ -154,8 +159,10 @@ class Matrix:
             self._keep(kept, self.table is not None)
 
     def adds(self, bias: Tensor | None, start: int = 0) -> bool:
-        """Whether the products of the rows from `start` on have this bias, which may be the one of
-        a layer of several."""
+        """Returns True if the products of the rows from `start` on have this bias.
+
+        It may be the bias of one of several layers.
+        """
         if bias is self.bias:
             return True
         return (
@@ -165,7 +172,7 @@ class Matrix:
         )
 
     def nbytes(self) -> int:
-        """What the weights take in memory, with the padding of blocks and with the table."""
+        """Returns the bytes of the weights, with the padding of blocks and with the table."""
         if self.form != PACKED:
             return self._weight.nbytes
         return torch.ops.mkldnn._nbytes(self._weight) + (

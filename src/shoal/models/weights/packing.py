@@ -1,4 +1,4 @@
-"""Which packing: that of the kernels in C, or that of oneDNN; decided by facts.
+"""The choice between the packing of the kernels in C and that of oneDNN, by facts.
 
 Panels cost less per call and read the weights once, in order. Tiles (AMX), which only oneDNN's
 kernels use, multiply many tokens in the time of one.
@@ -20,8 +20,10 @@ TILES, BYTE_TILES = "AMX-BF16", "amx_int8"
 
 
 def packing(dtype: torch.dtype) -> type[Matrix] | None:
-    """The class of packed matrices of a dtype on this CPU; None where weights of that dtype are not
-    packed."""
+    """Returns the class of packed matrices of a dtype on this CPU.
+
+    None where weights of that dtype are not packed.
+    """
     cpu = formats.cpu()
     if dtype not in cpu.packs:
         return None
@@ -33,12 +35,15 @@ def packing(dtype: torch.dtype) -> type[Matrix] | None:
 
 
 def packed(weight: Tensor, bias: Tensor | None, *, table: bool = False) -> Matrix:
-    """Weights [out, in] in the packing of their dtype; see `Matrix`."""
+    """Returns a matrix of weights [out, in] in the packing of their dtype; see `Matrix`."""
     return (packing(weight.dtype) or Matrix)(weight, bias, PACKED, table=table)
 
 
 def byte_packing() -> type[Int8Matrix] | None:
-    """The same for weights of bytes, whose sums must be exact."""
+    """Returns the class of packed matrices of bytes, whose sums must be exact.
+
+    None where weights of bytes are not packed.
+    """
     if torch.int8 not in formats.cpu().packs:
         return None
     return Int8Matrix if missing() or BYTE_TILES in cpu_flags() else Int8PanelMatrix

@@ -1,5 +1,7 @@
-"""A matrix packed for the product kernel in C: panels of 16 outputs, read from memory once and in
-order."""
+"""A matrix packed for the product kernel in C.
+
+Its panels of 16 outputs are read from memory once and in order.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,21 @@ from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import Product
 
 PANEL = 16
-"""Outputs of a panel."""
+"""The number of outputs of a panel."""
 GROUP = {torch.float32: 1, torch.bfloat16: 2}
-"""Inputs whose weights lie side by side for each output: what one instruction multiplies."""
+"""The number of inputs whose weights lie side by side for each output, by dtype.
+
+One instruction multiplies them.
+"""
 PLAIN, SILU, ADD, MUL = range(4)
-"""What a product does with its result; `kernels.h` has the same."""
+"""The kinds of a product, by the use of its result; `kernels.h` has the same numbers."""
 
 
 class PanelMatrix(Matrix):
-    """Weights as [panels, inputs, 16], bfloat16 as [panels, inputs / 2, 16, 2]; zeros fill up both.
+    """A matrix with weights as [panels, inputs, 16], bfloat16 as [panels, inputs / 2, 16, 2].
 
-    Each sum runs over the inputs in their order, whatever the other tokens of a product are: a
-    token's result has the same bits in every batch.
+    Zeros fill up inputs and outputs. Each sum runs over the inputs in their order, whatever the
+    other tokens of a product are: a token's result has the same bits in every batch.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class PanelMatrix(Matrix):
         super().__init__(weight, bias, form, table=table)
 
     def _packed(self, weight: Tensor) -> Tensor:
-        """New weights get the place of the old ones: kernels know its address."""
+        """Packs weights; new weights get the place of the old ones, as kernels know its address."""
         group = GROUP[self.dtype]
         padded = F.pad(
             weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % PANEL)
@@ -52,7 +57,7 @@ class PanelMatrix(Matrix):
 
     @property
     def whole(self) -> bool:
-        """Whether there are panels, and inputs need no padding."""
+        """True if there are panels, and inputs need no padding."""
         return self.form == PACKED and self.shape[1] % GROUP[self.dtype] == 0
 
     def _unpacked(self) -> Tensor:
@@ -89,13 +94,15 @@ def _products(weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Pr
 
 @dataclass(frozen=True)
 class Panels:
-    """What the kernel multiplies by.
+    """The weights that the kernel multiplies by.
 
     Attributes:
         weight: the panels.
+        bias: [out] or None.
         shape: (out, in).
         width: inputs with their padding.
-        scales, zeros: of bytes, see `kernels.h`; else None.
+        scales: scales of bytes, see `kernels.h`; else None.
+        zeros: zeros of bytes, see `kernels.h`; else None.
     """
 
     weight: Tensor
@@ -106,7 +113,7 @@ class Panels:
     zeros: Tensor | None = None
 
     def product(self, x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
-        """x [..., in], float32 or bfloat16 -> [..., out] in the same dtype."""
+        """Computes x [..., in], float32 or bfloat16 -> [..., out] in the same dtype."""
         outputs, inputs = self.shape
         rows = x.reshape(-1, inputs)
         rows = F.pad(rows, (0, self.width - inputs)) if self.width > inputs else rows.contiguous()
@@ -131,13 +138,13 @@ class Panels:
 
 
 class _Product(Protocol):
-    """See `Panels.product`."""
+    """A function like `Panels.product`."""
 
     def __call__(self, x: Tensor, kind: int, other: Tensor | None = None) -> Tensor: ...
 
 
 def products(product: _Product) -> Products:
-    """The products of a matrix by the kernel."""
+    """Returns the products of a matrix by the kernel."""
 
     def linear(x: Tensor, activation: str = "none") -> Tensor:
         if activation in ("silu", "swish"):

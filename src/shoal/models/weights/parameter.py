@@ -1,11 +1,11 @@
-"""A packed matrix as the weight of an `nn.Linear`: it reads, writes, saves and copies as an
-ordinary tensor does.
+"""A packed matrix as the weight of an `nn.Linear`.
 
-`PackedWeight` has the shape and dtype of the weights and no memory of its own. What reads it gets
-the weights exactly, unpacked for the occasion. What writes it, or a view of it, unpacks, writes and
-packs again. So `state_dict`, `load_state_dict`, optimizers, `p.data.copy_()` and `p[0].zero_()`
-work. They take longer than on ordinary weights, products take less. What would need an address
-(`data_ptr`, an array of NumPy that can be written) is refused.
+It reads, writes, saves and copies as an ordinary tensor does. `PackedWeight` has the shape and
+dtype of the weights and no memory of its own. An operation that reads it gets the weights exactly,
+unpacked for the occasion. An operation that writes it, or a view of it, unpacks, writes and packs
+again. So `state_dict`, `load_state_dict`, optimizers, `p.data.copy_()` and `p[0].zero_()` work.
+They take longer than on ordinary weights, products take less. Calls that would need an address
+(`data_ptr`, an array of NumPy that can be written) are refused.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.models.weights.matrix import AS_IS, PACKED, Matrix
 
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-"""Operations that return the tensor itself as another object."""
+"""The operations that return the tensor itself as another object."""
 
 
 class PackedWeight(Tensor):
-    """Some rows of a `Matrix`, or a view of them, as a tensor.
+    """A tensor of some rows of a `Matrix`, or a view of them.
 
     Attributes:
-        matrix: where the weights are.
-        start: their first row there; None for a view that torch took.
+        matrix: has the weights.
+        start: first row in the matrix; None for a view that torch took.
     """
 
     matrix: Matrix
@@ -40,8 +40,12 @@ class PackedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, matrix: Matrix, like: Tensor, start: int | None = None) -> Any:
-        """like: a tensor of the shape, strides and offset that this has within `matrix.dense()`, on
-        any device."""
+        """Makes a tensor of a matrix's weights.
+
+        Args:
+            like: a tensor of the shape, strides and offset that this one has within
+                `matrix.dense()`, on any device.
+        """
         with torch.inference_mode(False):
             return Tensor._make_wrapper_subclass(
                 cls,
@@ -57,11 +61,11 @@ class PackedWeight(Tensor):
 
     @staticmethod
     def rows(matrix: Matrix, start: int = 0, stop: int | None = None) -> PackedWeight:
-        """Rows `start` to `stop` of a matrix; all of them unless told otherwise."""
+        """Returns rows `start` to `stop` of a matrix; all rows unless told otherwise."""
         return PackedWeight(matrix, matrix.layout()[start:stop], start)
 
     def of(self, dense: Tensor) -> Tensor:
-        """This part of `matrix.dense()`, sharing its memory."""
+        """Returns this part of `matrix.dense()`, sharing its memory."""
         return dense.as_strided(self.shape, self.stride(), self.storage_offset())
 
     @classmethod
@@ -74,13 +78,15 @@ class PackedWeight(Tensor):
 
     @property  # type: ignore[misc]
     def data(self) -> Tensor:  # type: ignore[override]
-        """The same weights, unknown to autograd; what is written into them is written here."""
+        """The weights, unknown to autograd; a write into them is a write into this tensor."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """From now on this is `value` itself, also of another dtype or device: ordinary weights
-        unless `value` is packed."""
+        """Makes this tensor be `value` itself, also of another dtype or device.
+
+        The weights are then ordinary unless `value` is packed.
+        """
         if not isinstance(value, PackedWeight) or value.start is None:
             plain = value.clone() if isinstance(value, PackedWeight) else value.detach()
             bias = self.matrix.bias
@@ -93,7 +99,7 @@ class PackedWeight(Tensor):
         self.matrix, self.start = value.matrix, value.start
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy that cannot be written: what was written there would be lost."""
+        """Returns a copy that cannot be written, because a write into it would be lost."""
         array = self.detach().clone().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -132,8 +138,11 @@ class PackedWeight(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A parameter comes back packed; the entry of a state dict as an ordinary tensor, which
-        every program can load."""
+        """Pickles the tensor.
+
+        A parameter comes back packed; the entry of a state dict comes back as an ordinary tensor,
+        which every program can load.
+        """
         if isinstance(self, nn.Parameter) and self.start is not None:
             return _parameter, (self.matrix, self.start, self.start + len(self), self.requires_grad)
         return self.clone().__reduce_ex__(protocol)
@@ -166,7 +175,7 @@ class _Call:
         }
 
     def run(self) -> Any:
-        """What the operation returns; afterwards the matrices hold what it wrote."""
+        """Runs the operation and returns its result; afterwards the matrices hold its writes."""
         written = list(self._written())
         before = [(part.shape, part.data_ptr()) for part in written]
         args, kwargs = tree_map(
@@ -185,7 +194,7 @@ class _Call:
         return self._results(out)
 
     def _written(self) -> Iterator[Tensor]:
-        """The parts that the operation writes into."""
+        """Yields the parts that the operation writes into."""
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = self.args[i] if i < len(self.args) else self.kwargs.get(argument.name)
@@ -198,7 +207,7 @@ class _Call:
             matrix.write(self.dense[id(matrix)])
 
     def _results(self, out: Any) -> Any:
-        """What the operation returned; parts of packed matrices are packed weights."""
+        """Converts the result: parts of packed matrices are packed weights."""
         own = {id(self.parts[id(weight)]): weight for weight in self.weights}
         matrices = {
             _memory(self.dense[id(weight.matrix)]): weight.matrix for weight in self.weights

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model whose weights lie in memory otherwise than Transformers expects."""
+"""The method `save_pretrained` of a model whose weights do not lie as Transformers expects."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from shoal.models.weights.parameter import PackedWeight
 
 
 class SavePretrained:
-    """Transformers' `save_pretrained` for a model with packed or input-major weights, as an
-    attribute of that model.
+    """The method `save_pretrained` of a model with packed or input-major weights.
 
-    Transformers compares the addresses of tied tensors if they are contiguous, and raises
-    otherwise; it copies all others itself. Packed tensors are unpacked here, and each tied one
-    copied once, so the file holds it once and in the usual order. The model is not touched. The
-    reference is weak: no cycle keeps the weights alive. `__reduce__` binds a deep copy or an
-    unpickled model to itself.
+    An instance is an attribute of the model. Transformers compares the addresses of tied tensors if
+    they are contiguous, and raises otherwise; it copies all others itself. Packed tensors are
+    unpacked here, and each tied tensor is copied once, so the file holds it once and in the usual
+    order. The model is not touched. The reference to the model is weak: no cycle keeps the weights
+    alive. `__reduce__` binds a deep copy or an unpickled model to itself.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -33,7 +32,7 @@ class SavePretrained:
         *args: Any,
         **more: Any,
     ) -> None:
-        """Arguments and errors are those of Transformers."""
+        """Saves the model; arguments and errors are those of Transformers."""
         hf: Any = self._hf()
         state = contiguous_ties(unpacked(hf.state_dict() if state_dict is None else state_dict))
         type(hf).save_pretrained(hf, save_directory, is_main_process, state, *args, **more)
@@ -43,17 +42,21 @@ class SavePretrained:
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entries; packed weights are ordinary tensors, those of one matrix parts of one
-    tensor."""
+    """Returns the entries with ordinary tensors in place of packed weights.
+
+    Those of one matrix are parts of one tensor.
+    """
     packed = {name: tensor for name, tensor in state.items() if isinstance(tensor, PackedWeight)}
     dense = {matrix: matrix.dense() for matrix in {tensor.matrix for tensor in packed.values()}}
     return {**state, **{name: tensor.of(dense[tensor.matrix]) for name, tensor in packed.items()}}
 
 
 def contiguous_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entries; tensors that share their memory with others (tied, or rows of one matrix)
-    and are not contiguous are replaced by contiguous copies, a tied one by the same for all its
-    names."""
+    """Returns the entries with contiguous copies of tensors that share their memory with others.
+
+    Such tensors are tied, or rows of one matrix; those that are contiguous already stay. A tied
+    tensor is replaced by the same copy for all its names.
+    """
     sharing: dict[int, list[str]] = {}
     for name, tensor in state.items():
         if isinstance(tensor, Tensor):

@@ -1,4 +1,5 @@
-"""What is said of paths that this server does not have, and clients of other servers ask for."""
+"""The answers for paths that this server does not have, but that clients of other servers
+request."""
 
 from __future__ import annotations
 
@@ -44,14 +45,16 @@ ABSENT = {
     "/completion": "paths of llama.cpp's server but /infill",
     "/generate": "paths of text-generation-inference here",
 }
-"""What there is not, by path; also of all paths below it."""
+"""The features that are absent, by path; an entry also holds for all paths below its path."""
 OWN = ("completions", "chat/completions", "responses", "models")
 
 
 def reason(method: str, path: str, allowed: str | None) -> str:
-    """A sentence for a request that no route takes.
+    """Returns a sentence for a request that no route takes.
 
     Args:
+        method: the request's method.
+        path: the request's path.
         allowed: methods that the path takes, separated by commas; None = there is no such path.
     """
     found = next(

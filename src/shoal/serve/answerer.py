@@ -1,5 +1,7 @@
-"""What a worker of a batch does. Nothing is imported here that takes time: what a worker needs
-comes with its configuration."""
+"""The work of a batch's worker.
+
+This module has no imports that take time: a worker's configuration brings its other modules along.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ LOG = logging.getLogger(__name__)
 
 
 class Answerer:
-    """A worker. Results and errors are returned as a pickled list: an error that is raised would be
-    wrapped in Ray's traceback."""
+    """A worker of a batch.
+
+    It returns results and errors as a pickled list: Ray would wrap an error that is raised in its
+    own traceback.
+    """
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -31,13 +36,14 @@ class Answerer:
         return self._config.offline()
 
     def load(self) -> bytes:
-        """Loads the pair, which may take minutes. A death while loading is not counted against a
-        line."""
+        """Loads the pair, which may take minutes.
+
+        A death while loading is not counted against a line.
+        """
         return self._results(lambda got: self._pair)
 
     def answer(self, lines: bytes) -> bytes:
-        """Answers the lines of a block, all or none: the results of a worker that is killed are
-        lost with it."""
+        """Answers the lines of a block, all or none: a worker that is killed loses its results."""
         return self._results(lambda got: self._pair.answer(pickle.loads(lines), got.append))
 
     def _results(self, work: Callable[[list[Json | ShoalError]], object]) -> bytes:

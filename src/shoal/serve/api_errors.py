@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API writes them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shoal.errors import OutOfMemory, RequestError, ShoalError
 from shoal.serve import absent_routes
 
 MAX_REPORTED_ERRORS = 10
-"""Validation errors of one body that an answer contains."""
+"""The number of validation errors of one body that an answer contains."""
 MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 800, 100
-"""Both may quote the request."""
+"""The lengths to which message and param are cut, because both may quote the request."""
 PATH = re.compile(
     r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)"
 )
@@ -27,7 +27,8 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-"""`type` by status; other statuses have "invalid_request_error", or "server_error" from 500 on."""
+"""The error's `type` by status; other statuses have "invalid_request_error", or "server_error" from
+500 on."""
 
 
 class ApiError(HTTPException):
@@ -55,7 +56,7 @@ class ApiError(HTTPException):
         self.param, self.code = None if param is None else cut(param, MAX_PARAM_CHARACTERS), code
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the answer."""
+        """Returns the JSON object of the answer."""
         kind = ERROR_TYPES.get(
             self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error"
         )
@@ -64,20 +65,19 @@ class ApiError(HTTPException):
         }
 
     def response(self) -> Response:
-        """The answer, in ASCII: a message may quote halves of surrogate pairs."""
+        """Returns the answer, in ASCII: a message may quote halves of surrogate pairs."""
         return Response(
             json.dumps(self.body()), self.status_code, self.headers, media_type="application/json"
         )
 
 
 def public(message: str) -> str:
-    """A message without the directories of the server's paths: only the last part of each path is
-    left."""
+    """Returns a message with each path cut to its last part, to hide the server's directories."""
     return PATH.sub(r"\1", message)
 
 
 def cut(text: str, most: int) -> str:
-    """At most `most` characters of a text."""
+    """Returns at most `most` characters of a text."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -91,7 +91,7 @@ def naming(param: str) -> Iterator[None]:
 
 
 def api_error_of(error: Exception) -> ApiError:
-    """Any exception as an error of the API."""
+    """Returns the error of the API for any exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -115,8 +115,10 @@ def api_error_of(error: Exception) -> ApiError:
 
 
 def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Pydantic's errors of the first invalid field. An unknown field goes first: it may be the
-    reason why another is missing."""
+    """Returns the error of the API for Pydantic's errors of the first invalid field.
+
+    An unknown field goes first: it may be the reason why another field is missing.
+    """
     first = min(errors, key=lambda error: error["type"] != "unknown_field")
     kind, param = first["type"], _path(first, body)
     if kind == "unknown_field":
@@ -137,8 +139,10 @@ def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:
-    """The path of an error in the body. Pydantic's location also has the tags of union members,
-    which are left out."""
+    """Returns the path of an error in the body.
+
+    Pydantic's location also has the tags of union members, which are left out.
+    """
     path, here, loc = [], body, error["loc"]
     inner = error.get("ctx", {}).get("at")
     for part in loc[1:]:
@@ -153,8 +157,10 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Answers the exceptions of requests as errors of the API; `shoal.serve.exchanges` does so with
-    all others."""
+    """Adds handlers that answer the exceptions of requests as errors of the API.
+
+    `shoal.serve.exchanges` answers all other exceptions in the same form.
+    """
 
     async def answer(request: Request, error: Exception) -> Response:
         if (

@@ -1,5 +1,5 @@
-"""The formats of the two APIs: how a sample becomes a choice of an answer, whole or as the chunks
-of a stream."""
+"""The formats of the two APIs: a sample as a choice of an answer, whole or as chunks of a
+stream."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ FINISH_REASONS = {
 }  # fmt: skip
 """The API's `finish_reason` by `Sample.finish_reason`; `usage.choices` has the latter."""
 MIN_LOGPROB = -9999.0
-"""Replaces -inf, which JSON does not have."""
+"""The replacement of -inf, which JSON does not have."""
 
 
 class ApiFormat(ABC):
-    """Writes one choice of an answer, whole or chunk by chunk.
+    """The writer of one choice of an answer, whole or chunk by chunk.
 
     Args:
-        index: of the choice.
-        parsed: the request, which says what its choices have.
+        tokenizer: the target's.
+        index: the number of the choice.
+        parsed: the request, which determines the fields of its choices.
 
     Attributes:
-        prompt_in_choice: whether what is told of a prompt stands in its choices; otherwise in the
-            answer.
+        prompt_in_choice: True if the details of a prompt stand in its choices; else they stand in
+            the answer.
     """
 
     request_model: ClassVar[type[BaseRequest]]
@@ -57,8 +58,8 @@ class ApiFormat(ABC):
         self._echoed, self._echo_length = 0, 0
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
-        """The chunk before any sample's text, with the role or the echoed prompt; None if there is
-        none."""
+        """Returns the chunk before any sample's text, with the role or the echoed prompt; None
+        without one."""
         fields = self._first_fields(echo)
         if fields is None:
             return None
@@ -68,21 +69,21 @@ class ApiFormat(ABC):
         return {"index": self._index, **fields, "logprobs": logprobs, "finish_reason": None}
 
     def chunk(self, update: RowUpdate) -> Json:
-        """The choice of a streamed chunk."""
+        """Returns the choice of a streamed chunk."""
         return self._choice(
             update, self._chunk_fields(update.text, update.sample is not None), update.tokens
         )
 
     def whole(self, update: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
-        """The whole choice, from the update of its end."""
+        """Returns the whole choice, from the update of its end."""
         self._echo(echo, prompt)
         return self._choice(
             update, self._text_fields(echo + update.text), [*prompt, *update.tokens]
         )
 
     def _echo(self, echo: str, prompt: Sequence[TokenUpdate]) -> None:
-        """Notes what comes back of the prompt: so many characters, and the log-probabilities of so
-        many tokens."""
+        """Notes the number of characters that the prompt's echo has, and the number of its
+        tokens."""
         self._echoed, self._echo_length = len(prompt), len(echo)
 
     def _choice(self, update: RowUpdate, fields: Json, tokens: Sequence[TokenUpdate]) -> Json:
@@ -106,12 +107,13 @@ class ApiFormat(ABC):
         return choice
 
     def _without_reasoning(self, text: str, ended: bool) -> tuple[str, str]:
-        """Reasoning that a piece of the sample's text adds, and its other text."""
+        """Returns the reasoning that a piece of the sample's text adds, and the piece's other
+        text."""
         return ("", text) if self._reasoning is None else self._reasoning.feed(text, ended)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens so far that begin within the reasoning, once it is known where that ends."""
+        """The number of tokens so far that begin within the reasoning, once its end is known."""
         return (
             0
             if self._reasoning is None
@@ -119,7 +121,7 @@ class ApiFormat(ABC):
         )
 
     def _note_starts(self, tokens: Sequence[TokenUpdate]) -> None:
-        """Notes where in the sample's text its tokens begin."""
+        """Notes the places in the sample's text where its tokens begin."""
         for token in tokens if self._reasoning is not None else ():
             self._starts.append(self._characters)
             self._characters += len(token.text)
@@ -184,7 +186,7 @@ class ApiFormat(ABC):
 
 
 class CompletionFormat(ApiFormat):
-    """/v1/completions."""
+    """The format of /v1/completions."""
 
     request_model, prompt_field = CompletionRequest, "prompt"
     id_prefix, object_name, chunk_name, prompt_in_choice = (
@@ -214,11 +216,11 @@ class CompletionFormat(ApiFormat):
         }
 
     def _offsets(self, tokens: Sequence[TokenUpdate]) -> list[int]:
-        """Where in the choice's text the tokens begin.
+        """Returns the places in the choice's text where the tokens begin.
 
-        Those of an echoed prompt lie within it, and the others behind it, also where its text is
-        not what its tokens write: it has special tokens, or begins a character that the sample
-        completes.
+        The tokens of an echoed prompt lie within the prompt, and the others behind it. This also
+        holds if the prompt's text differs from the text of its tokens: it has special tokens, or
+        begins a character that the sample completes.
         """
         prompt, own = tokens[: self._echoed], tokens[self._echoed :]
         starts = accumulate((len(token.text) for token in prompt), initial=0)
@@ -229,7 +231,8 @@ class CompletionFormat(ApiFormat):
         ]
 
     def _by_name(self, token: TokenUpdate) -> dict[str, float | None]:
-        """The alternatives of a token; of several tokens with one name the most probable."""
+        """Returns the alternatives of a token; of several tokens with one name the most
+        probable."""
         named: dict[str, float | None] = {}
         for other, logprob in self._alternatives(token):
             named.setdefault(self._name(other), finite(logprob))
@@ -240,7 +243,7 @@ class CompletionFormat(ApiFormat):
 
 
 class ChatFormat(ApiFormat):
-    """/v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     request_model, prompt_field = ChatRequest, "messages"
     id_prefix, object_name, chunk_name, prompt_in_choice = (
@@ -295,13 +298,13 @@ class ChatFormat(ApiFormat):
 
 
 def _named(reasoning: str) -> Json:
-    """Reasoning by the name that DeepSeek's API has given it, and by vLLM's."""
+    """Returns the reasoning under two names: that of DeepSeek's API, and vLLM's."""
     return {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
 def _call(call: Call) -> Json:
-    """A call of a tool, under a fresh id of nine characters, as the templates of Mistral want
-    them."""
+    """Returns the JSON of a tool call, under a fresh id of nine characters (for Mistral's
+    templates)."""
     return {
         "id": secrets.token_hex(5)[:9],
         "type": "function",
@@ -314,5 +317,5 @@ FORMATS: dict[str, type[ApiFormat]] = {COMPLETIONS: CompletionFormat, CHAT: Chat
 
 
 def finite(value: float | None) -> float | None:
-    """A log-probability as a JSON number; NaN, the mean of no tokens, as null."""
+    """Returns a log-probability as a JSON number; NaN, the mean of no tokens, becomes null."""
     return None if value is None or math.isnan(value) else max(value, MIN_LOGPROB)

@@ -1,4 +1,4 @@
-"""The paths of the API, and what goes over them."""
+"""The paths of the API, and the type of a JSON object."""
 
 from __future__ import annotations
 

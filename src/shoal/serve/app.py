@@ -1,4 +1,4 @@
-"""The application: the routes of the API and what stands before them. Nothing here touches a
+"""The application: the routes of the API and the checks before them. No code here touches a
 model."""
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ REQUESTS = (
 
 
 def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> FastAPI:
-    """The server's application; the engine's thread runs during its lifespan.
+    """Returns the server's application; the engine's thread runs during its lifespan.
 
     Args:
-        make_engine: engines of `shoal`, see `EngineThread`.
+        shoal: the pair.
+        make_engine: makes engines of `shoal`, see `EngineThread`.
+        settings: the server's settings.
     """
     handler = ApiHandler(shoal, make_engine, settings)
     worker, metrics = handler.worker, handler.metrics
@@ -97,7 +99,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
 
 
 def _api_routes(handler: ApiHandler) -> APIRouter:
-    """The routes for clients, which need the key if there is one."""
+    """Returns the routes for clients, which need the key if there is one."""
     keys = handler.settings.keys
     router = APIRouter(dependencies=[Depends(_key_check(keys))] if keys else [])
     for routes in (_answer_routes, model_routes, token_routes):
@@ -106,7 +108,8 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
 
 
 def _key_check(keys: Collection[str]) -> Callable[..., Awaitable[None]]:
-    """What refuses requests without a valid key, and notes whose request it is."""
+    """Returns a dependency that refuses requests without a valid key, and notes the owner of a
+    request."""
 
     async def authorised(
         request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
@@ -126,7 +129,7 @@ def _key_check(keys: Collection[str]) -> Callable[..., Awaitable[None]]:
 
 
 def _answer_routes(handler: ApiHandler) -> APIRouter:
-    """What the model answers."""
+    """Returns the routes with answers of the model."""
     router = APIRouter()
 
     @router.post(
@@ -176,7 +179,7 @@ async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
 async def _unless_gone(
     request: Request, answer: Awaitable[Json], headers: Mapping[str, str]
 ) -> Response:
-    """The answer; if the client disconnects before, the answer is cancelled."""
+    """Returns the answer; if the client disconnects before, the answer is cancelled."""
     wanted = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -197,12 +200,15 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events, and closes their generator when the client disconnects, so that its
-    rows end.
+    """A response of server-sent events.
+
+    It closes their generator when the client disconnects, so that the rows of the request end.
 
     Args:
         first: the first event, awaited before there is a response: an error until then has a
             status.
+        events: the events after it.
+        headers: headers of the response.
     """
 
     media_type = "text/event-stream"

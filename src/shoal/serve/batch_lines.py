@@ -1,5 +1,8 @@
-"""Lines of batch files. A request has the API's own fields and an id, or is a line of OpenAI's
-batch API; results correspond."""
+"""Lines of batch files.
+
+A request has the API's own fields and an id, or is a line of OpenAI's batch API; results
+correspond.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from shoal.serve.api_errors import ApiError, api_error_of
 from shoal.serve.api_paths import CHAT, COMPLETIONS, RESPONSES, Json
 
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
-"""Fields of OpenAI's batch lines; the API has no fields of these names."""
+"""The fields of OpenAI's batch lines; the API has no fields of these names."""
 
 URLS = (COMPLETIONS, CHAT, RESPONSES)
-"""Paths that OpenAI's batch lines may name."""
+"""The paths that OpenAI's batch lines may name."""
 
 
 class LineError(ApiError):
@@ -31,12 +34,12 @@ class BatchLine:
     """One line of the input.
 
     Attributes:
-        number: from 1.
-        text: as it was read.
+        number: the line's number, from 1.
+        text: the line's text, unchanged.
         id: the value of "id" or "custom_id"; "line-NUMBER" if it is missing or neither a text nor
             an integer.
-        seeded: whether it has a seed.
-        enveloped: whether it is one of OpenAI's batch lines.
+        seeded: True if the request has a seed.
+        enveloped: True if the line is one of OpenAI's batch lines.
     """
 
     number: int
@@ -47,14 +50,14 @@ class BatchLine:
 
     @property
     def digest(self) -> str:
-        """Of the text: it identifies the request that a result answers."""
+        """The digest of the text: it identifies the request that a result answers."""
         return digest(self.text.strip())
 
     def request(self) -> tuple[str, Json]:
-        """The API's path, and the fields of the request.
+        """Returns the API's path, and the fields of the request.
 
         Raises:
-            ApiError: for anything wrong outside of the fields.
+            ApiError: for any error outside of the fields.
         """
         try:
             fields = json.loads(self.text)
@@ -71,11 +74,11 @@ class BatchLine:
         return (CHAT if "messages" in fields else COMPLETIONS), fields
 
     def result(self, body: Json) -> Json:
-        """The output line for an answer of the API."""
+        """Returns the output line for an answer of the API."""
         return self._wrapped(200, body) if self.enveloped else {**body, "id": self.id}
 
     def failure(self, error: Exception) -> Json:
-        """The output line for an error."""
+        """Returns the output line for an error."""
         api_error = api_error_of(error)
         if not self.enveloped:
             return {**api_error.body(), "id": self.id}
@@ -84,8 +87,10 @@ class BatchLine:
         return self._wrapped(api_error.status_code, api_error.body())
 
     def _wrapped(self, status: int | None, body: Json) -> Json:
-        """A result of OpenAI's batch API; without a status, `body` is the error of a line that was
-        no request."""
+        """Returns a result of OpenAI's batch API.
+
+        Without a status, `body` is the error of a line that was no request.
+        """
         key = secrets.token_hex(12)
         response = (
             None
@@ -102,7 +107,7 @@ class BatchLine:
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """The lines of an input that are not empty; they are validated when they are answered.
+    """Yields the lines of an input that are not empty; they are validated when they are answered.
 
     Raises:
         RequestError: the file cannot be read, or two lines have the same id.
@@ -138,7 +143,8 @@ def _line(number: int, text: str) -> BatchLine:
 
 
 def _unwrapped(fields: Json) -> tuple[str, Json]:
-    """Path and fields of one of OpenAI's batch lines. Raises LineError."""
+    """Returns path and fields of one of OpenAI's batch lines. Raises LineError: the line is
+    invalid."""
     if unknown := [name for name in fields if name not in ENVELOPE and fields[name] is not None]:
         raise LineError(
             400,
@@ -163,7 +169,7 @@ def _unwrapped(fields: Json) -> tuple[str, Json]:
 
 
 def _is_enveloped(fields: Mapping[str, Any]) -> bool:
-    """Whether an object is one of OpenAI's batch lines, valid or not."""
+    """Returns True if an object is one of OpenAI's batch lines, valid or not."""
     return not ENVELOPE.isdisjoint(fields)
 
 
@@ -172,7 +178,7 @@ def _is_id(value: object) -> TypeGuard[str | int]:
 
 
 def digest(text: str) -> str:
-    """16 hexadecimal digits of SHA-256."""
+    """Returns 16 hexadecimal digits of the text's SHA-256."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -180,7 +186,7 @@ def digest(text: str) -> str:
 
 
 def id_of(entry: object) -> str | int | None:
-    """The id of the line that an output line answers; None if it is not an answer."""
+    """Returns the id of the line that an output line answers; None if it is not an answer."""
     if not isinstance(entry, dict):
         return None
     if "custom_id" in entry:
@@ -191,18 +197,19 @@ def id_of(entry: object) -> str | int | None:
 
 
 def has_failed(entry: Mapping[str, Any]) -> bool:
-    """Whether an output line is an error."""
+    """Returns True if an output line is an error."""
     response = entry.get("response")
     return bool(entry.get("error")) or (response is not None and response["status_code"] != 200)
 
 
 def usage_of_choices(entry: Mapping[str, Any]) -> list[Json]:
-    """`usage.choices` of an output line; none of an error."""
+    """Returns `usage.choices` of an output line; an empty list for an error."""
     return list(_usage(entry).get("choices", ()))
 
 
 def lossy_of(entry: Mapping[str, Any]) -> str:
-    """What an output line says of a lossy acceptance rule; "" of an exact one, and of an error."""
+    """Returns an output line's sentence about a lossy acceptance rule; "" for an exact one or an
+    error."""
     return str(_usage(entry).get("lossy") or "")
 
 

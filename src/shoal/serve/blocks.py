@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from shoal.serve.batch_lines import BatchLine
 
 MAX_BLOCK_LINES = 64
-"""Larger blocks repeat more work when a worker dies; in smaller ones more slots of the worker's
-batch are empty at the end."""
+"""The most lines of a block. Larger blocks repeat more work when a worker dies; in smaller ones
+more slots of the worker's batch are empty at the end."""
 BLOCKS_PER_WORKER = 4
-"""If there are enough lines; faster workers take more of them."""
+"""The number of blocks per worker, if there are enough lines; faster workers take more of them."""
 MAX_DEATHS = 3
-"""Workers that may die while they answer one line alone: machines also fail for other reasons."""
+"""The number of workers that may die while they answer one line alone: machines also fail for other
+reasons."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Lines that one worker answers, all or none.
+    """The lines that one worker answers, all or none.
 
     Attributes:
-        deaths: of workers that had this block, if it has one line.
+        lines: the lines.
+        deaths: the number of workers that died with this block, if it has one line.
     """
 
     lines: tuple[BatchLine, ...]
@@ -45,7 +47,7 @@ class Blocks:
         return len(self._waiting)
 
     def take(self) -> Block | None:
-        """The next block; None if there is none."""
+        """Returns the next block; None if there is none."""
         return self._waiting.popleft() if self._waiting else None
 
     def died(self, block: Block) -> BatchLine | None:

@@ -19,17 +19,17 @@ from shoal.serve.api_errors import ApiError
 
 T = TypeVar("T", bound=BaseModel)
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Bytes of a too large body that are read and dropped: a client still sending when the connection
-closes never reads the answer."""
+"""The most bytes of a too large body that are read and dropped: a client that is still sending when
+the connection closes never reads the answer."""
 BODY_TIMEOUT_SECONDS = 60.0
-"""Time within which a body must arrive."""
+"""The time within which a body must arrive."""
 CLIENT_GONE = 499
-"""Status under which requests are counted whose client disconnected before the answer."""
+"""The status of requests whose client disconnected before the answer."""
 CLOSE = {"connection": "close"}
 
 
 async def read(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object of the body.
+    """Returns the JSON object of the body.
 
     Raises:
         ApiError: larger than `max_bytes` (413), too slow (408), not a JSON object (400).
@@ -48,7 +48,7 @@ async def read(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError (400)."""
+    """Returns the JSON object of a body. Raises ApiError (400): the body is no JSON object."""
     try:
         fields = json.loads(body)
     except RecursionError as error:
@@ -61,7 +61,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def validated(model: type[T], fields: dict[str, Any]) -> T:
-    """An object as a `model`. Raises RequestValidationError, as FastAPI does."""
+    """Returns an object as a `model`. Raises RequestValidationError, as FastAPI does."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -78,7 +78,10 @@ def _not_an_object() -> ApiError:
 
 
 def _is_json(content_type: str) -> bool:
-    """Browsers send these types to another origin only if the server allows it (CORS)."""
+    """Returns True for types of JSON.
+
+    Browsers send these types to another origin only if the server allows it (CORS).
+    """
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")
@@ -86,7 +89,7 @@ def _is_json(content_type: str) -> bool:
 
 
 async def _received(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises ApiError if it is too large, whatever its Content-Length says."""
+    """Returns the body. Raises ApiError if it is too large, whatever its Content-Length says."""
     body, size = bytearray(), 0
     async for part in request.stream():
         size += len(part)

@@ -1,5 +1,4 @@
-"""The server in several processes on Ray, each with a pair of its own. Needs the extra
-`shoal[ray]`.
+"""The server in several processes on Ray, each with a pair of its own. Needs `shoal[ray]`.
 
 Ray Serve puts replicas behind one address, adds and removes them, and restarts those whose engine
 has stopped. `shoal.serve.pool` does the same for batches.
@@ -48,8 +47,12 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Share:
-    """The resources of each process: CPUs, which are also its threads, and GPUs, which may be a
-    fraction of one."""
+    """The resources of each process.
+
+    Attributes:
+        cpus: the number of CPUs, which is also the number of its threads.
+        gpus: the number of GPUs, which may be a fraction of one.
+    """
 
     cpus: float = 1
     gpus: float = 0
@@ -62,8 +65,8 @@ class Share:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connects to a cluster: that of RAY_ADDRESS, the one of this machine, or one that is started
-    for the length of the context.
+    """Connects to the cluster of RAY_ADDRESS, of this machine, or one started for the context's
+    length.
 
     A cluster started here listens on the loopback address only, and needs a token (Ray makes one;
     from Ray 2.60 on by default).
@@ -100,8 +103,10 @@ def _connect() -> None:
 
 
 def warn_if_too_small(share: Share) -> None:
-    """Logs a warning if no machine of the cluster has the resources of a process: Ray waits for one
-    without a message."""
+    """Logs a warning if no machine of the cluster has the resources of a process.
+
+    Ray waits for such a machine without a message.
+    """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(
         has.get("CPU", 0) >= share.cpus and has.get("GPU", 0) >= share.gpus for has in machines
@@ -118,16 +123,17 @@ def warn_if_too_small(share: Share) -> None:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Autoscaling and limits of the replicas.
+    """The autoscaling and the limits of the replicas.
 
     Attributes:
-        least, most: number of replicas.
+        least: the smallest number of replicas.
+        most: the largest number of replicas.
         wanted: requests per replica, running and waiting, above which another one is started.
-        open: most requests of a replica; as many wait in front of it, and more are answered with
-            503.
+        open: the most requests of a replica; as many wait in front of it, and more are answered
+            with 503.
         drain: seconds that open requests have when a replica is removed.
-        up_after, down_after: seconds for which the demand must ask for more, or fewer, before
-            replicas are added, or removed.
+        up_after: seconds for which the demand must ask for more replicas before they are added.
+        down_after: seconds for which the demand must ask for fewer before replicas are removed.
     """
 
     least: int = 1
@@ -140,8 +146,10 @@ class Replicas:
 
     @property
     def autoscaling(self) -> dict[str, Any]:
-        """Ray Serve's autoscaling_config. Demand is averaged over the shorter delay, half a minute
-        at most as by default."""
+        """Ray Serve's autoscaling_config.
+
+        Demand is averaged over the shorter delay, half a minute at most as by default.
+        """
         period = min(30.0, max(1.0, min(self.up_after, self.down_after)))
         return {
             "min_replicas": self.least,
@@ -156,7 +164,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is logged, see `shoal.serve.logs`."""
+    """The level and the form of the logs, see `shoal.serve.logs`."""
 
     level: str = "info"
     form: logs.LogFormat = "text"
@@ -165,16 +173,21 @@ class LogConfig:
 def deploy(
     config: ServeConfig, replicas: Replicas, share: Share, name: str, log: LogConfig
 ) -> None:
-    """Deploys the server's application, and returns when it answers. `ray.serve.start` must have
-    been called.
+    """Deploys the server's application, and returns when it answers.
+
+    `ray.serve.start` must have been called.
 
     Args:
-        name: of the application, and of the actor that takes what it logs and counts; unique in the
-            cluster.
+        config: the configuration of each replica.
+        replicas: autoscaling and limits.
+        share: the resources of each replica.
+        name: the name of the application, and of the actor that takes its logs and counts; unique
+            in the cluster.
+        log: the level and the form of the logs.
 
     Raises:
-        RequestError: another application has the route already. ModelError: the replicas do not
-            start, with the reason.
+        RequestError: another application has the route already.
+        ModelError: the replicas do not start, with the reason.
     """
 
     def app() -> FastAPI:
@@ -214,8 +227,10 @@ class Replica:
     app: FastAPI
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which starts a replica anew where this raises. Reports the
-        metrics."""
+        """Reports the metrics; raises an error if the engine has stopped.
+
+        Ray Serve calls this method and starts a replica anew if it raises.
+        """
         if not self.app.state.worker.thread.alive:
             raise RuntimeError("the engine has stopped")
         with suppress(RayError, ValueError):  # whoever serves is about to end
@@ -223,7 +238,8 @@ class Replica:
 
 
 class WithoutRequestId:
-    """ASGI middleware: Ray's proxy sends the request's id by itself, and there would be two."""
+    """ASGI middleware that removes the request's id: Ray's proxy sends it, and there would be
+    two."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -251,8 +267,13 @@ def run(
     """Serves until SIGTERM or Ctrl-C; open requests then have `replicas.drain` seconds to finish.
 
     Args:
+        config: the configuration of each replica.
+        host: the address to listen at.
         port: 0 = any free one, or that of a running Ray Serve.
+        replicas: autoscaling and limits.
+        share: the resources of each replica.
         ready: called with the port as soon as requests are answered.
+        log: the level and the form of the logs.
 
     Raises:
         RequestError: the port is taken, or the cluster's Ray Serve has another address, or another
@@ -273,7 +294,7 @@ def run(
 
 @contextmanager
 def _logged(log: LogConfig) -> Iterator[None]:
-    """What this process logs, on stderr."""
+    """Logs the messages of this process on stderr."""
     dictConfig(logs.config(log.level, log.form))
     try:
         yield
@@ -282,8 +303,11 @@ def _logged(log: LogConfig) -> Iterator[None]:
 
 
 def _listen(host: str, port: int) -> tuple[int, bool]:
-    """Starts Ray Serve unless it runs already. Returns its port, and whether it was started
-    here."""
+    """Starts Ray Serve unless it runs already.
+
+    Returns:
+        Its port, and True if it was started here.
+    """
     running = _get_global_client(raise_if_no_controller_running=False)
     if running is None:
         with bind(host, port) as free:
@@ -302,7 +326,7 @@ def _listen(host: str, port: int) -> tuple[int, bool]:
 
 def _withdraw(name: str, drain: float, ours: bool) -> None:
     """Deletes the application, and shuts down Ray Serve if it was started here and has no other
-    application."""
+    one."""
     for _ in range(1 + math.ceil(drain / 60)):
         with suppress(TimeoutError):  # Ray's own timeout is a minute
             ray_serve.delete(name)
@@ -313,7 +337,7 @@ def _withdraw(name: str, drain: float, ours: bool) -> None:
 
 @contextmanager
 def _termination() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets."""
+    """Yields an event that SIGTERM sets."""
     terminated = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     try:

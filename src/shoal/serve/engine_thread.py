@@ -1,5 +1,4 @@
-"""The one thread that owns the models. Between two rounds it runs the jobs that the event loop gave
-it.
+"""The one thread that owns the models. Between two rounds it runs the event loop's jobs.
 
 A failed pass fails all rows, and a new engine replaces the failed one. Any other error, and a
 second failed pass before a round has finished, ends the thread: no call is left without a result,
@@ -29,11 +28,12 @@ from shoal.types.rounds import Commit
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_FAILURES = 2
-"""Passes that fail in a row, without a finished round between them, before the thread ends."""
+"""The number of passes that fail in a row, without a finished round between them, before the thread
+ends."""
 
 
 class EngineThread:
-    """Runs an engine on a thread of its own.
+    """A thread that runs an engine.
 
     Args:
         make_engine: called now, and again after a failed pass.
@@ -43,10 +43,10 @@ class EngineThread:
         on_end: called on the event loop when the thread has ended.
 
     Attributes:
-        stats: of all its engines.
+        stats: the statistics of all its engines.
         failure: the error that ended the thread.
-        busy_since: when the current round or job began, by `time.perf_counter`; None = the thread
-            waits for a job.
+        busy_since: the time when the current round or job began, by `time.perf_counter`; None = the
+            thread waits for a job.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class EngineThread:
 
     @property
     def engine(self) -> Engine:
-        """The current engine. Other threads may read its counters, and must not keep a reference to
-        it.
+        """The current engine.
+
+        Other threads may read its counters, and must not keep a reference to it.
 
         Raises:
             ApiError: 503, while a failed engine is replaced.
@@ -88,7 +89,7 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """Whether rows can be decoded. False before or as soon as the last open call has failed."""
+        """True if rows can be decoded. False before or as soon as the last open call has failed."""
         return self._thread.is_alive() and not self._over
 
     # ── called on the event loop ──────────────────────────────────────────────────────────────────
@@ -112,7 +113,8 @@ class EngineThread:
         """Runs a job on the thread between two rounds.
 
         Raises:
-            ApiError: 503, the thread has ended. Exception: what the job raised.
+            ApiError: 503, the thread has ended.
+            Exception: the error that the job raised.
         """
         if not self.alive:
             raise engine_stopped()
@@ -157,8 +159,11 @@ class EngineThread:
             self.notify(self._end)
 
     def _run_jobs(self) -> bool:
-        """Runs the jobs that are queued now; later ones wait for a round. While no row is active it
-        builds what rounds will need, then blocks. False: stop."""
+        """Runs the jobs that are queued now; later ones wait for a round.
+
+        While no row is active it builds the captures and kernels of later rounds, then blocks.
+        Returns False to stop.
+        """
         due = self._jobs.qsize()
         while due > 0 or self.engine.scheduler.idle:
             if not due and self._jobs.empty():
@@ -192,8 +197,10 @@ class EngineThread:
         self._replace_engine(reason)
 
     def _replace_engine(self, reason: str) -> None:
-        """After a failed pass the content of the caches is unknown: all rows fail, and a new engine
-        takes the next ones.
+        """Replaces the engine after a failed pass.
+
+        The content of the caches is then unknown: all rows fail, and a new engine takes the next
+        ones.
 
         Raises:
             ModelError: `MAX_FAILURES` passes in a row have failed, so a new engine would fail as
@@ -223,7 +230,7 @@ class EngineThread:
 
 
 def engine_stopped() -> ApiError:
-    """The error of requests that have no engine."""
+    """Returns the error of requests that have no engine."""
     return ApiError(
         503, "the engine has stopped; this server must be restarted", code="engine_stopped"
     )

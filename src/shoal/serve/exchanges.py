@@ -1,4 +1,4 @@
-"""What is known of each request once its answer has ended; the log and the metrics are told."""
+"""The record of each request once its answer has ended, for the log and the metrics."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from shoal.serve.bodies import CLIENT_GONE
 
 HEADER = "x-request-id"
 VALID = re.compile(r"[\x21-\x7e]{1,128}")
-"""Other ids of clients are replaced: they could not be searched for in a log."""
+"""The ids that are kept; other ids of clients are replaced: they could not be searched for in a
+log."""
 MOST_REASON = 300
-"""Characters of an error's message that are kept."""
+"""The number of characters of an error's message that are kept."""
 
 
 @dataclass
@@ -28,11 +29,13 @@ class Exchange:
     """A request and its answer.
 
     Attributes:
-        id: what the client sent as x-request-id, or a new one; the answer has it.
-        status: of the answer; 499 if its client left before its end, 500 if the application raised.
-        begun: its status is sent.
+        scope: the ASGI scope of the request.
+        id: the x-request-id that the client sent, or a new one; the answer has it.
+        status: the status of the answer; 499 if its client left before its end, 500 if the
+            application raised.
         reason: the message of an error.
-        seconds: from the request to the end of its answer.
+        seconds: the time from the request to the end of its answer.
+        begun: True once the status is sent.
     """
 
     scope: Scope
@@ -52,12 +55,12 @@ class Exchange:
 
     @property
     def computed(self) -> dict[str, Any]:
-        """What its route says of tokens, by `request.state.computed`, a function."""
+        """The token counts of its route, from the function `request.state.computed`."""
         found = self.scope["state"].get("computed")
         return {} if found is None else found()
 
     def sent(self, message: Message) -> None:
-        """Takes note of a part of the answer, once it is sent."""
+        """Records a part of the answer, once it is sent."""
         if message["type"] == "http.response.start":
             self.status, self.begun = message["status"], True
             return
@@ -66,27 +69,29 @@ class Exchange:
         self._complete = self._complete or not message.get("more_body")
 
     def failed(self) -> None:
-        """The application has raised."""
+        """Records that the application has raised an error."""
         self.status, self._complete = 500, True
 
     def end(self) -> None:
-        """Nothing more is sent."""
+        """Records that the answer has ended."""
         self.seconds = time.perf_counter() - self._started
         self.status = self.status if self._complete else CLIENT_GONE
 
 
 class Exchanges:
-    """ASGI middleware that gives every answer the id of its request, and tells of each exchange.
+    """ASGI middleware that gives every answer the id of its request, and reports each exchange.
 
     Args:
-        ended: called with each once its answer has ended, or its client has gone.
+        app: the application.
+        ended: functions called with each exchange once its answer has ended, or its client has
+            gone.
     """
 
     def __init__(self, app: ASGIApp, ended: Sequence[Callable[[Exchange], None]]) -> None:
         self.app, self.ended = app, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards everything to the application, and answers what it raises, unless its answer has
+        """Forwards everything to the application, and answers its errors, unless its answer has
         begun."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -118,7 +123,7 @@ def _id(given: str) -> str:
 
 
 def _reason(body: bytes) -> str | None:
-    """The message of an error's body."""
+    """Returns the message of an error's body."""
     try:
         return str(json.loads(body)["error"]["message"])[:MOST_REASON]
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,8 @@
 """Gives freed memory back to the system while a server runs.
 
-Kept prompts come and go in many sizes. The C library keeps what is freed between pieces in use, in
-up to eight heaps per core; over an hour of load that grew to hundreds of MiB which nothing used.
+Kept prompts come and go in many sizes. The C library keeps freed memory between pieces in use, in
+up to eight heaps per core; over an hour of load the heaps grew by hundreds of MiB that nothing
+used.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ INTERVAL_SECONDS = 60.0
 
 @cache
 def trimmer() -> Callable[[], None] | None:
-    """Gives all free pages of the process's heaps back, on the calling thread and without the
-    interpreter's lock; None where the C library has no `malloc_trim` (it is glibc's)."""
+    """Returns a function that gives all free pages of the process's heaps back to the system.
+
+    The function runs on the calling thread and without the interpreter's lock. None if the C
+    library has no `malloc_trim` (it is glibc's).
+    """
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
@@ -31,7 +35,10 @@ def trimmer() -> Callable[[], None] | None:
 
 
 async def give_back_freed_memory(interval: float = INTERVAL_SECONDS) -> None:
-    """Does so every `interval` seconds until it is cancelled; returns at once where it cannot."""
+    """Gives freed memory back every `interval` seconds until it is cancelled.
+
+    Returns at once if the C library cannot give memory back.
+    """
     trim = trimmer()
     while trim is not None:
         await asyncio.sleep(interval)

@@ -13,10 +13,11 @@ from shoal.serve.request_models import BaseRequest, JsonFormat, TextFormat
 
 
 def given_grammar(request: BaseRequest) -> tuple[str, Grammar] | None:
-    """The name of the field that gives a grammar, and the grammar, which is not compiled yet.
+    """Returns the name of the field that gives a grammar, and the grammar, which is not compiled
+    yet.
 
     Raises:
-        ApiError: two fields give one, or what they say cannot be one.
+        ApiError: two fields give a grammar, or a field's value cannot be one.
     """
     found = list(_given(request))
     if len(found) > 1:
@@ -70,7 +71,7 @@ def _structured(request: BaseRequest) -> Iterator[tuple[str, Grammar]]:
 
 
 def _of(kind: str, value: Any, field: str, compact: bool = False) -> Grammar:
-    """The grammar of one of vLLM's fields. Raises ApiError: it is none."""
+    """Returns the grammar of one of vLLM's fields. Raises ApiError: the value is no grammar."""
     with naming(field):
         if kind == "regex":
             return Grammar("regex", value)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 WALL_SECONDS_PER_CPU_SECOND = 10
-"""The wall-clock limit is this many times the processor-time limit, because the machine may be
+"""The factor from the processor-time limit to the wall-clock limit, because the machine may be
 busy."""
 
 
@@ -52,7 +52,7 @@ class Alphabet:
     """The vocabulary of `shoal.constraints.compiler.Alphabet`, without its tokenizer.
 
     Args:
-        setup: the description of that.
+        setup: the description of that alphabet.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -67,7 +67,8 @@ class Alphabet:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that write a text: the longest ones, which take as long to follow as others."""
+        """Returns tokens that write a text: the longest ones, which take as long to follow as
+        others."""
         data, at, found = text.encode() if isinstance(text, str) else text, 0, []
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)
@@ -82,8 +83,11 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
     """Compiles a grammar in a fork of this process.
 
     Args:
-        seconds: of processor time.
-        size, stack: bytes of memory, and of the stack of the compiling thread.
+        read: compiles a grammar and returns its error.
+        grammar: the grammar as llguidance reads it.
+        seconds: the limit of processor time.
+        size: the limit of memory, in bytes.
+        stack: the stack of the compiling thread, in bytes.
 
     Returns:
         The outcome "ok", "refused" (then "why" is llguidance's error), "slow" or "large".
@@ -111,7 +115,7 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
 
 
 def _received(pipe: int, child: int, deadline: float) -> bytes:
-    """The output of the child, which is killed at the deadline."""
+    """Returns the output of the child, which is killed at the deadline."""
     got = b""
     with os.fdopen(pipe, "rb", buffering=0) as file:
         while True:
@@ -126,8 +130,10 @@ def _received(pipe: int, child: int, deadline: float) -> bytes:
 
 
 def _set_limits(seconds: int, size: int) -> None:
-    """Sets the limits of this process, and makes it the first that the kernel kills when memory
-    runs out."""
+    """Sets the limits of this process.
+
+    It also makes the process the first that the kernel kills when memory runs out.
+    """
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

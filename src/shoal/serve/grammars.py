@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, each once, on a few threads and within limits of time and
+"""Compiles the grammars of requests, each once, on a few threads within limits of time and
 memory."""
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 
 READER_THREADS = 2
-"""Grammars that are compiled at a time."""
+"""The number of grammars that are compiled at a time."""
 CPU_SECONDS = 2
-"""Processor time for one grammar; the largest ones in common use take about one second."""
+"""The processor time for one grammar; the largest ones in common use take about one second."""
 MEMORY_BYTES = 2**27
-"""Memory for one grammar."""
+"""The memory for one grammar."""
 LIMITS = {"max_lexer_states": 50_000}
 """llguidance's own limits, which also hold in rounds, where no process is limited. A state of its
 lexer takes about a kilobyte."""
 MAX_WAITING = 64
-"""Grammars that may wait to be compiled; further requests are answered with 429."""
+"""The number of grammars that may wait to be compiled; further requests are answered with 429."""
 MAX_REMEMBERED_REFUSALS = 256
-"""Refused grammars whose error is kept, because a client often sends the same grammar again."""
+"""The number of refused grammars whose error is kept, because a client often sends the same grammar
+again."""
 TOO_MUCH = {
     "slow": f"it takes more than {CPU_SECONDS} s of processor time to read; make it smaller",
     "large": f"it takes more than {MEMORY_BYTES >> 20} MiB to read, or is nested too deeply; "
@@ -51,10 +52,11 @@ class _Reading:
 
 
 class GrammarReader:
-    """Compiles grammars for the rows of a server; used on the event loop.
+    """A compiler of grammars for the rows of a server; used on the event loop.
 
     Args:
-        tokenizer, vocab_size: see `shoal.constraints.compiler.grammars_of`.
+        tokenizer: see `shoal.constraints.compiler.grammars_of`.
+        vocab_size: see `shoal.constraints.compiler.grammars_of`.
     """
 
     def __init__(self, tokenizer: object, vocab_size: int) -> None:
@@ -67,15 +69,17 @@ class GrammarReader:
         self._open: list[Probe] = []
 
     async def read(self, grammar: Grammar, seconds: float | None) -> GrammarConstraint:
-        """The grammar's constraint; as long as it is referenced, the engine finds the grammar
-        compiled.
+        """Returns the grammar's constraint.
+
+        As long as it is referenced, the engine finds the grammar compiled.
 
         Args:
+            grammar: the grammar.
             seconds: timeout; None = no timeout.
 
         Raises:
-            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 429, too many wait;
-                503, not compiled in time.
+            RequestError: the grammar is invalid, or exceeds a limit.
+            ApiError: 429, too many wait; 503, not compiled in time.
         """
         if grammar in self._refused:
             raise RequestError(self._refused[grammar])
@@ -134,7 +138,7 @@ class GrammarReader:
         return grammars.constraint(grammar, **LIMITS)
 
     def _probe(self, grammars: Grammars) -> Probe:
-        """The probe of this thread."""
+        """Returns the probe of this thread."""
         found: Probe | None = getattr(self._probes, "own", None)
         if found is None:
             found = self._probes.own = Probe(grammars)
@@ -143,8 +147,10 @@ class GrammarReader:
 
 
 class Probe:
-    """A process of `shoal.serve.grammar_probe`; started at the first use, and again after it has
-    ended."""
+    """A process of `shoal.serve.grammar_probe`.
+
+    It is started at the first use, and again after it has ended.
+    """
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -153,9 +159,13 @@ class Probe:
     def check(self, grammar: Grammar, written: str) -> None:
         """Compiles a grammar on trial.
 
+        Args:
+            grammar: the grammar.
+            written: the grammar as llguidance reads it.
+
         Raises:
-            RequestError: the grammar is invalid, or exceeds a limit. ApiError: 503, the process has
-                ended.
+            RequestError: the grammar is invalid, or exceeds a limit.
+            ApiError: 503, the process has ended.
         """
         result = self._request(
             {"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK}

@@ -1,4 +1,4 @@
-"""`ApiHandler.handle`: from the fields of a request to its answer, for HTTP and for batch files
+"""`ApiHandler.handle`: from a request's fields to its answer, for HTTP and for batch files
 alike."""
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from shoal.serve.worker import Worker
 
 
 class ApiHandler:
-    """Answers the requests of the API with a pair.
+    """A handler that answers the requests of the API with a pair.
 
     Args:
-        make_engine: engines of `shoal`, see `EngineThread`.
+        shoal: the pair.
+        make_engine: makes engines of `shoal`, see `EngineThread`.
+        settings: the server's settings.
 
     Attributes:
         worker: the caller starts its thread, on its event loop.
-        encoder: of prompts.
-        context: tokens that the model takes.
+        encoder: the encoder of prompts.
+        context: the number of tokens that the model takes.
     """
 
     def __init__(self, shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings) -> None:
@@ -59,12 +61,14 @@ class ApiHandler:
         """Validates a request, on another thread: long texts take time.
 
         Args:
-            path: of the API, a key of `FORMATS` or `RESPONSES`.
+            path: the API's path, a key of `FORMATS` or `RESPONSES`.
             fields: the JSON object of the body.
-            owner: whose request it is (`shoal.types.requests.Request`).
+            owner: the owner of the request (`shoal.types.requests.Request`).
 
         Raises:
-            ApiError, RequestError, RequestValidationError: the request cannot be served.
+            ApiError: the request cannot be served.
+            RequestError: the request cannot be served.
+            RequestValidationError: the request cannot be served.
         """
         name = str(fields.get("model") or self.settings.model)
         if path == RESPONSES:
@@ -82,8 +86,13 @@ class ApiHandler:
         return ApiResponse(self.worker, self.shoal.tokenizer, name, api, self._owned(parsed, owner))
 
     async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:
-        """Validates a request of /infill. Raises ApiError, RequestError, RequestValidationError: it
-        cannot be served."""
+        """Validates a request of /infill.
+
+        Raises:
+            ApiError: the request cannot be served.
+            RequestError: the request cannot be served.
+            RequestValidationError: the request cannot be served.
+        """
         request, (parsed, truncated) = await run_in_threadpool(self._parsed_infill, fields)
         parsed = self._owned(parsed, owner)
         return InfillResponse(
@@ -97,8 +106,10 @@ class ApiHandler:
         return request, parsed_infill(self._builder, request)
 
     def require_model(self, name: str | None) -> None:
-        """Raises ApiError for a name that is not one of the served model's; None is the model
-        itself."""
+        """Raises ApiError for a name that is not one of the served model's.
+
+        None names the model itself.
+        """
         if name is not None and name not in self.settings.names:
             message = (
                 f"there is no model {name!r} here; this server has "
@@ -117,6 +128,6 @@ class ApiHandler:
         return request, parsed_items(self._parser, request)
 
     def _owned(self, parsed: ParsedRequest, owner: str) -> ParsedRequest:
-        """The request as the owner's, with the owner's weight."""
+        """Returns the request as the owner's, with the owner's weight."""
         whose: dict[str, Any] = {"owner": owner, "weight": self.settings.weights.get(owner, 1.0)}
         return replace(parsed, requests=[replace(request, **whose) for request in parsed.requests])

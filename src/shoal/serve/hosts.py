@@ -18,13 +18,16 @@ ANY = "*"
 
 
 def hosts_of(bound: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Allowed names: those given; without any, only the loopback address itself if the server is
-    bound to one, and else all."""
+    """Returns the allowed names: those given.
+
+    Without any, only the loopback address itself is allowed if the server is bound to one, else all
+    names are.
+    """
     return tuple(given) or ((bound,) if is_loopback(bound) else (ANY,))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
+    """Returns True if only this machine reaches that address."""
     return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
 
 
@@ -39,7 +42,7 @@ class HostCheck:
         self.app, self.hosts = app, {host.lower().rstrip(".") for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards everything else to the application."""
+        """Forwards requests under allowed names to the application."""
         if scope["type"] == "http" and not self._knows(
             name := _name(Headers(scope=scope).get("host", ""))
         ):
@@ -61,7 +64,7 @@ class HostCheck:
 
 
 def _name(host: str) -> str:
-    """The name of a Host header without the port, normalised for comparison."""
+    """Returns the name of a Host header without the port, normalised for comparison."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return (host.rpartition(":")[0] if host.count(":") == 1 else host).lower().rstrip(".")

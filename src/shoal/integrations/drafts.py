@@ -1,5 +1,7 @@
-"""Drafters for `draft_model=` beside a target of `model.generate`; models are kept between
-calls."""
+"""The drafters for `draft_model=` beside a target of `model.generate`.
+
+Models are kept between calls.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The batch of a `generate` call: its rows become requests of the engine, and the decoded rows
-become what `generate` returns."""
+"""The batch of a `generate` call.
+
+Its rows become requests of the engine, and the decoded rows become the output of `generate`.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,21 @@ from shoal.sampling.penalties import position_independent
 from shoal.types.requests import Request, Row, occurrences
 
 ROW_ATTRIBUTES = ("prompt_ignore_length", "encoder_input_ids", "generated_ngrams")
-"""Attributes in which processors of Transformers keep one value per row, or per prompt, of the
-batch."""
+"""The attributes in which processors of Transformers keep one value per row of the batch.
+
+Some keep one per prompt.
+"""
 
 
 @dataclass(frozen=True)
 class GenerateBatch:
-    """What `generate` hands to its decoding method.
+    """The arguments that `generate` hands to its decoding method.
 
     Attributes:
         input_ids: [rows, length] int64, `num_return_sequences` expanded.
         attention_mask: [rows, length], 0 = padding, or None.
-        processors, criteria: logits processors and stopping criteria.
+        processors: the logits processors.
+        criteria: the stopping criteria.
         config: the GenerationConfig.
     """
 
@@ -66,8 +71,10 @@ class GenerateBatch:
         return list(groups.items())
 
     def requests(self) -> list[Request]:
-        """One request per group. Takes one number from torch's generator: the seed of all of
-        them."""
+        """Makes one request per group.
+
+        It takes one number from torch's generator: the seed of all of them.
+        """
         temperature, seed = 1.0 if self.config.do_sample else 0.0, int(torch.randint(1 << 62, ()))
         limits, keep_logits = (
             self._limits(),
@@ -91,7 +98,7 @@ class GenerateBatch:
         ]
 
     def output(self, decoded: Sequence[Sequence[Row]]) -> Tensor | GenerateDecoderOnlyOutput:
-        """What `generate` returns.
+        """Makes the output of `generate`.
 
         Args:
             decoded: the rows of each group.
@@ -145,7 +152,7 @@ class GenerateBatch:
         ]
 
     def _criteria(self, prompt: tuple[int, ...], row: int) -> list[Any]:
-        """Those that the engine's own limits do not cover."""
+        """Returns the stopping criteria that the engine's own limits do not cover."""
         others = [
             c
             for c in self.criteria
@@ -158,8 +165,10 @@ class GenerateBatch:
 
 
 class _WithPadding:
-    """Calls a processor or criterion with the prompt as `generate` passes it, padding included:
-    some compare lengths with it."""
+    """A wrapper that calls a processor or criterion with the prompt that `generate` passes.
+
+    The prompt includes padding: some compare lengths with it.
+    """
 
     def __init__(self, wrapped: Any, padded: Tensor, prompt_length: int) -> None:
         self.wrapped, self._padded, self._prompt_length = wrapped, padded, prompt_length
@@ -171,13 +180,15 @@ class _WithPadding:
 
 
 def _prefix_function(processor: Any) -> Any:
-    """The `prefix_allowed_tokens_fn` that a processor calls; None for other processors."""
+    """Returns the `prefix_allowed_tokens_fn` that a processor calls; None for other processors."""
     return getattr(processor, "_prefix_allowed_tokens_fn", None)
 
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
-    """A copy of the processor with the values of one row of the batch; the processor itself if it
-    has none."""
+    """Returns a copy of the processor with the values of one row of the batch.
+
+    It returns the processor itself if it has none.
+    """
     held = {
         name: values
         for name in ROW_ATTRIBUTES
@@ -201,7 +212,7 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
 
 
 def _scores(row: Row) -> Iterator[Tensor]:
-    """Processed scores [vocab] float32 of each committed token."""
+    """Yields the processed scores [vocab] float32 of each committed token."""
     ids, processors = (
         torch.tensor([row.tokens]),
         LogitsProcessorList(row.request.sampling.processors),
@@ -214,8 +225,10 @@ def _scores(row: Row) -> Iterator[Tensor]:
 
 
 def _by_step(rows: Sequence[Sequence[Tensor] | Iterator[Tensor]], width: int) -> tuple[Tensor, ...]:
-    """[vocab] of each row and step -> [rows, vocab] float32 of each step; zeros after a row's
-    end."""
+    """Turns [vocab] of each row and step into [rows, vocab] float32 of each step.
+
+    Zeros stand after a row's end.
+    """
     steps = [list(row) for row in rows]
     found = next((step for row in steps for step in row), None)
     if found is None:  # the time was over before the first round

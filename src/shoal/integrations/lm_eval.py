@@ -39,31 +39,35 @@ IGNORED = ("do_sample", "use_cache")
 
 @register_model("shoal")
 class ShoalLM(TemplateLM):
-    """A pair under evaluation. Its answers are the target's, whatever drafts.
+    """A pair under evaluation.
+
+    Its answers are the target's, whatever drafts.
 
     Args:
-        pretrained: the target as `shoal.load` takes it ("bundled" or None = the bundled pair), or
-            what `shoal.load` returned.
-        draft: as of `shoal.load`.
-        lookahead: of `Speculation`.
-        seed: of requests that sample and give none. Equal requests (`repeats`) get different
-            samples.
-        max_length: most tokens of prompt and answer together; None = the target's context.
-        max_gen_toks: most new tokens of requests that do not say so.
-        add_bos_token: whether texts begin with the tokenizer's special tokens; None = as the
-            tokenizer does by itself.
-        prefix_token_id: what stands before texts without a context; None = BOS, or EOS where there
-            is none.
-        truncation_side: where prompts that are too long lose tokens: "left", "middle" or "right".
+        pretrained: the target as `shoal.load` takes it ("bundled" or None = the bundled pair), or a
+            pair that `shoal.load` returned.
+        draft: see `shoal.load`.
+        lookahead: see `Speculation`.
+        seed: the seed of requests that sample and give none. Equal requests (`repeats`) get
+            different samples.
+        max_length: the most tokens of prompt and answer together; None = the target's context.
+        max_gen_toks: the most new tokens of requests that do not say so.
+        add_bos_token: texts begin with the tokenizer's special tokens; None = as the tokenizer does
+            by itself.
+        prefix_token_id: the token before texts without a context; None = BOS, or EOS if there is
+            none.
+        truncation_side: the side at which prompts that are too long lose tokens: "left", "middle"
+            or "right".
         think_end_token: the answer begins behind it.
-        chat_template_args: of the tokenizer's chat template.
-        batch_size, max_batch_size: lm-eval's own, without effect: all requests are given at once,
-            and `max_batch` says how many rows are decoded together.
-        options: of `shoal.load` (dtype, device, max_batch, quantize, ...), for a target that is not
-            loaded yet.
+        chat_template_args: the arguments of the tokenizer's chat template.
+        batch_size: lm-eval's own, without effect: all requests are given at once.
+        max_batch_size: lm-eval's own, without effect: `max_batch` is the number of rows decoded
+            together.
+        options: the options of `shoal.load` (dtype, device, max_batch, quantize, ...), for a target
+            that is not loaded yet.
 
     Raises:
-        RequestError: as `shoal.load`; or options of requests that shoal does not have, by name.
+        RequestError: see `shoal.load`; or options of requests that shoal does not have, by name.
     """
 
     def __init__(
@@ -116,14 +120,16 @@ class ShoalLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results."""
+        """Returns the entries that lm-eval writes beside its results."""
         return {"shoal_loaded": self.pair.loaded}
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt of a conversation; without `add_generation_prompt` its last message is
-        continued."""
+        """Returns the prompt of a conversation.
+
+        Without `add_generation_prompt` its last message is continued.
+        """
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -135,8 +141,10 @@ class ShoalLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """A text's ids; one that begins with BOS already, as a chat template's does, gets no
-        special tokens."""
+        """Returns a text's ids.
+
+        A text that begins with BOS already, as a chat template's does, gets no special tokens.
+        """
         if not string:
             return []
         special = self._add_bos if add_special_tokens is None else add_special_tokens
@@ -156,8 +164,10 @@ class ShoalLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Of contexts and continuations in ids. Contexts that are too long lose their first
-        tokens."""
+        """Computes the log-likelihoods of contexts and continuations in ids.
+
+        Contexts that are too long lose their first tokens.
+        """
         pairs = []
         for _, before, after in requests:
             if len(after) > self.max_length:
@@ -173,7 +183,10 @@ class ShoalLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of `max_length` tokens; every token is predicted once."""
+        """Computes the log-likelihoods of whole texts, in windows of `max_length` tokens.
+
+        Every token is predicted once.
+        """
         windows = [
             [
                 make_disjoint_window(window)
@@ -194,8 +207,10 @@ class ShoalLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """A text per request, each by its own sampling parameters; all of them are decoded in one
-        batch."""
+        """Generates a text per request, each by its own sampling parameters.
+
+        All of them are decoded in one batch.
+        """
         asked: dict[Any, list[int]] = {}
         for i, request in enumerate(requests):
             text, given = request.args
@@ -222,7 +237,7 @@ class ShoalLM(TemplateLM):
         return texts
 
     def _request(self, n: int, text: str, given: Mapping[str, Any]) -> Request:
-        """n samples of one prompt."""
+        """Makes a request for n samples of one prompt."""
         options = dict(normalize_gen_kwargs(dict(given), default_max_gen_toks=self.max_gen_toks))
         until = [stop for stop in options.pop("until") if stop]
         if self.think_end_token:  # what ends an answer may stand in the thoughts before it
@@ -256,7 +271,7 @@ def _loaded(pretrained: Source | Shoal | None, draft: Any, options: Mapping[str,
 
 
 def main() -> Any:
-    """lm-eval's command line, which then knows `--model shoal`."""
+    """Runs lm-eval's command line, which then knows `--model shoal`."""
     from lm_eval.__main__ import cli_evaluate
 
     return cli_evaluate()

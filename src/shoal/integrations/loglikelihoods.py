@@ -1,5 +1,7 @@
-"""Log-probabilities that a model gives to texts behind contexts, many at a time; a context that
-several share is computed once."""
+"""The log-probabilities that a model gives to texts behind contexts, many at a time.
+
+A context that several share is computed once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ POSITIONS = 512
 """Positions per pass; their logits [positions, vocab] are in memory at once."""
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Ids of a context, at least one, and of what follows it."""
+"""The ids of a context, at least one, and of its continuation."""
 
 
 @dataclass
@@ -37,8 +39,10 @@ class _Context:
 def loglikelihoods(
     target: Runner, pairs: Sequence[Pair], done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[float, bool]]:
-    """For each pair the sum of its continuation's log-probabilities (natural logarithm, unprocessed
-    logits at temperature 1), and whether every token of it is the most probable one.
+    """Computes the log-probability of each pair's continuation.
+
+    It is the sum over its tokens (natural logarithm, unprocessed logits at temperature 1), with
+    whether every token is the most probable one.
 
     Args:
         pairs: the input of a pair, all of its tokens but the last, is at most `target.context`
@@ -47,7 +51,7 @@ def loglikelihoods(
 
     Raises:
         RequestError: an empty context, too many tokens, or an id outside of the vocabulary.
-            OutOfMemory.
+        OutOfMemory: the memory does not suffice.
     """
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     contexts = _contexts(target, pairs)
@@ -76,7 +80,7 @@ def loglikelihoods(
 
 
 def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:
-    """Those of all pairs, each once, the longest first."""
+    """Returns the contexts of all pairs, each once, the longest first."""
     contexts: dict[tuple[int, ...], _Context] = {}
     for i, (before, after) in enumerate(pairs):
         if not before or len(before) + len(after) - 1 > target.context:
@@ -96,7 +100,7 @@ def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:
 def _continued(
     runner: Runner, batch: Sequence[_Context], after: dict[int, Sequence[int]]
 ) -> dict[int, tuple[float, bool]]:
-    """The scores of one continuation per slot."""
+    """Returns the scores of one continuation per slot."""
     inputs: list[Sequence[int]] = [()] * len(batch)
     for slot, ids in after.items():
         inputs[slot] = [batch[slot].ids[-1], *ids[:-1]] if ids else ()
@@ -116,8 +120,11 @@ def _continued(
 def _fed(
     runner: Runner, inputs: Sequence[Sequence[int]], *, want_logits: bool = True
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Appends inputs[slot] to every slot; yields pieces: a slot, its first token's index, logits
-    from there."""
+    """Appends inputs[slot] to every slot.
+
+    Yields:
+        Pieces: a slot, its first token's index, and the logits from there.
+    """
     start = 0
     while slots := [slot for slot, ids in enumerate(inputs) if len(ids) > start]:
         width = max(POSITIONS // len(slots), 1)

@@ -19,8 +19,10 @@ from shoal.integrations.transformers import decode
 
 
 def custom_generate_dir() -> str:
-    """The directory that holds `custom_generate/generate.py`. The file may also be copied into a
-    model's own repository."""
+    """Returns the directory that holds `custom_generate/generate.py`.
+
+    The file may also be copied into a model's own repository.
+    """
     return str(Path(str(resources.files("shoal"))) / "data" / "repository")
 
 
@@ -42,7 +44,7 @@ def generate(
     rule: str = "coupled",
     **options: Any,
 ) -> Any:
-    """`generate` with shoal as its decoding method.
+    """Generates as `generate` does, with shoal as its decoding method.
 
     Args:
         streamer: receives the prompt [1, length] and then every token [1], as from `generate`; for
@@ -52,7 +54,11 @@ def generate(
             `draft_model`.
         tokenizer: for `stop_strings`, and with `assistant_tokenizer` for a drafter with another
             tokenizer, as in Transformers' universal assisted generation.
-        lookahead, attention, max_batch, rule: see `shoal.custom_generate`.
+        assistant_tokenizer: the drafter's tokenizer, if it has another one.
+        lookahead: see `shoal.custom_generate`.
+        attention: see `shoal.custom_generate`.
+        max_batch: see `shoal.custom_generate`.
+        rule: see `shoal.custom_generate`.
 
     Returns:
         See `shoal.custom_generate`.
@@ -107,7 +113,7 @@ def _validate(assistant: Any, drafter: Any, synced_gpus: bool | None) -> None:
 def _stop_strings(
     model: Any, config: Any, criteria: Any, tokenizer: Any, options: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The criteria with one for the stop strings, and the options without them.
+    """Returns the criteria with one for the stop strings, and the options without them.
 
     `generate` would need the tokenizer for `stop_strings`, and does not pass it to the callable
     that it is given here.

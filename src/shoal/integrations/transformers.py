@@ -1,8 +1,8 @@
-"""`model.generate(..., custom_generate=shoal.custom_generate, draft_model=...)`: the Transformers
-integration.
+"""The Transformers integration.
 
-`generate` prepares prompts, processors and criteria as usual and returns what it always returns;
-shoal replaces the decoding loop. To a callable `generate` does not pass `tokenizer`,
+It is called by `model.generate(..., custom_generate=shoal.custom_generate, draft_model=...)`.
+`generate` prepares prompts, processors and criteria as usual and returns its usual output; shoal
+replaces the decoding loop. To a callable `generate` does not pass `tokenizer`,
 `assistant_tokenizer`, `streamer` and `assistant_model`; `shoal.integrations.repository` receives
 them.
 """
@@ -43,18 +43,19 @@ LOG = logging.getLogger("shoal")
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 IGNORED_TENSORS = ("attention_mask", "position_ids", "cache_position")
-"""Tensors among `generate`'s arguments that hold no more information than the ids and the attention
-mask."""
+"""The tensors among `generate`'s arguments that add nothing to the ids and the attention mask."""
 NOT_PASSED = ("streamer", "assistant_model", "synced_gpus")
 """Arguments that `generate` silently does not pass to a callable. `tokenizer` is needed for
 `stop_strings` only, and `generate` itself raises an error then."""
 
 _runners: Belongings[Runner] = Belongings("runners")
-"""Of a model, by attention."""
+"""The runners of a model, by attention."""
 _batch_sizes = BatchSizes()
 _pair_costs: Belongings[PairCosts] = Belongings("pair costs")
-"""Of a target, by what drafts for it: a name, a class, a weak reference to a draft model, or
-None."""
+"""The costs of a target, by its drafter.
+
+The key is a name, a class, a weak reference to a draft model, or None.
+"""
 
 
 def custom_generate(
@@ -72,38 +73,40 @@ def custom_generate(
     assistant_tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Batched speculative decoding as `generate`'s decoding method.
-
-    Args:
-        input_ids: [rows, length] int64, `num_return_sequences` already expanded; equal prompts are
-            computed once.
-        draft_model: a Transformers model; or whatever `draft=` of `shoal.load` may be: a drafter's
-            name, the directory of a draft model (or a Hub id that is in the cache), also with trees
-            ("DIR:tree=rsd-s") or in a sum ("suffix+DIR"), or an object. What has a name is loaded
-            once. None = plain decoding.
-        lookahead, rule: see `shoal.Speculation`; a lossy rule is also said in a warning.
-        attention: see `shoal.models.attention`.
-        max_batch: see `shoal.load`.
-        tokenizer, assistant_tokenizer: the target's and the draft model's, to find out whether they
-            differ; None = those that lie where the models were loaded from, and without both the
-            sizes of the vocabularies decide. `generate` does not pass these two to a callable: bind
-            them with `functools.partial`.
-        model_kwargs: what `generate` prepared. Only `attention_mask` [rows, length] is used, to
-            remove the padding of either side from the prompts; processors and criteria see it, as
-            in `generate`. (`generate` passes a named parameter twice.)
+    """Decodes by batched speculation, as `generate`'s decoding method.
 
     `generate` does not pass `streamer`, `assistant_model` and `tokenizer` to a callable: the first
     two raise an error here, and `stop_strings` raise one in `generate`. All three work with
     `custom_generate=shoal.custom_generate_dir(), trust_remote_code=True`. A model may be in
     training mode if all its dropouts are 0.
 
+    Args:
+        input_ids: [rows, length] int64, `num_return_sequences` already expanded; equal prompts are
+            computed once.
+        draft_model: a Transformers model; or any `draft=` of `shoal.load`: a drafter's name, the
+            directory of a draft model (or a Hub id that is in the cache), also with trees
+            ("DIR:tree=rsd-s") or in a sum ("suffix+DIR"), or an object. A drafter with a name is
+            loaded once. None = plain decoding.
+        lookahead: see `shoal.Speculation`.
+        rule: see `shoal.Speculation`; a lossy rule is also said in a warning.
+        attention: see `shoal.models.attention`.
+        max_batch: see `shoal.load`.
+        tokenizer: the target's tokenizer; with `assistant_tokenizer` it tells whether the two
+            differ. None = the tokenizer beside the model's files; without both the sizes of the
+            vocabularies decide. `generate` does not pass it to a callable: bind it with
+            `functools.partial`.
+        assistant_tokenizer: the draft model's tokenizer, likewise.
+        model_kwargs: the arguments that `generate` prepared. Only `attention_mask` [rows, length]
+            is used, to remove the padding of either side from the prompts; processors and criteria
+            see it, as in `generate`. (`generate` passes a named parameter twice.)
+
     Returns:
         Sequences [rows, length + new] int64 padded with the pad token, or a
-        `GenerateDecoderOnlyOutput` with `scores` and `logits` if they were requested (zeros after a
-        row's end) and `past_key_values` None. One number is taken from torch's generator and used
-        as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets the same tokens,
-        whatever the drafts and the other prompts of the batch are (by another rule than "coupled"
-        they depend on the drafts).
+            `GenerateDecoderOnlyOutput` with `scores` and `logits` if they were requested (zeros
+            after a row's end) and `past_key_values` None. One number is taken from torch's
+            generator and used as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets
+            the same tokens, whatever the drafts and the other prompts of the batch are (by another
+            rule than "coupled" they depend on the drafts).
 
     Raises:
         RequestError: beam search and other methods, inputs that are not ids, outputs that shoal
@@ -145,7 +148,7 @@ def decode(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """`custom_generate` with a streamer.
+    """Decodes like `custom_generate`, with a streamer.
 
     Args:
         streamer: receives the prompt [1, length], then every token [1]. The caller calls its `end`.
@@ -207,7 +210,7 @@ def _engine(
 
 
 def _runner(model: Any, attention: str) -> Runner:
-    """The checked runner of a model object; the self-check runs once per model."""
+    """Returns the checked runner of a model object; the self-check runs once per model."""
     known = _runners.of(model)
     if attention not in known:
         known[attention] = loading.wrap(model, loading.name_of(model), attention)
@@ -223,8 +226,10 @@ def _feed(streamer: Any, stream: Stream, input_ids: Tensor) -> None:
 
 
 def _reject_arguments_not_passed() -> None:
-    """Reads the arguments of the calling `generate` from its frame: a callable has no other way to
-    see them."""
+    """Refuses arguments of `generate` that it does not pass to a callable.
+
+    They are read from the frame of the calling `generate`: a callable has no other way to see them.
+    """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:

@@ -23,23 +23,23 @@ RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 
 
 def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
-    """What a `GRPOTrainer` of TRL takes as `rollout_func`.
+    """Makes the `rollout_func` of TRL's `GRPOTrainer`.
 
     Temperature, truncation, the repetition penalty, the number of new tokens, the tokens that end a
-    sample and what `generation_kwargs` has are the trainer's. Each call has a seed of its own, made
-    of the trainer's, with which its rollouts are the same however many tokens are drafted;
-    `seed=None` accepts more drafts.
+    sample and the entries of `generation_kwargs` are the trainer's. Each call has a seed of its
+    own, made of the trainer's, with which its rollouts are the same however many tokens are
+    drafted; `seed=None` accepts more drafts.
 
     Args:
         pair: from `shoal.load(policy, draft=...)` with the very model that is trained, whose
             changed weights are read as they are; or with another one of the same shape, also in 8
             bits, into which they are copied before each batch of rollouts, merged with their
             adapters.
-        options: of `Shoal.generate`, in place of the trainer's.
+        options: the options of `Shoal.generate`, in place of the trainer's.
 
     Returns:
         The function. Its `logprobs` are those of the distribution that was sampled from
-        (`Sample.processed_logprobs`).
+            (`Sample.processed_logprobs`).
 
     Raises:
         RequestError: when called: the pair's target does not have the weights of the policy, or
@@ -72,7 +72,7 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
 
 
 def _options(trainer: Any) -> dict[str, Any]:
-    """Of a trainer's arguments; what it leaves out is None there."""
+    """Returns the options that a trainer's arguments set; those left out are None there."""
     given = trainer.args
     named = {
         "temperature": given.temperature,
@@ -112,7 +112,7 @@ class _Seeds:
 
 
 def _ids(prompt: Any, tokenizer: Any) -> Sequence[int]:
-    """A prompt's tokens: a text, or the messages of a conversation."""
+    """Returns a prompt's tokens: of a text, or of the messages of a conversation."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     return list(
@@ -121,8 +121,10 @@ def _ids(prompt: Any, tokenizer: Any) -> Sequence[int]:
 
 
 def _follow(target: nn.Module, policy: Any) -> None:
-    """Gives a target the weights of the policy, unless it is the policy, or what adapters were put
-    into."""
+    """Copies the weights of the policy into a target.
+
+    It copies nothing if the target is the policy, or the model that adapters were put into.
+    """
     if any(module is target for module in policy.modules()):
         return
     merges = hasattr(policy, "merge_adapter")
@@ -147,7 +149,7 @@ def _follow(target: nn.Module, policy: Any) -> None:
 
 
 def _own_names(state: Mapping[str, Tensor], adapted: bool) -> dict[str, Tensor]:
-    """The weights of a model with merged adapters by the names that they have without them."""
+    """Returns the weights of a model with merged adapters, by their names without adapters."""
     if not adapted:
         return dict(state)
     names = {

@@ -77,7 +77,7 @@ def _fill(text: str, **parts: str) -> str:
 def _combined(
     family: str, variable: str, operations: Sequence[Operation], conditions: Sequence[Condition]
 ) -> Iterator[Template]:
-    """Every operation with every condition over one kind of argument."""
+    """Yields every operation with every condition over one kind of argument."""
     for operation, condition in itertools.product(operations, conditions):
         test = _fill(condition.expr, x=variable)
         if operation.key == "drop":
@@ -96,7 +96,7 @@ def _combined(
 
 
 def _mapped() -> Iterator[Template]:
-    """Every use of a mapped list with every expression; and the same over dicts."""
+    """Yields every use of a mapped list with every expression, over lists and over dicts."""
     for operation, mapped in itertools.product(MAPS, EXPRESSIONS):
         yield Template(
             key=f"ints.{operation.key}.{mapped.key}",
@@ -120,7 +120,7 @@ def _mapped() -> Iterator[Template]:
 
 @cache
 def templates() -> tuple[Template, ...]:
-    """Every template, in a fixed order."""
+    """Returns every template, in a fixed order."""
     dict_conditions = [c for c in INT_CONDITIONS if not c.param]
     singles = (
         Template(f"single.{name.replace('_{k}', '')}", name, (doc,), body, kinds, constants)
@@ -137,12 +137,12 @@ def templates() -> tuple[Template, ...]:
 
 
 def _hash_modulo(text: str, modulus: int) -> int:
-    """A hash that is the same in every process."""
+    """Computes a hash that is the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % modulus
 
 
 def split_of(template: str, constants: tuple[Any, ...]) -> Split:
-    """The split that a template with these constants belongs to."""
+    """Returns the split that a template with these constants belongs to."""
     if _hash_modulo(template, HELD_OUT_TEMPLATES) == 0:
         return "templates"
     if constants and _hash_modulo(f"{template} {constants}", HELD_OUT_CONSTANTS) == 0:
@@ -160,7 +160,7 @@ def _run(source: str, name: str) -> Callable[..., Any]:
 def _calls(
     rng: random.Random, function: Callable[..., Any], name: str, pools: Sequence[Pool], count: int
 ) -> list[tuple[str, str]]:
-    """Up to `count` different calls, as source, with the repr of their results."""
+    """Returns up to `count` different calls, as source, with the repr of their results."""
     found: dict[str, str] = {}
     for _ in range(6 * count):
         arguments = [pool.draw(rng) for pool in pools]
@@ -180,7 +180,7 @@ def _indent(text: str) -> str:
 
 
 def _problem(rng: random.Random, template: Template) -> FunctionProblem | None:
-    """One problem of a template; None where no two examples were found."""
+    """Makes one problem of a template; returns None if no two examples are found."""
     constants = {key: rng.choice(choices) for key, choices in template.constants.items()}
     pools = [POOLS[kind] for kind in template.kinds]
     names = [rng.choice(pool.names) for pool in pools]
@@ -208,12 +208,12 @@ def _problem(rng: random.Random, template: Template) -> FunctionProblem | None:
 
 
 def _quoted(result: str) -> str:
-    """A repr with double quotes, as the rest of the source has them."""
+    """Writes a repr with double quotes, like the rest of the source."""
     return result.replace("'", '"')
 
 
 def generate(seed: int, n: int, split: Split) -> list[FunctionProblem]:
-    """`n` problems of one split, the same for the same seed."""
+    """Generates `n` problems of one split, the same for the same seed."""
     rng = random.Random(f"{seed} {split}")
     held_out = [t for t in templates() if split_of(t.key, ()) == "templates"]
     pool = [t for t in templates() if t not in held_out]

@@ -26,7 +26,7 @@ class Pool:
         return list(itertools.accumulate(1 / (4 + rank) for rank in range(len(self.values))))
 
     def draw(self, rng: random.Random) -> Any:
-        """One value; value number r with a probability proportional to 1 / (4 + r)."""
+        """Draws one value; value number r has a probability proportional to 1 / (4 + r)."""
         return rng.choices(self.values, cum_weights=self._weights)[0]
 
 
@@ -50,7 +50,7 @@ SENTENCES = _SENTENCES.split("|")
 
 
 def _number_lists() -> list[list[int]]:
-    """Sixty fixed lists of small integers, the plain ones first."""
+    """Returns sixty fixed lists of small integers, the plain ones first."""
     rng = random.Random(7)
     plain = [[1, 2, 3, 4, 5], [3, 1, 2], [10, 20, 30], [5, 8, 12, 3], [-2, 0, 7, 4], [2, 4, 6, 8]]
     drawn = [[rng.randint(-9, 30) for _ in range(rng.randint(3, 6))] for _ in range(50)]

@@ -1,5 +1,7 @@
-"""The parts of a generated function: templates, and the conditions and operations that they are
-combined from."""
+"""The parts of a generated function: templates, conditions and operations.
+
+Templates are combined from conditions and operations.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class Template:
 
 @dataclass(frozen=True)
 class Condition:
-    """A predicate on ``{x}``: its noun in docstrings, its part of function names, its
-    expression."""
+    """A predicate on ``{x}``.
+
+    It has its noun in docstrings, its part of function names, and its expression.
+    """
 
     key: str
     noun: str

@@ -17,12 +17,14 @@ from shoal.sampling import drawing
 from shoal.sampling.acceptance import rejection
 
 EDGE = 1e-6
-"""Share of a step's width in its two margins, which are evaluated too, so that a misplaced step is
-noticed."""
+"""The share of a step's width in its two margins.
+
+The margins are evaluated too, so that a misplaced step is noticed.
+"""
 
 
 def draw_measure(weights: Tensor) -> Tensor:
-    """The distribution of `drawing.draw` for weights [n, vocab] float64; [n, vocab]."""
+    """Computes the distribution of `drawing.draw` for weights [n, vocab] float64; [n, vocab]."""
     rows, vocab = weights.shape
     steps = _steps(weights / weights.sum(dim=-1, keepdim=True))
     measure = torch.zeros_like(weights)
@@ -37,8 +39,12 @@ def draw_measure(weights: Tensor) -> Tensor:
 
 
 def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
-    """The measure of uniforms that `rejection.acceptance_mask` accepts, for probabilities p and q
-    of one shape, float64."""
+    """Computes the measure of uniforms that `rejection.acceptance_mask` accepts.
+
+    Args:
+        p: probabilities, float64.
+        q: probabilities of the same shape, float64.
+    """
     step = _threshold(p, q)
     measure = torch.zeros_like(p)
     for left, width in ((torch.zeros_like(step), step), (step, 1 - step)):
@@ -49,19 +55,21 @@ def acceptance_measure(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _threshold(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p / q), and 1 where q is 0: such a token is never drafted."""
+    """Computes min(1, p / q), and 1 where q is 0: such a token is never drafted."""
     return torch.where(q > 0, p / q, 1.0).clamp(max=1)
 
 
 def _steps(p: Tensor) -> Tensor:
-    """0, the inner cumulative sums, 1; [n, vocab + 1]."""
+    """Returns 0, the inner cumulative sums, 1; [n, vocab + 1]."""
     inner = p.cumsum(dim=-1)[:, :-1].clamp(max=1)
     return torch.cat([torch.zeros_like(p[:, :1]), inner, torch.ones_like(p[:, :1])], dim=-1)
 
 
 def chain_rule(table: Tensor, horizon: int) -> Tensor:
-    """The distribution of `horizon` tokens drawn one by one from a Markov table after a prompt of
-    zeros; [vocab] * horizon."""
+    """Computes the distribution of `horizon` tokens drawn one by one from a Markov table.
+
+    They follow a prompt of zeros; the result is [vocab] * horizon.
+    """
     order, vocab = table.dim() - 1, table.shape[-1]
     histories = _digits(torch.arange(vocab**horizon), horizon, vocab)
     padded = torch.nn.functional.pad(histories, (order, 0))
@@ -74,12 +82,13 @@ def chain_rule(table: Tensor, horizon: int) -> Tensor:
 def committed_distribution(
     target: Tensor, drafter: Tensor, horizon: int, lengths: Sequence[int], *, clip: bool = True
 ) -> Tensor:
-    """The distribution of the first `horizon` committed tokens over repeated rounds of the real
-    acceptance code.
+    """Computes the distribution of the first `horizon` tokens that rounds of acceptance commit.
+
+    The rounds run the real acceptance code.
 
     Args:
-        target, drafter: Markov tables of one order, [vocab] * order + [vocab] float64; the prompt
-            is zeros.
+        target: a Markov table, [vocab] * order + [vocab] float64; the prompt is zeros.
+        drafter: a Markov table of the same order.
         lengths: possible draft lengths of a round; a fixed function of the row's history chooses
             one, so the rows of one call have different ones.
         clip: no row drafts more than it may still commit, minus one, as in the engine. Otherwise
@@ -105,8 +114,15 @@ def committed_distribution(
 
 @dataclass(frozen=True)
 class _Outcomes:
-    """Outcomes of a round: `drafts` [m, k], the verdict's `accepted` and `token` [m], their `row`
-    and their `weight`."""
+    """The outcomes of a round.
+
+    Attributes:
+        drafts: the drafted tokens, [m, k].
+        accepted: the verdict's number of accepted drafts, [m].
+        token: the verdict's next token, [m].
+        row: the row of each outcome, [m].
+        weight: the probability of each outcome, [m].
+    """
 
     drafts: Tensor
     accepted: Tensor
@@ -116,8 +132,11 @@ class _Outcomes:
 
 
 def _advance(mass: list[Tensor], depth: int, codes: Tensor, outcomes: _Outcomes) -> None:
-    """Moves the outcomes' share of mass[depth] to the histories after their blocks; `codes` [m]:
-    the histories before."""
+    """Moves the outcomes' share of mass[depth] to the histories after their blocks.
+
+    Args:
+        codes: the histories before, [m].
+    """
     vocab, remaining = len(mass[1]), len(mass) - 1 - depth
     block = torch.cat([outcomes.drafts, outcomes.token[:, None]], dim=1)
     block[torch.arange(len(block)), outcomes.accepted] = outcomes.token
@@ -142,11 +161,11 @@ class _Pair:
         self.accepts = acceptance_measure(self.target, self.drafter)
 
     def round(self, histories: Tensor, lengths: Tensor) -> list[_Outcomes]:
-        """All outcomes of one round, by the number of accepted drafts.
+        """Returns all outcomes of one round, by the number of accepted drafts.
 
         Args:
             histories: [rows, depth] new tokens so far.
-            lengths: draft length of each row, [rows].
+            lengths: the draft length of each row, [rows].
         """
         vocab, order, k = self.target.shape[-1], self.target.dim() - 1, int(lengths.max())
         every = _digits(torch.arange(vocab**k), k, vocab)
@@ -190,8 +209,10 @@ class _Pair:
         weight: Tensor,
         row: Tensor,
     ) -> _Outcomes:
-        """The outcomes with exactly the first j drafts accepted, evaluated at one uniform per step
-        of the next token."""
+        """Returns the outcomes with exactly the first j drafts accepted.
+
+        They are evaluated at one uniform per step of the next token.
+        """
         u_accept = step / 2
         if j < drafts.shape[1]:
             u_accept[:, j] = (1 + step[:, j]) / 2
@@ -221,8 +242,10 @@ class _Pair:
 
 
 def _run(passes: Tensor, inside: Tensor, j: int) -> Tensor:
-    """Probability that exactly the first j drafts are accepted, [rows]; 0 for rows that draft fewer
-    than j."""
+    """Computes the probability that exactly the first j drafts are accepted, [rows].
+
+    It is 0 for rows that draft fewer than j.
+    """
     run = passes[:, :j].where(inside[:, :j], 0.0).prod(dim=1)
     if j < passes.shape[1]:
         run = run * torch.where(inside[:, j], 1 - passes[:, j], 1.0)

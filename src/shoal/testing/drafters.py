@@ -1,4 +1,4 @@
-"""Drafters for tests: random trees, and what every drafter must keep to."""
+"""The drafters for tests: random trees, and the rules that every drafter must keep."""
 
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ class RandomTrees(Drafter):
 
 
 class _Recorded(Drafter):
-    """A drafter whose calls are recorded: which rows it was told of, and how many tokens it
-    proposed."""
+    """A drafter whose calls are recorded.
+
+    It records the rows that it was told of, and the number of tokens it proposed.
+    """
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.max_nodes, self.memory = inner, inner.max_nodes, inner.memory
@@ -182,7 +184,7 @@ def check_drafter(
 
 
 class _Tokens(NamedTuple):
-    """Of rows that came to their end, and of those that were cut."""
+    """The tokens of rows that came to their end, and of rows that were cut."""
 
     whole: list[list[int]]
     cut: list[list[int]]
@@ -190,7 +192,10 @@ class _Tokens(NamedTuple):
 
 @cache
 def _plain_tokens(vocab_size: int, coupled: bool, temperature: float) -> _Tokens:
-    """Those of the scripted target without a drafter: the same in every check, so decoded once."""
+    """Decodes the scripted target without a drafter.
+
+    The tokens are the same in every check, so they are decoded once.
+    """
     return _tokens(
         scripted(hashed(vocab_size), vocab_size),
         None,
@@ -218,8 +223,10 @@ class _NoRepeats(Constraint[int]):
 def _tokens(
     target: Runner, drafter: Drafter | None, rule: Rule, lookahead: int, temperature: float
 ) -> _Tokens:
-    """Those of rows that join in turn, three at a time, and pause for each other. The third request
-    has a constraint; two rows are cut."""
+    """Decodes rows that join in turn, three at a time, and pause for each other.
+
+    The third request has a constraint; two rows are cut.
+    """
     rounds = count()
     engine = Engine(
         target,

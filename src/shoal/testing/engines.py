@@ -14,8 +14,10 @@ from shoal.models.runner import Runner
 def engine_of(
     target: Runner, draft: Runner | None, lookahead: Lookahead | Controller, **options: Any
 ) -> Engine:
-    """An engine whose drafter is a model of its own, or that decodes plainly; options are those of
-    `Engine`, and `prefix_bytes`."""
+    """Makes an engine whose drafter is a model of its own, or that decodes plainly.
+
+    Options are those of `Engine`, and `prefix_bytes`.
+    """
     prefix_bytes = options.pop("prefix_bytes", 0)
     if prefix_bytes:
         options["prefixes"] = PrefixMemory(target, draft, prefix_bytes)
@@ -24,11 +26,11 @@ def engine_of(
 
 
 def drafted_by(engine: Engine) -> Runner:
-    """The draft model of such an engine."""
+    """Returns the draft model of such an engine."""
     assert isinstance(engine.drafter, ModelDrafter)
     return engine.drafter.runner
 
 
 def runners_of(engine: Engine) -> list[Runner]:
-    """The models of such an engine, target first."""
+    """Returns the models of such an engine, target first."""
     return [engine.target] if engine.drafter is None else [engine.target, drafted_by(engine)]

@@ -24,10 +24,14 @@ from shoal.types.trees import Positions
 def decode(
     hf: Any, request: Request, index: int = 0, eos: Sequence[int] = (), rule: Rule | None = None
 ) -> list[int]:
-    """The new tokens of row `index` of a request whose sampling seed is set; `hf` is a stock
-    Transformers model.
+    """Decodes the new tokens of row `index` of a request whose sampling seed is set.
 
-    Raises RequestError: under a lossy rule, unless it is greedy."""
+    Args:
+        hf: a stock Transformers model.
+
+    Raises:
+        RequestError: under a lossy rule, unless it is greedy.
+    """
     rule = rule or Rejection()
     if rule.lossy and not request.sampling.greedy:
         raise RequestError(f"plain decoding is no reference here: {rule.lossy}")

@@ -1,9 +1,9 @@
-"""Models whose next token is what a script says: a pure function of the row's token history.
+"""Models whose next token is given by a script: a pure function of the row's token history.
 
 They quack like a Transformers model as far as `Runner` looks, and they know their history only
 through the cache they are given: token ids are stored as keys and positions as values, so a cell
-that is stale, lost or another row's changes what they say. What they say beyond a row's own tokens
-is NaN: whoever reads it is found out.
+that is stale, lost or another row's changes their logits. Beyond a row's own tokens their logits
+are NaN: whoever reads them is found out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ History = Callable[[tuple[int, ...]], Tensor]
 """All tokens of a row so far -> logits [vocab] of the next one."""
 
 UNSAID = -50.0
-"""Logit of what a one-hot script does not say, the said token having 0: below any uniform's
-resolution, and still finite."""
+"""The logit of all tokens but a one-hot script's token, which has 0.
+
+It is below any uniform's resolution, and still finite.
+"""
 
 
 class ScriptedModel(torch.nn.Module):
@@ -71,7 +73,7 @@ class ScriptedModel(torch.nn.Module):
         return self.head
 
     def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
-        """An id is its own embedding, one number."""
+        """Returns the ids as their own embeddings, one number each."""
         return lambda ids: ids[..., None].to(self.dtype)
 
     def forward(
@@ -84,9 +86,17 @@ class ScriptedModel(torch.nn.Module):
         output_hidden_states: bool = False,
         inputs_embeds: Tensor | None = None,
     ) -> Any:
-        """tokens [rows, q], or their embeddings -> an object with `logits` [rows, q, vocab]; with a
-        cache the rest of the history comes from it. Hidden states are those of its `features`,
-        whichever layer is asked for."""
+        """Computes the logits after each token.
+
+        With a cache the rest of the history comes from it. Hidden states are those of `features`,
+        whichever layer is asked for.
+
+        Args:
+            tokens: [rows, q], or None with `inputs_embeds`.
+
+        Returns:
+            An object with `logits` [rows, q, vocab].
+        """
         self.forwards += 1
         if inputs_embeds is not None:
             tokens = inputs_embeds[..., 0].long()
@@ -116,7 +126,7 @@ class ScriptedModel(torch.nn.Module):
         )
 
     def _block(self, ids: Tensor, places: Tensor, positions: Tensor, plan: Any) -> Tensor:
-        """What it says after the tokens of each column, [rows, q, vocab]; NaN in unused columns."""
+        """Returns the logits after each column's tokens, [rows, q, vocab]; NaN in unused ones."""
         own = _own(plan)
         if plan.parents is not None:
             return self._said_in_trees(ids, places, plan).masked_fill(~own[..., None], torch.nan)
@@ -124,8 +134,13 @@ class ScriptedModel(torch.nn.Module):
         return self._said(ids, positions).masked_fill(~own[..., None], torch.nan)
 
     def _said_in_trees(self, ids: Tensor, places: Tensor, plan: Any) -> Tensor:
-        """ids and places [rows, kv] long -> logits [rows, q, vocab] after the tokens that each
-        column of a draft tree sees."""
+        """Returns the logits [rows, q, vocab] after the tokens that each column of a draft tree
+        sees.
+
+        Args:
+            ids: [rows, kv] long.
+            places: [rows, kv] long.
+        """
         whole = Plan(
             plan.slots,
             plan.starts,
@@ -154,8 +169,12 @@ class ScriptedModel(torch.nn.Module):
         return logits
 
     def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids [rows, kv] long, positions [rows, q] -> logits [rows, q, vocab] after the tokens up
-        to each position."""
+        """Returns the logits [rows, q, vocab] after the tokens up to each position.
+
+        Args:
+            ids: [rows, kv] long.
+            positions: [rows, q].
+        """
         rows = [
             torch.stack([self.script(tuple(history[: place + 1])) for place in places])
             for history, places in zip(ids.tolist(), positions.tolist(), strict=True)
@@ -204,17 +223,20 @@ class _Same:
 
 
 def _own(plan: Any) -> Tensor:
-    """Which columns of a pass are tokens, [rows, q] bool."""
+    """Tells which columns of a pass are tokens, [rows, q] bool."""
     return torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
 
 
 def _as_states(values: Tensor) -> Tensor:
-    """[rows, q] -> [rows, 1 head, q, 1 dim]; float32 holds token ids and positions exactly."""
+    """Reshapes [rows, q] to [rows, 1 head, q, 1 dim].
+
+    float32 holds token ids and positions exactly.
+    """
     return values[:, None, :, None].float()
 
 
 def _check_places(places: Tensor, positions: Tensor, own: Tensor) -> None:
-    """Every cell that a row's own queries see was written at its own position."""
+    """Checks that every cell that a row's own queries see was written at its own position."""
     reach = torch.where(own, positions, 0).amax(dim=1)
     cells = torch.arange(places.shape[1])
     wrong = (places != cells) & (cells <= reach[:, None])
@@ -237,15 +259,19 @@ def one_hot(token: int, vocab_size: int) -> Tensor:
 
 
 def says(sequences: Iterable[Sequence[int]], vocab_size: int, otherwise: int = 0) -> History:
-    """Continues each of the sequences (prompt and continuation) wherever it is in one; elsewhere
-    says `otherwise`."""
+    """Makes a script that continues each sequence (prompt and continuation) wherever it is in one.
+
+    Elsewhere it says `otherwise`.
+    """
     following = {tuple(s[:i]): s[i] for s in sequences for i in range(1, len(s))}
     return lambda ids: one_hot(following.get(ids, otherwise), vocab_size)
 
 
 def hashed(vocab_size: int, seed: int = 0, spread: float = 1.5) -> History:
-    """Logits N(0, spread²) that change completely with any token of the history, however far
-    back."""
+    """Makes a script of logits N(0, spread²).
+
+    They change completely with any token of the history, however far back.
+    """
 
     drawn = _remembered_normals if vocab_size <= 512 else _normals
     return lambda ids: torch.from_numpy(drawn((seed, *ids), spread, vocab_size).copy())
@@ -261,19 +287,24 @@ _remembered_normals = functools.lru_cache(1 << 14)(_normals)
 
 
 def mixed(first: History, second: History, every: int = 2) -> History:
-    """Speaks as `first`, but as `second` after every history whose tokens sum to a multiple of
-    `every`."""
+    """Makes a script of two.
+
+    It is `first`, but `second` after every history whose tokens sum to a multiple of `every`.
+    """
     return lambda ids: (second if sum(ids) % every == 0 else first)(ids)
 
 
 def oracle(target: History, vocab_size: int) -> History:
-    """Says what a greedy target will say."""
+    """Makes a script that says the token that a greedy target will say."""
     return lambda ids: one_hot(int(target(ids).argmax()), vocab_size)
 
 
 def ahead(target: History, positions: int) -> History:
-    """Hidden states that know the future: what the target says of the next `positions` positions if
-    each token is the most probable one, side by side, [positions * vocab]."""
+    """Makes hidden states that know the future, [positions * vocab].
+
+    They are the target's logits of the next `positions` positions if each token is the most
+    probable one, side by side.
+    """
 
     def features(ids: tuple[int, ...]) -> Tensor:
         said = []
@@ -286,7 +317,7 @@ def ahead(target: History, positions: int) -> History:
 
 
 def adversary(target: History, vocab_size: int) -> History:
-    """Never says what a greedy target will say."""
+    """Makes a script that never says the token that a greedy target will say."""
     return lambda ids: one_hot((int(target(ids).argmax()) + 1) % vocab_size, vocab_size)
 
 
@@ -294,8 +325,10 @@ def adversary(target: History, vocab_size: int) -> History:
 
 
 def runner(model: Any, context: int = 4096, name: str = "scripted") -> Runner:
-    """A runner around a scripted (or any other) model, without checks; padded, so that unused
-    columns are seen to be NaN."""
+    """Makes a runner around a scripted (or any other) model, without checks.
+
+    It is padded, so that unused columns are seen to be NaN.
+    """
     made = Runner(model, name, "interface", context)
     made.packs = False
     return made
@@ -308,7 +341,7 @@ def scripted(
     dtype: torch.dtype = torch.float64,
     features: History | None = None,
 ) -> Runner:
-    """The runner of a `ScriptedModel`."""
+    """Makes the runner of a `ScriptedModel`."""
     return runner(ScriptedModel(script, vocab_size, dtype, features), context)
 
 
@@ -318,5 +351,5 @@ def table_model(
     dtype: torch.dtype = torch.float64,
     features: History | None = None,
 ) -> Runner:
-    """The runner of a `TableModel`."""
+    """Makes the runner of a `TableModel`."""
     return runner(TableModel(table, dtype, features), context)

@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def chi_square(counts: Tensor, expected: Tensor, least: float = 5.0) -> float:
-    """p-value of Pearson's test that `counts` come from `expected`.
+    """Computes the p-value of Pearson's test that `counts` come from `expected`.
 
     Args:
-        counts: observed, any shape.
+        counts: the observed counts, any shape.
         expected: probabilities of the same shape, sum 1.
         least: cells expected less often than this are pooled into one.
 
     Returns:
-        0.0 if something impossible was observed.
+        The p-value; 0.0 if something impossible was observed.
     """
     counts, expected = counts.flatten().double(), expected.flatten().double() * counts.sum()
     if bool(((expected == 0) & (counts > 0)).any()):
@@ -28,14 +28,14 @@ def chi_square(counts: Tensor, expected: Tensor, least: float = 5.0) -> float:
 
 
 def independence(table: Tensor, least: float = 5.0) -> float:
-    """p-value of Pearson's test that the two indices of a contingency table [a, b] are independent.
+    """Computes the p-value of Pearson's test that the indices of a table [a, b] are independent.
 
     Args:
         least: every cell expects at least this many, because values too rare for that are pooled
             into one.
 
     Raises:
-        ValueError: if one index has a single value left, so that nothing is tested.
+        ValueError: one index has a single value left, so that nothing is tested.
     """
     rare = (least * float(table.sum())) ** 0.5
     table = _pooled(_pooled(table.double(), rare).T, rare)
@@ -50,8 +50,10 @@ def independence(table: Tensor, least: float = 5.0) -> float:
 
 
 def _pooled(table: Tensor, rare: float) -> Tensor:
-    """Rows with a sum below `rare` summed into one, which joins the smallest other row if it is
-    still rare."""
+    """Sums rows with a sum below `rare` into one.
+
+    That row joins the smallest other row if it is still rare.
+    """
     small = table.sum(dim=1) < rare
     if not bool(small.any()):
         return table
@@ -64,7 +66,7 @@ def _pooled(table: Tensor, rare: float) -> Tensor:
 
 
 def _tail(statistic: Tensor, freedom: int) -> float:
-    """Probability that chi-square with `freedom` degrees exceeds the statistic."""
+    """Computes the probability that chi-square with `freedom` degrees exceeds the statistic."""
     if freedom < 1:
         return 1.0
     half = torch.tensor(freedom / 2, dtype=torch.float64)

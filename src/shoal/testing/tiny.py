@@ -224,17 +224,17 @@ def tiny_model(
     layers: int = 2,
     **overrides: Any,
 ) -> Any:
-    """A random Transformers model of that architecture in float32, ready to decode.
+    """Makes a random Transformers model of that architecture in float32, ready to decode.
 
     Args:
         architecture: a name in `ARCHITECTURES` or `REFUSED`.
-        seed: of the weights.
-        layers: their number; architectures that mix layer types need two.
+        seed: the seed of the weights.
+        layers: the number of layers; architectures that mix layer types need two.
         overrides: further arguments of the config.
 
     Returns:
         A `PreTrainedModel` in evaluation mode, without EOS, so that only limits and stop strings
-        end a row.
+            end a row.
     """
     spec = {**ARCHITECTURES, **REFUSED}[architecture]
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -250,8 +250,10 @@ def tiny_model(
 
 
 def fill(model: Any, seed: int, std: float = STD) -> None:
-    """Random weights, the same on every machine: matrices N(0, std²), vectors with noise added to
-    their initial values."""
+    """Fills a model with random weights, the same on every machine.
+
+    Matrices are N(0, std²); vectors have noise added to their initial values.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -262,8 +264,10 @@ def fill(model: Any, seed: int, std: float = STD) -> None:
 
 
 def tiny_tokenizer() -> Any:
-    """One token per byte, then `SPECIALS`; no files. Every text is encoded and decoded without
-    loss."""
+    """Makes a tokenizer of one token per byte, then `SPECIALS`; it needs no files.
+
+    Every text is encoded and decoded without loss.
+    """
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

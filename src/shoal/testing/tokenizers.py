@@ -1,9 +1,9 @@
-"""Tokenizers as real models have them, built in a moment: pieces with byte fallback, words with
-tags, 150,000 entries.
+"""Tokenizers like those of real models, built in a moment.
 
-Each of them has what a tokenizer of one token a byte cannot show: merges, a space within a token,
-tokens that decoding joins or strips, tokens that are added to the vocabulary but not special, and
-special tokens that encoding puts before a text.
+They have pieces with byte fallback, words with tags, or 150,000 entries. Each has features that a
+tokenizer of one token a byte cannot show: merges, a space within a token, tokens that decoding
+joins or strips, tokens that are added to the vocabulary but not special, and special tokens that
+encoding puts before a text.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ CHAT = (
     "{{ bos_token }}{% for m in messages %}<|user|> {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""A chat template that writes the token before a text by itself, as those of Llama and Mistral
-do."""
+"""A chat template that writes the token before a text by itself, like Llama's and Mistral's."""
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -55,7 +54,7 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def sentence_piece_tokenizer(kind: str = "llama") -> Any:
-    """A tokenizer of SentencePiece's pieces, with byte fallback and a token before each text.
+    """Makes a tokenizer of SentencePiece's pieces, with byte fallback and a token before each text.
 
     Args:
         kind: "llama": BPE, which writes a space before a text and strips it when it decodes (Llama
@@ -83,8 +82,10 @@ def sentence_piece_tokenizer(kind: str = "llama") -> Any:
 
 
 def tagged_tokenizer() -> Any:
-    """A tokenizer of byte-level BPE with added tokens that are not special: `TAGS`, and a run of
-    spaces, as Qwen3 has them."""
+    """Makes a tokenizer of byte-level BPE with added tokens that are not special.
+
+    They are `TAGS` and a run of spaces, as in Qwen3.
+    """
     made = _byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)
@@ -103,9 +104,11 @@ def tagged_tokenizer() -> Any:
 
 
 def large_tokenizer() -> Any:
-    """A tokenizer of byte-level BPE with more than 150,000 entries: all words of up to three
-    letters, many with a space before them. Its chat templates are a list, and one of them is for
-    tools."""
+    """Makes a tokenizer of byte-level BPE with more than 150,000 entries.
+
+    They are all words of up to three letters, many with a space before them. Its chat templates are
+    a list, and one of them is for tools.
+    """
     letters, vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet()), dict[str, int]()
     merges = [(a, b) for a, b in product(ascii_letters + digits, repeat=2)]
     merges += [(a + b, c) for a, b, c in product(ascii_letters, ascii_letters, ascii_letters)]
@@ -134,8 +137,11 @@ def _byte_level(model: Any) -> Tokenizer:
 
 
 def _pieces(before: bool) -> Tokenizer:
-    """BPE over "▁" without any other split; before: a space before each text, which decoding
-    strips."""
+    """Makes BPE over "▁" without any other split.
+
+    Args:
+        before: put a space before each text, which decoding strips.
+    """
     normalizer: Any = normalizers.Replace(" ", "▁")
     decoder: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if before:

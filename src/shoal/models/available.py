@@ -60,7 +60,7 @@ def _available(root: Path) -> int | None:
 
 
 def _left_by_groups(root: Path) -> Iterator[int | None]:
-    """Yields the bytes that each control group of the process leaves, in Linux' versions 2 and 1."""
+    """Yields the bytes that each control group of the process leaves, in versions 2 and 1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:

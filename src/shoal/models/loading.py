@@ -235,7 +235,7 @@ def _auto_dtype(
 def _sharding(
     name: str, config: Any, device: str | torch.device, quantize: str, strict: bool
 ) -> dict[str, Any]:
-    """Returns the options of `from_pretrained` that share a model out among torchrun's processes."""
+    """Returns the options of `from_pretrained` that share a model among torchrun's processes."""
     if strict or quantize != "off" or str(device) != "auto":
         raise RequestError(
             "tensor_parallel wants device 'auto', and goes neither with strict nor with a "

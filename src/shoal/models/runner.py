@@ -126,7 +126,7 @@ class Runner:
         return SlotCache()
 
     def new_kept(self, tokens: int) -> KeptPrefixes:
-        """Returns memory for a number of tokens of rows that have left (`shoal.models.cache.kept`)."""
+        """Returns memory for tokens of rows that have left (`shoal.models.cache.kept`)."""
         return KeptPrefixes(tokens)
 
     @property
@@ -507,7 +507,7 @@ class Runner:
         )
 
     def ordinary(self, plan: Plan, tokens: Tensor, want_logits: bool = True) -> Tensor:
-        """Computes a pass as long as its rows are; returns its logits [rows, q, vocab], see `feed`."""
+        """Computes a pass as long as its rows are; returns its logits, see `feed`."""
         return self._ordinary(self._batch(plan, tokens, want_logits)).logits
 
     def count(self, passes: int, seconds: float, executor: str) -> None:
@@ -560,7 +560,7 @@ class Runner:
         raise InternalError("the modules refused a pass")
 
     def take_executors(self) -> Counter[str]:
-        """Returns the passes since the last call by the name of their executor, prompts included."""
+        """Returns the passes since the last call by executor, those of prompts included."""
         taken, self.computed = self.computed, Counter()
         return taken
 

@@ -120,7 +120,7 @@ class _Leading(Runner):
 
     @property
     def cut_obstacle(self) -> str:
-        """The reason why first layers cannot be computed alone: other ranks compute whole passes."""
+        """The reason why first layers cannot be computed alone: ranks compute whole passes."""
         return "several processes share it"
 
     def use_vectors(self, vectors: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Logits -> p or q, the uniforms by which tokens are drawn, and the acceptance rules.
+"""The sampling of tokens: p and q from logits, the uniforms of the draws, and the acceptance rules.
 
 Pure functions on tensors: no model, no cache, no engine.
 """

@@ -1,8 +1,7 @@
-"""A rule's uniforms, computed for many positions of a row at once: they depend on nothing that a
-round decides.
+"""A rule's uniforms, computed for many positions of a row at once.
 
-A round then reads a few rows of a table, instead of some twenty operations on arrays too small to
-be worth one each.
+They do not depend on any decision of a round. A round reads a few rows of a table, instead of some
+twenty operations on arrays too small to be worth one each.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from shoal.sampling.acceptance import Rule
 from shoal.types.requests import Row
 
 AHEAD = 64
-"""Positions computed at once."""
+"""The number of positions that are computed at once."""
 
 
 class UniformsAhead:
     """The uniforms of the rows of one engine, on the host.
 
     Args:
-        rule: whose they are.
+        rule: the rule that the uniforms are for.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -35,10 +34,13 @@ class UniformsAhead:
         ] = {}  # by the row's serial: its place in the table, and its first position there
 
     def of_round(self, rows: Sequence[Row], width: int, numbered: bool) -> Tensor:
-        """What `Rule.uniforms` has for the rows' next `width` positions, [rows, width, ...].
+        """Returns the uniforms of the rows' next `width` positions, [rows, width, ...].
+
+        They are those of `Rule.uniforms`.
 
         Args:
-            numbered: every round has numbers of its own, if the rule's depend on rounds at all.
+            numbered: True gives every round numbers of its own, if the rule's numbers depend on
+                rounds at all.
         """
         firsts = [len(row.tokens) for row in rows]
         if width > AHEAD or (numbered and self._rule.numbers_rounds):
@@ -61,13 +63,15 @@ class UniformsAhead:
         return self._places[row.serial]
 
     def _first_of(self, row: Row) -> int:
-        """The first position that the table has of the row; long ago if it has none."""
+        """Returns the first position of the row in the table, or a long past one if it has none."""
         place = self._places.get(row.serial)
         return -AHEAD if place is None else place[1]
 
     def _compute(self, wanted: Sequence[Row], rows: Sequence[Row]) -> None:
-        """The next positions of the rows that are `wanted`, in places of their own or those of rows
-        that have left."""
+        """Computes the next positions of the rows that are `wanted`.
+
+        They take places of their own in the table, or the places of rows that have left.
+        """
         kept = {row.serial: self._places[row.serial] for row in rows if row.serial in self._places}
         taken = {place for place, _ in kept.values()}
         free = (place for place in range(len(rows)) if place not in taken)

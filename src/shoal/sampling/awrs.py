@@ -1,9 +1,9 @@
-"""Adaptive weighted rejection sampling: a token of p given that it passes, and an unbiased estimate
-of the probability to pass.
+"""Adaptive weighted rejection sampling: a token of p given that it passes, and its weight.
 
-Tokens are drawn from p without replacement until one passes, which asks about few tokens where most
-of p passes. Further draws say how much of p passes (AWRS, COLM 2025, arXiv 2504.05410), by one of
-its two estimators, which p alone decides on. Both draw the same tokens.
+The weight is an unbiased estimate of the probability to pass. Tokens are drawn from p without
+replacement until one passes, which checks few tokens if most of p passes. Further draws estimate
+how much of p passes (AWRS, COLM 2025, arXiv 2504.05410), by one of the paper's two estimators; p
+alone decides between them. Both draw the same tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from collections.abc import Callable
 from torch import Tensor
 
 PEAK = 2 / 3
-"""Probability of the most probable token from which the geometric estimator is used: it then mostly
-draws a token that is known to pass, and asks about no other."""
+"""The probability of the most probable token from which the geometric estimator is used.
+
+That estimator then mostly draws a token that is known to pass, and checks no other.
+"""
 
 Following = Callable[[Tensor], int]
-"""Draws a token from what is left of p, unnormalised."""
+"""A function that draws a token from the rest of p, unnormalised."""
 Phantoms = Callable[[float], int]
-"""How many draws of refused tokens come before one of another, where those have this mass: a
-geometric number."""
+"""A function from the mass of the refused tokens to a number of draws.
+
+It is the number of draws of refused tokens before one of another token: a geometric number.
+"""
 
 
 def awrs(
@@ -32,15 +36,17 @@ def awrs(
     *,
     weighs: bool = True,
 ) -> tuple[int | None, float]:
-    """A token and its weight: E[weight * f(token)] is the sum of p(y) f(y) over the tokens y that
-    pass, for any f.
+    """Draws a token and computes its weight.
+
+    E[weight * f(token)] is the sum of p(y) f(y) over the tokens y that pass, for any f.
 
     Args:
         p: probabilities [vocab] float64, finite, sum 1.
-        first: drawn from p.
-        passes: whether a token may stand there.
-        following, phantoms: what is drawn beside it.
-        weighs: False = the weight is not asked for, which spares a token.
+        first: the first token, drawn from p.
+        passes: the function that tells if a token may stand there.
+        following: the function that draws further tokens.
+        phantoms: the function that draws the numbers of draws of refused tokens.
+        weighs: False if the weight is not needed, which spares the check of a token.
 
     Returns:
         The token, None if none passes, and its weight, 0..1.
@@ -68,10 +74,10 @@ def _recursive(
     passes: Callable[[int], bool],
     following: Following,
 ) -> float:
-    """By one token more, drawn from what is left without the one that passed.
+    """Computes the weight by one more token, drawn from the rest without the token that passed.
 
     Args:
-        shares: of what was left, those of the tokens refused.
+        shares: the share of each refused token in the mass that was left before it was drawn.
     """
     weight, share = 1.0, float(left[token] / left.sum())
     for refused in shares:
@@ -91,11 +97,12 @@ def _geometric(
     following: Following,
     phantoms: Phantoms,
 ) -> float:
-    """By drawing with replacement until a second token passes: 1 / (draws - 1), the draws of
-    refused tokens counted, not made.
+    """Computes the weight by drawing with replacement until a second token passes.
+
+    The weight is 1 / (draws - 1). The draws of refused tokens are counted, not made.
 
     Args:
-        masses: of the tokens refused, before each draw but the first.
+        masses: the mass of the tokens refused, before each draw except the first.
     """
     draws, refused = 1 + len(masses), masses[-1] if masses else 0.0
     draws += sum(map(phantoms, masses))

@@ -1,5 +1,7 @@
-"""Logits -> scores: biases, penalties, processors, constraints: all controls but temperature and
-truncation, which come after."""
+"""The controls that make scores of logits: biases, penalties, processors, constraints.
+
+They are all controls except temperature and truncation, which come after.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ _numbers = attrgetter(*PARAMETERS)
 
 
 def width(logits: Tensor) -> torch.dtype:
-    """What distributions are computed in: float64 for float64 logits, else float32."""
+    """Returns the dtype of distributions: float64 for float64 logits, else float32."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
-    """Rows that can be computed together: one `Sampling` of theirs, and their places."""
+    """Groups rows that can be computed together: a `Sampling` and the rows' places for each."""
     common = rows[0].request.sampling
     if all(row.request.sampling is common for row in rows):
         return [(common, list(range(len(rows))))]
@@ -47,15 +49,19 @@ def groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
 
 
 def _key(s: Sampling) -> tuple[Any, ...]:
-    """Equal for settings that are computed alike: all fields but seed and grammar, containers by
-    identity."""
+    """Returns a key that is equal for settings that are computed alike.
+
+    It has all fields except seed and grammar, and containers by identity.
+    """
     bias, words = id(s.logit_bias) if s.logit_bias else 0, id(s.bad_words) if s.bad_words else 0
     return _numbers(s), bias, words, tuple(map(id, s.processors))
 
 
 def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """`controlled` for rows of any settings: [rows, q, vocab]; the logits themselves where no
-    control changes any."""
+    """Computes `controlled` for rows of any settings, [rows, q, vocab].
+
+    Returns the logits themselves if no control changes them.
+    """
     if not change(positions.rows):
         return logits
     allowed = masks.allowed(positions, logits)
@@ -73,7 +79,7 @@ def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) 
 
 
 def change(rows: Sequence[Row]) -> bool:
-    """Whether some control changes the logits of a row."""
+    """Returns True if some control changes the logits of a row."""
     settings = {id(row.request.sampling): row.request.sampling for row in rows}
     return any(map(_changes, settings.values())) or any(row.constraints for row in rows)
 
@@ -85,9 +91,10 @@ def controlled(
     allowed: Tensor | None,
     faults: Faults | None,
 ) -> Tensor:
-    """Scores [rows, q, vocab] of rows that share one `Sampling` but for seed and grammar, after all
-    controls but temperature and truncation; the logits themselves, in whatever number format, where
-    no control changes them.
+    """Computes scores [rows, q, vocab] of rows with the same `Sampling` except seed and grammar.
+
+    All controls except temperature and truncation are applied. Returns the logits themselves, in
+    their number format, if no control changes them.
 
     Args:
         allowed: see `shoal.constraints.masks`.
@@ -109,16 +116,18 @@ def controlled(
 
 
 def _changes(sampling: Sampling) -> bool:
-    """Whether some control changes the logits themselves."""
+    """Returns True if some control changes the logits themselves."""
     return sampling.reads_history or bool(sampling.logit_bias)
 
 
 def possible(scores: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """`scores`, every position of which has a finite highest score; those that had none are made
-    uniform.
+    """Returns `scores` with a finite highest score at every position.
+
+    The scores of positions without one become uniform.
 
     Raises:
-        RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
+        RequestError: see `report`.
+        BadLogits: see `report`.
     """
     top = scores.amax(-1)
     if finite(top):
@@ -129,10 +138,17 @@ def possible(scores: Tensor, logits: Tensor, positions: Positions, faults: Fault
 
 
 def report(impossible: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> None:
-    """Names what is at fault where there is no distribution, [rows, q] bool.
+    """Reports the reasons for positions without a distribution.
+
+    Args:
+        impossible: the positions, [rows, q] bool.
+        faults: a dict that receives the reasons; None to raise them.
 
     Raises:
-        RequestError, BadLogits: for a position that is not padding, unless `faults` takes them.
+        RequestError: the controls of a position that is not padding leave no token, without
+            `faults`.
+        BadLogits: the logits of a position that is not padding have no finite highest value,
+            without `faults`.
     """
     rows, columns = impossible.nonzero(as_tuple=True)
     highest = logits[rows, columns].amax(-1).tolist()
@@ -150,8 +166,12 @@ def report(impossible: Tensor, logits: Tensor, positions: Positions, faults: Fau
 
 
 def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
-    """Says why no token is possible where the highest logit is `top`; `failure`: of a
-    constraint."""
+    """Returns the error that names the reason why no token is possible.
+
+    Args:
+        top: the highest logit.
+        failure: the message of a constraint, or "".
+    """
     sampling, where = (
         row.request.sampling,
         f"row {row.index} of request {row.group}, draft position {position}",
@@ -175,7 +195,7 @@ def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
 
 
 def _name(constraint: Any) -> str:
-    """A filter or grammar as it is written, another constraint by its class."""
+    """Returns a filter or grammar as it is written, another constraint by its class."""
     return (
         _short(constraint)
         if isinstance(constraint, Filter | Grammar)
@@ -184,6 +204,6 @@ def _name(constraint: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value as it is written, with a mark where it is cut."""
+    """Returns a value as it is written, with a mark if it is cut."""
     written = repr(value)
     return written if len(written) <= 80 else f"{written[:80]}..."

@@ -1,11 +1,11 @@
-"""From logits to the declared distribution: one function for target, drafter and plain decoding.
+"""The declared distribution of logits: one function for target, drafter and plain decoding.
 
 Speculative sampling returns samples of the target's declared distribution p whatever the drafter's
 q is, provided that p at a position depends on nothing but the position's logits and history. So
 every control is applied here, to both models, at each drafted position with the history that the
 position would have.
 
-On a CPU a kernel in C computes them where there is a compiler (`shoal.sampling.native`), else
+On a CPU with a compiler a kernel in C computes the distributions (`shoal.sampling.native`), else
 operations of torch.
 """
 
@@ -26,17 +26,25 @@ from shoal.types.rounds import Faults
 from shoal.types.trees import Positions
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
-"""Weights [n, vocab] and the uniforms of a position each [n, ...] -> one token per row, [n]
-int64."""
+"""A function that draws one token per row, [n] int64.
+
+Its arguments are weights [n, vocab], and the uniforms [n, ...] of each row's position.
+"""
 
 RACES: dict[Sampler, bool] = {exponential_race: True, inverse_transform: False}
-"""The samplers that the kernels know, and whether they draw by an exponential race."""
+"""The samplers that the kernels know; True if the sampler draws by an exponential race."""
 
 
 class Draws(NamedTuple):
-    """Of positions [rows, q]: tokens drawn, int64, and their probabilities; the highest probability
-    at each, of greedy rows that at temperature 1; the distributions p, [rows, q, vocab]. What was
-    not asked for is None."""
+    """The tokens that were drawn at positions [rows, q].
+
+    Attributes:
+        tokens: the tokens, int64.
+        probs: the probabilities of the tokens.
+        highest: the highest probability at each position, for greedy rows that at temperature 1;
+            None if it was not asked for.
+        p: the distributions, [rows, q, vocab]; None if they were not asked for.
+    """
 
     tokens: Tensor
     probs: Tensor
@@ -45,26 +53,25 @@ class Draws(NamedTuple):
 
 
 def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = None) -> Tensor:
-    """The declared distribution of each (row, position), by the row's own `Sampling` in the order
-    it documents.
+    """Computes the declared distribution of each (row, position).
 
-    Padding gets finite numbers that mean nothing. A greedy row is one-hot at its highest score,
-    lowest id on a tie.
+    The controls of the row's own `Sampling` are applied in the order that it documents. Padding
+    gets finite numbers that mean nothing. A greedy row is one-hot at its highest score, lowest id
+    on a tie.
 
     Args:
         logits: [rows, q, vocab], any float dtype; -inf is allowed. Not modified.
-        positions: the history of each (row, column), and which columns are padding.
-        faults: receives the reason where there is no distribution, instead of an error being
-            raised; for padding only where the logits themselves are at fault. Such a position then
-            counts as padding.
+        positions: the history of each (row, column), and the columns that are padding.
+        faults: a dict that receives the reason for a position without a distribution, instead of an
+            error being raised; for padding only if the logits themselves are at fault. Such a
+            position then counts as padding.
 
     Returns:
         [rows, q, vocab] float32, or float64 for float64 logits. Rows sum to 1 and hold no NaN.
 
     Raises:
-        RequestError: if a row's controls leave no token possible, or name ids outside the
-            vocabulary.
-        BadLogits: if the logits themselves do (NaN, +inf, or -inf everywhere).
+        RequestError: a row's controls leave no token possible, or name ids outside the vocabulary.
+        BadLogits: the logits themselves leave none (NaN, +inf, or -inf everywhere).
     """
     drawn = draws(logits, positions, None, None, faults, want_p=True)
     assert drawn.p is not None
@@ -81,12 +88,13 @@ def draws(
     want_p: bool = False,
     want_highest: bool = False,
 ) -> Draws:
-    """Tokens drawn from the `probabilities` of each (row, position).
+    """Draws tokens from the `probabilities` of each (row, position).
 
     Args:
-        sampler: None: only greedy rows get tokens.
+        sampler: the sampler; None if only greedy rows get tokens.
         uniforms: [rows, q, ...] float64.
-        want_p, want_highest: beside the tokens.
+        want_p: True to return the distributions beside the tokens.
+        want_highest: True to return the highest probabilities beside the tokens.
     """
     samplings = [row.request.sampling for row in positions.rows]
     known = sampler is None or sampler in RACES
@@ -109,7 +117,7 @@ def _by_kernels(
     want_p: bool,
     want_highest: bool,
 ) -> Draws:
-    """`draws` from the scores after all other controls."""
+    """Computes `draws` from the scores after all other controls, by the kernels in C."""
     race = sampler is not None and RACES[sampler]
     drawn = native.drawn(
         scores, samplings, uniforms, race=race, want_p=want_p, want_highest=want_highest
@@ -127,20 +135,22 @@ def _by_kernels(
 def pure_probabilities(
     logits: Tensor, temperature: Tensor, cut: Sampling, greedy: bool | None, candidates: int
 ) -> tuple[Tensor, Tensor | None]:
-    """`probabilities` of one position as a function of tensors that looks at no value: it can be
-    compiled and captured.
+    """Computes `probabilities` of one position as a function of tensors that looks at no value.
+
+    Such a function can be compiled and captured.
 
     Args:
         logits: [rows, vocab]; rows without a finite highest logit give nonsense.
-        temperature: [rows], 0 = greedy, else not tiny.
-        cut: its top_k, top_p, min_p and typical_p hold for all rows; nothing else of it is read.
-        greedy: whether all rows are; None = some.
-        candidates: how many the tokens that stay are chosen from (`truncation.listed_softmax`).
+        temperature: [rows], 0 for greedy rows, else not tiny.
+        cut: the settings of top_k, top_p, min_p and typical_p of all rows; its other fields are not
+            read.
+        greedy: True if all rows are greedy, False if none is; None if some are.
+        candidates: the number of candidates for the tokens that stay (`truncation.listed_softmax`).
 
     Returns:
-        [rows, vocab] float32, or float64 for float64 logits. And for which rows so many candidates
-        suffice, [rows] bool; None = for all. The others have a distribution over candidates that is
-        not the declared one.
+        The distributions [rows, vocab] float32, or float64 for float64 logits.
+        A mask of the rows for which the candidates suffice, [rows] bool; None if they suffice for
+        all. The other rows have a distribution over candidates that is not the declared one.
     """
     if greedy:
         return _one_hot(logits.to(width(logits))), None
@@ -173,7 +183,7 @@ def _by_torch(
     want_p: bool,
     want_highest: bool,
 ) -> Draws:
-    """`draws`, rows of the same settings at a time."""
+    """Computes `draws` by operations of torch, for rows of the same settings at a time."""
     allowed, rows = masks.allowed(positions, logits), groups(positions.rows)
     if len(rows) == 1:
         return _of_group(
@@ -210,7 +220,7 @@ def _of_group(
     want_p: bool,
     want_highest: bool,
 ) -> Draws:
-    """`draws` of rows that share one `Sampling` but for seed and grammar."""
+    """Computes `draws` of rows with the same `Sampling` except seed and grammar."""
     scores = controlled(logits, sampling, positions, allowed, faults)
     if (sampler is None or sampler in RACES) and native.takes(scores, [sampling]):
         # Their bits must not depend on what other rows of the batch ask for.
@@ -247,7 +257,7 @@ def _of_group(
 def _distribution(
     scores: Tensor, logits: Tensor, sampling: Sampling, positions: Positions, faults: Faults | None
 ) -> Tensor:
-    """Of scores after temperature, [rows, q, vocab]."""
+    """Computes the distribution of scores after temperature, [rows, q, vocab]."""
     truncates = sampling.truncates
     if not truncates:
         probs = scores.softmax(-1)
@@ -262,8 +272,10 @@ def _distribution(
 
 
 def _best(scores: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """The token of the highest score at each position, the lowest id on a tie, of greedy rows:
-    [rows, q] int64."""
+    """Returns the token of the highest score at each position of greedy rows, [rows, q] int64.
+
+    On a tie it is the lowest id.
+    """
     values, tokens = highest(scores)
     return tokens if finite(values) else highest(possible(scores, logits, positions, faults))[1]
 

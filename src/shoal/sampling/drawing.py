@@ -1,5 +1,7 @@
-"""Tokens drawn from weights by given uniforms, by inverse transform or by an exponential race; the
-token of the highest score."""
+"""The draws of tokens from weights by given uniforms, and the token of the highest score.
+
+Draws are by inverse transform or by an exponential race.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,20 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256
-"""Tokens whose weights are summed before one of them is searched for."""
+"""The number of tokens whose weights are summed before one of them is searched for."""
 _ONE_LEVEL = 4096
-"""Largest vocabulary whose cumulative sums take less time than the further operations of a search
-in two levels."""
+"""The largest vocabulary that is searched in one level.
+
+Its cumulative sums take less time than the further operations of a search in two levels.
+"""
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row by inverse transform, [rows] int64, in float64 so that no tail is lost to
-    rounding.
+    """Draws one token per row by inverse transform, [rows] int64.
 
-    Cumulative sums over a large vocabulary would take most of the time, so there the search has two
-    levels: a block of `_BLOCK` tokens by the blocks' sums, then a token inside it.
+    The draw is in float64, so that no tail is lost to rounding. Cumulative sums over a large
+    vocabulary would take most of the time, so there the search has two levels: a block of `_BLOCK`
+    tokens by the blocks' sums, then a token inside it.
 
     Args:
         weights: non-negative, not all zero, need not sum to one; [rows, vocab].
@@ -33,12 +37,12 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """`draw` by the first uniform of each row, [rows, ...]."""
+    """Computes `draw` by the first uniform of each row, [rows, ...]."""
     return draw(weights, uniforms[:, 0])
 
 
 def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """`draw` by uniforms [rows, 1], [rows, 1] int64."""
+    """Computes `draw` by uniforms [rows, 1]; the tokens are [rows, 1] int64."""
     share = uniforms.clamp(
         max=1 - 2.0**-52
     )  # one unit below 1 the product may round up to the total
@@ -60,11 +64,10 @@ def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest score of each position [..., vocab], NaN if one is, and the lowest id that has
-    it: two tensors [...].
+    """Returns the highest score of each position [..., vocab] and the lowest id that has it.
 
-    Over a large vocabulary by way of the highest scores of blocks: torch finds values many times
-    faster than their indices.
+    Both are tensors [...]. The highest score is NaN if a score is. A large vocabulary is searched
+    by way of the highest scores of blocks: torch finds values many times faster than their indices.
     """
     vocab = scores.shape[-1]
     if vocab <= _ONE_LEVEL:
@@ -82,13 +85,15 @@ def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finite(values: Tensor) -> bool:
-    """Whether none is NaN or infinite: then their sum is not, either. One value read from the
-    device."""
+    """Returns True if no value is NaN or infinite.
+
+    Then the sum of the values is not, either. It reads one value from the device.
+    """
     return math.isfinite(float(values.sum(dtype=torch.float64)))
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums of `_BLOCK` weights each, the last of what is left, [rows, blocks] float64."""
+    """Sums blocks of `_BLOCK` weights, and the rest as the last block, [rows, blocks] float64."""
     whole = weights.shape[-1] // _BLOCK * _BLOCK
     # Converted first: torch's sum into another dtype is not vectorised.
     sums = weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)
@@ -101,12 +106,12 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tensor:
-    """The first index whose cumulative weight exceeds the row's threshold, [rows, 1] int64.
+    """Returns the first index whose cumulative weight exceeds the row's threshold, [rows, 1] int64.
 
-    Where a device's sums are not monotone by rounding, or the threshold is not below the last of
-    them, that may be an index without weight. The first index that has some is taken instead: its
-    sum is the first above 0, whatever the rounding. A row without any weight, such as the padding
-    of a captured round, gets the last index.
+    If a device's sums are not monotone by rounding, or the threshold is not below the last of them,
+    that may be an index without weight. The first index with a weight is taken instead: its sum is
+    the first above 0, whatever the rounding. A row without any weight, such as the padding of a
+    captured round, gets the last index.
     """
     last = weights.shape[-1] - 1
     index = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=last)
@@ -115,12 +120,12 @@ def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tens
 
 
 def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row, such that similar distributions mostly give the same token for the same
-    numbers; [rows] int64.
+    """Draws one token per row, [rows] int64; similar distributions mostly give the same token.
 
-    Token i belongs to bucket i modulo the number of buckets. The exponential race (the Gumbel-max
-    trick) over the buckets' sums draws a bucket, and inverse transform a token of it. The token has
-    the distribution of the weights.
+    The same uniforms are used for both distributions. Token i belongs to bucket i modulo the number
+    of buckets. The exponential race (the Gumbel-max trick) over the buckets' sums draws a bucket,
+    and inverse transform draws a token of the bucket. The token has the distribution of the
+    weights.
 
     Args:
         weights: non-negative, not all zero, need not sum to one; [rows, vocab].

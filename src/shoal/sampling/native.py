@@ -1,9 +1,8 @@
-"""Distributions, draws and verdicts by the kernels in C: one call for all positions, instead of
-some ten operations of torch each.
+"""Distributions, draws and verdicts by the kernels in C: one call for all positions.
 
-A position's bits depend on its own scores, settings and uniforms alone, not on what is computed
-beside it. They are not torch's, which rounds differently: rows of the same settings are always
-computed by one of both.
+Torch takes some ten operations for each. A position's bits depend on its own scores, settings and
+uniforms alone, not on the positions beside it. The bits differ from torch's, which rounds
+differently: rows of the same settings are always computed by one of the two.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32)
 
 
 class Drawn(NamedTuple):
-    """Of positions [rows, q].
+    """The tokens that were drawn at positions [rows, q].
 
     Attributes:
-        tokens: int64; 0 where nothing was drawn, -1 where there is no distribution.
-        probs: of the tokens.
-        highest: the highest probabilities, of greedy rows those at temperature 1; None unless asked
-            for.
-        p: the distributions, [rows, q, vocab]; None unless asked for. All three are float32.
-        impossible: how many positions have no distribution.
+        tokens: the tokens, int64; 0 if none was drawn, -1 if there is no distribution.
+        probs: the probabilities of the tokens, float32.
+        highest: the highest probabilities, for greedy rows those at temperature 1, float32; None
+            unless asked for.
+        p: the distributions, [rows, q, vocab] float32; None unless asked for.
+        impossible: the number of positions without a distribution.
     """
 
     tokens: Tensor
@@ -47,11 +46,12 @@ class Verified(NamedTuple):
     """The verdict on chains.
 
     Attributes:
-        accepted: drafts, [rows] int64.
-        token: that follows them, [rows] int64; -1 where there is no distribution.
-        probs: of both, [rows, m + 1] float32.
-        logprobs: of both by the scores alone, natural logarithms, shaped like `probs`.
-        impossible: how many rows have no token.
+        accepted: the number of accepted drafts, [rows] int64.
+        token: the token that follows them, [rows] int64; -1 if there is no distribution.
+        probs: the probabilities of the drafts and the token, [rows, m + 1] float32.
+        logprobs: the natural logarithms of their probabilities by the scores alone, shaped like
+            `probs`.
+        impossible: the number of rows without a token.
     """
 
     accepted: Tensor
@@ -62,7 +62,7 @@ class Verified(NamedTuple):
 
 
 def takes(scores: Tensor, samplings: Sequence[Sampling]) -> bool:
-    """Whether the kernels compute these distributions."""
+    """Returns True if the kernels compute these distributions."""
     return (
         scores.device.type == "cpu"
         and scores.dtype in SUFFIXES
@@ -72,7 +72,7 @@ def takes(scores: Tensor, samplings: Sequence[Sampling]) -> bool:
 
 
 def known(samplings: Sequence[Sampling]) -> bool:
-    """Whether the kernels know all of these settings."""
+    """Returns True if the kernels know all of these settings."""
     return all(
         sampling.typical_p >= 1 for sampling in {id(each): each for each in samplings}.values()
     )
@@ -87,18 +87,21 @@ def drawn(
     want_p: bool = False,
     want_highest: bool = False,
 ) -> Drawn:
-    """The declared distributions after temperature, top_k, top_p and min_p, and tokens drawn from
-    them.
+    """Draws tokens from the distributions after temperature, top_k, top_p and min_p.
 
     Args:
-        scores: after all other controls, [rows, q, vocab] float32 or bfloat16. Not modified.
-        samplings: of the rows, or one for all.
-        uniforms: [rows, q, ...] float64: of an exponential race, or the first of each position for
-            an inverse transform (`shoal.sampling.drawing`); None: nothing is drawn but the tokens
-            of greedy rows.
+        scores: the scores after all other controls, [rows, q, vocab] float32 or bfloat16. Not
+            modified.
+        samplings: the settings of the rows, or one for all.
+        uniforms: [rows, q, ...] float64, for an exponential race, or the first of each position for
+            an inverse transform (`shoal.sampling.drawing`); None draws only the tokens of greedy
+            rows.
+        race: True draws by an exponential race.
+        want_p: True to return the distributions beside the tokens.
+        want_highest: True to return the highest probabilities beside the tokens.
 
     Raises:
-        MemoryError.
+        MemoryError: the memory does not suffice for the scores of a position.
     """
     rows, columns, vocab = scores.shape
     tokens, probs = torch.empty(rows, columns, dtype=torch.long), torch.empty(rows, columns)
@@ -120,17 +123,16 @@ def verified(
     race: bool,
     rejection: bool,
 ) -> Verified:
-    """What is accepted of chains: by rejection sampling, or as far as the target says the same
-    itself.
+    """Decides on chains by rejection sampling, or by the tokens that the target draws itself.
 
     Args:
         scores: see `drawn`, [rows, m + 1, vocab].
         uniforms: [rows, m + 1, ...].
-        race: draws by an exponential race.
-        rejection: with the tree's q, but for greedy rows.
+        race: True draws by an exponential race.
+        rejection: True for rejection sampling with the tree's q, except for greedy rows.
 
     Raises:
-        MemoryError.
+        MemoryError: the memory does not suffice for the scores of a position.
     """
     rows, columns, _ = scores.shape
     accepted, token = torch.empty(2, rows, dtype=torch.long)
@@ -158,12 +160,14 @@ def verified(
 def block_of(
     scores: Tensor, settings: Any, uniforms: Tensor | None, race: bool
 ) -> tuple[Block, Any]:
-    """Positions [rows, q, vocab] as the kernels have them, and what must live as long as they are
-    used.
+    """Makes the kernels' struct of positions [rows, q, vocab].
+
+    Returns the struct, and the objects that must live as long as it is used.
 
     Args:
         settings: see `settings_of`.
-        uniforms, race: see `drawn`.
+        uniforms: see `drawn`.
+        race: see `drawn`.
     """
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     uniforms = uniforms if uniforms is None or uniforms.stride(-1) == 1 else uniforms.contiguous()
@@ -188,7 +192,7 @@ def block_of(
 
 
 def settings_of(samplings: Sequence[Sampling]) -> Any:
-    """What the kernels know of the rows' settings; of one row where all have the same."""
+    """Returns the rows' settings as the kernels read them; one row's if all rows have the same."""
     first = samplings[0]
     return _settings(
         (_key(first),) if all(each is first for each in samplings) else tuple(map(_key, samplings))
@@ -202,7 +206,7 @@ def _key(sampling: Sampling) -> tuple[float, float, float, int]:
 
 @lru_cache(maxsize=256)
 def _settings(keys: tuple[tuple[float, float, float, int], ...]) -> Any:
-    """An array of `Setting`."""
+    """Makes an array of `Setting`."""
     keys = keys[:1] if len(set(keys)) == 1 else keys
     return (Setting * len(keys))(*(Setting(*key) for key in keys))
 

@@ -1,7 +1,7 @@
-"""The steps that read the tokens before a position: bias, penalties, bans, and the caller's own
-processors.
+"""The controls that read the tokens before a position.
 
-`shoal.types.trees.Positions` says what comes before each position. Nothing is done at padding.
+They are bias, penalties, bans, and the caller's own processors. `shoal.types.trees.Positions` gives
+the tokens before each position. Padding is left as it is.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ _POSITION_INDEPENDENT = frozenset(
         "SuppressTokensLogitsProcessor",
     }
 )
-"""Transformers processors that read neither input_ids nor the other rows: one call does the whole
-block."""
+"""The Transformers processors that read neither input_ids nor other rows.
+
+One call of them does the whole block.
+"""
 
 
 def require_ids(sampling: Sampling, vocab: int) -> None:
-    """Checks the token ids the caller named.
+    """Checks the token ids that the caller named.
 
     Raises:
-        RequestError: if logit_bias or bad_words name an id that a model of this vocabulary does not
+        RequestError: logit_bias or bad_words name an id that a model of this vocabulary does not
             have.
     """
     for name, ids in (
@@ -61,9 +63,9 @@ def require_ids(sampling: Sampling, vocab: int) -> None:
 
 
 def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) -> None:
-    """Applies logit_bias, the three penalties, no_repeat_ngram, bad_words and min_new_tokens to
-    `scores` in place.
+    """Applies bias, penalties and bans to `scores` in place.
 
+    They are logit_bias, the three penalties, no_repeat_ngram, bad_words and min_new_tokens.
     repetition_penalty: Keskar et al. 2019, "CTRL". presence_penalty, frequency_penalty: OpenAI's
     API reference; they count output tokens only.
 
@@ -71,7 +73,7 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
         scores: [rows, q, vocab] float32 or float64, contiguous.
 
     Raises:
-        RequestError: from `require_ids`.
+        RequestError: see `require_ids`.
     """
     rows = positions.rows
     require_ids(sampling, scores.shape[-1])
@@ -97,12 +99,18 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
 
 
 def _ints(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [len(values)]; by way of an array, several times faster than torch.tensor of a list."""
+    """Makes a tensor int64 [len(values)] by way of an array.
+
+    It is several times faster than torch.tensor of a list.
+    """
     return _joined([array("q", values)], device)
 
 
 def _joined(parts: Sequence[array[int]], device: torch.device) -> Tensor:
-    """int64 [total length]. The parts are copied: they may grow while the tensor lives."""
+    """Joins parts to a tensor int64 [total length].
+
+    The parts are copied: they may grow while the tensor lives.
+    """
     buffer = array("q")
     for part in parts:
         buffer.extend(part)
@@ -117,14 +125,13 @@ def _replace(
     positions: Positions,
     change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Puts change(score, count) for the score of every token that occurs before a position, in
-    place.
+    """Replaces the score of every token that occurs before a position by change(score, count).
 
     Args:
-        scores: [rows, q, vocab], contiguous.
-        committed: per row, how often each token occurs before its draft. Only the draft's own
-            tokens are counted here.
-        change: of scores [m] and counts [m], both of scores' dtype, to scores [m].
+        scores: [rows, q, vocab], contiguous; modified in place.
+        committed: the counts of the tokens before each row's draft. Only the draft's own tokens are
+            counted here.
+        change: a function of scores [m] and counts [m], both of scores' dtype, to scores [m].
     """
     flat = scores.view(-1)
     parts = [_committed_counts(scores, committed), _draft_counts(scores, committed, positions)]
@@ -136,8 +143,10 @@ def _replace(
 
 
 def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple[Tensor, Tensor]:
-    """Flat indices into scores [rows, q, vocab], and counts, of every row's committed tokens at
-    each of its positions."""
+    """Returns the indices and counts of every row's committed tokens at each of its positions.
+
+    The indices are flat, into scores [rows, q, vocab].
+    """
     (n, q, vocab), device = scores.shape, scores.device
     ids = _joined([counts.ids for counts in committed], device)
     count = _joined([counts.counts for counts in committed], device)
@@ -154,8 +163,11 @@ def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple
 def _draft_counts(
     scores: Tensor, committed: Sequence[TokenCounts], positions: Positions
 ) -> tuple[Tensor, Tensor]:
-    """The same for the tokens of the drafts, each position counting the drafted tokens before it
-    and the committed ones."""
+    """Returns the indices and counts of the tokens of the drafts.
+
+    The indices are flat, into scores [rows, q, vocab]. Each position counts the drafted tokens
+    before it and the committed ones.
+    """
     q, vocab = scores.shape[1:]
     index: list[int] = []
     counts: list[int] = []
@@ -173,8 +185,10 @@ def _draft_counts(
 def _bans(
     sampling: Sampling, positions: Positions, q: int, vocab: int
 ) -> tuple[list[int], list[int]]:
-    """Ids impossible everywhere, and flat indices into [rows, q, vocab] of those impossible at one
-    position."""
+    """Returns the ids that are impossible everywhere, and those that are at one position.
+
+    The latter are flat indices into [rows, q, vocab].
+    """
     always = [word[0] for word in sampling.bad_words if len(word) == 1]
     words: dict[int, list[list[int]]] = defaultdict(list)
     for word in sampling.bad_words:
@@ -201,8 +215,10 @@ def _bans(
 
 
 def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
-    """The tokens that would complete, after history[:end], an n-gram of `size` that occurs in
-    it."""
+    """Returns the tokens that would repeat an n-gram.
+
+    After history[:end] they would complete an n-gram of `size` that occurs in it.
+    """
     if size == 1:
         return set(history[:end])
     found: set[int] = set()
@@ -222,21 +238,20 @@ def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
 def process(
     scores: Tensor, processors: Sequence[Any], positions: Positions, faults: Faults | None = None
 ) -> Tensor:
-    """Runs Transformers `LogitsProcessor`s, or other pure functions of (ids, scores), in their
-    order.
+    """Runs Transformers `LogitsProcessor`s or other pure functions of (ids, scores) in order.
 
     Each is called once per (row, position), rows first, with the exact ids before the position
-    (int64 [1, length]) and scores [1, vocab]; those of `_POSITION_INDEPENDENT` once on the whole
-    block, with empty ids.
+    (int64 [1, length]) and scores [1, vocab]. The processors of `_POSITION_INDEPENDENT` are called
+    once on the whole block, with empty ids.
 
     Args:
-        scores: [rows, q, vocab] float32 or float64, contiguous, the caller's to lose.
-        faults: receives what a processor raised, by row and column, whose scores are then left as
-            they were.
+        scores: [rows, q, vocab] float32 or float64, contiguous; may be overwritten.
+        faults: a dict that receives the errors of processors, by row and column; the scores of such
+            a position are left as they were.
 
     Raises:
-        RequestError: without `faults`, if a processor raises, or returns something else than scores
-            of the shape it was given.
+        RequestError: without `faults`, a processor raises, or returns something else than scores of
+            the shape it was given.
     """
     n, q, vocab = scores.shape
     for independent, run in itertools.groupby(processors, key=position_independent):
@@ -260,7 +275,7 @@ def process(
 
 
 def position_independent(processor: Any) -> bool:
-    """Whether it is known to read neither ids nor other rows."""
+    """Returns True if a processor is known to read neither ids nor other rows."""
     kind = type(processor)
     return kind.__name__ in _POSITION_INDEPENDENT and kind.__module__.startswith("transformers.")
 

@@ -1,8 +1,8 @@
-"""Processors must be pure functions of (ids, scores): they are also called for drafts that are
-rejected, in any order.
+"""The check that processors are pure functions of (ids, scores).
 
-What a processor remembers of such calls would bend the distribution in silence, so each is tried
-before anything is computed.
+They must be pure because they are also called for drafts that are rejected, in any order. A
+processor that remembers such calls would bend the distribution in silence, so each one is tried
+before any row is computed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from shoal.errors import RequestError
 _STATEFUL = frozenset(
     {"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}
 )
-"""Transformers processors known to go by their earlier calls; the first holds a model, which nobody
-wants copied."""
+"""The Transformers processors that are known to depend on their earlier calls.
+
+The first holds a model, which should not be copied.
+"""
 
 
 def require_stateless(processors: Sequence[Any]) -> None:
-    """Raises RequestError for Transformers' own processors that go by their earlier calls."""
+    """Raises RequestError for Transformers' own processors that depend on their earlier calls."""
     for processor in processors:
         if name_of(processor) in _STATEFUL:
             raise _refusal(processor)
@@ -37,16 +39,16 @@ def require_pure(
     vocab: int,
     device: Any,
 ) -> None:
-    """Calls copies of the processors, in their order, on the prompt, on a continuation of it, and
-    on the prompt again.
+    """Raises RequestError for processors whose results depend on their earlier calls.
 
-    A processor that cannot be copied is called itself. State that shows only later than in the
-    third call is not found.
+    Copies of the processors are called, in their order, on the prompt, on a continuation of it, and
+    on the prompt again. A processor that cannot be copied is called itself. State that shows only
+    later than in the third call is not found.
 
     Args:
-        eos: ids after which processors are not called.
-        vocab: size of the scores.
-        device: of the ids and scores.
+        eos: the ids after which processors are not called.
+        vocab: the size of the scores.
+        device: the device of the ids and scores.
 
     Raises:
         RequestError: a processor, by its class's name, answered differently the second time,
@@ -68,7 +70,7 @@ def require_pure(
 
 
 def name_of(processor: Any) -> str:
-    """Its class's name; that of what it wraps, if it has a `wrapped`."""
+    """Returns the name of a processor's class, or of the processor that it has as `wrapped`."""
     return type(getattr(processor, "wrapped", processor)).__name__
 
 
@@ -88,7 +90,11 @@ def _copied(processor: Any) -> Any:
 
 
 def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Tensor]:
-    """What each returns, float32 [1, vocab], given what the one before it returned."""
+    """Calls the processors in their order, each on the output of the one before it.
+
+    Returns:
+        The output of each processor, float32 [1, vocab].
+    """
     outputs: list[Tensor] = []
     for processor in processors:
         before = outputs[-1] if outputs else scores
@@ -111,7 +117,10 @@ def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Ten
 
 
 def _continued(ids: Tensor, scores: Tensor, eos: Collection[int]) -> Tensor:
-    """The ids and the best token that may follow them; the ids themselves if only an EOS may."""
+    """Returns the ids and the best token that may follow them.
+
+    Returns the ids themselves if only an EOS may follow.
+    """
     allowed = scores[0].clone()
     allowed[[token for token in eos if token < len(allowed)]] = -torch.inf
     if not bool(allowed.amax().isfinite()):

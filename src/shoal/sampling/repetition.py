@@ -1,10 +1,11 @@
-"""RPG, repetition penalisation by grammar (Dong et al., ACL 2025, arXiv 2505.10402), as a logits
-processor in log space.
+"""RPG, repetition penalisation by grammar, as a logits processor in log space.
 
-Two kinds of repetition at the end of the tokens are found. Of tokens: the last L tokens are the L before them, n times over. Of
-structure: the last k lines have the token types of the k lines before them, n times over, where all names are of one type and so
-are all numbers, all strings and all comments. The token that would begin the next repetition loses n |ln decay|, and where it opens
-a statement EOS gains n |ln ending|: probabilities are multiplied by decay^n and ending^-n and renormalised. (The authors' code
+After Dong et al., ACL 2025, arXiv 2505.10402. Two kinds of repetition at the end of the tokens are
+found. A repetition of tokens: the last L tokens are the L before them, n times over. A repetition
+of structure: the last k lines have the token types of the k lines before them, n times over; all
+names are of one type and so are all numbers, all strings and all comments. The token that would
+begin the next repetition loses n |ln decay|, and if it opens a statement EOS gains n |ln ending|:
+probabilities are multiplied by decay^n and ending^-n and renormalised. (The authors' code
 multiplies raw logits by 0.9^n, which raises the probability of a token whose logit is negative.)
 """
 
@@ -25,7 +26,7 @@ from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 
 WINDOW = 1024
-"""Tokens at the end of the ids in which repetitions are looked for."""
+"""The number of tokens at the end of the ids in which repetitions are looked for."""
 _LEXEMES = re.compile(
     rb"""(?P<comment>\#.*|//.*)
     |(?P<string>[A-Za-z]{0,2}(?:\"{3}.*?(?:\"{3}|$)|'{3}.*?(?:'{3}|$)|"(?:\\.|[^"\\])*(?:"|$)|'(?:\\.|[^'\\])*(?:'|$)))
@@ -57,16 +58,16 @@ OPENERS = frozenset(
         "@",
     )
 )
-"""First lexemes of lines before which a program may as well end."""
+"""The first lexemes of lines before which a program may as well end."""
 
 
 class Repetition(NamedTuple):
-    """What would go on.
+    """A repetition that the next token may continue.
 
     Attributes:
-        token: that would begin the next repetition.
-        times: how often what it begins has been repeated, >= 1.
-        opens: a statement.
+        token: the token that would begin the next repetition.
+        times: the number of repetitions so far, >= 1.
+        opens: True if the token opens a statement.
     """
 
     token: int
@@ -77,14 +78,17 @@ class Repetition(NamedTuple):
 class GrammarRepetitionPenalty:
     """A logits processor, pure in (ids, scores), for `Sampling.processors`.
 
-    The prompt counts as text before, so what it repeats at its end is penalised as well. Python's
-    keywords are told apart; names of other languages' keywords count as names.
+    The prompt counts as text before, so repetitions at its end are penalised as well. Python's
+    keywords are told apart; keywords of other languages count as names.
 
     Args:
-        tokenizer: of the model.
-        eos: ids that end a text; None = the tokenizer's.
-        decay, ending: in (0, 1]; 1 = no penalty, EOS as it is. The paper has 0.9 and 0.8; 0.9 stops
-            half of the loops of the bundled target, 0.7 all of them (`benchmarks/repetition.py`).
+        tokenizer: the tokenizer of the model.
+        eos: the ids that end a text; None for the tokenizer's.
+        decay: the factor of a repetition's probability, in (0, 1]; 1 is no penalty. The paper has
+            0.9, which stops half of the loops of the bundled target; 0.7 stops all of them
+            (`benchmarks/repetition.py`).
+        ending: the factor that EOS's probability is divided by, in (0, 1]; 1 leaves EOS as it is.
+            The paper has 0.8.
 
     Raises:
         RequestError: decay or ending is outside of (0, 1].
@@ -109,7 +113,7 @@ class GrammarRepetitionPenalty:
         self._penalty, self._ending = -math.log(decay), -math.log(ending)
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, vocab] after ids, int64 [1, length]."""
+        """Computes the scores [1, vocab] after ids, int64 [1, length]."""
         changed = scores.clone()
         found, changed = self.repetitions(ids[0, -WINDOW:].tolist()), scores.clone()
         for token in {each.token for each in found if each.token < scores.shape[-1]}:
@@ -125,7 +129,7 @@ class GrammarRepetitionPenalty:
         return self  # nothing of it changes
 
     def repetitions(self, tokens: Sequence[int]) -> list[Repetition]:
-        """Of tokens and of structure at the end of the tokens, each at most once."""
+        """Returns the repetitions of tokens and of structure at the end, at most one each."""
         found = []
         length, times = repeated(tokens)
         if times:
@@ -134,7 +138,7 @@ class GrammarRepetitionPenalty:
         return found if structure is None else [*found, structure]
 
     def _structure(self, tokens: Sequence[int]) -> Repetition | None:
-        """The repetition of lines that ends where the tokens do, blanks of a next line aside."""
+        """Returns the repetition of lines at the end of the tokens, blanks of a next line aside."""
         at_start = next(
             (b"\n" in text for text in map(self._text, reversed(tokens)) if text.strip(b" \t\r")),
             False,
@@ -158,8 +162,12 @@ class GrammarRepetitionPenalty:
 
 
 class Line(NamedTuple):
-    """A line of a text. start: offset of its first byte that is no blank. types: see `types_of`;
-    none of a blank line."""
+    """A line of a text.
+
+    Attributes:
+        start: the offset of the first byte that is not a blank.
+        types: see `types_of`; empty for a blank line.
+    """
 
     start: int
     types: tuple[bytes, ...]
@@ -175,10 +183,10 @@ def _lines(text: bytes) -> list[Line]:
 
 @lru_cache(maxsize=1 << 14)
 def types_of(line: bytes) -> tuple[bytes, ...]:
-    """The token types of one line; strings and comments are told by their line alone.
+    """Returns the token types of one line; strings and comments are told by their line alone.
 
-    Keywords and signs stand for themselves, others are "name", "number", "string" and, of a
-    comment, "#".
+    Keywords and signs stand for themselves. The other types are "name", "number", "string" and, for
+    a comment, "#".
     """
     types = []
     for found in _LEXEMES.finditer(line):
@@ -193,8 +201,10 @@ def types_of(line: bytes) -> tuple[bytes, ...]:
 
 
 def repeated(items: Sequence[Any]) -> tuple[int, int]:
-    """The shortest L for which the last L items are the L before them, and how often these are
-    repeated; (0, 0) if none."""
+    """Returns the shortest L for which the last L items are the L before them.
+
+    Also returns the number of times that these are repeated; (0, 0) if there is no such L.
+    """
     back = list(items[::-1])
     length = 0
     while True:

@@ -1,5 +1,7 @@
-"""The scores of a draft tree by the target: its logits, and the declared distributions where a
-decision needs them."""
+"""The target's scores of a draft tree: logits, and declared distributions for a decision.
+
+The distributions are computed only if a decision needs them.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,15 @@ class Scores:
     it.
 
     Attributes:
-        logits: raw, [rows, m + 1, vocab].
+        logits: the raw logits, [rows, m + 1, vocab].
         positions: the positions that the columns score.
-        faults: columns that were asked for and have no distribution, some of them on paths that may
-            be rejected.
-        named: makes of a fault the error that users see.
+        faults: the columns that were asked for and have no distribution, some of them on paths that
+            may be rejected.
+        named: the function that makes the error that users see of a fault.
         hidden: the target's hidden states that the drafter reads, [rows, m + 1, layers * width];
-            None where it reads none.
-        columns: logits of all columns of a pass with probes (`shoal.types.trees.Probes`), [rows,
-            columns, vocab]; else None.
+            None if it reads none.
+        columns: the logits of all columns of a pass with probes (`shoal.types.trees.Probes`),
+            [rows, columns, vocab]; None for other passes.
     """
 
     logits: Tensor
@@ -44,7 +46,7 @@ class Scores:
 
     @property
     def greedy(self) -> bool:
-        """True if all rows are, so that every distribution is a point mass."""
+        """True if all rows are greedy, so that every distribution is a point mass."""
         return all(row.request.sampling.greedy for row in self.positions.rows)
 
     def of_row(self, b: int) -> Scores:
@@ -64,8 +66,10 @@ class Scores:
             )
 
     def p(self) -> Tensor:
-        """Returns the declared distributions, [rows, m + 1, vocab]
-        (`shoal.sampling.distributions.probabilities`)."""
+        """Returns the declared distributions, [rows, m + 1, vocab].
+
+        See `shoal.sampling.distributions.probabilities`.
+        """
         faults: Faults = {}
         probs = distributions.probabilities(self.logits, self.positions, faults)
         self.note(faults)
@@ -73,8 +77,11 @@ class Scores:
 
 
 def drawn(scores: Scores, sampler: Sampler, uniforms: Tensor) -> Draws:
-    """Draws a token of each column (`shoal.sampling.distributions.draws`) by the uniforms [rows, m
-    + 1, ...]."""
+    """Draws a token of each column (`shoal.sampling.distributions.draws`).
+
+    Args:
+        uniforms: [rows, m + 1, ...].
+    """
     faults: Faults = {}
     found = distributions.draws(scores.logits, scores.positions, sampler, uniforms, faults)
     scores.note(faults)
@@ -88,10 +95,10 @@ def by_kernel(
 
     Args:
         tree: the chains.
-        scores: of the target.
-        sampler: draws the tokens behind the accepted ones.
+        scores: the scores of the target.
+        sampler: the sampler of the tokens behind the accepted ones.
         uniforms: by column, [rows, m + 1, ...].
-        rejection: rejection sampling of drafts whose q is known; False = exact match.
+        rejection: True for rejection sampling of drafts whose q is known; False for exact match.
 
     Returns:
         The verdict; None for trees, and for distributions that the kernel does not compute.

@@ -1,5 +1,7 @@
-"""The highest scores of a large vocabulary, and the last of them that a mass needs, without sorting
-the vocabulary."""
+"""The highest scores of a large vocabulary, and the last of them that a mass needs.
+
+The vocabulary is not sorted.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,30 @@ import torch
 from torch import Tensor
 
 _HALVINGS = 10
-"""Steps of a bisection, after which a few hundred tokens of a vocabulary of 150,000 are left
-between its bounds."""
+"""The number of steps of a bisection before its bounds are checked.
+
+After them a few hundred tokens of a vocabulary of 150,000 are left between the bounds.
+"""
 _MOST_HALVINGS = 200
-"""Enough for the bounds to be neighbouring numbers, between which only equal keys are left."""
+"""The largest number of steps of a bisection.
+
+After them the bounds are neighbouring numbers, between which only equal keys are left.
+"""
 _BETWEEN = 1024
-"""Tokens that may be left between the bounds of a bisection, to be sorted."""
+"""The number of tokens that may be left between the bounds of a bisection, to be sorted."""
 _SUMMED = 256
-"""Weights summed at a time: the order, and so the rounding, must not depend on the other rows."""
+"""The number of weights that are summed at a time.
+
+The order of the sum, and so the rounding, must not depend on the other rows.
+"""
 
 
 def largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor, bool]:
-    """The `width` highest scores of each row [n, vocab] and their ids, highest first; or all, and
-    True, if width is near vocab. Equal scores: lowest id first in a full list, in any order in a
-    short one."""
+    """Returns the `width` highest scores of each row [n, vocab] and their ids, highest first.
+
+    Returns all scores, and True, if width is near vocab. Equal scores have the lowest id first in a
+    full list, and are in any order in a short one.
+    """
     if 2 * width > scores.shape[-1]:
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
         return values, ids, True
@@ -30,9 +42,11 @@ def largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor, bool]:
 
 
 def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """torch.topk for a long last dimension, in two levels: the `width` highest of the maxima of
-    disjoint columns hold the `width` highest scores, and both selections are much shorter than one
-    over the vocabulary."""
+    """Computes torch.topk for a long last dimension, in two levels.
+
+    The `width` highest of the maxima of disjoint columns hold the `width` highest scores, and both
+    selections are much shorter than one over the vocabulary.
+    """
     n, vocab = scores.shape
     depth = 1 << round(0.5 * math.log2(vocab / width))
     if depth < 4:
@@ -56,10 +70,11 @@ def _largest(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tuple[Tensor, Tensor]:
-    """Of tokens in descending order of their keys [n, vocab], the last that is needed until their
-    weights hold `mass`: its key, and how many tokens of that very key are needed; each [n, 1].
+    """Returns the key of the last token that is needed until the weights hold `mass`.
 
-    By bisection, without sorting. What is found for a row does not depend on other rows.
+    Tokens are taken in descending order of their keys [n, vocab]. Also returns the number of tokens
+    of that very key that are needed; each is [n, 1]. The search is a bisection, without sorting.
+    The result for a row does not depend on other rows.
 
     Args:
         low: keys of which at least one is below all that are needed, or one of them; [n, 1].
@@ -100,13 +115,15 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
 
 
 def weights_from(keys: Tensor, limit: Tensor, weights: Tensor) -> Tensor:
-    """The weights [n, vocab] whose keys are not below the row's limit [n, 1], and 0 elsewhere.
-    Products of numbers take a fifth of the time of a selection by truth values."""
+    """Returns the weights [n, vocab] whose keys are not below the row's limit [n, 1], else 0.
+
+    Products of numbers take a fifth of the time of a selection by truth values.
+    """
     return torch.ge(keys, limit, out=torch.empty_like(weights)).mul_(weights)
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """Sums of the rows of [n, vocab], [n, 1] float64."""
+    """Sums the rows of [n, vocab]; [n, 1] float64."""
     whole = weights.shape[-1] // _SUMMED * _SUMMED
     sums = (
         weights[:, :whole]

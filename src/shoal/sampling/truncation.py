@@ -1,9 +1,9 @@
-"""The steps that read one position's scores alone: top_k, top_p, min_p, typical_p.
+"""The controls that read one position's scores alone: top_k, top_p, min_p, typical_p.
 
-Which tokens stay is decided as Transformers' warpers decide it, ties included. The work is done on
-each position's highest-scoring candidates, sorted, instead of the whole vocabulary. Where a mass
-decides and the kept set does not provably end inside that list, the lowest score that is kept is
-found by bisection; no vocabulary is sorted.
+The kept tokens are those of Transformers' warpers, ties included. The work is done on each
+position's highest-scoring candidates, sorted, instead of the whole vocabulary. If a mass decides
+and the kept set does not provably end inside that list, the lowest score that is kept is found by
+bisection; no vocabulary is sorted.
 """
 
 from __future__ import annotations
@@ -15,27 +15,36 @@ from shoal.config import Sampling
 from shoal.sampling.selection import largest, last_needed, row_sums, weights_from
 
 _FIRST = 64
-"""Candidates tried first where a mass decides: enough for a peaked distribution, cheap when they
-are not."""
+"""The number of candidates that are tried first if a mass decides.
+
+It is enough for a peaked distribution, and cheap if it is not enough.
+"""
 _TIES = 16
-"""Candidates beyond top_k, so that a few ties with the k-th score do not force a wider list."""
+"""The number of candidates beyond top_k, so that a few ties with the k-th score suffice.
+
+Without them such ties would force a wider list.
+"""
 _LISTED = 1024
-"""Candidates of a list that cannot be widened by what is found: 64 are often too few of a flat
-distribution, and to select 1024 of a vocabulary costs little more."""
+"""The number of candidates of a list that cannot be widened by its results.
+
+For a flat distribution 64 are often too few, and to select 1024 of a vocabulary costs little more.
+"""
 _WIDEN = 4
 _TOGETHER = 1 << 19
-"""Scores computed together on a CPU: the temporaries of more leave its caches."""
+"""The number of scores that are computed together on a CPU.
+
+The temporaries of more scores do not fit its caches.
+"""
 
 
 def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Softmax over the tokens that top_k, top_p, min_p and typical_p keep, in this order; 0
-    elsewhere.
+    """Computes the softmax over the tokens that top_k, top_p, min_p and typical_p keep in turn.
 
-    top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration". min_p: Nguyen et
-    al. 2024, "Turning Up the Heat". typical_p: Meister et al. 2022, "Locally Typical Sampling".
-    Each step renormalises over what the one before kept. Ties: top_k keeps all scores equal to the
-    k-th; top_p takes the lower id first (Transformers leaves the choice to an unstable sort);
-    typical_p keeps all tokens as typical as the last one.
+    Other tokens get 0. top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration".
+    min_p: Nguyen et al. 2024, "Turning Up the Heat". typical_p: Meister et al. 2022, "Locally
+    Typical Sampling". Each step renormalises over the tokens that the one before kept. Ties: top_k
+    keeps all scores equal to the k-th; top_p takes the lower id first (Transformers leaves the
+    choice to an unstable sort); typical_p keeps all tokens as typical as the last one.
 
     Args:
         scores: [n, vocab] float, after temperature; each row's highest score is finite. Not
@@ -62,12 +71,15 @@ def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def listed_softmax(scores: Tensor, sampling: Sampling, candidates: int) -> tuple[Tensor, Tensor]:
-    """`truncated_softmax` from so many highest scores of each row, whether or not they suffice: the
-    work does not depend on the scores, so that it can be captured in a graph.
+    """Computes `truncated_softmax` from a fixed number of highest scores of each row.
+
+    The scores may not suffice: the work does not depend on them, so that it can be captured in a
+    graph.
 
     Returns:
-        Probabilities [n, vocab], and whether they are those of `truncated_softmax`, [n] bool. Where
-        they are not they are still a distribution, over candidates of the list.
+        Probabilities [n, vocab].
+        A mask of the rows whose probabilities are those of `truncated_softmax`, [n] bool. The
+        probabilities of the other rows are still a distribution, over candidates of the list.
     """
     if sampling.top_k or sampling.top_p < 1:
         values, ids, complete = largest(scores, candidates)
@@ -85,18 +97,20 @@ def listed_softmax(scores: Tensor, sampling: Sampling, candidates: int) -> tuple
 
 
 def first_candidates(sampling: Sampling) -> int:
-    """Candidates that `listed_softmax` starts with: twice as many as top_k, as 16-bit logits have
-    many ties."""
+    """Returns the number of candidates that `listed_softmax` starts with.
+
+    It is at least twice top_k, as 16-bit logits have many ties.
+    """
     return max(_LISTED, 2 * sampling.top_k)
 
 
 def wider(candidates: int) -> int:
-    """How many follow where so many did not suffice."""
+    """Returns the number of candidates to try after a number that did not suffice."""
     return _WIDEN * candidates
 
 
 def _min_and_typical(probs: Tensor, sampling: Sampling, width: int) -> Tensor:
-    """Probabilities [n, vocab] after min_p and typical_p."""
+    """Computes probabilities [n, vocab] after min_p and typical_p."""
     probs = _min_p(probs, sampling.min_p)
     return _typical(probs, sampling.typical_p, width) if sampling.typical_p < 1 else probs
 
@@ -111,10 +125,12 @@ def _min_p(probs: Tensor, min_p: float) -> Tensor:
 def _truncate(
     scores: Tensor, sampling: Sampling, width: int, before: Tensor | None = None
 ) -> Tensor:
-    """`truncated_softmax` from the `width` highest scores of each row [n, vocab], from more where
-    they do not suffice.
+    """Computes `truncated_softmax` from the `width` highest scores of each row [n, vocab].
 
-    before: softmax of the scores; needed when top_p comes without top_k.
+    More scores are used if these do not suffice.
+
+    Args:
+        before: the softmax of the scores; needed if top_p comes without top_k.
     """
     values, ids, complete = largest(scores, width)
     if sampling.top_p < 1 and not complete:
@@ -138,11 +154,13 @@ def _truncate(
 def _of_list(
     values: Tensor, ids: Tensor, sampling: Sampling, peak: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What top_k, top_p, min_p and typical_p make of a descending list of scores [n, m]:
-    probabilities [n, m], and the lowest score that the first of them keeps, [n].
+    """Applies top_k, top_p, min_p and typical_p to a descending list of scores [n, m].
 
-    peak: the highest probability [n, 1] of a softmax over the vocabulary; needed when top_p comes
-    without top_k.
+    Returns probabilities [n, m], and the lowest score that the first of them keeps, [n].
+
+    Args:
+        peak: the highest probability [n, 1] of a softmax over the vocabulary; needed if top_p comes
+            without top_k.
     """
     kept = end = _keep_top_k(values, sampling.top_k) if sampling.top_k else values
     if sampling.top_p < 1:
@@ -160,8 +178,10 @@ def _of_list(
 
 
 def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
-    """Probabilities [n, vocab] of the highest scores until they hold `top_p`, the lower id first of
-    equal ones; 0 elsewhere."""
+    """Computes probabilities [n, vocab] of the highest scores until they hold `top_p`.
+
+    Equal scores are taken with the lower id first. Other tokens get 0.
+    """
     limit, taken = last_needed(
         scores, probs, top_p, scores.amax(-1, keepdim=True) + _never_needed(probs, top_p)
     )
@@ -175,15 +195,19 @@ def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
 
 
 def _never_needed(probs: Tensor, mass: float) -> Tensor:
-    """A logarithm [n, 1]: all tokens that are so much less probable than the first hold less than 1
-    - mass together."""
+    """Returns a difference of logarithms [n, 1] that marks tokens which are never needed.
+
+    All tokens that are so much less probable than the first hold less than 1 - mass together.
+    """
     least = max((1 - mass) / (2 * probs.shape[-1]), torch.finfo(probs.dtype).tiny)
     return (least / probs.amax(-1, keepdim=True)).log_()
 
 
 def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
-    """Probabilities [n, m] of the tokens whose surprise is nearest the entropy, until they hold
-    `mass`; 0 elsewhere."""
+    """Computes probabilities [n, m] of the tokens with a surprise nearest the entropy.
+
+    They are taken until they hold `mass`. Other tokens get 0.
+    """
     nearness, entropy, limit, enough = _typical_limit(probs, mass, width)
     if 2 * width <= probs.shape[-1] and not bool(enough.all()):
         rows = enough.logical_not().nonzero().squeeze(1)
@@ -198,9 +222,14 @@ def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
 
 
 def _typical_limit(probs: Tensor, mass: float, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How near each surprise is to the entropy, highest for the nearest [n, m]; the entropy [n, 1];
-    the least nearness that is kept [n, 1], found among the `width` nearest tokens; whether these
-    suffice [n]."""
+    """Finds the least nearness to the entropy that typical_p keeps.
+
+    Returns:
+        The nearness of each token's surprise to the entropy, highest for the nearest, [n, m].
+        The entropy, [n, 1].
+        The least nearness that is kept, found among the `width` nearest tokens, [n, 1].
+        A mask of the rows for which these tokens suffice, [n].
+    """
     logp = probs.log()
     entropy = (logp * probs).nansum(-1, keepdim=True).neg_()
     nearness = logp.add_(entropy).abs_().neg_()
@@ -219,12 +248,12 @@ def _kept_typical(probs: Tensor, nearness: Tensor, limit: Tensor) -> Tensor:
 
 
 def _lower_id_first(values: Tensor, ids: Tensor) -> Tensor:
-    """The ids of a descending list [n, m], those of equal scores in ascending order."""
+    """Returns the ids of a descending list [n, m], the ids of equal scores in ascending order."""
     return _in_order(values, ids) if bool((values[:, 1:] == values[:, :-1]).any()) else ids
 
 
 def _in_order(values: Tensor, ids: Tensor) -> Tensor:
-    """The same, without asking whether any are equal."""
+    """Computes `_lower_id_first` without the check that some scores are equal."""
     ids, order = ids.sort(dim=-1)
     return ids.gather(
         -1, values.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices
@@ -232,7 +261,7 @@ def _in_order(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _lowest(kept: Tensor) -> Tensor:
-    """The lowest score of each row of a list [n, m] that is not -inf: [n]."""
+    """Returns the lowest score of each row of a list [n, m] that is not -inf: [n]."""
     return torch.where(kept == -torch.inf, torch.inf, kept).amin(-1)
 
 
@@ -242,8 +271,10 @@ def _keep_top_k(values: Tensor, k: int) -> Tensor:
 
 
 def _keep_top_p(values: Tensor, mass: Tensor | None, top_p: float) -> Tensor:
-    """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of the mass; by
-    default, of its own."""
+    """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of the mass.
+
+    The default is the mass of the list itself.
+    """
     cumulative = (values - values[:, :1]).exp_().cumsum(-1)
     mass = cumulative[:, -1:] if mass is None else mass
     enough_before = torch.nn.functional.pad(cumulative[:, :-1] >= top_p * mass, (1, 0))

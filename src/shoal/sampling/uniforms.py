@@ -1,13 +1,13 @@
 """Counter-based uniforms keyed by (row seed, position, purpose).
 
-A row's seed is a hash of what was asked (`group_seed`, `row_seed`). Its uniforms are a pure
-function of that seed and of where the token stands in the row, so it cannot depend on its
-neighbours, on the order of the batch, on compaction or on when the row joined. Nothing here keeps
+A row's seed is a hash of its request (`group_seed`, `row_seed`). The row's uniforms are a pure
+function of that seed and of the token's place in the row. So a row cannot depend on its neighbours,
+on the order of the batch, on compaction or on the time when the row joined. This module keeps no
 state.
 
-Why one key per position and not per draw is exact: whatever a round draws at positions beyond its
-first rejection is thrown away without having influenced anything committed, so the next round may
-use the same numbers again. A controller that learns from what was thrown away
+One key per position, instead of one per draw, is exact: the draws of a round at positions beyond
+its first rejection are thrown away without having influenced any committed token, so the next round
+may use the same numbers again. A controller that learns from discarded draws
 (`shoal.lookahead.controller.Controller.adaptive`) breaks that argument; its rounds are numbered,
 and every one has numbers of its own.
 """
@@ -23,33 +23,45 @@ import numpy.typing as npt
 
 
 class Purpose(IntEnum):
-    """What a uniform is for; different purposes at one position are independent."""
+    """The purpose of a uniform; different purposes at one position are independent."""
 
     TOKEN = 1
-    """Drawing the token at this position: by the drafter from q, or by the target from p as bonus
-    or plain token. A round does one or the other, never both, so a drafter with q = p reproduces
-    plain decoding token for token."""
+    """The draw of the token at this position.
+
+    The drafter draws it from q, or the target from p as bonus or plain token. A round does one or
+    the other, never both, so a drafter with q = p reproduces plain decoding token for token.
+    """
     ACCEPT = 2
-    """Accepting or rejecting the draft at this position."""
+    """The acceptance or rejection of the draft at this position."""
     REPLACE = 3
-    """Drawing the replacement from norm(max(p - q, 0))."""
+    """The draw of the replacement from norm(max(p - q, 0))."""
     RESAMPLE = 4
-    """Choosing which rows of a request go on, by the number of the first one's round
-    (`shoal.engine.resampling`)."""
+    """The choice of the rows of a request that go on, by the number of the first one's round.
+
+    See `shoal.engine.resampling`.
+    """
     TREE = 1024
-    """The first of two for each draw of a draft tree, the next child's token and its place: of a
-    position only a tree that begins there draws by these."""
+    """The first of two purposes for each draw of a draft tree.
+
+    They are the next child's token and its place. At a position only a tree that begins there uses them.
+    """
     CHECK = 1 << 20
-    """The first for draws instead of a token that a check refused (`shoal.constraints.check`), of
-    which there may be many."""
+    """The first of the purposes of draws instead of a token that a check refused.
+
+    There may be many such draws (`shoal.constraints.check`).
+    """
     BUCKET = 16
-    """The first of `BUCKETS`: exponential variates of `shoal.sampling.drawing.exponential_race`,
-    for the coupled rule."""
+    """The first of `BUCKETS` purposes: exponential variates of an exponential race.
+
+    They are those of `shoal.sampling.drawing.exponential_race`, for the coupled rule.
+    """
 
 
 BUCKETS = 64
-"""Buckets of the exponential race. The more there are, the more often two similar distributions
-give the same token."""
+"""The number of buckets of the exponential race.
+
+With more buckets two similar distributions give the same token more often.
+"""
 
 
 _RACE = np.array([Purpose.TOKEN, *range(Purpose.BUCKET, Purpose.BUCKET + BUCKETS)])
@@ -59,8 +71,10 @@ _ROUND = np.uint64(0xD1B54A32D192ED03)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that
-    avalanches."""
+    """Computes the finaliser of SplitMix64, a bijection of 64 bits that avalanches.
+
+    See Steele, Lea, Flood 2014.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -69,8 +83,10 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def uniforms(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Uniforms in [0, 1) with 53 random bits, one per broadcast element of (seeds, positions,
-    purpose)."""
+    """Computes uniforms in [0, 1) with 53 random bits.
+
+    There is one for each broadcast element of (seeds, positions, purpose).
+    """
     with np.errstate(over="ignore"):  # wrapping multiplication is the point
         state = _mix(np.asarray(seeds, dtype=np.int64).astype(np.uint64) + _GOLDEN)
         state = _mix(state + np.asarray(positions, dtype=np.int64).astype(np.uint64) * _GOLDEN)
@@ -81,12 +97,14 @@ def uniforms(
 def round_uniforms(
     seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int, rounds: npt.ArrayLike | None = None
 ) -> npt.NDArray[np.float64]:
-    """All uniforms of a round, [rows, width, 3]: by position from each row's first open one, by
-    purpose (TOKEN, ACCEPT, REPLACE).
+    """Computes all uniforms of a round, [rows, width, 3].
+
+    They are by position from each row's first open one, and by purpose (TOKEN, ACCEPT, REPLACE).
 
     Args:
-        seeds, firsts: of the rows, [rows].
-        width: positions, the longest draft plus one.
+        seeds: the seeds of the rows, [rows].
+        firsts: the first open positions of the rows, [rows].
+        width: the number of positions, the longest draft plus one.
         rounds: None, or the number of each row's round: then no number is used in two rounds,
             whatever was thrown away.
     """
@@ -104,12 +122,15 @@ def round_uniforms(
 def race_uniforms(
     seeds: npt.ArrayLike, firsts: npt.ArrayLike, width: int
 ) -> npt.NDArray[np.float64]:
-    """What `shoal.sampling.drawing.exponential_race` draws by, [rows, width, 1 + BUCKETS]: a
-    uniform in [0, 1), then exponential variates > 0.
+    """Computes the numbers that `shoal.sampling.drawing.exponential_race` draws by.
 
     Args:
-        seeds, firsts: of the rows, [rows]: seed, first open position.
-        width: positions.
+        seeds: the seeds of the rows, [rows].
+        firsts: the first open positions of the rows, [rows].
+        width: the number of positions.
+
+    Returns:
+        [rows, width, 1 + BUCKETS]: a uniform in [0, 1), then exponential variates > 0.
     """
     positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
     drawn = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
@@ -120,15 +141,17 @@ def race_uniforms(
 def tree_uniforms(
     seeds: npt.ArrayLike, firsts: npt.ArrayLike, draws: npt.ArrayLike
 ) -> npt.NDArray[np.float64]:
-    """What draws of a tree are made by, two uniforms in [0, 1) each, [n, 2].
+    """Computes the numbers that draws of a tree are made by, two uniforms in [0, 1) each, [n, 2].
 
     They belong to the position that the tree begins at, whatever the position of the draw, so that
-    no round has those of another: whether a node has a further child may depend on what is drawn
-    below, and that would bend the distribution of a round which drew by the same numbers.
+    no round has the numbers of another: the decision to draw a further child of a node may depend
+    on the draws below it, and that would bend the distribution of a round which drew by the same
+    numbers.
 
     Args:
-        seeds, firsts: of the rows, [n]: seed, first open position.
-        draws: number of the draw in the row's tree, [n].
+        seeds: the seeds of the rows, [n].
+        firsts: the first open positions of the rows, [n].
+        draws: the number of each draw in the row's tree, [n].
     """
     purposes = Purpose.TREE + 2 * np.asarray(draws, dtype=np.int64)[:, None] + np.arange(2)
     return uniforms(
@@ -139,13 +162,14 @@ def tree_uniforms(
 
 
 def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
-    """The seed of a group of rows, in [0, 2**64): a hash of what was asked, so that nothing else in
-    the call can matter.
+    """Returns the seed of a group of rows, in [0, 2**64).
+
+    It is a hash of the request, so that nothing else in the call can matter.
 
     Args:
-        seed: of the request, any integer.
-        prompt_ids: of the prompt, each in int64.
-        occurrence: how often the same prompt stands before it in the call
+        seed: the seed of the request, any integer.
+        prompt_ids: the ids of the prompt, each in int64.
+        occurrence: the number of equal prompts before it in the call
             (`shoal.types.requests.occurrences`).
     """
     head = f"{seed} {occurrence} ".encode()  # no two pairs give the same bytes
@@ -154,7 +178,7 @@ def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
 
 
 def row_seed(group: int, row: int) -> int:
-    """The seed of row `row` of the group with the seed `group`, in [0, 2**63)."""
+    """Returns the seed of row `row` of the group with the seed `group`, in [0, 2**63)."""
     with np.errstate(over="ignore"):
         mixed = int(
             _mix(_mix(np.array([group], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0]

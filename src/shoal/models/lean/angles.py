@@ -1,4 +1,4 @@
-"""The cosines and sines of rotary positions, computed once per position by the model's own module."""
+"""The cosines and sines of rotary positions, which the model's module computes once each."""
 
 from __future__ import annotations
 

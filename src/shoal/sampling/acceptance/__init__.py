@@ -1,18 +1,20 @@
-"""Which drafts are kept: the acceptance rules, pure functions on tensors; a module for each.
+"""The acceptance rules, which choose the drafts to keep: pure functions on tensors.
 
-Glossary, used in every module, log line and figure:
+Each rule has a module. Glossary, used in every module, log line and figure:
 
-    p               the target's declared distribution at a position, after all of the row's sampling controls
+    p               the target's declared distribution at a position, after all of the row's
+                    sampling controls
     q               the drafter's distribution the draft token was really drawn from
     draft           a token proposed for a position
     accepted        a draft token that is kept
     replacement     the token drawn from norm(max(p - q, 0)) at the first rejected position
-    bonus           the token drawn from p after all drafts of the row were accepted (with no drafts: plain decoding)
+    bonus           the token drawn from p after all drafts of the row were accepted (with no
+                    drafts: plain decoding)
     committed       part of the row for good: the accepted drafts, then one replacement or bonus
 
-Every rule commits tokens that have exactly the distribution of tokens drawn from p one by one, but
-for `Typical`, which is lossy, says so by `lossy`, and is never chosen unless it is named. A greedy
-row's p is one-hot: its argmax is accepted, and anything else replaced by it.
+Every rule commits tokens that have exactly the distribution of tokens drawn from p one by one,
+except `Typical`. That rule is lossy, says so by `lossy`, and is never chosen unless it is named. A
+greedy row's p is one-hot: its argmax is accepted, and any other token is replaced by it.
 """
 
 from __future__ import annotations

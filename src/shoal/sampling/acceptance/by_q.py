@@ -1,9 +1,11 @@
-"""Verification by the q that drafts were drawn from, whichever way they were.
+"""Verification by the q that drafts were drawn from, for all kinds of drafts.
 
-chains                                   rejection sampling      `shoal.sampling.acceptance.rejection`
-trees, siblings without replacement      recursive rejection     `shoal.sampling.acceptance.recursive`
-trees, independent sequences             k-SEQ                   `shoal.sampling.acceptance.k_seq`
-drafts without a q, greedy rows          one sample per node     `shoal.sampling.acceptance.one_sample`
+The modules lie in `shoal.sampling.acceptance`:
+
+chains                                   rejection sampling      `rejection`
+trees, siblings without replacement      recursive rejection     `recursive`
+trees, independent sequences             k-SEQ                   `k_seq`
+drafts without a q, greedy rows          one sample per node     `one_sample`
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from shoal.types.trees import DraftTree
 
 @dataclass(unsafe_hash=True)
 class Rejection:
-    """Speculative rejection sampling: no rule accepts more drafts one by one (Leviathan et al.
-    2023, section 3.2)."""
+    """Speculative rejection sampling: no rule accepts more drafts one by one.
+
+    See Leviathan et al. 2023, section 3.2.
+    """
 
     lossy: ClassVar[str] = ""
     numbers_rounds: ClassVar[bool] = True

@@ -1,9 +1,9 @@
-"""k-SEQ, for candidates drawn independently of each other (SpecTr: Sun et al. 2023, arXiv
-2310.15141).
+"""k-SEQ, for candidates drawn independently of each other.
 
-Takes trees whose q is known (`shoal.types.siblings`) made of k sequences drawn independently. How
-many of them agree with what was accepted so far changes from position to position. Of a single one
-it is rejection sampling as of a chain.
+After SpecTr: Sun et al. 2023, arXiv 2310.15141. The rule takes trees whose q is known
+(`shoal.types.siblings`) made of k sequences drawn independently. The number of sequences that agree
+with the accepted tokens so far changes from position to position. For a single sequence it is
+rejection sampling as of a chain.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 HALVINGS = 40
-"""Of the interval that gamma lies in: each doubles its precision."""
+"""The number of halvings of the interval that gamma lies in: each doubles its precision."""
 
 
 def accept_independent(
     p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accepts the first draw x for which u < p(x) / (gamma q(x)), with a u for each; of a greedy
-    row, whose p is a point mass, the draw that is its token. A
-    `shoal.sampling.acceptance.tree_walk.Choice`.
+    """Accepts the first draw x for which u < p(x) / (gamma q(x)), with a u for each.
+
+    In a greedy row, whose p is a point mass, it accepts the draw that is its token. The function is
+    a `shoal.sampling.acceptance.tree_walk.Choice`.
 
     One uniform serves all draws, spread again after each rejection
     (`shoal.sampling.acceptance.recursive`).
@@ -43,7 +44,7 @@ def accept_independent(
 
 
 def _rest(p: Tensor, share: Tensor, count: Tensor) -> Tensor:
-    """What the replacement is drawn from: p without what is accepted of `count` draws."""
+    """Returns the weights of the replacement: p without the accepted part of `count` draws."""
     each = share.sum(dim=-1)
     some = -torch.expm1(count * torch.log1p(-each.clamp(max=1)))
     rest = (p.double() - share * (some / torch.where(each > 0, each, 1.0))[:, None]).clamp(min=0)
@@ -52,11 +53,14 @@ def _rest(p: Tensor, share: Tensor, count: Tensor) -> Tensor:
 
 
 def gamma(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
-    """The least gamma in [1, k], up to rounding, with 1 - (1 - b)^k <= gamma b, where b = sum
-    min(q, p / gamma): then no token is accepted more often than p has it. [rows] float64.
+    """Computes the least gamma with which no token is accepted more often than p has it.
+
+    That is the least gamma in [1, k], up to rounding, with 1 - (1 - b)^k <= gamma b, where b = sum
+    min(q, p / gamma). [rows] float64.
 
     Args:
-        p, q: [rows, vocab].
+        p: [rows, vocab].
+        q: [rows, vocab].
         count: k, [rows] int64.
     """
     p, q, k = p.double(), q.double(), count.double()

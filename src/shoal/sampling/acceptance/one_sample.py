@@ -1,8 +1,8 @@
-"""One sample per node: the target draws a token at every column, and the drafts that are just that
-are accepted.
+"""A sample per node: the target draws a token at every column, and equal drafts are accepted.
 
-Takes any drafter: nothing has to be known of how a tree was made, as long as it was made without
-looking at these draws; by the coupled rule even then, as its draws are those of plain decoding.
+The rule takes any drafter: nothing has to be known about the making of a tree, as long as it was
+made without looking at these draws; by the coupled rule even then, as its draws are those of plain
+decoding.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from shoal.types.trees import DraftTree
 
 
 def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
-    """Length of each row's leading run of passing drafts, no longer than its own draft length;
-    [rows] int64."""
+    """Returns the length of each row's leading run of passing drafts, [rows] int64.
+
+    It is no longer than the row's own draft length.
+    """
     inside = torch.arange(passes.shape[1], device=passes.device) < draft_lengths[:, None]
     return (passes & inside).long().cumprod(dim=1).sum(dim=1)
 
 
 def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
-    """Follows from the root the nodes that are what the target says itself, as far as there are
-    any.
+    """Follows the nodes from the root that equal the target's own tokens, as far as there are any.
 
     One sample per node (Leviathan et al. 2023 for a point mass q; trees: SpecInfer, Miao et al.
-    2024, arXiv 2305.09781): whatever proposed the tree, what is committed is what plain decoding
-    draws by the same uniforms, so nothing has to be known of q.
+    2024, arXiv 2305.09781): whatever proposed the tree, the committed tokens are those that plain
+    decoding draws by the same uniforms, so nothing has to be known of q.
 
     Args:
         said: the token that follows each column of the pass, drawn from p there, [rows, m + 1]
             int64.
-        probs: of it, same shape.
+        probs: the probability of that token, same shape.
     """
     if not tree.branches:
         accepted = accepted_lengths(said[:, : tree.m] == tree.tokens, tree.lengths)
@@ -60,9 +61,11 @@ def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
 
 
 def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
-    """The path from the root on whose every node is what was said after its parent. Of siblings
-    with the same token the first is taken, whatever was said after them: a choice by later draws
-    would bend the distribution."""
+    """Returns the path from the root on which every node is the target's token after its parent.
+
+    Of siblings with the same token the first is taken, whatever the target drew after them: a
+    choice by later draws would bend the distribution.
+    """
     path, last = [], -1
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent == last and token == said[last + 1]:
@@ -72,8 +75,11 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
 
 
 def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
-    """`exact_match` of a sample per column, drawn from p there by the uniforms of its depth: [rows,
-    depth of the tree + 1, ...]."""
+    """Decides by `exact_match` of a sample per column, drawn from p there.
+
+    Args:
+        uniforms: by depth, [rows, depth of the tree + 1, ...].
+    """
     uniforms = tree.by_column(uniforms)
     verdict = by_kernel(tree, scores, sampler, uniforms, rejection=False)
     return exact_match(tree, *drawn(scores, sampler, uniforms)[:2]) if verdict is None else verdict
@@ -82,7 +88,7 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
 def match_samples(
     drafts: Tensor, lengths: Tensor, p: Tensor, sampler: Sampler, uniforms: Tensor
 ) -> Verdict:
-    """Accepts the drafts that are what the target says: a sample from p of each column."""
+    """Accepts the drafts that equal the target's own tokens: a sample from p of each column."""
     said = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
     accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, lengths)
     return Verdict(
@@ -94,10 +100,9 @@ def match_samples(
 
 @dataclass(unsafe_hash=True)
 class Coupled:
-    """Draws what plain decoding would draw by the same uniforms, and accepts the drafts that are
-    just that.
+    """The rule that draws like plain decoding by the same uniforms, and accepts equal drafts.
 
-    Whatever drafter, draft lengths or batch: the same seed gives the same tokens, as long as p does
+    The same seed gives the same tokens for every drafter, draft length and batch, as long as p does
     not move by rounding. The price is a lower acceptance than the 1 - d of rejection sampling, d
     being the total variation of p and q.
 

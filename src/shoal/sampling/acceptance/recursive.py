@@ -1,8 +1,8 @@
-"""Recursive rejection sampling, for siblings drawn without replacement (RSD: Jeon et al. 2024,
-arXiv 2402.14160).
+"""Recursive rejection sampling, for siblings drawn without replacement.
 
-Takes trees whose q is known (`shoal.types.siblings`), each sibling drawn from what its elders left
-of q: RSD-C, RSD-S, DySpec. Of an only child it is rejection sampling as of a chain.
+After RSD: Jeon et al. 2024, arXiv 2402.14160. The rule takes trees whose q is known
+(`shoal.types.siblings`), each sibling drawn from the rest of q without its elders: RSD-C, RSD-S,
+DySpec. For an only child it is rejection sampling as of a chain.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from shoal.sampling.acceptance.rejection import acceptance_mask, residual
 def accept_recursively(
     p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor, sampled: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Accepts draw x with probability min(1, p(x)/q(x)); after a rejection p becomes norm(max(p -
-    q, 0)), q loses x, and the next draw is tried. The last p is that of the replacement. A
-    `shoal.sampling.acceptance.tree_walk.Choice`.
+    """Accepts draw x with probability min(1, p(x)/q(x)), one draw after the other.
+
+    After a rejection p becomes norm(max(p - q, 0)), q loses x, and the next draw is tried. The last
+    p is that of the replacement. The function is a `shoal.sampling.acceptance.tree_walk.Choice`.
 
     Draws behind the first `sampled` of a row are point masses, whose q is 1 at their token,
     whatever was drawn before.
@@ -46,13 +47,18 @@ def accept_recursively(
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
-    """q without a token each, [rows, 1], renormalised; [rows, vocab]. Zeros where nothing is
-    left."""
+    """Returns q without one token per row, renormalised; [rows, vocab].
+
+    A row is zeros if no other token has a probability.
+
+    Args:
+        tokens: [rows, 1].
+    """
     rest = q.scatter(1, tokens, 0.0)
     mass = rest.sum(dim=-1, keepdim=True)
     return rest / torch.where(mass > 0, mass, 1.0)
 
 
 def _spread(uniforms: Tensor, start: Tensor) -> Tensor:
-    """Uniforms in [start, 1) over [0, 1)."""
+    """Spreads uniforms in [start, 1) over [0, 1)."""
     return ((uniforms - start) / (1 - start)).clamp(0.0, 1 - 2.0**-53)

@@ -1,7 +1,7 @@
-"""Rejection sampling of chains (Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023,
-Algorithm 2).
+"""Rejection sampling of chains.
 
-Draft x is accepted with probability min(1, p(x)/q(x)). Takes chains drawn from a q that is known.
+After Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023, Algorithm 2. Draft x is
+accepted with probability min(1, p(x)/q(x)). The chains must be drawn from a q that is known.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from shoal.types.trees import DraftTree
 
 
 def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tensor:
-    """Which drafts pass on their own: u < p(x)/q(x), written without the division so that q(x) = 0
-    is safe.
+    """Returns a mask of the drafts that pass on their own: u < p(x)/q(x).
+
+    It is computed without the division so that q(x) = 0 is safe.
 
     Args:
-        p_draft, q_draft: probabilities of the draft tokens, [rows, k] float.
+        p_draft: the target's probabilities of the draft tokens, [rows, k] float.
+        q_draft: the drafter's probabilities of the draft tokens, [rows, k] float.
         uniforms: in [0, 1), [rows, k] float64.
 
     Returns:
@@ -34,10 +36,10 @@ def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tenso
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(p - q, 0)), [..., vocab]: what is left of p once the drafter's share is taken.
+    """Computes norm(max(p - q, 0)), [..., vocab]: the rest of p without the drafter's share.
 
-    Where rounding leaves nothing (p = q up to the last bit, so a rejection has probability 0 in
-    exact arithmetic) the answer is p itself, never 0/0.
+    If rounding leaves nothing (p = q up to the last bit, so a rejection has probability 0 in exact
+    arithmetic) the result is p itself, never 0/0.
     """
     rest = (p - q).clamp_(min=0)
     mass = rest.sum(dim=-1, keepdim=True)
@@ -55,12 +57,12 @@ def reject_and_replace(
     u_next: Tensor,
     sampler: Sampler = inverse_transform,
 ) -> Verdict:
-    """Speculative rejection sampling for a ragged batch.
+    """Decides on a ragged batch by speculative rejection sampling.
 
     Args:
         drafts: draft tokens, [rows, k] int64; columns beyond a row's own draft length are padding.
         draft_lengths: [rows] int64, at most k.
-        q: drafter distributions, [rows, k, vocab]; None when k = 0.
+        q: drafter distributions, [rows, k, vocab]; None if k = 0.
         p: target distributions, [rows, k + 1, vocab].
         u_accept: [rows, k] float64.
         u_next: [rows, k + 1, 2] float64: for the token after j accepted drafts, the uniform for a
@@ -92,13 +94,17 @@ def reject_and_replace(
 
 
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
-    """`reject_and_replace` of chains whose q is known; uniforms: [rows, m + 1, 3]."""
+    """Decides by `reject_and_replace` on chains whose q is known.
+
+    Args:
+        uniforms: [rows, m + 1, 3].
+    """
     verdict = by_kernel(tree, scores, inverse_transform, uniforms, rejection=True)
     return rejection_by_tensors(tree, scores, uniforms) if verdict is None else verdict
 
 
 def rejection_by_tensors(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
-    """`by_rejection` without the kernel, which takes no uniforms for greedy rows."""
+    """Decides like `by_rejection` without the kernel, which takes no uniforms for greedy rows."""
     return decide_chains(tree.tokens, tree.lengths, tree.q or (), scores.p(), uniforms)
 
 
@@ -110,8 +116,12 @@ def decide_chains(
     uniforms: Tensor,
     sampler: Sampler = inverse_transform,
 ) -> Verdict:
-    """`reject_and_replace` by a round's uniforms [rows, k + 1, 3], and q [rows, vocab] of each
-    column."""
+    """Decides by `reject_and_replace` with a round's uniforms.
+
+    Args:
+        q: the distribution of each column, [rows, vocab].
+        uniforms: [rows, k + 1, 3].
+    """
     k = drafts.shape[1]
     stacked = (
         q[0][:, None] if len(q) == 1 else torch.stack(list(q), dim=1) if q else None

@@ -1,4 +1,4 @@
-"""What a rule is."""
+"""The protocols of acceptance rules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from shoal.types.trees import DraftTree
 
 
 class Rule(Protocol):
-    """How drafts are drawn and verified. `uniforms` is the row's own: [rows, width, ...] float64,
-    one slice per position.
+    """A rule that draws and verifies drafts.
+
+    Its methods take `uniforms` of its own: [rows, width, ...] float64, one slice per position.
 
     Attributes:
-        numbers_rounds: whether its uniforms depend on the number of a row's round where that is
+        numbers_rounds: True if its uniforms depend on the number of a row's round when that is
             given.
-        lossy: "" if what it commits has the distribution p; else what every output says of it.
+        lossy: "" if the committed tokens have the distribution p; else the text that every output
+            shows about the difference.
     """
 
     @property
@@ -32,30 +34,41 @@ class Rule(Protocol):
     def uniforms(
         self, seeds: Sequence[int], firsts: Sequence[int], width: int, rounds: Sequence[int] | None
     ) -> Tensor:
-        """Noise of a round for `width` positions from each row's first open one; `rounds`: see
-        `shoal.sampling.uniforms.round_uniforms`."""
+        """Returns the noise of a round for `width` positions from each row's first open one.
+
+        Args:
+            rounds: see `shoal.sampling.uniforms.round_uniforms`.
+        """
         ...
 
     def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """One token per row from weights [rows, vocab] by one position's uniforms [rows, ...];
-        [rows] int64. Greedy rows give the token of weight 1."""
+        """Draws one token per row, [rows] int64. Greedy rows give the token of weight 1.
+
+        Args:
+            weights: [rows, vocab].
+            uniforms: the uniforms of one position, [rows, ...].
+        """
         ...
 
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
-        """What is accepted of a draft tree; uniforms: by position, [rows, depth of the tree + 1,
-        ...]."""
+        """Decides on a draft tree.
+
+        Args:
+            uniforms: by position, [rows, depth of the tree + 1, ...].
+        """
         ...
 
 
 @runtime_checkable
 class ChainRule(Protocol):
-    """A rule that also decides on chains as a function of tensors that looks at no value, so that
-    it can be captured. Equal rules decide alike.
+    """A rule that also decides on chains as a function of tensors that looks at no value.
+
+    Such a function can be captured. Equal rules decide alike.
 
     Attributes:
-        reads_q: whether it needs q of drafts that have one.
-        matches_greedy: whether drafts of a greedy row are accepted exactly where they are what the
-            target says.
+        reads_q: True if it needs the q of drafts that have one.
+        matches_greedy: True if drafts of a greedy row are accepted exactly if they are the target's
+            own tokens.
     """
 
     reads_q: bool
@@ -70,20 +83,22 @@ class ChainRule(Protocol):
         uniforms: Tensor,
         sampler: Sampler | None = None,
     ) -> Verdict:
-        """The verdict on drafts [rows, k] int64, `lengths` [rows] of each row.
+        """Decides on drafts [rows, k] int64, `lengths` [rows] of each row.
 
         Args:
-            q: of each of the k drafts, [rows, vocab]; empty where `reads_q` is false.
+            q: the distribution of each of the k drafts, [rows, vocab]; empty if `reads_q` is false.
             p: [rows, k + 1, vocab].
             uniforms: by position, [rows, k + 1, ...].
-            sampler: draws what `draw` does, by kernels of a GPU; None = `draw`.
+            sampler: a sampler with the results of `draw`, by kernels of a GPU; None for `draw`.
         """
         ...
 
 
 def decides_chains(rule: Rule) -> bool:
-    """Whether what a rule decides on chains is known as a function of tensors: not where only
-    `decide` was replaced."""
+    """Returns True if a rule's decision on chains is known as a function of tensors.
+
+    It is not if only `decide` was replaced.
+    """
     owner = next((kind for kind in type(rule).__mro__ if "decide" in vars(kind)), object)
     return (
         isinstance(rule, ChainRule)

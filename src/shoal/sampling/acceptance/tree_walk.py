@@ -1,5 +1,7 @@
-"""From the root down a tree whose nodes were drawn from a q that is known: what rules for such
-trees have in common."""
+"""The walk from the root down a tree whose nodes were drawn from a known q.
+
+It is the common part of the rules for such trees.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,34 @@ from shoal.types.siblings import Siblings
 from shoal.types.trees import DraftTree
 
 Choice = Callable[..., tuple[Tensor, Tensor]]
-"""What a rule decides at one column of each row.
+"""A function that decides at one column of each row.
 
-Args: p and q there, [rows, vocab]; the tokens drawn, [rows, draws] int64, -1 after the last;
-uniforms, [rows] float64 in [0, 1); where some draws are point masses, how many of each row's are
-not, [rows]. Returns: which draw is accepted, [rows] int64, -1 = none; and what the replacement is
-drawn from if none is, [rows, vocab].
+Args:
+    p: the target's distributions at the columns, [rows, vocab].
+    q: the drafter's distributions at the columns, [rows, vocab].
+    tokens: the drawn tokens, [rows, draws] int64, -1 after the last.
+    uniforms: [rows] float64 in [0, 1).
+    sampled: the number of each row's draws that are not point masses, [rows]; only if some are.
+
+Returns:
+    The number of the accepted draw, [rows] int64, -1 for none.
+    The weights that the replacement is drawn from if none is accepted, [rows, vocab].
 """
 
 
 def walk(
     tree: DraftTree, siblings: Siblings, scores: Scores, uniforms: Tensor, choice: Choice
 ) -> Verdict:
-    """Goes from the root to the child that is accepted, as long as one is; then the replacement is
-    drawn, or the bonus at a leaf.
+    """Goes from the root to the accepted child, as long as there is one.
 
-    Whatever a uniform is for, it is that of the position, as for chains: a row comes to each
-    position once.
+    Then the replacement is drawn, or the bonus at a leaf. Uniforms of all purposes are those of the
+    position, as for chains: a row comes to each position once.
 
     Args:
-        siblings: of the tree.
+        siblings: the siblings of the tree.
         uniforms: by position, [rows, depth of the tree + 1, 3] (TOKEN, ACCEPT, REPLACE).
-        choice: has the property that what is accepted, or drawn in its place, has the distribution
-            p.
+        choice: a function with the property that the accepted draw, or the token drawn in its
+            place, has the distribution p.
     """
     p = scores.p()
     paths: list[list[int]] = [[] for _ in tree.drafts]
@@ -79,8 +86,10 @@ def _chosen(
     uniforms: Tensor,
     choice: Choice,
 ) -> tuple[list[int], Tensor]:
-    """Which draw of the rows' columns is accepted, -1 = none, and the weights of the token that
-    follows if none is."""
+    """Returns the number of the accepted draw of each row's column, -1 for none.
+
+    Also returns the weights of the token that follows if none is accepted.
+    """
     chosen, rest = [-1] * len(rows), p
     places = [
         place
@@ -112,7 +121,7 @@ def _chosen(
 def _verdict(
     paths: Sequence[list[int]], token: Tensor, prob: Tensor, probs: Sequence[list[Tensor]]
 ) -> Verdict:
-    """Of paths of any lengths."""
+    """Makes the verdict of paths of any lengths."""
     longest = max(map(len, paths))
     path = torch.tensor(
         [own + [0] * (longest - len(own)) for own in paths], dtype=torch.long, device=token.device

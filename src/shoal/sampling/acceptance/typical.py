@@ -1,9 +1,9 @@
-"""Typical acceptance: drafts that the target finds plausible enough. Lossy: what is sampled has
-another distribution than p.
+"""Typical acceptance: the rule that accepts drafts that the target finds plausible enough.
 
-Cai et al., "Medusa" (ICML 2024, arXiv 2401.10774), section 2.3.1: draft x is accepted if p(x) >
-min(epsilon, delta * exp(-H(p))), with H the entropy of p in nats, and of a tree the longest path of
-accepted nodes; epsilon 0.09 and delta 0.3 as in its code.
+It is lossy: the samples have another distribution than p. After Cai et al., "Medusa" (ICML 2024,
+arXiv 2401.10774), section 2.3.1: draft x is accepted if p(x) > min(epsilon, delta * exp(-H(p))),
+with H the entropy of p in nats, and of a tree the longest path of accepted nodes; epsilon 0.09 and
+delta 0.3 as in its code.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from shoal.types.trees import DraftTree
 
 
 def plausible(p: Tensor, tokens: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Whether tokens [...] are typical of distributions p [..., vocab]; [...] bool. A point mass
-    has its own token only."""
+    """Returns a mask [...] of the tokens [...] that are typical of distributions p [..., vocab].
+
+    Only the token of a point mass is typical of it.
+    """
     limit = (delta * torch.exp(-torch.special.entr(p.double()).sum(-1))).clamp_(max=epsilon)
     return p.gather(-1, tokens[..., None]).squeeze(-1) > limit
 
 
 @dataclass(unsafe_hash=True)
 class Typical:
-    """Accepts drafts whose probability under p is above a threshold that falls with p's entropy;
-    what follows them is drawn from p.
+    """The rule that accepts drafts whose probability under p is above a threshold.
 
-    Rows that are greedy are exact: their p is a point mass.
+    The threshold falls with p's entropy. The token that follows the accepted drafts is drawn from
+    p. Greedy rows are exact: their p is a point mass.
     """
 
     epsilon: float = 0.09
@@ -75,7 +77,7 @@ class Typical:
 
 
 def _before(tree: DraftTree, p: Tensor) -> Tensor:
-    """The distribution at the column that each node follows, [rows, m, vocab]."""
+    """Returns the distribution at the column that each node follows, [rows, m, vocab]."""
     if not tree.branches:
         return p[:, : tree.m]
     columns = [
@@ -87,7 +89,7 @@ def _before(tree: DraftTree, p: Tensor) -> Tensor:
 
 
 def _longest(parents: Sequence[int], kept: Sequence[bool]) -> list[int]:
-    """The longest path from the root of nodes that are all accepted; of several the first."""
+    """Returns the longest path of accepted nodes from the root; of several the first."""
     paths: dict[int, list[int]] = {-1: []}
     for node, parent in enumerate(parents):
         if kept[node] and parent in paths:
@@ -96,7 +98,7 @@ def _longest(parents: Sequence[int], kept: Sequence[bool]) -> list[int]:
 
 
 def _along(tree: DraftTree, paths: Sequence[list[int]], said: Tensor, p: Tensor) -> Verdict:
-    """The verdict on trees of which these paths are kept."""
+    """Makes the verdict on trees whose kept paths are given."""
     longest = max(map(len, paths))
     last = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=p.device)
     token = said.gather(1, last[:, None]).squeeze(1)

@@ -21,19 +21,24 @@ from shoal.serve.token_names import name_and_bytes
 from shoal.serve.worker import Worker
 
 STOP_TYPES = {"eos": "eos", "stop": "word"}
-"""`stop_type` by `Sample.finish_reason`; all others are "limit"."""
+"""The `stop_type` by `Sample.finish_reason`; all others are "limit"."""
 
 
 class IndentLimit:
-    """Ends a text before the first line that is indented by fewer than `least` blanks; the line of
-    the cursor is not looked at."""
+    """A filter that ends a text before the first line with fewer than `least` blanks of
+    indentation.
+
+    It does not look at the line of the cursor.
+    """
 
     def __init__(self, least: int) -> None:
         self._least, self._held, self._blanks = least, "", -1
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What may be shown, and whether the text ends there. Line feeds and blanks wait for what
-        follows them."""
+        """Returns the text that may be shown, and True if the text ends there.
+
+        Line feeds and blanks wait for the character that follows them.
+        """
         if not self._least:
             return text, False
         shown = ""
@@ -51,7 +56,7 @@ class IndentLimit:
         return shown, False
 
     def rest(self) -> str:
-        """What waited, once the text has ended by itself."""
+        """Returns the waiting characters, once the text has ended by itself."""
         return self._held
 
 
@@ -60,7 +65,12 @@ class InfillResponse:
     """The answer to one request, computed by `whole` or `events`.
 
     Attributes:
-        truncated: the prompt does not have all text that was sent.
+        worker: the worker that computes the row.
+        tokenizer: the target's.
+        model: the model's name in the answer.
+        request: the request as it was sent.
+        parsed: the request as the server serves it.
+        truncated: True if the prompt lacks a part of the text that was sent.
     """
 
     worker: Worker
@@ -75,7 +85,7 @@ class InfillResponse:
     _last: RowUpdate | None = None
 
     def computed(self) -> Json:
-        """What was computed so far, for the log."""
+        """Returns the token counts so far, for the log."""
         new = 0 if self._last is None else self._last.committed
         return {
             "prompt_tokens": sum(map(len, self.parsed.prompts)),
@@ -84,16 +94,24 @@ class InfillResponse:
         }
 
     async def whole(self) -> Json:
-        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`,
-        or that of the row."""
+        """Returns the answer, once the row has ended.
+
+        Raises:
+            ApiError: see `Worker.serving`, or the error of the row.
+            RequestError: see `Worker.serving`, or the error of the row.
+        """
         text = "".join([piece async for piece in self._pieces()])
         if self._reason == "time" and "\n" in text:  # llama.cpp ends at a line feed too
             text = text[: text.rindex("\n")]
         return self._selected(self._final(text))
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events. Raises ApiError, RequestError: before the first item,
-        which is empty."""
+        """Yields the answer as server-sent events; the first item is empty.
+
+        Raises:
+            ApiError: before the first item.
+            RequestError: before the first item.
+        """
         pieces = self._pieces()
         try:
             async for piece in pieces:
@@ -126,7 +144,8 @@ class InfillResponse:
     # ── the row ───────────────────────────────────────────────────────────────────────────────────
 
     async def _pieces(self) -> AsyncGenerator[str]:
-        """The text as it comes, first of all an empty one when the engine has accepted the row."""
+        """Yields the text as it comes; the first piece is empty, once the engine has accepted the
+        row."""
         limit, submission = IndentLimit(self.request.n_indent or 0), self._submission()
         with naming("input_prefix"):
             async with self.worker.serving(submission):
@@ -187,7 +206,7 @@ class InfillResponse:
         return body
 
     def _timings(self, predicted: int) -> Json:
-        """The prompt's time ends with the first tokens, waiting included."""
+        """Returns the timings; the prompt's time ends with the first tokens, waiting included."""
         now = time.perf_counter()
         first = self._first_at or now
         parts = {
@@ -225,7 +244,7 @@ class InfillResponse:
         }
 
     def _selected(self, body: Json) -> Json:
-        """The fields that were asked for, each by its path."""
+        """Returns the fields that were asked for, each by its path."""
         wanted = self.request.response_fields
         return (
             body
@@ -243,10 +262,11 @@ def _at(value: Any, path: Sequence[str]) -> Any:
 
 
 def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[ParsedRequest, bool]:
-    """The request, and whether text was left out that the context does not hold.
+    """Returns the request, and True if text was left out that the context does not hold.
 
     Raises:
-        ApiError, RequestError: what cannot be served.
+        ApiError: the request cannot be served.
+        RequestError: the request cannot be served.
     """
     builder.require_members(request)
     wanted = (

@@ -1,5 +1,4 @@
-"""The requests of /infill, as the clients of llama.cpp's server send them, what they mean here, and
-the answer."""
+"""The requests of /infill in the form of llama.cpp's server, their meaning here, and the answer."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ SAMPLERS = {
     "typ_p": "typical_p",
     "typical_p": "typical_p",
 }
-"""Names in `samplers`, and the fields that they read."""
+"""The names in `samplers`, and the fields that they read."""
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-"""Of llama.cpp's server, for fields that are missing."""
+"""The defaults of llama.cpp's server, for fields that are missing."""
 MAX_IGNORED = 32
-"""Names in x-shoal-ignored."""
+"""The most names in x-shoal-ignored."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_EFFECT = ("cache_prompt", "id_slot", "model")
-"""Fields that ask for nothing that an answer could lack."""
+"""The fields without an effect whose absence no answer shows."""
 
 
 class Excerpt(BaseModel):
@@ -94,7 +93,7 @@ class InfillRequest(BaseModel):
 
     @property
     def before_cursor(self) -> str:
-        """All text before the cursor."""
+        """The text before the cursor."""
         return self.input_prefix + (self.prompt or "")
 
     @property
@@ -105,8 +104,10 @@ class InfillRequest(BaseModel):
 
     @property
     def ignored(self) -> Iterable[str]:
-        """Names of fields and samplers that were sent and have no effect, as many and such as a
-        header can hold."""
+        """The names of fields and samplers that were sent and have no effect.
+
+        They are limited in number and form to those that a header can hold.
+        """
         unknown = [
             name
             for name, value in (self.model_extra or {}).items()
@@ -116,10 +117,10 @@ class InfillRequest(BaseModel):
         return [name for name in (*unknown, *samplers) if PLAIN_NAME.fullmatch(name)][:MAX_IGNORED]
 
     def completion(self) -> dict[str, Any]:
-        """The fields of /v1/completions that mean the same, but for the prompt.
+        """Returns the fields of /v1/completions with the same meaning, without the prompt.
 
         Raises:
-            ApiError: it asks for a grammar.
+            ApiError: the request asks for a grammar.
         """
         for name in ("grammar", "json_schema"):
             if (self.model_extra or {}).get(name):
@@ -156,7 +157,7 @@ class InfillRequest(BaseModel):
 
 
 def _selected(schema: dict[str, Any]) -> None:
-    """Any field may be left out."""
+    """Removes the schema's required fields: an answer may lack any field."""
     del schema["required"]
 
 

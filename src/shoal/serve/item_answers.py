@@ -1,4 +1,4 @@
-"""What clients of /v1/responses get, for the API's own description."""
+"""The answers of /v1/responses, for the API's own description."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The items of an answer of /v1/responses, and the events that tell of them: a message of text,
-calls of functions."""
+"""The items of an answer of /v1/responses, and their events: a message of text, calls of
+functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from shoal.serve.tool_calls import Call
 
 
 class ItemFormat(ChatFormat):
-    """What the updates of a sample bring for its items: the log-probabilities and details of a
-    chat's choice."""
+    """The reader of a sample's updates, with the log-probabilities and details of a chat's choice.
+
+    Attributes:
+        details: the details so far.
+    """
 
     prompt_field, id_prefix, object_name = "input", "resp_", "response"
 
@@ -24,7 +27,7 @@ class ItemFormat(ChatFormat):
         self.details: Json | None = None
 
     def pieces(self, update: RowUpdate) -> list[str | Call | Reasoning]:
-        """Reasoning, texts and calls in their order; the details so far are noted."""
+        """Returns reasoning, texts and calls in their order, and notes the details so far."""
         if self._parsed.details:
             new, before = self._details_of(update), self.details or {}
             joined = {
@@ -42,7 +45,8 @@ class ItemFormat(ChatFormat):
         return [*thoughts, *([text] if text or (update.tokens and self._reasoning is None) else [])]
 
     def logprobs(self, update: RowUpdate) -> list[Json]:
-        """Of the tokens that an update brings; none if they were not asked for."""
+        """Returns the log-probabilities of an update's tokens; an empty list if they were not asked
+        for."""
         entries = (self._logprobs(update.tokens) or {"content": []})["content"]
         return [
             _with_bytes(one) | {"top_logprobs": [*map(_with_bytes, one["top_logprobs"])]}
@@ -61,13 +65,13 @@ def _with_bytes(entry: Json) -> Json:
 
 
 class ItemWriter:
-    """Writes the items of one answer. A message ends where a call begins.
+    """The writer of one answer's items. A message ends where a call begins.
 
     Args:
         key: makes the ids of the items.
 
     Attributes:
-        items: those that have begun; the last one may be open.
+        items: the items that have begun; the last one may be open.
     """
 
     def __init__(self, key: str) -> None:
@@ -76,13 +80,13 @@ class ItemWriter:
         self._is_open = self._reasons = False
 
     def event(self, kind: str, **fields: Any) -> Json:
-        """The next event."""
+        """Returns the next event."""
         number, self._sent = self._sent, self._sent + 1
         return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
     def add(self, pieces: Sequence[str | Call | Reasoning], logprobs: Sequence[Json]) -> list[Json]:
-        """The events of what a sample goes on with; log-probabilities are those of the first
-        text."""
+        """Returns the events of a sample's next pieces; the log-probabilities are those of the
+        first text."""
         events = []
         for piece in pieces:
             if isinstance(piece, Call):
@@ -95,7 +99,7 @@ class ItemWriter:
         return events
 
     def end(self, status: str) -> list[Json]:
-        """The last events. An answer without a call has a message, if only an empty one."""
+        """Returns the last events. An answer without a call has a message, which may be empty."""
         reasoned = self._close(status) if self._reasons else []
         begun = [] if self.items else self._open()
         return reasoned + begun + self._close(status)
@@ -179,8 +183,10 @@ class ItemWriter:
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────
 
     def _call(self, call: Call) -> list[Json]:
-        """A call is told whole. Its id has nine characters, as the templates of Mistral want
-        them."""
+        """Returns the events of a whole call.
+
+        Its id has nine characters, as the templates of Mistral want them.
+        """
         item = {
             "id": self._id("fc"),
             "type": "function_call",
@@ -204,9 +210,9 @@ class ItemWriter:
         return f"{prefix}_{self._key}{len(self.items)}"
 
     def _about(self, kind: str, **fields: Any) -> Json:
-        """An event of the last item."""
+        """Returns an event of the last item."""
         return self.event(kind, output_index=len(self.items) - 1, **fields)
 
     def _about_part(self, kind: str, **fields: Any) -> Json:
-        """An event of the text of the last item."""
+        """Returns an event of the text of the last item."""
         return self._about(kind, item_id=self.items[-1]["id"], content_index=0, **fields)

@@ -1,4 +1,4 @@
-"""The requests of /v1/responses, and the chat requests that mean the same.
+"""The requests of /v1/responses, and the chat requests with the same meaning.
 
 Docstrings and descriptions of the models are part of `/openapi.json`.
 """
@@ -49,7 +49,7 @@ ABSENT = {
     "prompt": "This server keeps no prompts: send the text as input",
     "n": "An answer has one sample: /v1/chat/completions takes n",
 }
-"""Fields that a client may know and this server does not have, and why."""
+"""The fields that a client may know and this server does not have, with the reasons."""
 LOGPROBS = "message.output_text.logprobs"
 NAMES = {
     "messages": "input",
@@ -57,9 +57,9 @@ NAMES = {
     "response_format": "text.format",
     "logprobs": "top_logprobs",
 }
-"""Fields of /v1/responses by what they are called in /v1/chat/completions."""
+"""The fields of /v1/responses by their names in /v1/chat/completions."""
 MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
-"""Of `metadata`: pairs, characters of a name and of a value."""
+"""The limits of `metadata`: the number of pairs, the characters of a name, and those of a value."""
 
 
 def _pairs(value: Any) -> Any:
@@ -118,7 +118,7 @@ class MessageItem(StrictModel):
     phase: Literal["commentary", "final_answer"] | None = None
 
     def message(self) -> Message:
-        """The same in a chat."""
+        """Returns the message of a chat with the same content."""
         return Message(role=self.role, content=_joined(self.content))
 
 
@@ -131,7 +131,7 @@ class CallItem(SentFunction):
     status: Status | None = None
 
     def message(self) -> Message:
-        """The same in a chat."""
+        """Returns the message of a chat with the same call."""
         function = SentFunction(name=self.name, arguments=self.arguments)
         return Message(role="assistant", tool_calls=[SentCall(id=self.call_id, function=function)])
 
@@ -146,7 +146,7 @@ class CallOutputItem(StrictModel):
     status: Status | None = None
 
     def message(self) -> Message:
-        """The same in a chat."""
+        """Returns the message of a chat with the same output."""
         return Message(role="tool", tool_call_id=self.call_id, content=_joined(self.output))
 
 
@@ -167,7 +167,8 @@ class ReasoningItem(StrictModel):
     status: Status | None = None
 
     def message(self) -> Message:
-        """The same in a chat, where it belongs to the message that follows."""
+        """Returns the message of a chat with this reasoning, which belongs to the message that
+        follows."""
         return Message(
             role="assistant", reasoning_content="".join(part.text for part in self.content)
         )
@@ -288,7 +289,7 @@ class ResponsesRequest(SampledRequest):
     @model_validator(mode="before")
     @classmethod
     def _present(cls, given: Any) -> Any:
-        """Says of known fields why they are not here."""
+        """Rejects known fields that this server does not have, with the reason."""
         for name, why in ABSENT.items() if isinstance(given, dict) else ():
             if given.get(name) not in (None, False):
                 raise error_at(name, "absent_field", why)
@@ -296,7 +297,7 @@ class ResponsesRequest(SampledRequest):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that were sent and have no effect."""
+        """The names of fields that were sent and have no effect."""
         parts = {"text": self.text, "stream_options": self.stream_options}
         inner = [
             f"{name}.{field}"
@@ -307,8 +308,10 @@ class ResponsesRequest(SampledRequest):
         return [*self.ignored_fields(), *inner, *(["store"] if self.store else [])]
 
     def messages(self) -> list[Message]:
-        """The conversation; calls belong to the message of the assistant before them, if there is
-        one."""
+        """Returns the conversation.
+
+        Calls belong to the message of the assistant before them, if there is one.
+        """
         said = [Message(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*said, Message(role="user", content=self.input)]
@@ -332,8 +335,11 @@ class ResponsesRequest(SampledRequest):
         return said
 
     def chat(self) -> ChatRequest:
-        """The request of /v1/chat/completions that means the same. Raises ApiError:
-        log-probabilities beside calls."""
+        """Returns the request of /v1/chat/completions with the same meaning.
+
+        Raises:
+            ApiError: it asks for log-probabilities beside calls.
+        """
         logprobs = LOGPROBS in (self.include or ())
         if self.top_logprobs and not logprobs:
             raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")

@@ -20,14 +20,18 @@ from shoal.serve.submissions import RowUpdate, Submission
 from shoal.types.samples import Sample
 
 STATUSES = {"stop": "completed", "length": "incomplete", "error": "failed"}
-"""`status` by the `finish_reason` of a chat's choice."""
+"""The `status` by the `finish_reason` of a chat's choice."""
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""`error.code` of an answer that failed, by HTTP status; of others it is server_error."""
+"""The `error.code` of a failed answer by HTTP status; for other statuses it is server_error."""
 
 
 def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequest:
-    """The request, parsed as the chat request that means the same. Raises ApiError, RequestError:
-    it cannot be served."""
+    """Returns the request, parsed as the chat request with the same meaning.
+
+    Raises:
+        ApiError: the request cannot be served.
+        RequestError: the request cannot be served.
+    """
     with renamed():
         parsed = parser.parse(request.chat())
         if parsed.reasoning is not None and parsed.top_logprobs is not None:
@@ -41,7 +45,7 @@ def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequ
 
 @contextmanager
 def renamed() -> Iterator[None]:
-    """Errors of the block name fields as /v1/responses does."""
+    """Renames the fields in the block's errors to those of /v1/responses."""
     try:
         yield
     except ApiError as error:
@@ -51,7 +55,7 @@ def renamed() -> Iterator[None]:
 
 
 def _renamed(text: str) -> str:
-    """A text that may begin with the name of a field."""
+    """Returns a text with the name of the field that it begins with replaced, if there is one."""
     found = next((name for name in NAMES if text.startswith((f"{name} ", f"{name}="))), "")
     return NAMES.get(found, "") + text[len(found) :]
 
@@ -61,14 +65,18 @@ class ItemResponse(ApiResponse):
     """The answer to one request, computed by `whole` or `events`.
 
     Attributes:
-        request: what was asked.
+        request: the request as it was sent.
     """
 
     request: ResponsesRequest = field(kw_only=True)
 
     async def whole(self) -> Json:
-        """The answer, once the row has ended. Raises ApiError, RequestError: see `Worker.serving`,
-        or that of the row."""
+        """Returns the answer, once the row has ended.
+
+        Raises:
+            ApiError: see `Worker.serving`, or the error of the row.
+            RequestError: see `Worker.serving`, or the error of the row.
+        """
         submission, form, writer = self._submission(), self._form(), ItemWriter(self.key)
         async with self._serving(submission):
             [end] = [update async for update in self._updates(submission) if update is not None]
@@ -78,8 +86,12 @@ class ItemResponse(ApiResponse):
         return self._ended(form, writer, end.sample)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events. Raises ApiError, RequestError: before the first item;
-        later errors are events."""
+        """Yields the answer as server-sent events; errors after the first item are events.
+
+        Raises:
+            ApiError: before the first item.
+            RequestError: before the first item.
+        """
         submission, form, writer = self._submission(), self._form(), ItemWriter(self.key)
         sample = None
         async with self._serving(submission):
@@ -118,7 +130,7 @@ class ItemResponse(ApiResponse):
     # ── JSON ──────────────────────────────────────────────────────────────────────────────────────
 
     def _ended(self, form: ItemFormat, writer: ItemWriter, sample: Sample | None) -> Json:
-        """The answer at its end."""
+        """Returns the answer at its end."""
         assert sample is not None
         status = STATUSES[FINISH_REASONS[sample.finish_reason]]
         return self._answer(writer, status) | {
@@ -131,7 +143,7 @@ class ItemResponse(ApiResponse):
         }
 
     def _failed(self, writer: ItemWriter, error: ApiError) -> list[Json]:
-        """The events of an answer that fails when its status has been sent."""
+        """Returns the events of an answer that fails after its status has been sent."""
         events = writer.end("incomplete")
         said = {"code": ERROR_CODES.get(error.status_code, "server_error"), "message": error.detail}
         return [
@@ -176,13 +188,14 @@ def _item_status(sample: Sample) -> str:
 
 
 def _dumped(value: object) -> Any:
-    """A model of a request as JSON; other values as they are."""
+    """Returns a model of a request as JSON; other values unchanged."""
     dump = getattr(value, "model_dump", None)
     return value if dump is None else dump(by_alias=True, exclude_none=True)
 
 
 def _usage(usage: Json) -> Json:
-    """A chat's `usage` as /v1/responses has it. Keeping a prompt is not counted."""
+    """Returns a chat's `usage` in the form of /v1/responses. The tokens of kept prompts are not
+    counted."""
     named = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
     cached = usage.pop("prompt_tokens_details")
     reasoning = usage.pop("completion_tokens_details", {"reasoning_tokens": 0})
@@ -193,5 +206,5 @@ def _usage(usage: Json) -> Json:
 
 
 def _sent(events: Sequence[Json]) -> bytes:
-    """Events, each under its name."""
+    """Returns the events as bytes, each under its name."""
     return b"".join(f"event: {one['type']}\n".encode() + event(one) for one in events)

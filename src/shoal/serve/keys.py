@@ -15,10 +15,10 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 
 
 def read_keys(file: Path | None) -> dict[str, float]:
-    """The keys in a file with their weights, without a file that of `VARIABLE`.
+    """Returns the keys in a file with their weights; without a file, the key of `VARIABLE`.
 
-    A line has a key, and a weight unless that is 1. Empty lines and those that begin with # are
-    skipped.
+    A line has a key, and a weight unless the weight is 1. Empty lines and lines that begin with #
+    are skipped.
 
     Raises:
         RequestError: the file cannot be read, has no key or a wrong weight: the server must not
@@ -42,7 +42,7 @@ def read_keys(file: Path | None) -> dict[str, float]:
 
 
 def _key(line: str, where: str) -> tuple[str, float]:
-    """A key and its weight. Raises RequestError, which does not show the key."""
+    """Returns a key and its weight. Raises RequestError, which does not show the key."""
     key, *rest = line.split()
     try:
         weight = float(rest[0]) if rest else 1.0
@@ -55,22 +55,25 @@ def _key(line: str, where: str) -> tuple[str, float]:
 
 
 def weights_of(keys: Mapping[str, float]) -> dict[str, float]:
-    """The weights other than 1 of the owners of keys."""
+    """Returns the weights other than 1 of the owners of keys."""
     return {owner_of(key): weight for key, weight in keys.items() if weight != 1}
 
 
 def is_valid_key(keys: Iterable[str], given: str) -> bool:
-    """Whether `given` is one of the keys. Every key is compared, whole and in constant time."""
+    """Returns True if `given` is one of the keys.
+
+    It compares every key, whole and in constant time.
+    """
     digest = _digest(given)
     matches = [hmac.compare_digest(_digest(key), digest) for key in keys]
     return any(matches)
 
 
 def owner_of(key: str) -> str:
-    """Names whoever has the key, without showing it."""
+    """Returns a name for the owner of the key, without showing the key."""
     return _digest(key).hex()
 
 
 def _digest(key: str) -> bytes:
-    """Has the same length for every key."""
+    """Returns a digest, of the same length for every key."""
     return hashlib.sha256(key.encode("utf-8", errors="surrogatepass")).digest()

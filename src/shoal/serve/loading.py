@@ -1,4 +1,4 @@
-"""What a server answers while its model is loaded: that it lives, and is not ready."""
+"""The answers of a server while its model is loaded: it lives, and is not ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATUS = {"status": "a model is being loaded"}
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of that time: /health is 200, all else 503."""
+    """Answers while the model is loaded: /health with 200, all other paths with 503."""
     if scope["type"] != "http":
         return
     retry = {"retry-after": str(RETRY_SECONDS)}
@@ -40,8 +40,10 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextmanager
 def answered(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
-    """Answers on the socket for as long as the block lasts, on a thread; the socket stays open for
-    the server that follows."""
+    """Answers on the socket on a thread, for as long as the block lasts.
+
+    The socket stays open for the server that follows.
+    """
     options: dict[str, Any] = tls.uvicorn_options() if tls else {}
     config = uvicorn.Config(
         answer,

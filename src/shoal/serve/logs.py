@@ -1,5 +1,7 @@
-"""What a server logs: a line per request when its answer has ended, and all other messages, as text
-or as JSON objects."""
+"""The logs of a server: a line per request when its answer has ended, and all other messages.
+
+They are written as text or as JSON objects.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from shoal.serve.exchanges import Exchange
 LOG = logging.getLogger("shoal.requests")
 LogFormat = Literal["text", "json"]
 PROBES = ("/health", "/ready", "/metrics")
-"""Requests of supervisors; they are logged at the level debug."""
+"""The paths of supervisors; their requests are logged at the level debug."""
 STDERR: Final[dict[str, Any]] = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr"}
 FIELDS = (
     "request_id",
@@ -29,7 +31,7 @@ FIELDS = (
     "samples",
     "reason",
 )
-"""What a line of a request tells. The path is without its query, which may hold secrets."""
+"""The fields of a request's line. The path is without its query, which may hold secrets."""
 
 
 def log(exchange: Exchange) -> None:
@@ -65,25 +67,25 @@ def _sentence(fields: dict[str, Any]) -> str:
 
 
 def _shown(path: str) -> str:
-    """A path as it is; in quotes and escaped if it has blanks, quotes, backslashes or what cannot
-    be printed."""
+    """Returns a path, quoted and escaped if it has blanks, quotes, backslashes or unprintable
+    characters."""
     return path if path.isprintable() and not set(path) & set(" '\"\\") else repr(path)
 
 
 class TextFormatter(logging.Formatter):
-    """Time with zone, level, message."""
+    """A formatter that writes time with zone, level and message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A line, and a traceback if there is one."""
+        """Returns a line, and a traceback if there is one."""
         text = f"{_time(record)} {record.levelname:<8} {record.getMessage()}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line."""
+    """A formatter that writes one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The fields of a request beside time, level, logger and message."""
+        """Returns the fields of a request beside time, level, logger and message."""
         fields = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -105,8 +107,11 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def config(level: str, form: LogFormat, handler: dict[str, Any] = STDERR) -> dict[str, Any]:
-    """For `logging.config`: uvicorn's messages and ours to one handler; requests are logged by
-    `RequestLog` alone."""
+    """Returns the configuration for `logging.config`, with one handler for uvicorn's messages and
+    ours.
+
+    uvicorn's lines of requests are dropped: only `log` logs requests.
+    """
     logger = {"handlers": ["shoal"], "level": level.upper(), "propagate": False}
     return {
         "version": 1,
@@ -124,7 +129,7 @@ def config(level: str, form: LogFormat, handler: dict[str, Any] = STDERR) -> dic
 
 @contextmanager
 def written(level: str, form: LogFormat) -> Iterator[None]:
-    """Messages are written as `config` says for as long as the block lasts."""
+    """Writes messages by `config` for as long as the block lasts."""
     dictConfig(config(level, form))
     try:
         yield
@@ -133,8 +138,7 @@ def written(level: str, form: LogFormat) -> Iterator[None]:
 
 
 def restore() -> None:
-    """Takes back what `config` has set: a process may go on after its server, and stderr may be
-    another one then."""
+    """Undoes `config`: a process may go on after its server, and stderr may be another one then."""
     for name in ("uvicorn", "uvicorn.error", "shoal"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

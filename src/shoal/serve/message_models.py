@@ -126,11 +126,11 @@ class Message(StrictModel):
 
     @property
     def reasoned(self) -> str | None:
-        """The reasoning, by whichever name."""
+        """The reasoning, from whichever field has it."""
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it: the arguments of calls are objects."""
+        """Returns the message in the form of chat templates: the arguments of calls are objects."""
         content = (
             self.content
             if isinstance(self.content, str)

@@ -1,5 +1,7 @@
-"""Metrics for Prometheus: the engine's figures, read on request, and counters and histograms of
-rows and requests."""
+"""Metrics for Prometheus: the engine's figures, and counters and histograms of rows and requests.
+
+The engine's figures are read on request.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ COUNTED = {
     "committed": "Tokens committed, replacement and bonus included",
     "pauses": "Times that a row gave its slot to one of another request",
 }
-"""Counters of `shoal.Stats`."""
+"""The counters of `shoal.Stats`."""
 STAGES = ("prefill", "propose", "verify", "accept", "commit")
 
 
@@ -107,7 +109,12 @@ class Metrics:
         )
 
     def collect_from(self, worker: Worker, model: str) -> None:
-        """Adds the figures of the worker's engine; `model`: the name that is served."""
+        """Adds the figures of the worker's engine.
+
+        Args:
+            worker: the worker.
+            model: the name that is served.
+        """
         engine = worker.thread.engine
         drafter = "" if engine.drafter is None else name_of(engine.drafter)
         about = {
@@ -120,19 +127,24 @@ class Metrics:
         self._registry.register(_Engine(worker))
 
     def request_started(self, seconds: float) -> None:
-        """The first row of a request got a slot, `seconds` after the request arrived."""
+        """Counts the first slot of a request's rows, `seconds` after the request arrived."""
         self._queue.observe(seconds)
 
     def first_tokens(self, seconds: float) -> None:
-        """A row committed its first tokens, `seconds` after its request arrived."""
+        """Counts the first tokens of a row, `seconds` after its request arrived."""
         self._first.observe(seconds)
 
     def next_tokens(self, seconds: float) -> None:
-        """A row committed tokens, `seconds` after those before."""
+        """Counts the next tokens of a row, `seconds` after those before."""
         self._gap.observe(seconds)
 
     def row_ended(self, sample: Sample, pace: float | None) -> None:
-        """A row ended. `pace`: seconds per token after its first round; None if there was none."""
+        """Counts the end of a row.
+
+        Args:
+            sample: the row's sample.
+            pace: seconds per token after its first round; None if there was none.
+        """
         if pace is not None:
             self._pace.observe(pace)
         self._rows.labels(sample.finish_reason).inc()
@@ -142,23 +154,25 @@ class Metrics:
             self._length.observe(len(sample.token_ids) / sample.target_passes)
 
     def request_ended(self, exchange: Exchange) -> None:
-        """The last byte of an answer was sent, or its client has gone."""
+        """Counts an answer whose last byte was sent, or whose client has gone."""
         labels = exchange.route, str(exchange.status)
         self._answers.labels(*labels).inc()
         self._duration.labels(*labels).observe(exchange.seconds)
 
     def families(self) -> list[Metric]:
-        """All metrics as they are now; they can be pickled."""
+        """Returns the current values of all metrics; they can be pickled."""
         return list(self._registry.collect())
 
     async def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 def text_of(replicas: Mapping[str, Sequence[Metric]]) -> bytes:
-    """The metrics of several processes in Prometheus' text format, each sample with the label
-    `replica`."""
+    """Returns the metrics of several processes in Prometheus' text format.
+
+    Each sample has the label `replica`.
+    """
     together: dict[str, Metric] = {}
     for replica, families in replicas.items():
         for family in families:
@@ -175,24 +189,24 @@ def text_of(replicas: Mapping[str, Sequence[Metric]]) -> bytes:
 
 
 class _Families(Collector):
-    """Metrics that are known."""
+    """A collector of metrics that were read before."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._known = families
 
     def collect(self) -> Sequence[Metric]:
-        """The same."""
+        """Returns the metrics."""
         return self._known
 
 
 class _Engine(Collector):
-    """Figures of the engine, read when the metrics are requested."""
+    """A collector of the engine's figures, read when the metrics are requested."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     def collect(self) -> Iterator[Metric]:
-        """One family per figure."""
+        """Yields one family per figure."""
         stats = self._worker.thread.stats
         for name, what in COUNTED.items():
             yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))

@@ -1,5 +1,7 @@
-"""What a model is called where its path must not be shown: a name, and a short identifier that
-depends on its files."""
+"""The public names of a model whose path must not be shown.
+
+A model has a name, and a short identifier that depends on its files.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,18 @@ from pathlib import Path
 from shoal.models.sources import GGUF, directory_of, name_of
 
 SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
-"""Files of a model's directory that determine its logits and its tokenization."""
+"""The files of a model's directory that determine its logits and its tokenization."""
 END_BYTES = 2**16
-"""Bytes read at both ends of a file: reading all weights would take as long as loading them."""
+"""The bytes read at both ends of a file: reading all weights would take as long as loading them."""
 
 
 def identity(model: str | Path, revision: str | None = None) -> str:
-    """For a directory, or a GGUF file, a digest of its files' sizes and ends; for a Hub id the id
-    and the revision.
+    """Returns an identifier of a model.
 
-    Two training runs of one model differ in nearly all weights, so also in those at the ends of the
-    files. A branch of the Hub may move to another commit; a revision that is a commit does not.
+    For a directory, or a GGUF file, it is a digest of the files' sizes and ends; for a Hub id it is
+    the id and the revision. Two training runs of one model differ in nearly all weights, so also in
+    those at the ends of the files. A branch of the Hub may move to another commit; a revision that
+    is a commit does not.
     """
     directory = directory_of(model)
     file = Path(model) if directory is None and Path(model).is_file() else None
@@ -38,9 +41,11 @@ def identity(model: str | Path, revision: str | None = None) -> str:
 
 
 def people_call(model: str) -> str:
-    """A model or drafter without any path: a directory's last part, "bundled target" and "bundled
-    drafter" for the bundled pair, a drafter without its options, which may name files; a Hub id as
-    it is."""
+    """Returns the name of a model or drafter without any path.
+
+    A directory has its last part, the bundled pair "bundled target" and "bundled drafter". A
+    drafter comes without its options, which may name files; a Hub id is unchanged.
+    """
     from shoal.models.loading import bundled
 
     for part in ("target", "drafter"):

@@ -16,7 +16,7 @@ from shoal.serve.openapi import REFUSALS
 
 
 def model_routes(handler: ApiHandler) -> APIRouter:
-    """The model under each of its names, and what it can do."""
+    """Returns the routes about the model under each of its names, and its abilities."""
     router = APIRouter()
     models_by_name = {name: _model(handler, name) for name in handler.settings.names}
 
@@ -62,7 +62,7 @@ def _model(handler: ApiHandler, name: str) -> response_models.Model:
 
 
 def _names(shoal: Shoal) -> dict[str, str | None]:
-    """What people call the two models, see `people_call`."""
+    """Returns the names of the two models, see `people_call`."""
     drafter = shoal.drafter_name
     return {
         "target": people_call(shoal.target.name),

@@ -1,5 +1,4 @@
-"""Batch files without HTTP: each line is answered by the `ApiHandler` that also serves HTTP
-requests."""
+"""Batch files without HTTP: the `ApiHandler` that also serves HTTP requests answers each line."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ class Offline:
     """A pair that answers lines as `shoal serve` answers requests.
 
     Args:
-        make_engine: engines of `shoal`, see `EngineThread`.
+        shoal: the pair.
+        make_engine: makes engines of `shoal`, see `EngineThread`.
         settings: limits of a line's fields; `queue` is not used.
 
     Attributes:
@@ -40,10 +40,12 @@ class Offline:
         """Answers all lines, as many at a time as the batch has slots.
 
         Args:
+            lines: the lines.
             done: called with each output line as soon as it is complete.
 
         Raises:
-            InternalError: the engine's thread has ended. Exception: what `done` raised.
+            InternalError: the engine's thread has ended.
+            Exception: the error that `done` raised.
         """
         asyncio.run(self._answer_all(lines, done))
 

@@ -25,7 +25,7 @@ HEADERS: dict[str, dict[str, Any]] = {
         "schema": {"type": "string"},
     },
 }
-"""Headers that say how an answer differs from the request."""
+"""The headers that say how an answer differs from the request."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": response_models.ErrorAnswer, "description": what}
     for status, what in {
@@ -45,8 +45,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 def described(
     request: type[BaseModel], answer: type[BaseModel], *, stream: bool = True
 ) -> dict[str, Any]:
-    """A route's description: its body, and an answer that is one object, or, with `stream`, events
-    that each hold a part of one."""
+    """Returns a route's description: its body and its answer.
+
+    The answer is one object, or, with `stream`, events that each hold a part of one.
+    """
     events: dict[str, Any] = {"content": {"text/event-stream": {}}} if stream else {}
     schema = {"$ref": f"#/components/schemas/{request.__name__}"}
     return {
@@ -58,8 +60,10 @@ def described(
 
 
 def install(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
-    """Adds the models of requests, and removes FastAPI's status 422: invalid bodies are answered
-    with 400."""
+    """Adds the models of requests, and removes FastAPI's status 422.
+
+    Invalid bodies are answered with 400.
+    """
     generated = app.openapi
     _, models = models_json_schema(
         [(request, "validation") for request in requests],

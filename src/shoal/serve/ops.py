@@ -13,16 +13,18 @@ from shoal.serve.response_models import Health
 from shoal.serve.worker import Worker
 
 HUNG_PASS_SECONDS = 120.0
-"""A round that takes longer counts as stuck. Capturing rounds of a large model may take one or two
-minutes."""
+"""The duration from which a round counts as stuck. Capturing rounds of a large model may take one
+or two minutes."""
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "Not now; the status says why."}
 }
 
 
 def ops_routes(worker: Worker) -> APIRouter:
-    """`/health` and `/ready`, which some load balancers ask by HEAD, and `/metrics`, which the
-    application's state writes."""
+    """Returns the routes `/health`, `/ready` and `/metrics`.
+
+    Some load balancers request the first two by HEAD; the application's state writes the metrics.
+    """
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False)
@@ -49,7 +51,7 @@ def ops_routes(worker: Worker) -> APIRouter:
 
 
 def _unready(worker: Worker, draining: bool) -> str | None:
-    """Why no requests should be sent now."""
+    """Returns the reason why no requests should be sent now; None if there is none."""
     if not worker.thread.alive:
         return "the engine has stopped"
     since = worker.thread.busy_since

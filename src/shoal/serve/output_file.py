@@ -1,5 +1,7 @@
-"""The output of a batch: exactly one answer per line, also after interruptions, and no answer to a
-line that has changed."""
+"""The output of a batch: exactly one answer per line, also after interruptions.
+
+A line that has changed has no answer.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from shoal.serve.api_paths import Json
 from shoal.serve.batch_lines import BatchLine, has_failed, id_of
 
 SYNC_LINES, SYNC_SECONDS = 64, 1.0
-"""Answers are synced to the disk after this many, or with the first one this long after the last
-sync."""
+"""The number of answers, and the seconds after the last sync, after which answers are synced to the
+disk."""
 
 
 class OutputFile:
@@ -25,17 +27,18 @@ class OutputFile:
 
     The field "shoal" of each answer has the digest of its line and the settings of its run. A
     damaged end, as a kill or a crash of the machine leaves it, is truncated, and its lines are
-    answered again. The target of a symbolic link is written.
+    answered again. If the path is a symbolic link, its target is written.
 
     Args:
-        lines: of the input.
-        settings: those that change tokens and are known before a model is loaded.
+        path: the file.
+        lines: the lines of the input.
+        settings: the settings that change tokens and are known before a model is loaded.
         clock: in seconds, for the syncs.
 
     Attributes:
-        ids: of the lines that have an answer.
-        failed: of those whose answer is an error.
-        cut: bytes of the truncated end.
+        ids: the ids of the lines that have an answer.
+        failed: the ids of the lines whose answer is an error.
+        cut: the number of bytes of the truncated end.
 
     Raises:
         RequestError: the file cannot be written, another process writes it, or it has something
@@ -71,7 +74,7 @@ class OutputFile:
             raise
 
     def _keep(self, number: int, text: bytes) -> None:
-        """Registers an answer of an earlier run. Raises RequestError unless this run could have
+        """Registers an answer of an earlier run. Raises RequestError: this run could not have
         written it."""
         where = f"{self._path}:{number}"
         try:
@@ -105,9 +108,10 @@ class OutputFile:
         self._count(named, entry)
 
     def require(self, settings: Mapping[str, Any], where: str = "") -> None:
-        """Compares settings with those of all answers so far, and stores those that were not known.
+        """Compares settings with those of all answers so far, and stores settings that are new.
 
         Args:
+            settings: the settings.
             where: file and line of the answer that has them; "" = this run.
 
         Raises:
@@ -124,11 +128,11 @@ class OutputFile:
                 )
 
     def write(self, entry: Json) -> bool:
-        """Appends an answer, unless its line has one; returns whether it was appended.
+        """Appends an answer, unless its line has one; returns True if it was appended.
 
         Args:
-            entry: its field "shoal" may have "notes", and settings that are known only after
-                loading.
+            entry: the answer; its field "shoal" may have "notes", and settings that are known only
+                after loading.
 
         Raises:
             RequestError: its settings differ from those before.
@@ -154,7 +158,7 @@ class OutputFile:
             self.failed.add(named)
 
     def _sync(self) -> None:
-        """Writes to the disk: now a crash of the machine loses nothing."""
+        """Writes the answers to the disk: now a crash of the machine loses nothing."""
         sync(self._file)
         self._synced_at, self._unsynced = self._clock(), 0
 

@@ -1,5 +1,7 @@
-"""The playground, a client of the API: a page at / that draws samples and their drafts, a chat at
-/chat, an editor at /editor."""
+"""The playground, a client of the API.
+
+It has a page at / that draws samples and their drafts, a chat at /chat, an editor at /editor.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-"""The page runs only scripts of this server, and text of a model cannot become markup."""
+"""The headers of the page: it runs only scripts of this server, and text of a model cannot become
+markup."""
 TYPES = {
     ".html": "text/html",
     ".css": "text/css",
@@ -33,7 +36,7 @@ TYPES = {
 
 
 def page() -> APIRouter:
-    """The routes of the page and its files, which are kept in memory. They need no key."""
+    """Returns the routes of the page and its files, which are kept in memory. They need no key."""
     folder = files("shoal.serve") / "playground"
     parts = {name: part.read_bytes() for name, part in _files(folder)}
     router = APIRouter(include_in_schema=False)
@@ -63,7 +66,8 @@ def page() -> APIRouter:
 
 
 def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
-    """What the page has: relative paths and files, those of others (`vendor/`) included."""
+    """Yields the relative paths and the files of the page, third-party files (`vendor/`)
+    included."""
     for part in folder.iterdir():
         if part.is_dir():
             yield from _files(part, f"{above}{part.name}/")

@@ -1,5 +1,4 @@
-"""A request that the server can serve: prompts, requests of the engine, and what the answer shall
-hold."""
+"""A request that the server can serve: prompts, requests of the engine, and the answer's fields."""
 
 from __future__ import annotations
 
@@ -13,21 +12,22 @@ from shoal.types.requests import Request
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a body has become, within the server's limits.
+    """A request within the server's limits, made from a body.
 
     Attributes:
-        prompts: their token ids.
+        prompts: the token ids of the prompts.
         requests: one per prompt, of `drawn` rows each; none if nothing is to be generated.
-        drawn, returned: samples per prompt; fewer are returned than drawn with `best_of`.
+        drawn: samples drawn per prompt.
+        returned: samples returned per prompt; fewer than `drawn` with `best_of`.
         top_logprobs: alternatives per token; None = no log-probabilities.
         echo: texts of the prompts, if they are returned.
-        headers: of the answer: what was ignored or clamped.
-        deadline: end of the request's time, by `time.perf_counter`.
-        rules: what counts as a call of a tool; None = nothing does.
-        token_ids: whether ids of prompts and samples are returned.
+        headers: headers of the answer: fields that were ignored or clamped.
+        deadline: the end of the request's time, by `time.perf_counter`.
+        rules: the rules for calls of tools; None = there are no calls.
+        token_ids: True if ids of prompts and samples are returned.
         prompt_logprobs: alternatives per token of the prompts, if these are scored for the answer.
-        grammar_field: of the request, which its grammar came from.
-        reasoning: where samples reason; None = they do not.
+        grammar_field: the field of the request that its grammar came from.
+        reasoning: the rules for the samples' reasoning; None = they do not reason.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -50,11 +50,12 @@ class ParsedRequest:
 
     @property
     def rows(self) -> int:
-        """Samples of all prompts."""
+        """The number of samples of all prompts."""
         return self.drawn * len(self.prompts)
 
     @property
     def scored(self) -> int | None:
-        """Alternatives per token that the prompts are scored for; None = they need not be."""
+        """The number of alternatives per token for scoring the prompts; None = they need not be
+        scored."""
         wanted = [self.prompt_logprobs, self.top_logprobs if self.echo is not None else None]
         return max((each for each in wanted if each is not None), default=None)

@@ -34,9 +34,9 @@ def answer(
     A line that kills its workers is answered with an error, all others are answered.
 
     Raises:
-        ShoalError: what a worker raised, for example that a model does not exist; or workers died
+        ShoalError: the error of a worker, for example that a model does not exist; or workers died
             while they loaded.
-        Exception: what `done` raised.
+        Exception: the error that `done` raised.
     """
     with connected():
         warn_if_too_small(share)
@@ -55,7 +55,7 @@ class _Pool:
         )
         self._busy: dict[Any, tuple[Any, Block | None]] = {}
         self._failed_loads = 0
-        """Consecutive workers that died while they loaded."""
+        """The number of consecutive workers that died while they loaded."""
 
     def run(self, workers: int) -> None:
         """Runs until all blocks are answered, and ends the workers."""

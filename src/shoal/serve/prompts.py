@@ -19,13 +19,15 @@ from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
 RESERVED = 8
-"""Tokens of the context that are kept for those that alignment adds."""
+"""The tokens of the context that are kept for those that alignment adds."""
 
 
 class PromptEncoder:
-    """Encodes prompts; may be used by several threads.
+    """An encoder of prompts; several threads may use it.
 
     Args:
+        tokenizer: the target's.
+        vocab_size: the size of the target's vocabulary.
         chat_template: replaces the tokenizer's.
     """
 
@@ -34,8 +36,13 @@ class PromptEncoder:
         self._given_template = chat_template
 
     def encode(self, prompt: Prompt, suffix: str | None) -> tuple[int, ...]:
-        """Ids of a text, with a suffix those of a fill-in-the-middle prompt; ids are checked.
-        Raises ApiError."""
+        """Returns the ids of a text, or checked ids; with a suffix those of a fill-in-the-middle
+        prompt.
+
+        Raises:
+            ApiError: an id is not in the vocabulary, or a suffix does not go with the prompt or the
+                model.
+        """
         if suffix is not None:
             if not isinstance(prompt, str):
                 raise ApiError(400, "suffix needs a prompt that is a text", param="suffix")
@@ -49,7 +56,7 @@ class PromptEncoder:
         return tuple(prompt)
 
     def encode_text(self, text: str, special: bool) -> tuple[int, ...]:
-        """Ids of a text, with or without the special tokens that the tokenizer adds."""
+        """Returns the ids of a text, with or without the special tokens that the tokenizer adds."""
         return (
             encoded(self._tokenizer, text)
             if special
@@ -57,16 +64,19 @@ class PromptEncoder:
         )
 
     def decode(self, ids: Sequence[int], field: str) -> str:
-        """The text of ids of the field of that name, special tokens included. Raises ApiError for
-        ids that there are not."""
+        """Returns the text of a field's ids, special tokens included. Raises ApiError: an id is too
+        large."""
         if ids and max(ids) >= self._vocab_size:
             message = f"{field} must be in 0..{self._vocab_size - 1}, got {max(ids)}"
             raise ApiError(400, message, param=field, code="invalid_value")
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def shown_tokens(self, request: BaseRequest) -> frozenset[int]:
-        """Special tokens that the request's texts show. Raises ApiError: the tokenizer cannot write
-        them as asked."""
+        """Returns the special tokens that the request's texts show.
+
+        Raises:
+            ApiError: the tokenizer cannot write them as the request wants.
+        """
         if request.skip_special_tokens is not False:
             return frozenset()
         special = special_tokens(self._tokenizer)
@@ -83,13 +93,13 @@ class PromptEncoder:
         return frozenset(special)
 
     def tokens_of(self, *names: str) -> frozenset[int]:
-        """Special tokens of these names."""
+        """Returns the special tokens of these names."""
         return frozenset(
             token for token, name in special_tokens(self._tokenizer).items() if name in names
         )
 
     def names(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them."""
+        """Returns the tokens as the vocabulary writes them."""
         return [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def dressed(
@@ -130,11 +140,13 @@ class PromptEncoder:
         return dressing.applied(request, self._tokenizer, suffix, end, naming)
 
     def middle(self, request: InfillRequest, space: int) -> tuple[MiddlePrompt, bool]:
-        """The prompt of a text between two others, of at most so many tokens, and whether text was
-        left out.
+        """Returns the prompt of a text between two others, and True if text was left out.
 
-        The text next to the cursor goes first, then the last of the other files. Raises ApiError:
-        the model cannot fill in.
+        The prompt has at most `space` tokens. The text next to the cursor goes first, then the last
+        of the other files.
+
+        Raises:
+            ApiError: the model cannot fill in.
         """
         space -= RESERVED
         prefix, suffix = request.before_cursor, request.input_suffix
@@ -152,7 +164,7 @@ class PromptEncoder:
         return prompt, (left, right) != (prefix, suffix)
 
     def text(self, prompt: Prompt) -> str:
-        """The prompt's text, for `echo`."""
+        """Returns the prompt's text, for `echo`."""
         return (
             prompt
             if isinstance(prompt, str)
@@ -160,22 +172,27 @@ class PromptEncoder:
         )
 
     def template(self, *, tools: bool) -> str | None:
-        """The chat template of chats with or without tools. Raises RequestError: see
+        """Returns the template of chats with or without tools. Raises RequestError: see
         `chat_template_of`."""
         return self._given_template or chat_template_of(self._tokenizer, tools=tools)
 
     def encode_messages(
         self, messages: Sequence[Message], variables: dict[str, Any]
     ) -> tuple[int, ...]:
-        """Ids of a conversation as the chat template writes it. Raises RequestError, ApiError: see
-        `write`."""
+        """Returns the ids of a conversation as the chat template writes it.
+
+        Raises:
+            RequestError: see `write`.
+            ApiError: see `write`.
+        """
         return self.encode_text(self.write(messages, variables), special=False)
 
     def write(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
-        """A conversation as the chat template writes it.
+        """Returns a conversation as the chat template writes it.
 
         Raises:
-            RequestError: there is no template. ApiError: the template raised an error.
+            RequestError: there is no template.
+            ApiError: the template raised an error.
         """
         template = self.template(tools=bool(variables.get("tools")))
         if template is None:

@@ -1,5 +1,4 @@
-"""uvicorn's HTTP protocol with limits of time for requests and readers, and of the number of
-connections."""
+"""uvicorn's HTTP protocol with time limits for requests and readers, and a limit of connections."""
 
 from __future__ import annotations
 
@@ -17,18 +16,20 @@ ARRIVAL_TIMEOUT_SECONDS: dict[Any, float] = {
     h11.IDLE: 15.0,
     h11.SEND_BODY: BODY_TIMEOUT_SECONDS + 5,
 }
-"""Seconds for the headers and for the body of a request, by the state of h11. They are not
-restarted by bytes that arrive. Handlers that read a body have a slightly shorter timeout, and
-answer."""
+"""The seconds for the headers and for the body of a request, by the state of h11. Bytes that arrive
+do not restart them. Handlers that read a body have a slightly shorter timeout, and answer."""
 READ_TIMEOUT_SECONDS, MIN_READ_BYTES = 30.0, 2**14
-"""A client must read this many bytes, or all that wait for it, in this many seconds; else the
+"""The bytes that a client must read in this many seconds, unless fewer wait for it; else the
 connection is closed. Through TLS it must read 48 KiB: of its transport's 64 KiB of encrypted bytes
 only a drop to 16 KiB is seen."""
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. More than `limit_concurrency` of them are closed; uvicorn would keep them
-    open and refuse their requests."""
+    """One connection.
+
+    Connections beyond `limit_concurrency` are closed; uvicorn would keep them open and refuse their
+    requests.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -76,8 +77,11 @@ class LimitedProtocol(H11Protocol):
         self._unread = self.loop.call_later(READ_TIMEOUT_SECONDS, self._check_reader, unread)
 
     def _check_reader(self, before: int) -> None:
-        """While writing is paused nothing is added to the buffer: what it lost has been read by the
-        client."""
+        """Closes the connection if the client has read too little.
+
+        While writing is paused nothing is added to the buffer: the client has read the bytes that
+        the buffer lost.
+        """
         if self.transport.get_write_buffer_size() > before - MIN_READ_BYTES:
             self.transport.abort()
         else:
@@ -114,7 +118,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers instead of the application, and closes the connection."""
+        """Answers in the place of the application, and closes the connection."""
         content = json.dumps(error.body()).encode()
         length = str(len(content)).encode()
         headers = [

@@ -145,7 +145,10 @@ class CapturedRounds:
             return False
 
     def _fail(self, error: Exception) -> None:
-        """Leaves rounds of a failed kind to their stages; raises the error if the device is lost."""
+        """Leaves rounds of a failed kind to their stages.
+
+        Raises the error again if the device is lost.
+        """
         require_device(self._target.device, error)
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)

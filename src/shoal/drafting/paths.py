@@ -1,5 +1,7 @@
-"""The most probable continuations of a row, as a chain or a tree, for drafters that know what may
-follow and how likely."""
+"""The most probable continuations of a row, as a chain or a tree.
+
+They serve drafters that know the tokens that may follow, and their probabilities.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,39 @@ from torch import Tensor
 from shoal.drafting.text import NOTHING, Guess
 
 FLOOR = 0.05
-"""Least probability of a path: less probable drafts cost a verified position each and bring next to
-nothing."""
+"""The least probability of a path.
+
+Less probable drafts cost a verified position each and bring next to no tokens.
+"""
 CHOICES = 10
-"""Tokens of a position that a tree may have: Medusa's trees have no others."""
+"""The most tokens of a position in a tree: Medusa's trees have no others."""
 Place = TypeVar("Place")
 Following = Callable[[Place], Iterable[tuple[int, float, Place]]]
-"""A place in a text -> tokens that may follow, their probabilities, and the places after them; the
-most probable first."""
+"""A place in a text -> tokens that may follow, their probabilities, and the places after them.
+
+The most probable token comes first.
+"""
 
 
 def probable(place: Place, following: Following[Place], length: int, nodes: int) -> Guess:
-    """Paths of at most `length` tokens: a tree of so many nodes, or a chain where that is 0."""
+    """Returns a tree of at most `nodes` nodes, or a chain if `nodes` is 0.
+
+    Its paths have at most `length` tokens.
+    """
     return tree(place, following, length, nodes) if nodes else chain(place, following, length)
 
 
 Choices = Sequence[tuple[int, float]]
-"""Tokens of a position and their probabilities, the most probable first."""
+"""The tokens of a position and their probabilities, the most probable first."""
 
 
 def most_probable(logits: Tensor, choices: int) -> list[list[list[tuple[int, float]]]]:
-    """Of each row and position, by logits [rows, positions, vocab], so many `Choices`."""
+    """Returns the `choices` most probable tokens of each row and position.
+
+    Args:
+        logits: the logits, [rows, positions, vocab].
+        choices: the number of tokens.
+    """
     top = logits.float().softmax(-1).topk(min(choices, logits.shape[-1]), dim=-1)
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [
@@ -44,8 +58,10 @@ def most_probable(logits: Tensor, choices: int) -> list[list[list[tuple[int, flo
 
 
 def independent(positions: Sequence[Choices], length: int, nodes: int) -> Guess:
-    """`probable` where what follows at a position does not depend on the tokens before; nothing
-    where a probability is NaN."""
+    """Guesses as `probable` does, if the tokens of a position do not depend on earlier ones.
+
+    Returns NOTHING if a probability is not finite.
+    """
     if any(not math.isfinite(choices[0][1]) for choices in positions):
         return NOTHING
     return probable(0, partial(_after, positions), length, nodes)
@@ -57,7 +73,7 @@ def _after(positions: Sequence[Choices], depth: int) -> Iterator[tuple[int, floa
 
 
 def chain(place: Place, following: Following[Place], length: int) -> Guess:
-    """The most probable token after each."""
+    """Returns a chain with the most probable token after each."""
     tokens: list[int] = []
     confidence: list[float] = []
     path = 1.0
@@ -75,9 +91,11 @@ def chain(place: Place, following: Following[Place], length: int) -> Guess:
 
 
 def tree(place: Place, following: Following[Place], length: int, nodes: int) -> Guess:
-    """The most probable paths, the most probable first: the greedy rule of DySpec's tree builder
-    (Xiong et al. 2024, arXiv 2410.11744). The confidence at a depth is the probability of coming so
-    far, having come to the one before."""
+    """Returns a tree of the most probable paths, the most probable first.
+
+    This is the greedy rule of DySpec's tree builder (Xiong et al. 2024, arXiv 2410.11744). The
+    confidence at a depth is the probability of reaching it from the depth before.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     reached = [1.0] + [0.0] * length  # by depth

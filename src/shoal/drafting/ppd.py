@@ -1,15 +1,14 @@
-"""PPD: trained prompt tokens make the target itself guess tokens further ahead (Chen et al. 2024,
-arXiv 2405.18628).
+"""PPD: trained prompt tokens make the target itself guess tokens further ahead.
 
-A prompt token is a vector in place of a token's embedding. m of them stand behind the last token of
-a text, and what the target says at the i-th is a guess of the token i + 1 positions on. They are
-part of the pass that verifies: behind the root and the nodes of a tree, as columns that only the
-drafter reads (`shoal.types.trees.Probes`). Whichever node the accepted path ends at, the prompt
-tokens behind it have said what may follow the token that the target draws there: the next round's
-tree, without a pass for it.
+Chen et al. 2024, arXiv 2405.18628. A prompt token is a vector in place of a token's embedding. m of
+them stand behind the last token of a text, and the target's output at the i-th is a guess of the
+token i + 1 positions on. They are part of the pass that verifies: behind the root and the nodes of
+a tree, as columns that only the drafter reads (`shoal.types.trees.Probes`). Wherever the accepted
+path ends, the prompt tokens behind that node have guessed the tokens after the one that the target
+draws there. They are the next round's tree, which needs no pass of its own.
 
-Guesses of different positions do not depend on each other, and are proposed as point masses. A
-row's first round, and one after a round without prompt tokens, proposes nothing.
+Guesses of different positions do not depend on each other, and are proposed as point masses. A row
+has no drafts in its first round, and in a round after one without prompt tokens.
 """
 
 from __future__ import annotations
@@ -45,28 +44,32 @@ from shoal.types.trees import DraftTree, Probes
 
 FILE, TENSOR = "prompt_tokens.safetensors", "prompt_tokens"
 MOST = 32
-"""Columns of a tree whose size is chosen: the largest of `probe_trees.SIZES`."""
+"""The most columns of a tree whose size is chosen: the largest of `probe_trees.SIZES`."""
 MOST_TOKENS = 16
-"""Prompt tokens behind a node."""
+"""The most prompt tokens behind a node."""
 Seconds = Callable[[int], float]
-"""Of a pass with so many columns beside each row's last token."""
+"""The seconds of a pass, by the number of columns beside each row's last token."""
 
 
 class PromptTokens(NamedTuple):
-    """vectors: [m, width]. accuracies: how often each guesses right, see
-    `shoal.drafting.probe_trees.Accuracies`."""
+    """The prompt tokens of a target.
+
+    Attributes:
+        vectors: the vectors, [m, width].
+        accuracies: how often each guesses right, see `shoal.drafting.probe_trees.Accuracies`.
+    """
 
     vectors: Tensor
     accuracies: Accuracies
 
 
 def load_ppd(directory: Path, target: Runner) -> PromptTokens:
-    """The prompt tokens in a directory.
+    """Returns the prompt tokens in a directory.
 
     Raises:
-        RequestError: there are none, or config.json has no accuracies of theirs. ModelError: files
-            are damaged, tensors are missing or not finite. PairMismatch: they are those of another
-            target.
+        RequestError: there are none, or config.json has no accuracies for them.
+        ModelError: files are damaged, or tensors are missing or not finite.
+        PairMismatch: they belong to another target.
     """
     config, tensors = read_config(directory), read_tensors(directory, FILE)
     if (
@@ -108,12 +111,13 @@ def _accuracies(found: object, directory: Path, count: int) -> Accuracies:
 
 
 class PpdDrafter(Drafter):
-    """Proposes the most probable paths of what prompt tokens said in the round before.
+    """A drafter that proposes the most probable paths of the guesses from the round before.
 
     Args:
         tokens: the prompt tokens.
-        nodes: nodes and prompt tokens of a row's tree; 0 = as many as pay by `seconds`.
-        seconds: of passes over so many rows; None = measured, once for a target and number of rows.
+        nodes: the nodes and prompt tokens of a row's tree; 0 = as many as pay by `seconds`.
+        seconds: returns the seconds of passes over a number of rows; None = measured, once for a
+            target and number of rows.
     """
 
     name = "ppd"
@@ -126,9 +130,9 @@ class PpdDrafter(Drafter):
         self._target: Runner | None = None
         self._plans: dict[int, TreePlan | None] = {}  # by rows, to a power of two
         self._known: dict[Row, list[Choices]] = {}
-        """Of rows whose last round had prompt tokens where its path ended: what they said."""
+        """The guesses for rows whose last path ended before prompt tokens."""
         self._placed: dict[Row, list[list[int]]] = {}
-        """Of the round: of each column of a row, the columns of the prompt tokens behind it."""
+        """The columns of the prompt tokens behind each column of a row, in this round."""
         self._seconds = self._preparing = self._prepared = 0.0
 
     @classmethod
@@ -160,7 +164,7 @@ class PpdDrafter(Drafter):
         return independent(known, length, nodes) if nodes else NOTHING
 
     def _plan(self, inputs: DraftInputs) -> TreePlan | None:
-        """The trees of a round; None where none pay."""
+        """Returns the plan for the trees of a round; None if no trees pay."""
         if self._nodes:
             return planned(self._tokens.accuracies, self._nodes)
         rows = 1 << (len(inputs.rows) - 1).bit_length()
@@ -187,7 +191,10 @@ class PpdDrafter(Drafter):
     # ── prompt tokens of a round ──────────────────────────────────────────────────────────────────
 
     def _probes(self, plan: TreePlan, tree: DraftTree, inputs: DraftInputs) -> Probes | None:
-        """Behind the columns where paths probably end; none for rows that are not drafted for."""
+        """Places prompt tokens behind the columns where paths probably end.
+
+        Rows that are not drafted for get none.
+        """
         self._placed = {}
         vectors: list[list[int]] = []
         after: list[list[int]] = []
@@ -211,7 +218,10 @@ class PpdDrafter(Drafter):
         parents: Sequence[int],
         depths: Sequence[int],
     ) -> list[int]:
-        """Prompt tokens behind each column: none that would guess beyond the end of the row."""
+        """Returns the number of prompt tokens behind each column.
+
+        None of them guesses beyond the end of the row.
+        """
         chances = [dict(choices) for choices in self._known.get(row, [])]
         own = [chances[depth - 1][token] for token, depth in zip(draft, depths[1:], strict=True)]
         ending = ends(parents, reached(parents, own))
@@ -262,8 +272,15 @@ class PpdDrafter(Drafter):
 
 
 def _chains(counts: Sequence[int], first: int) -> tuple[list[int], list[list[int]], list[int]]:
-    """So many prompt tokens behind each column, from column `first` on: which they are, their
-    columns behind each column, and the columns that they follow."""
+    """Lays prompt tokens out as columns, from column `first` on.
+
+    Args:
+        counts: the number of prompt tokens behind each column.
+        first: the first free column.
+
+    Returns:
+        The prompt tokens, their columns behind each column, and the columns that they follow.
+    """
     vectors: list[int] = []
     columns: list[list[int]] = []
     after: list[int] = []
@@ -276,7 +293,7 @@ def _chains(counts: Sequence[int], first: int) -> tuple[list[int], list[list[int
 
 
 TIMES = 3
-"""Passes of a size, the fastest of which counts: disturbances only make a pass slower."""
+"""The passes of each size; the fastest counts, as disturbances only make a pass slower."""
 _known: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], list[float]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -285,13 +302,15 @@ _known: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, int], list[float]]]
 def pass_times(
     target: Runner, rows: Sequence[tuple[int, int, int]], size: int, most: int
 ) -> Callable[[int], float]:
-    """Seconds of a pass with so many columns beside each row's last token; between the sizes tried,
-    by their neighbours.
+    """Returns the seconds of a pass by the number of columns beside each row's last token.
+
+    Between the measured sizes it is interpolated.
 
     Args:
-        rows: slot, last token, and tokens in the cache, of each.
-        size: what is known of so many rows is not measured again.
-        most: columns beside the last token.
+        target: the target.
+        rows: the slot, the last token and the number of tokens in the cache of each row.
+        size: the key of the measurement: for one size and target it is made once.
+        most: the most columns beside the last token.
     """
     known = _known.setdefault(target.hf, {})
     sizes = [0, most // 4, most // 2, most]
@@ -302,8 +321,10 @@ def pass_times(
 
 
 def _seconds(target: Runner, rows: Sequence[tuple[int, int, int]], columns: int) -> float:
-    """Of the fastest of some passes over the target's own cache, which is then as it was. They are
-    in no counter of the target."""
+    """Returns the seconds of the fastest of some passes over the target's own cache.
+
+    The cache is then as it was before. The target's counters do not count these passes.
+    """
     runner = target.over_same_cache(target.hf, target.lean)
     block = torch.tensor([[token] * (1 + columns) for _, token, _ in rows], device=target.device)
     found = []

@@ -1,11 +1,11 @@
-"""How many nodes and how many prompt tokens a tree of PPD has: Chen et al. 2024 (arXiv 2405.18628),
-sections 4.1 to 4.3.
+"""The number of nodes and of prompt tokens of PPD's trees.
 
-A round begins with what so many prompt tokens have said: its state. In each state a tree has
-candidates, and prompt tokens behind each of them and the root, so that whichever node a path ends
-at, the next round knows something. A candidate brings a token now, a prompt token behind it a
-better state next time. Rounds are a Markov chain over the states; the tokens of a round in the long
-run are what is made large, and over the measured seconds of a pass, what says how many columns pay.
+Chen et al. 2024 (arXiv 2405.18628), sections 4.1 to 4.3. The state of a round is the number of
+prompt tokens that were read before it. In each state a tree has candidates, and prompt tokens
+behind each of them and the root, so the next round has guesses wherever the path ends. A candidate
+brings a token now; a prompt token behind it brings a better state next time. Rounds are a Markov
+chain over the states. The plan maximises the tokens of a round in the long run; divided by the
+measured seconds of a pass, they decide the number of columns.
 """
 
 from __future__ import annotations
@@ -21,30 +21,34 @@ import numpy.typing as npt
 from shoal.drafting.paths import independent
 
 Accuracies = tuple[tuple[float, ...], ...]
-"""Of each prompt token, how often the target says its most probable guess, its second one, ...;
-measured."""
+"""For each prompt token, how often the target draws its most probable guess, its second one, ...
+
+The shares are measured.
+"""
 Array = npt.NDArray[np.float64]
 LEAST = 0.005
-"""Tokens that a prompt token must bring: below, it is left out of the pass."""
+"""The tokens that a prompt token must bring: one that brings less is left out of the pass."""
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32)
-"""Columns beside the root among which measured seconds choose."""
+"""The numbers of columns beside the root among which measured seconds choose."""
 ROUNDS = 12
-"""Most improvements of a policy; three or four change anything."""
+"""The most improvements of a policy; only the first three or four change it."""
 STARTS = ((0.5, 1.0), (0.5, 0.5), (1.0, 0.2))
-"""What states are worth at first, a * state^b: with few columns the one or the other start comes to
-the best policy."""
+"""The first values of the states, a * state^b, as pairs (a, b).
+
+With few columns one or the other start leads to the best policy.
+"""
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """What trees of so many columns beside the root are made of.
+    """A plan of trees with a number of columns beside the root.
 
     Attributes:
-        columns: most nodes and prompt tokens of a row's tree.
-        candidates: by how many prompt tokens were read, the most nodes.
-        gains: tokens that the first, second, ... prompt token behind the end of a path brings
+        columns: the most nodes and prompt tokens of a row's tree.
+        candidates: the most nodes, by the number of prompt tokens that were read.
+        gains: the tokens that the first, second, ... prompt token behind the end of a path brings
             later; never rising.
-        tokens: of a round in the long run, by the accuracies.
+        tokens: the tokens of a round in the long run, by the accuracies.
     """
 
     columns: int
@@ -54,11 +58,11 @@ class TreePlan:
 
 
 def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
-    """How probably the path of a round comes to each column, the root first.
+    """Returns the probability that the path of a round reaches each column, the root first.
 
     Args:
-        parents: of the nodes, -1 is the root.
-        chances: of each node, that its token follows its parent.
+        parents: the parents of the nodes; -1 is the root.
+        chances: for each node, the probability that its token follows its parent.
     """
     found = [1.0]
     for parent, chance in zip(parents, chances, strict=True):
@@ -67,7 +71,10 @@ def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
 
 
 def ends(parents: Sequence[int], reach: Sequence[float]) -> list[float]:
-    """How probably the path ends at each column: it comes there, and to none of its children."""
+    """Returns the probability that the path ends at each column.
+
+    The path reaches the column, and none of its children.
+    """
     found = list(reach)
     for parent, own in zip(parents, reach[1:], strict=True):
         found[parent + 1] -= own
@@ -77,13 +84,15 @@ def ends(parents: Sequence[int], reach: Sequence[float]) -> list[float]:
 def placed(
     ending: Sequence[float], gains: Sequence[float], most: int, limits: Sequence[int]
 ) -> list[int]:
-    """How many prompt tokens each column gets: one by one where it brings most.
+    """Returns the number of prompt tokens behind each column.
+
+    They are placed one by one at the column where the next one brings most.
 
     Args:
         ending: see `ends`.
         gains: see `TreePlan`.
-        most: of all columns.
-        limits: the most of each column.
+        most: the most prompt tokens of all columns together.
+        limits: the most prompt tokens of each column.
     """
     found = [0] * len(ending)
     heap = [
@@ -104,8 +113,10 @@ def placed(
 
 @lru_cache(maxsize=64)
 def planned(accuracies: Accuracies, columns: int) -> TreePlan:
-    """The trees of so many columns beside the root that bring most tokens per round in the long
-    run: the policy is improved as long as that changes anything (Howard 1960)."""
+    """Returns the plan with `columns` columns that brings most tokens per round in the long run.
+
+    The policy is improved until it no longer changes (Howard 1960).
+    """
     states = len(accuracies) + 1
     guesses = [tuple((rank, chance) for rank, chance in enumerate(row)) for row in accuracies]
     trees = [independent(guesses, state, columns) if state else None for state in range(states)]
@@ -128,11 +139,13 @@ def planned(accuracies: Accuracies, columns: int) -> TreePlan:
 def _improved(
     shapes: Sequence[tuple[list[int], list[float]]], columns: int, values: Array
 ) -> TreePlan:
-    """The best plan on the way from these values of the states.
+    """Returns the best plan on the way from these values of the states.
 
     Args:
-        shapes: of each state, the parents of all candidates, and how probably the path comes to the
-            root and to each.
+        shapes: for each state, the parents of all candidates, and the probability that the path
+            reaches the root and each candidate.
+        columns: the number of columns beside the root.
+        values: the first values of the states.
     """
     plans: list[TreePlan] = []
     for _ in range(ROUNDS):
@@ -148,10 +161,13 @@ def _improved(
 
 
 def chosen(accuracies: Accuracies, seconds: Callable[[int], float]) -> TreePlan | None:
-    """Of the `SIZES`, the plan that brings most tokens per second; None where plain decoding does.
+    """Returns the plan of the `SIZES` that brings most tokens per second.
+
+    Returns None if plain decoding brings more.
 
     Args:
-        seconds: of a pass with so many columns beside the root.
+        accuracies: the accuracies of the prompt tokens.
+        seconds: the seconds of a pass, by the number of columns beside the root.
     """
     plans = [planned(accuracies, columns) for columns in SIZES]
     best = max(plans, key=lambda plan: plan.tokens / seconds(plan.columns))
@@ -166,7 +182,7 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 
 def _gains(values: Array) -> tuple[float, ...]:
-    """What each further prompt token brings, made never rising."""
+    """Returns the gain of each further prompt token, made never rising."""
     return tuple(float(gain) for gain in np.minimum.accumulate(np.maximum(np.diff(values), 0.0)))
 
 
@@ -177,8 +193,11 @@ def _best(
     values: Array,
     columns: int,
 ) -> tuple[int, float, Array]:
-    """Of a state: how many candidates are best, the tokens that they bring, and how probably each
-    state follows. The most probable candidates of a tree are those of the smaller trees, too."""
+    """Returns the best number of candidates of a state, their tokens, and the next states.
+
+    The next states are given by their probabilities. The most probable candidates of a tree are
+    also the candidates of the smaller trees.
+    """
     options = []
     for count in range(min(len(parents), columns) + 1):
         above, own = parents[:count], reach[: count + 1]
@@ -190,8 +209,10 @@ def _best(
 
 
 def _long_run(brought: Array, to: Array) -> tuple[float, Array]:
-    """Tokens of a round in the long run, g, and what each state is worth beside state 0: h =
-    brought - g + to h, h[0] = 0."""
+    """Returns the tokens of a round in the long run, g, and the values h of the states.
+
+    The values are relative to state 0: h = brought - g + to h, h[0] = 0.
+    """
     states = len(brought)
     system = np.zeros((states + 1, states + 1))
     system[:states, :states] = np.eye(states) - to

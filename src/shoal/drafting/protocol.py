@@ -1,7 +1,7 @@
-"""The Drafter protocol: what the engine asks of whatever proposes tokens.
+"""The Drafter protocol: the calls of the engine to an object that proposes tokens.
 
 A drafter is exact by construction as long as it is honest about q: a proposal either carries the
-distribution that its tokens were really drawn from, or none (`DraftTree.q` is None), and is then
+distribution from which its tokens were really drawn, or none (`DraftTree.q` is None), and is then
 verified by exact match. The output has the target's distribution however bad the drafts are.
 """
 
@@ -24,26 +24,31 @@ from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
-"""q [rows, vocab] and the uniforms of one position [rows, ...] -> one token per row, [rows]
-int64."""
+"""A function (q [rows, vocab], uniforms of one position [rows, ...]) -> one token per row.
+
+The tokens are [rows] int64.
+"""
 Stop = Callable[[int, Sequence[float]], Sequence[int]]
-"""Asked before the tokens of a position are drawn, with the position and the drafter's highest
-probability there, one per row: how long each row's draft may still become. A token once drawn is
-proposed: to drop it for what it is would bias the distribution."""
+"""A function (position, confidence of each row) -> the length that each draft may still reach.
+
+It is called before the tokens of the position are drawn; the confidence is the drafter's highest
+probability there. A token that was drawn is proposed: dropping it because of its value would bias
+the distribution.
+"""
 
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What a drafter is given in a round.
+    """The inputs of a drafter in a round.
 
     Attributes:
-        rows: those of the round; `row.tokens` are the prompt and what was committed.
-        lengths: the most tokens that may follow each row's last one on any path of its tree, 0
-            included; at least one is positive. Nothing need be computed for a row with 0.
-        uniforms: of each row's next positions, [rows, max(lengths) + 1, ...] float64, for a drafter
-            that draws from a q.
-        sampler: draws from q by them.
-        stop: None where no row's draft is to be shortened.
+        rows: the rows of the round; `row.tokens` are the prompt and the committed tokens.
+        lengths: for each row, the most tokens that may follow its last one on any path of its tree,
+            0 included; at least one is positive. A row with 0 needs no computation.
+        uniforms: the uniforms of each row's next positions, [rows, max(lengths) + 1, ...] float64,
+            for a drafter that draws from a q.
+        sampler: draws from q by the uniforms.
+        stop: ends drafts by the drafter's confidence; None = no draft is to be shortened.
     """
 
     rows: Sequence[Row]
@@ -54,13 +59,13 @@ class DraftInputs:
 
 
 class DraftCounters(NamedTuple):
-    """The work of a drafter since it was last asked.
+    """The work of a drafter since the last call.
 
     Attributes:
-        passes: of its models while it drafted.
-        seconds: in those passes.
-        preparing: seconds for prompts, which are no part of a round.
-        executors: passes by the name of their executor, those over prompts too.
+        passes: the passes of its models while it drafted.
+        seconds: the seconds in those passes.
+        preparing: the seconds for prompts, which are no part of a round.
+        executors: the passes by the name of their executor, those over prompts too.
     """
 
     passes: int = 0
@@ -82,12 +87,12 @@ class Keeps(NamedTuple):
     """The most bytes that a drafter keeps beside its keys and values, for `shoal.engine.memory`.
 
     Attributes:
-        per_token: of each token of a prompt, once for all rows of its request, and of each other
-            token of a row.
-        per_row: of each row.
-        tokens: most tokens of a request that it keeps; None = all.
-        always: whatever runs.
-        on_device: they are on the target's device; False = in main memory.
+        per_token: the bytes of each token of a prompt, once for all rows of its request, and of
+            each other token of a row.
+        per_row: the bytes of each row.
+        tokens: the most tokens of a request that it keeps; None = all.
+        always: the bytes that it keeps without any row.
+        on_device: True if they are on the target's device, False if in main memory.
     """
 
     per_token: int = 0
@@ -97,7 +102,12 @@ class Keeps(NamedTuple):
     on_device: bool = False
 
     def of_request(self, tokens: int, rows: int) -> int:
-        """Of a request with so many tokens in its prompt and beyond it in so many rows."""
+        """Returns the bytes of a request.
+
+        Args:
+            tokens: the number of tokens in its prompt, and beyond it in all rows.
+            rows: the number of its rows.
+        """
         return (
             self.per_token * (tokens if self.tokens is None else min(tokens, self.tokens))
             + self.per_row * rows
@@ -105,68 +115,80 @@ class Keeps(NamedTuple):
 
 
 class KeyValueMemory(Protocol):
-    """Keys and values that grow with the rows, of the target or of a drafter: slots of a common
-    capacity, and prompts that are stored once."""
+    """The keys and values of the target or of a drafter, which grow with the rows.
+
+    They are slots of a common capacity, and prompts that are stored once.
+    """
 
     @property
     def context(self) -> int: ...
 
     @property
     def shares(self) -> bool:
-        """Whether rows of a group may read one stored prompt."""
+        """True if rows of a group may read one stored prompt."""
         ...
 
     @property
     def attends_in_one_call(self) -> bool:
-        """Whether attention is one call for keys of its own and shared ones."""
+        """True if attention is one call for own and shared keys."""
 
     @property
     def captures_without_prefixes(self) -> bool:
-        """Whether sharing prompts would keep its rounds from being captured."""
+        """True if shared prompts would keep its rounds from being captured."""
         ...
 
     @property
     def allocated_bytes(self) -> int: ...
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        """Bytes that so many slots of so many tokens, and so many tokens of shared prompts,
-        take."""
+        """Returns the bytes of slots and shared prompts.
+
+        Args:
+            slots: the number of slots.
+            capacity: the tokens of each slot.
+            cells: the tokens of shared prompts.
+        """
         ...
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        """Bytes that it will have allocated once it has room for that, too."""
+        """Returns the bytes that will be allocated once there is room for these slots, too."""
         ...
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Makes room for that. Raises OutOfMemory."""
+        """Makes room for these slots.
+
+        Raises:
+            OutOfMemory.
+        """
         ...
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Gives back what is beyond that."""
+        """Gives memory beyond these slots back."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes, and hears what became of it. A class that inherits from this one need only define
-    `propose`.
+    """An object that proposes tokens, and is told which were accepted.
+
+    A class that inherits from this one need only define `propose`.
 
     Attributes:
-        name: in counts by drafter (`Stats.by_drafter`), a word; "" = the name of its class. One
-            that puts the drafts of several together names each of them in `DraftTree.drafters`.
-        max_nodes: the most nodes of a tree that is no chain; 0 = it proposes chains only. The
-            target must take positions per token to verify others.
-        memory: its keys and values, for which the engine finds room; None where it keeps none. Rows
-            beyond its context, or for which there is no memory, are never asked for (`lengths` is
-            0).
-        keeps: what it keeps beside these, at most.
-        kept_bytes: what it keeps now.
-        hidden_layers: hidden states of the target that it reads, as Transformers numbers them
+        name: the name in counts by drafter (`Stats.by_drafter`), a word; "" = the name of its
+            class. A drafter that joins the drafts of several names each of them in
+            `DraftTree.drafters`.
+        max_nodes: the most nodes of a tree that branches; 0 = it proposes chains only. The target
+            must take positions per token to verify trees.
+        memory: its keys and values, for which the engine finds room; None = it keeps none. Rows
+            beyond its context, or without memory, get no drafts (`lengths` is 0).
+        keeps: the most bytes that it keeps beside these.
+        kept_bytes: the bytes that it keeps now.
+        hidden_layers: the hidden states of the target that it reads, as Transformers numbers them
             (`Runner.hidden_layers`): of prompts by `read_prompts`, of each round's columns in
-            `Scores.hidden`. None are kept for a drafter that reads none.
-        choices: ways in which it can propose, by their names, the cheapest first:
-            `lookahead="auto"` chooses one for each round, by `use`. Empty where there is one way.
-        choices_join: the last of them is all others together, and each of those computes rows for
-            itself. Else all are ways of one model with one memory.
+            `Scores.hidden`. For a drafter that reads none, none are kept.
+        choices: the names of the ways in which it can propose, the cheapest first:
+            `lookahead="auto"` chooses one for each round, by `use`. Empty if there is one way.
+        choices_join: True if the last choice means "all the others at once", and each choice
+            computes rows for itself. False if all choices share one model and its memory.
     """
 
     name: str = ""
@@ -188,89 +210,110 @@ class Drafter(Protocol):
 
     @classmethod
     def require_files(cls, tokenizer: Any, *args: Any, **options: Any) -> None:
-        """Raises RequestError: a file of the options is one of another tokenizer, or damaged."""
+        """Raises RequestError if a file of the options is of another tokenizer, or damaged."""
         return None
 
     def use(self, choice: int) -> None:
-        """Which of the choices proposes in the rounds to come."""
+        """Sets the choice that proposes in the next rounds."""
         return
 
     def attach(self, target: Runner) -> None:
-        """An engine was made, before anything else is asked: its own runner of the target, whose
-        cache the engine keeps. A drafter that feeds it leaves each row as long as it was."""
+        """Attaches the drafter to a new engine; called before all other methods.
+
+        Args:
+            target: the engine's own runner of the target, with the engine's cache. A drafter that
+                feeds it leaves each row as long as it was.
+        """
         return None
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Rows joined. Nothing need be computed before a draft is asked for."""
+        """Takes rows that have joined; it need not compute for them before a draft is asked for."""
         return None
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
-        """The target has computed these chunks of prompts. A drafter that reads prompts may keep
-        pace with one that takes several rounds, so that no round has to wait for all of it. Not
-        called while nothing is drafted."""
+        """Keeps pace with the target, which has computed these chunks of prompts.
+
+        A drafter that reads prompts may follow a prompt that takes several rounds, so that no round
+        has to wait for all of it. Not called in rounds without drafts.
+        """
         return None
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
-        """The target has computed these chunks of prompts, with hidden states [stop - start, layers
-        * width] each. A prompt is computed once for the rows of its request, all but its last
-        token; if its place was lost in between, again from its start. Called for a drafter with
-        `hidden_layers`, also while nothing is drafted, after `begin` of the rows of the round."""
+        """Reads the hidden states of chunks of prompts, which the target has computed.
+
+        A prompt is computed once for the rows of its request, all but its last token; if its place
+        was lost in between, again from its start. Called for a drafter with `hidden_layers`, also
+        in rounds without drafts, after `begin` of the rows of the round.
+
+        Args:
+            chunks: the chunks.
+            hidden: the hidden states of each chunk, [stop - start, layers * width].
+        """
         return None
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """A tree for each row, whose paths are no longer than the row's length."""
+        """Returns a tree for each row, whose paths are no longer than the row's length."""
         ...
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """The round was committed, and `row.tokens` are what they will be: whatever was rejected
-        must be forgotten. Also called for rounds in which nothing was asked for."""
+        """Learns the outcome of a round, which is committed: `row.tokens` have the new tokens.
+
+        The drafter must forget rejected tokens. Also called for rounds without drafts.
+        """
         return None
 
     def end(self, rows: Sequence[Row]) -> None:
-        """Rows left, for whatever reason."""
+        """Forgets rows that have left, for any reason."""
         return None
 
     def pause(self, rows: Sequence[Row]) -> None:
-        """Rows leave their slots for some rounds. They come back with the same tokens, and `begin`
-        is not called for them."""
+        """Releases the slots of rows that leave them for some rounds.
+
+        They come back with the same tokens, and `begin` is not called for them.
+        """
         return None
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
-        """Rows of a request are about to become copies of others of it, with their tokens: of each
-        the row and its parent. What was read of the row holds no longer; a drafter that counts the
-        rows that leave a request does not count it."""
+        """Prepares for rows of a request that become copies of others, with their tokens.
+
+        The state that was read of such a row is no longer valid. A drafter that counts the rows
+        that leave a request does not count it.
+
+        Args:
+            copies: pairs of a row and its parent.
+        """
         self.end([row for row, _ in copies])
         self.begin([row for row, _ in copies])
 
     def releases(self) -> Sequence[Callable[[], None]]:
-        """What gives back memory that outlives the drafter; called once it is gone."""
+        """Returns functions that free memory which outlives the drafter; called once it is gone."""
         return ()
 
     def take_counters(self) -> DraftCounters:
-        """What it did since this was last asked."""
+        """Returns the work since the last call."""
         return DraftCounters()
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of tables and states that it keeps now, keys and values aside."""
+        """The bytes of tables and states that it keeps now, without keys and values."""
         return 0
 
     @property
     def seconds_preparing(self) -> float:
-        """Seconds so far that are no part of any round: prompts, passes built."""
+        """The seconds so far that are no part of any round: prompts, passes built."""
         return 0.0
 
 
 def name_of(drafter: Drafter) -> str:
-    """A drafter's name in counts."""
+    """Returns a drafter's name in counts."""
     return drafter.name or type(drafter).__name__
 
 
 def within(tree: DraftTree, inputs: DraftInputs) -> DraftTree:
-    """The tree itself.
+    """Returns the tree itself, if it is within the lengths of its rows.
 
     Raises:
-        InternalError: some path is longer than its row may be given, or a row is missing.
+        InternalError: a path is longer than its row's length, or a row is missing.
     """
     reach = (
         [max(depths) for depths in tree.depths] if tree.branches else list(map(len, tree.drafts))
@@ -286,8 +329,12 @@ def within(tree: DraftTree, inputs: DraftInputs) -> DraftTree:
 
 
 def require_trees(target: Runner, drafter: Drafter) -> None:
-    """Raises RequestError: the drafter's trees are too large. UnsupportedModel: they branch, and
-    the target cannot verify such."""
+    """Checks that the target can verify the drafter's trees.
+
+    Raises:
+        RequestError: the drafter's trees are too large.
+        UnsupportedModel: they branch, and the target cannot verify such trees.
+    """
     if drafter.max_nodes > MOST_NODES:
         raise RequestError(
             f"{name_of(drafter)} proposes trees of {drafter.max_nodes} nodes, and a draft tree "

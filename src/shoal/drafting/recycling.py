@@ -1,11 +1,10 @@
-"""Token recycling: the tokens that the target found most probable after a token are proposed when
-that token comes again.
+"""Token recycling: proposes the tokens that the target found most probable after a token before.
 
 After Luo et al., "Token Recycling" (ACL 2025, arXiv 2408.08696): a table of k successors for each
-token, updated by what the target says of every verified position, and a draft tree along them. Here
-the tree follows their probabilities in place of a fixed template, and tokens that a row has read
-are successors from the start. Updates go from row to row and from the root of a tree down, so that
-of several nodes with the same token the last decides, in every run alike.
+token, updated by the target's distribution at every verified position, and a draft tree along them.
+Here the tree follows their probabilities in place of a fixed template, and tokens that a row has
+read are successors from the start. Updates go from row to row and from the root of a tree down, so
+that of several nodes with the same token the last decides, in every run alike.
 
 Scopes: "row", a table for each row; "group", one for the rows of a request, the default; "engine",
 one for all rows.
@@ -30,22 +29,22 @@ from shoal.types.rounds import Verdict
 from shoal.types.trees import Positions
 
 READ = 0.3
-"""Probability of a token that was read, and of which the target has not been heard."""
+"""The probability of a token that was read, without a probability from the target."""
 PAIR_BYTES = getsizeof((0, 0.0))
 NUMBERS_BYTES = 28 + 24
-"""Of the token and the probability of a successor that the target named."""
+"""The bytes of the token and the probability of a successor that the target named."""
 PLACE_BYTES = 120
-"""Most bytes of a token in the dictionary, which grows to six times what it holds."""
+"""The most bytes of a token in the dictionary, which grows to six times its content."""
 
 
 class Successors:
-    """What may follow each token.
+    """The tokens that may follow each token.
 
     Attributes:
-        request: held, so that no other takes its identity.
-        left: how many of its rows have left.
+        request: the request, held so that no other takes its identity.
+        left: the number of its rows that have left.
         table: token -> successors and their probabilities, the most probable first.
-        read: tokens read of each row.
+        read: the number of tokens read of each row.
     """
 
     def __init__(self, request: Request, k: int) -> None:
@@ -54,8 +53,13 @@ class Successors:
         self.read: dict[Row, int] = {}
 
     def read_on(self, row: Row) -> int:
-        """Takes what is new of a row as successors, unless the target has been heard; returns how
-        many tokens that was."""
+        """Reads the new tokens of a row as successors.
+
+        Successors that the target has named stay before them.
+
+        Returns:
+            The number of tokens read.
+        """
         tokens, table, start = row.tokens, self.table, self.read.get(row, 1)
         for position in range(start, len(tokens)):
             known = table.setdefault(tokens[position - 1], [])
@@ -69,13 +73,15 @@ class Successors:
     def hear(
         self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]
     ) -> None:
-        """What the target found most probable after some tokens, of which the last counts."""
+        """Takes the target's most probable tokens after some tokens, of which the last counts."""
         self.table[context[-1]] = list(zip(tokens, chances, strict=True))
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, to a few percent. Tokens that were read have their numbers
-        elsewhere."""
+        """The memory that the table takes, in bytes, to a few percent.
+
+        The numbers of tokens that were read are elsewhere.
+        """
         lists = self.table.values()
         heard = sum(chance is not READ for known in lists for _, chance in known)
         pairs = PAIR_BYTES * sum(map(len, lists)) + NUMBERS_BYTES * heard
@@ -83,19 +89,19 @@ class Successors:
 
 
 class Table(Protocol):
-    """What may follow some tokens: of a row, of the rows of a request, or of all."""
+    """A table of tokens that may follow, for a row, for the rows of a request, or for all rows."""
 
     left: int
     read: dict[Row, int]
 
     def read_on(self, row: Row) -> int:
-        """Takes what is new of a row; returns how many tokens that was."""
+        """Reads the new tokens of a row; returns their number."""
         ...
 
     def hear(
         self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]
     ) -> None:
-        """What the target found most probable after some tokens, the last two of a text."""
+        """Takes the target's most probable tokens after some tokens, the last two of a text."""
         ...
 
     @property
@@ -103,12 +109,12 @@ class Table(Protocol):
 
 
 class RecyclingDrafter(TextDrafter):
-    """Follows the tokens that the target found most probable.
+    """A drafter that follows the tokens that the target found most probable.
 
     Args:
-        scope: one of those.
-        k: successors of a token.
-        nodes: of a tree; 0 = chains.
+        scope: "row", "group" or "engine".
+        k: the number of successors of a token.
+        nodes: the nodes of a tree; 0 = chains.
     """
 
     name = "recycling"
@@ -154,7 +160,7 @@ class RecyclingDrafter(TextDrafter):
         return super().guesses(inputs)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Of rounds with drafts. Logits that are not finite are passed over."""
+        """Learns from rounds with drafts; logits that are not finite are skipped."""
         roots, self._roots = self._roots, {}
         if not roots:
             return
@@ -195,7 +201,7 @@ class RecyclingDrafter(TextDrafter):
 
 
 def _last(positions: Positions, row: int, column: int) -> list[int]:
-    """The last two drafted tokens before what a column scores, where there are as many."""
+    """Returns the last two drafted tokens before a column, or fewer if there are not as many."""
     found: list[int] = []
     while column and len(found) < 2:
         found.insert(0, positions.drafts[row][column - 1])

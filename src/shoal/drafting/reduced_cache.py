@@ -1,10 +1,11 @@
-"""A target drafts for itself with a part of its keys and values: the first tokens of a row and the
-most recent ones (StreamingLLM, Xiao et al., ICLR 2024, arXiv 2309.17453), while the verification
-sees all. For long contexts, where most of a pass is attention.
+"""A target drafts for itself with a part of its keys and values.
 
-Before each proposal the part is copied from the target's cache, so that nothing has to be followed:
-what was committed, moved or rolled back there is what is copied. Tokens keep the positions that
-they have in the text.
+The part is the first tokens of a row and the most recent ones (StreamingLLM, Xiao et al., ICLR
+2024, arXiv 2309.17453), while the verification reads all tokens. It is meant for long contexts,
+where most of a pass is attention.
+
+Before each proposal the part is copied from the target's cache, so the drafter need not follow
+tokens that were committed, moved or rolled back there. Tokens keep their positions in the text.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
 
 ROOM = 64
-"""Tokens of a draft that memory is counted with."""
+"""The tokens of a draft for which memory is counted."""
 
 
 class ReducedCacheDrafter(Drafter):
-    """Samples tokens from the target, or from an exit of it, over a part of its cache.
+    """A drafter that samples from the target, or an exit of it, over a part of its cache.
 
     Args:
-        window: most recent committed tokens that are seen, beside the last one.
-        sinks: first tokens of a row that are seen.
-        exit: layers that draft; None = all.
+        window: the number of most recent committed tokens that are read, beside the last one.
+        sinks: the number of first tokens of a row that are read.
+        exit: the number of layers that draft; None = all.
     """
 
     name = "self"
@@ -70,9 +71,10 @@ def self_drafter(
 
     Args:
         target: the model that drafts for itself.
-        exit: the layers that draft; None = all with a window, else chosen from round to round.
-        window: the most recent tokens that are seen while drafting; None = all.
-        sinks: the first tokens that are seen beside a window.
+        exit: the number of layers that draft; None = all with a window, else chosen from round to
+            round.
+        window: the number of most recent tokens that are read while drafting; None = all.
+        sinks: the number of first tokens that are read beside a window.
 
     Raises:
         RequestError: the target has no such exit.
@@ -94,7 +96,7 @@ def self_drafter(
 
 
 class _WithPart(ModelDrafter):
-    """A draft model that is fed the last token of each row, and has seen a part of those before."""
+    """A draft model that reads the last token of each row, over a part of the tokens before it."""
 
     def __init__(self, runner: Runner, vocab_size: int, slots: _PartSlots) -> None:
         super().__init__(runner, vocab_size)
@@ -113,11 +115,11 @@ class _WithPart(ModelDrafter):
 
 
 class _PartSlots(DraftSlots):
-    """Slots in the order of the rows of a round, filled anew in each.
+    """Slots in the order of the rows of a round, filled anew in each round.
 
     Args:
-        source: whose cache is read.
-        layers: of it that are copied.
+        source: the runner whose cache is read.
+        layers: the number of its layers that are copied.
     """
 
     computes_prompts = False
@@ -129,7 +131,7 @@ class _PartSlots(DraftSlots):
         self._source, self._window, self._sinks, self._layers = source, window, sinks, layers
 
     def fill(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Copies what each row that is drafted for is to see."""
+        """Copies the part of each row that is drafted for."""
         self._places = {row: slot for slot, row in enumerate(rows)}
         self._runner.reserve(len(rows), self._window + self._sinks + max(lengths))
         slots = [row.slot if length else None for row, length in zip(rows, lengths, strict=True)]
@@ -150,5 +152,5 @@ class _PartSlots(DraftSlots):
         self._runner.reserve(*self._size(slots, capacity))
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Nothing is kept between rounds."""
+        """Trims the cache to the part, which is all that is kept between rounds."""
         self._runner.trim(*self._size(slots, capacity))

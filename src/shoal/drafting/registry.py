@@ -2,7 +2,7 @@
 
 The parser (`shoal.drafting.draft`), the help of commands and the errors come from this table. A
 package registers its own drafter by an entry point of the group `shoal.drafters` that is a
-`DrafterKind`. Torch is not imported, so that a command line is refused at once.
+`DrafterKind`. Torch is not imported here, so a wrong command line is refused at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUP = "shoal.drafters"
 SCOPES = ("row", "group", "engine")
 TREES = ("rsd-c", "rsd-s", "dyspec", "k-seq", "auto")
 SINKS = 4
-"""First tokens of a row that attention needs whatever they are (StreamingLLM, section 3.1)."""
+"""The number of first tokens that attention needs in any text (StreamingLLM, section 3.1)."""
 Options = dict[str, Any]
 
 
@@ -77,7 +77,7 @@ class File:
     default: str = ""
 
     def require(self, key: str, path: str) -> None:
-        """Raises RequestError: there is no such file, or no directory for it."""
+        """Raises RequestError if there is no such file, or no directory for it."""
         if self.hint and not Path(path).is_file():
             raise RequestError(f"there is no {key} {path!r}: {self.hint}")
         if not Path(path).parent.is_dir():
@@ -106,10 +106,12 @@ class DrafterKind:
         maker: "module:class". `Drafter.for_target` of the class makes a drafter for an engine. A
             function in the place of the class is called likewise, with the target and options.
         options: the options of a spec by name.
-        settle: raises RequestError if options do not fit together; returns those for the maker.
-        directory: how users get the directory that has to follow the name; "" = none follows.
-        in_sums: may be a part of a sum: the last one if it has a directory, else one before.
-        recognise: tells whether a directory, given as that of a model, holds such heads.
+        settle: raises RequestError if options do not fit together; returns the options for the
+            maker.
+        directory: the way to get the directory that has to follow the name; "" = none follows.
+        in_sums: True if it may be a part of a sum: the last one if it has a directory, else one
+            before.
+        recognise: returns True if a directory, given in place of a model's, holds such heads.
         about: the purpose, in the help of `--draft`.
         example: a spec, for errors; "" = one with the default of each option.
         title: the drafter in errors; "" = its name.
@@ -194,7 +196,7 @@ class DrafterKind:
                 option.require(key, values[key])
 
     def require_directory(self, directory: str) -> None:
-        """Raises RequestError: there are no heads in it, or it is not named."""
+        """Raises RequestError if the directory holds no heads, or is not named."""
         if not directory:
             raise RequestError(
                 f"{self.name} needs the directory of its heads, as in {self.as_written} or "
@@ -210,7 +212,11 @@ _kinds: dict[str, DrafterKind] = {}
 
 
 def register(kind: DrafterKind) -> DrafterKind:
-    """Adds a drafter to those that have a name. Raises RequestError: another one has the name."""
+    """Adds a drafter to the named ones.
+
+    Raises:
+        RequestError: another drafter has the name.
+    """
     if _kinds.setdefault(kind.name, kind) is not kind:
         raise RequestError(f"there is a drafter {kind.name!r} already: give another name")
     return kind

@@ -1,4 +1,4 @@
-"""Shapes of draft trees: which places of a tree get a node (`shoal.drafting.growth`).
+"""Shapes of draft trees, which choose the places that get a node (`shoal.drafting.growth`).
 
 | shape | trees | verified by |
 |---|---|---|
@@ -35,11 +35,11 @@ class RsdC(Shape):
 
 @dataclass(frozen=True)
 class RsdS(Shape):
-    """RSD-S (Jeon et al. 2024, arXiv 2402.14160): stochastic beam search (Kool et al. 2019, arXiv
-    1903.06059), lazily: in place of the largest perturbed log-probabilities of a level, the first
-    arrivals of a Poisson process, which are drawn one by one.
+    """RSD-S (Jeon et al. 2024, arXiv 2402.14160): stochastic beam search, drawn lazily.
 
-    Of a row whose nodes are no sample, the most probable ones.
+    The beam search is that of Kool et al. 2019, arXiv 1903.06059. In place of the largest perturbed
+    log-probabilities of a level it takes the first arrivals of a Poisson process, which are drawn
+    one by one. Rows whose nodes are no sample get the most probable nodes.
     """
 
     width: int
@@ -64,8 +64,10 @@ class RsdS(Shape):
 
 @dataclass(frozen=True)
 class KSeq(Shape):
-    """Sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141); those that agree so far are one
-    path."""
+    """The sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141).
+
+    Sequences that agree so far are one path.
+    """
 
     width: int
     nodes: int
@@ -87,8 +89,10 @@ class KSeq(Shape):
 
 @dataclass(frozen=True)
 class DySpec(Shape):
-    """DySpec (Xiong et al. 2024, arXiv 2410.11744), with `nodes` for each row of the batch on
-    average: rows whose drafts are likely to be accepted get more."""
+    """DySpec (Xiong et al. 2024, arXiv 2410.11744), with `nodes` per row of the batch on average.
+
+    Rows whose drafts are likely to be accepted get more.
+    """
 
     nodes: int
 
@@ -112,7 +116,7 @@ class DySpec(Shape):
 
 
 def _first(most: int, nodes: Sequence[Node]) -> list[Node]:
-    """So many of each row."""
+    """Returns the first nodes, at most `most` of each row."""
     found: list[Node] = []
     rows: dict[int, int] = defaultdict(int)
     for node in nodes:
@@ -123,7 +127,11 @@ def _first(most: int, nodes: Sequence[Node]) -> list[Node]:
 
 
 def shape_of(name: str, width: int, nodes: int) -> Shape:
-    """The shape of one of these names. Raises KeyError."""
+    """Returns the shape of this name.
+
+    Raises:
+        KeyError: there is no such shape.
+    """
     if name == "dyspec":
         return DySpec(nodes)
     kinds: dict[str, type[RsdC] | type[RsdS] | type[KSeq]] = {

@@ -1,11 +1,10 @@
-"""Where a draft model keeps its rows: slots of its own cache, in the order of the round's rows, and
-their prompts.
+"""The rows of a draft model: slots of its own cache, in the order of the round's rows, and prompts.
 
-Nothing is computed for a row before its first draft is asked for. Then its prompt is, and what was
-decoded since, as for rows that were decoded plainly in between; all of this counts as preparation,
-not as drafting. A prompt that several rows have is computed once: where the target stores it once
-(`Row.prefix`) the drafter does so too, at the same place of its own store; elsewhere it is copied
-between slots.
+A row's prompt is computed before its first draft, not earlier, together with the tokens decoded
+since; rows that were decoded plainly in between are brought up to date in the same way. All of this
+counts as preparation, not as drafting. A prompt of several rows is computed once: if the target
+stores it once (`Row.prefix`), the drafter does too, at the same place of its own store; otherwise
+it is copied between slots.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ class DraftSlots(KeyValueMemory):
     """The slots of one drafter's cache, and the memory that they take.
 
     Args:
-        pending: most tokens of a row that the first pass of a proposal is to feed.
+        runner: the draft model with its cache.
+        pending: the most tokens of a row that the first pass of a proposal is to feed.
 
     Attributes:
-        seconds: spent on prompts so far.
-        computes_prompts: whether prompts are computed here, so that they may be kept.
+        seconds: the seconds spent on prompts so far.
+        computes_prompts: True if prompts are computed here, so that they may be kept.
     """
 
     computes_prompts = True
@@ -60,29 +60,29 @@ class DraftSlots(KeyValueMemory):
 
     @property
     def hf(self) -> Any:
-        """The model whose keys and values these are."""
+        """The model to which these keys and values belong."""
         return self._runner.hf
 
     def keep_prefixes(self, kept: KeptPrefixes) -> None:
-        """Keeps prompts of this model there, for later rows that begin alike."""
+        """Keeps prompts of this model in `kept`, for later rows that begin alike."""
         self._kept = kept
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of one row."""
+        """The bytes of one token of one row."""
         return self._runner.token_bytes
 
     def of(self, row: Row) -> int:
-        """The row's slot."""
+        """Returns the row's slot."""
         return self._places[row]
 
     @property
     def rows(self) -> dict[int, Row]:
-        """By their slots."""
+        """The rows by their slots."""
         return {slot: row for row, slot in self._places.items()}
 
     def known(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of the rows that have been placed."""
+        """Returns the rows that have slots."""
         return [row for row in rows if row in self._places]
 
     def leave(self, rows: Iterable[Row]) -> None:
@@ -92,14 +92,16 @@ class DraftSlots(KeyValueMemory):
             self._empty.discard(row)
 
     def take_seconds(self) -> float:
-        """Seconds spent on prompts since this was last asked."""
+        """Returns the seconds spent on prompts since the last call."""
         taken, self._taken = self.seconds - self._taken, self.seconds
         return taken
 
     def place(self, rows: Sequence[Row], drafting: Sequence[bool]) -> None:
-        """Puts the rows into slots 0, 1, ... in their order, and brings those that are drafted for
-        up to date: at most `pending` tokens of each are left to feed. Nothing is computed for the
-        others."""
+        """Puts the rows into slots 0, 1, ... in their order.
+
+        Rows that are drafted for are brought up to date: at most `pending` tokens of each are left
+        to feed. The other rows are not computed.
+        """
         new = []
         for slot, row in enumerate(rows):
             if row not in self._places:
@@ -119,12 +121,11 @@ class DraftSlots(KeyValueMemory):
                 )
 
     def _lag(self, row: Row) -> int:
-        """Committed tokens of the row that the cache lacks."""
+        """Returns the number of committed tokens of the row that the cache lacks."""
         return len(row.tokens) - self._cache.lengths[self.of(row)]
 
     def keep_pace(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Computes chunks of the prompts that take the target several rounds, in the slots that the
-        target has for them."""
+        """Computes chunks of the prompts that take several rounds, in the target's slots."""
         long = [
             chunk
             for chunk in chunks
@@ -139,15 +140,18 @@ class DraftSlots(KeyValueMemory):
 
     @contextmanager
     def _preparing(self) -> Iterator[None]:
-        """Passes over prompts are no part of a round."""
+        """Counts the time of passes over prompts, which are no part of a round."""
         started = time.perf_counter()
         yield
         self._runner.take_counters()
         self.seconds += time.perf_counter() - started
 
     def _compute(self, chunk: PrefillChunk) -> None:
-        """A chunk that does not follow what is there is passed over: what is missing is computed at
-        the row's first draft."""
+        """Computes a chunk of a prompt.
+
+        A chunk that does not follow the computed tokens is skipped: missing tokens are computed at
+        the row's first draft.
+        """
         row, slot, ids = (
             chunk.row,
             chunk.slot,
@@ -178,8 +182,10 @@ class DraftSlots(KeyValueMemory):
                 self._keep(row, row.request.prompt_ids[:-1])
 
     def _move(self, row: Row, slot: int) -> None:
-        """The row goes to a free slot. Rows only ever move down, so that a row which is still in
-        the way comes first."""
+        """Moves a row to a free slot.
+
+        Rows only ever move down, so a row that is still in the way moves first.
+        """
         if slot in self._places.values():
             raise InternalError(f"slot {slot} of the drafter is taken")
         source = self._places[row]
@@ -188,7 +194,10 @@ class DraftSlots(KeyValueMemory):
         self._places[row] = slot
 
     def _enter(self, row: Row, slot: int) -> None:
-        """A new row takes a free slot, with its prompt if the row before it has left that there."""
+        """Puts a new row into a free slot.
+
+        The row begins with its prompt if the row before it has left the same prompt there.
+        """
         self._places[row] = slot
         if self._prompts.get(slot) == row.group:
             self._cache.copy(slot, slot, row.prompt_length - 1)
@@ -198,8 +207,10 @@ class DraftSlots(KeyValueMemory):
             self._empty.add(row)
 
     def _fill(self, rows: Sequence[Row]) -> None:
-        """Computes or copies the prompts of rows in slots. What follows in the row is computed with
-        a prompt of its own."""
+        """Computes or copies the prompts of rows in slots.
+
+        Later tokens of a row are computed together with its prompt, if the prompt is not copied.
+        """
         sources = {self._prompts.get(slot): slot for slot in self._places.values()}
         computed: list[tuple[int, Sequence[int]]] = []
         new: list[Row] = []
@@ -225,7 +236,7 @@ class DraftSlots(KeyValueMemory):
             self._keep(row, row.tokens[:-1])
 
     def _in_store(self, row: Row) -> Prefix:
-        """The row's prompt, once it is in the shared store."""
+        """Returns the row's prompt in the shared store; computes it if it is not there."""
         prefix = row.prefix
         assert prefix is not None
         if self._stored.get(prefix) != row.group:
@@ -240,8 +251,11 @@ class DraftSlots(KeyValueMemory):
         return prefix
 
     def _restore(self, row: Row, tokens: Sequence[int], prefix: Prefix | None = None) -> int:
-        """Copies what is kept of the tokens to the row's empty slot, or to the prompt's place; how
-        many that were."""
+        """Copies the kept beginning of the tokens to the row's empty slot, or to the store.
+
+        Returns:
+            The number of tokens copied.
+        """
         return (
             0
             if self._kept is None
@@ -289,9 +303,11 @@ class DraftSlots(KeyValueMemory):
         self._runner.reserve(slots, capacity, cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Prompts that no row in a slot has may be lost. Rows in slots that end, as no draft has
-        moved them down since other rows left, are forgotten: their next drafts compute them
-        anew."""
+        """Trims the cache; prompts whose rows have left may be lost.
+
+        A row in a slot that is removed, because no draft has moved it down since other rows left,
+        is forgotten: its next draft computes its tokens anew.
+        """
         self.leave([row for row, slot in self._places.items() if slot >= slots])
         taken, groups = set(self._places.values()), {row.group for row in self._places}
         self._prompts = {slot: group for slot, group in self._prompts.items() if slot in taken}

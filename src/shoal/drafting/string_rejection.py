@@ -1,13 +1,12 @@
-"""SLRS, string-level rejection sampling (Timor et al. 2025, arXiv 2502.05202, Algorithm 3), for
-drafters that write bytes or characters.
+"""SLRS, string-level rejection sampling, for drafters that write bytes or characters.
 
-psi of a token is the probability that it is the longest token of the target that the drafter's text
-begins with: the probability that the text begins with its bytes, less those of the tokens next
-longer. The paper sums over the texts that its tokenizer splits so; the longest token can be told
-from the drafter's distributions alone. What the drafter writes next is looked at as far as it is
-likely, without drawing anything; where it is not looked at, psi is that of the shorter token.
-Tokens are drawn from psi, as any drafter's from its q, and what is verified is this very psi: exact
-however far was looked.
+Timor et al. 2025, arXiv 2502.05202, Algorithm 3. psi of a token is the probability that it is the
+longest token of the target with which the drafter's text begins: the probability that the text
+begins with its bytes, less those of the tokens next longer. The paper sums over the texts that its
+tokenizer splits so; the longest token follows from the drafter's distributions alone. The drafter's
+next texts are looked at as far as they are likely, without drawing anything; beyond that, psi
+counts for the shorter token. Tokens are drawn from psi, as any drafter's from its q, and this very
+psi is verified: the result is exact however far the texts were looked at.
 """
 
 from __future__ import annotations
@@ -32,23 +31,25 @@ from shoal.types.rounds import Faults
 from shoal.types.trees import DraftTree, Positions, chains
 
 WIDTH = 4
-"""Most texts of one length that are looked at beyond, for a row and a token."""
+"""The most texts of one length that are looked beyond, for a row and a token."""
 LIKELY = 0.05
-"""Least probability of a text that is looked at beyond."""
+"""The least probability of a text that is looked beyond."""
 ROOM = MOST_DEPTH * (1 + WIDTH)
-"""Most tokens of the drafter that a row takes beside its draft: for texts that are looked at, and
-for the last token."""
+"""The most tokens of the drafter that a row takes beside its draft.
+
+They are for texts that are looked at, and for the last token.
+"""
 
 
 @dataclass
 class Beginnings:
-    """What is known of the text that the drafter writes next in a row.
+    """The probabilities of the beginnings of the text that the drafter writes next in a row.
 
     Attributes:
-        psi: of the target's tokens, [vocab] float64.
-        nodes: of the trie, that were looked beyond, without the root.
-        parents: their places there, -1 = the root.
-        likely: nodes that may be looked beyond next, with their probabilities and parents.
+        psi: psi of the target's tokens, [vocab] float64.
+        nodes: the nodes of the trie that were looked beyond, without the root.
+        parents: the indices of their parents among `nodes`; -1 = the root.
+        likely: the nodes that may be looked beyond next, with their probabilities and parents.
     """
 
     psi: npt.NDArray[np.float64]
@@ -59,8 +60,15 @@ class Beginnings:
     def look(
         self, trie: TokenTrie, node: int, place: int, reached: float, says: npt.NDArray[np.float64]
     ) -> None:
-        """Looks beyond a node. place: among `nodes`. reached: its probability. says: of the
-        drafter's ids after it."""
+        """Looks beyond a node.
+
+        Args:
+            trie: the trie of the target's tokens.
+            node: the node.
+            place: its index among `nodes`.
+            reached: its probability.
+            says: the probabilities of the drafter's ids after it.
+        """
         children = trie.children(node)
         chances = reached * says[trie.symbols[children]]
         tokens = trie.tokens[children]
@@ -76,7 +84,7 @@ class Beginnings:
         )
 
     def next(self) -> list[tuple[float, int, int]]:
-        """The nodes to look beyond next, all of one depth: taken from `likely` into `nodes`."""
+        """Moves the nodes to look beyond next, all of one depth, from `likely` into `nodes`."""
         chosen, self.likely = sorted(self.likely, reverse=True)[:WIDTH], []
         self.nodes += [node for _, node, _ in chosen]
         self.parents += [parent for *_, parent in chosen]
@@ -84,14 +92,15 @@ class Beginnings:
 
 
 class StringRejection:
-    """Draws tokens of the target from psi of a drafter.
+    """A method that draws tokens of the target from psi of a drafter.
 
     Args:
-        drafter: has the model and its cache.
-        contexts: of its rows.
+        drafter: the drafter, with the model and its cache.
+        contexts: the contexts of its rows.
+        vocabularies: the target's vocabulary and the drafter's.
 
     Raises:
-        PairMismatch: some token of the drafter begins with another one, or its head is trimmed.
+        PairMismatch: a token of the drafter begins with another one, or its head is trimmed.
     """
 
     def __init__(
@@ -106,20 +115,22 @@ class StringRejection:
         self._trie = vocabularies.trie
 
     def steps(self, lengths: Sequence[int]) -> int:
-        """Tokens of the drafter that drafts of these lengths take, with what is looked at."""
+        """Returns the drafter's tokens for drafts of these lengths, with the texts looked at."""
         return self._most(lengths) + ROOM
 
     def passes(self, lengths: Sequence[int]) -> int:
-        """Of the drafter for drafts of these lengths in a usual text. How many they were depends on
-        what was drawn, drafts that are thrown away included: a choice of later rounds by that would
-        bend the distribution."""
+        """Returns the drafter's passes for drafts of these lengths in a usual text.
+
+        The real number of passes depends on the drawn tokens, also on those of rejected drafts: a
+        choice of later rounds by that number would change the distribution.
+        """
         return ceil((1 + self._ratio) * max(lengths))
 
     def _most(self, lengths: Sequence[int]) -> int:
         return ceil(2 * self._ratio * max(lengths))
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """Chains with their q. A draft ends early where its text has become long."""
+        """Returns chains with their q; a draft ends early if its text has become long."""
         passes = _Round(self._drafter, self._trie, inputs)
         rows, lengths, most = inputs.rows, list(inputs.lengths), self._most(inputs.lengths)
         drafts: list[list[int]] = [[] for _ in rows]
@@ -165,7 +176,7 @@ class _Round:
 
     Attributes:
         written: the drafter's ids of each row's draft so far.
-        failed: rows for which it gave no distribution.
+        failed: for each row, True if the drafter gave no distribution.
     """
 
     def __init__(self, drafter: ModelDrafter, trie: TokenTrie, inputs: DraftInputs) -> None:
@@ -189,13 +200,16 @@ class _Round:
         self._begun = False
 
     def write(self, b: int, ids: Sequence[int]) -> None:
-        """The row's draft goes on by these ids."""
+        """Appends ids to the row's draft."""
         self.written[b] += ids
         self._new[b] = list(ids)
 
     def logits(self, live: Sequence[bool]) -> Tensor:
-        """log psi of each row's next token, [rows, vocab], of the drafter's dtype but at least
-        float32; rows that are not drafted for any more have any."""
+        """Returns log psi of each row's next token, [rows, vocab].
+
+        The dtype is the drafter's, but at least float32. Rows that are no longer drafted for have
+        meaningless values.
+        """
         vocab, first = self._drafter.vocab_size, self._first(live)
         says = _probabilities(first)
         known = [Beginnings(np.zeros(vocab)) for _ in live]
@@ -230,13 +244,13 @@ class _Round:
             self.failed[b] = True
 
     def finish(self) -> None:
-        """Leaves each row with what was committed and drafted."""
+        """Leaves each row's cache with its committed and drafted tokens."""
         rows = self._inputs.rows
         self._drafter.clean([row for row, failed in zip(rows, self.failed, strict=True) if failed])
         self._drafter.leave_out(rows, self._inputs.lengths, self._held)
 
     def _first(self, live: Sequence[bool]) -> Tensor:
-        """Logits after each row's draft so far, [rows, vocab of the drafter]."""
+        """Returns the logits after each row's draft so far, [rows, vocab of the drafter]."""
         if not self._begun:
             self._begun = True
             return self._drafter.first_logits(self._inputs)
@@ -250,8 +264,10 @@ class _Round:
         return logits[torch.arange(len(blocks), device=logits.device), ends]
 
     def _beyond(self, known: Sequence[Beginnings], chosen: Sequence[Sequence[object]]) -> Tensor:
-        """Logits after the last nodes of each row, [rows, most of them, vocab of the drafter]; the
-        rest is padding."""
+        """Returns the logits after the last nodes of each row, with padding.
+
+        They have shape [rows, most nodes of a row, vocab of the drafter].
+        """
         symbols, cache = self._trie.symbols, self._runner.cache
         blocks: list[list[int]] = []
         for b, one in enumerate(known):

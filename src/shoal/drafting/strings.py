@@ -1,5 +1,7 @@
-"""SLEM, string-level exact match (Timor et al. 2025, arXiv 2502.05202): a drafter of any vocabulary
-writes text, and the target's tokens of that text are the drafts."""
+"""SLEM, string-level exact match: a drafter of any vocabulary writes text.
+
+Timor et al. 2025, arXiv 2502.05202. The target's tokens of that text are the drafts.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from shoal.types.trees import DraftTree
 
 
 class StringDrafts:
-    """Writes the drafter's most probable token after each, as far as there is text for the drafts
-    that are asked for.
+    """A method that writes the drafter's most probable token after each.
+
+    It writes as much text as the drafts need.
 
     Args:
-        drafter: has the model and its cache.
-        contexts: of its rows.
+        drafter: the drafter, with the model and its cache.
+        contexts: the contexts of its rows.
+        vocabularies: the target's vocabulary and the drafter's.
     """
 
     def __init__(
@@ -36,11 +40,11 @@ class StringDrafts:
         self._kept = None if kept is None else torch.tensor(kept, device=drafter.runner.device)
 
     def steps(self, lengths: Sequence[int]) -> int:
-        """Tokens of the drafter that drafts of these lengths take."""
+        """Returns the number of the drafter's tokens for drafts of these lengths."""
         return ceil(max(lengths) * self._vocabularies.ratio)
 
     def propose(self, inputs: DraftInputs, steps: int) -> DraftTree:
-        """Point masses: exact match needs to know nothing of how they were made."""
+        """Returns drafts that are point masses: exact match needs no q."""
         drafter, rows = self._drafter, inputs.rows
         before, _ = drafter.lacking(rows, inputs.lengths)
         tokens, sure = self._written(inputs, steps)
@@ -54,8 +58,10 @@ class StringDrafts:
     def _written(
         self, inputs: DraftInputs, steps: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """The drafter's tokens of each row and their probabilities; -1 where it has no
-        distribution."""
+        """Returns the drafter's tokens of each row and their probabilities.
+
+        A token is -1 if the drafter has no distribution.
+        """
         runner, slots = self._drafter.runner, self._drafter.slots(inputs.rows)
         last = self._drafter.first_logits(inputs)
         tokens: list[Tensor] = []
@@ -73,7 +79,7 @@ class StringDrafts:
         return found, torch.stack(sure, dim=1).tolist()
 
     def _guess(self, row: Row, written: Sequence[int], sure: Sequence[float], length: int) -> Guess:
-        """The target's tokens of what the drafter wrote, up to a special token."""
+        """Returns the target's tokens of the text that the drafter wrote, up to a special token."""
         ours, theirs = self._vocabularies.target, self._vocabularies.draft
         stop = next(
             (i for i, token in enumerate(written) if token not in theirs.pieces), len(written)
@@ -94,8 +100,10 @@ class StringDrafts:
         return Guess(tokens[:length], confidence[:length])
 
     def _retokenised(self, tokens: Sequence[int], text: bytes) -> list[int]:
-        """The target's tokens of a text after these: as it would split both together, where that
-        leaves these as they are."""
+        """Returns the target's tokens of a text that follows these tokens.
+
+        Tokens and text are split together, if that leaves the tokens as they are.
+        """
         ours = self._vocabularies.target
         for start in ours.windows(tokens):
             window = list(tokens[start:])

@@ -1,16 +1,15 @@
-"""Suffix decoding: the longest end of a row that stands elsewhere too, in its prompt, in itself, in
-the other rows of its group, in earlier answers or in a corpus, and what followed it there most
-often.
+"""Suffix decoding: looks up the longest end of a row elsewhere, and proposes what followed there.
 
-After Oliaro et al., "SuffixDecoding" (2024, arXiv 2411.04975), with suffix automata instead of
-trees. A draft goes on while the frequencies give its path a probability of
-`shoal.drafting.paths.FLOOR`.
+It looks in the row's prompt, in the row itself, in the other rows of its group, in earlier answers
+and in a corpus, and follows the most frequent tokens. After Oliaro et al., "SuffixDecoding" (2024,
+arXiv 2411.04975), with suffix automata instead of trees. A draft goes on while the frequencies give
+its path a probability of `shoal.drafting.paths.FLOOR`.
 
 Scopes: "row", the row and its prompt; "group", also the other rows of its request, while all of
-them grow; "engine", also earlier answers of the engine, whoever asked for them; with a file, those
-of earlier engines, too. What a request's rows wrote is forgotten when the last of them has left;
-answers are those of rows that came to their end: rows that were cancelled, or cut for time or an
-error, leave nothing behind.
+them grow; "engine", also earlier answers of the engine, of all users; with a file, also the answers
+of earlier engines. The texts of a request's rows are forgotten when the last of them has left.
+Answers are the texts of rows that came to their end: rows that were cancelled, or cut for time or
+an error, leave none.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from shoal.models.trimming import fingerprint
 from shoal.types.requests import Request, Row
 
 UNSEEN = 0.5
-"""Occurrences that count for tokens never seen."""
+"""The occurrences that count for tokens never seen."""
 ENDS = ("eos", "stop", "length")
-"""Why rows end that came to their end."""
+"""The finish reasons of rows that came to their end."""
 
 
 class SuffixDrafter(TextDrafter):
-    """Looks up the longest suffix of a row that has been continued before.
+    """A drafter that looks up the longest suffix of a row that has been continued before.
 
     Args:
-        scope: one of those.
-        least: tokens that must match.
-        nodes: of a tree; 0 = chains.
-        limit: tokens of each automaton: one for each request (or row) that is drafted for, and one
-            for all earlier answers. A full one is made anew of the last half.
-        corpus: looked up as well; whatever has the longest match counts, and of equal ones what the
-            rows wrote.
-        answers: a file of earlier answers, which are looked up, and to which those of all rows are
-            added; whatever the scope is.
+        scope: "row", "group" or "engine".
+        least: the fewest tokens that must match.
+        nodes: the nodes of a tree; 0 = chains.
+        limit: the tokens of each automaton: one for each request (or row) that is drafted for, and
+            one for all earlier answers. A full one is made anew from the last half.
+        corpus: a corpus that is looked up as well; the longest match counts, and of equal ones the
+            match in the rows' texts.
+        answers: a file of earlier answers, which are looked up, and to which the answers of all
+            rows are added, in any scope.
     """
 
     name = "suffix"
@@ -147,11 +146,11 @@ class SuffixDrafter(TextDrafter):
 
 
 class GrowingTexts:
-    """Rows of one request, and where they stand in their common automaton.
+    """The rows of one request, and their places in their common automaton.
 
     Attributes:
-        request: held, so that no other takes its identity.
-        left: how many of its rows have left.
+        request: the request, held so that no other takes its identity.
+        left: the number of its rows that have left.
     """
 
     def __init__(self, request: Request, limit: int) -> None:
@@ -162,7 +161,7 @@ class GrowingTexts:
         self._rows: dict[Row, tuple[int, int]] = {}  # state, and how many tokens were read
 
     def enter(self, row: Row) -> None:
-        """A row that is to be drafted for. All rows have the prompt in common: it occurs once."""
+        """Adds a row that is to be drafted for; the prompt of all rows is read once."""
         if row in self._rows:
             return
         if self._prompt is None:
@@ -170,7 +169,7 @@ class GrowingTexts:
         self._rows[row] = self._prompt, row.prompt_length
 
     def read(self) -> int:
-        """Reads what is new of all rows; returns how many tokens the automaton has gained."""
+        """Reads the new tokens of all rows; returns the number that the automaton has gained."""
         automaton, before = self.automaton, self.automaton.tokens
         for row, (state, known) in self._rows.items():
             if known < len(row.tokens):
@@ -186,16 +185,16 @@ class GrowingTexts:
         return self.automaton.tokens
 
     def place(self, row: Row) -> Place:
-        """Where a row that was read stands."""
+        """Returns the place of a row that was read."""
         state = self._rows[row][0]
         return Place(self.automaton, state, self.automaton.length[state]).continued()
 
     def forget(self, row: Row) -> None:
-        """Its tokens will be others; those that were read stay for all rows."""
+        """Forgets the place of a row whose tokens will change; tokens that were read stay."""
         self._rows.pop(row, None)
 
     def leave(self, row: Row) -> None:
-        """Reads the rest of a row for those that go on."""
+        """Removes a row; the rest of its text is read for the rows that go on."""
         self.left += 1
         if row in self._rows:
             if row.finish_reason in ENDS:
@@ -204,30 +203,30 @@ class GrowingTexts:
 
 
 class Match(Protocol):
-    """Where the end of a text stands in others: of an automaton, or of a corpus."""
+    """A place of the end of a text in other texts: in an automaton, or in a corpus."""
 
     @property
     def length(self) -> int:
-        """Tokens that match."""
+        """The number of tokens that match."""
         ...
 
     def continued(self) -> Match:
-        """The same or a shorter match, of which some text goes on."""
+        """Returns the longest match, this one included, after which some text goes on."""
         ...
 
     def counts(self) -> Sequence[tuple[float, int]]:
-        """How often tokens follow there, and which; of equal ones the first is taken."""
+        """Returns (count, token) for each next token; of equal counts the first is taken."""
         ...
 
     def after(self, token: int) -> Match: ...
 
 
 def likeliest(place: Match, least: int) -> Iterator[tuple[int, float, Match]]:
-    """The tokens that have followed the longest match there, the most frequent first; of equal ones
-    the last first seen.
+    """Yields the tokens that have followed the longest match, the most frequent first.
 
-    The probability of c occurrences in n, after a match of m tokens, is c / (n + UNSEEN) * m / (m +
-    1). Short matches are often by chance.
+    Of equally frequent tokens the last first seen comes first. The probability of c occurrences in
+    n, after a match of m tokens, is c / (n + UNSEEN) * m / (m + 1). Short matches are often by
+    chance.
     """
     place = place.continued()
     if place.length < least:

@@ -1,16 +1,16 @@
-"""Several drafters as one: those that read text where they are sure, the last one for all other
-rows.
+"""Several drafters as one: text drafters for rows of which they are sure, the last one for the
+rest.
 
-Those that read text and propose chains do so for rows of which they are sure, and the last one for
-the others. Trees of text (`max_nodes` more than 0) are joined to what the last one proposes for the
-same row (`shoal.drafting.grafting`). Where the last one's drafts are verified by their q, those of
-the others have one too: a point mass, which is what they were drawn from.
+Text drafters that propose chains draft for the rows of which they are sure, and the last drafter
+for the others. Trees of text (`max_nodes` more than 0) are joined to the last drafter's proposal
+for the same row (`shoal.drafting.grafting`). If the last drafter's drafts are verified by q, the
+text drafters' tokens need a q as well. They get a one-hot q, because they were chosen, not sampled.
 
-Which of them may propose in a round is said by `use`: a controller that measures what each of them
-costs and brings (`shoal.lookahead.choosing`) leaves one, or all. Who proposes for a row where
-several may is decided by what came of the first tokens that each proposed for it
-(`shoal.drafting.first_tokens`): by counts of past rounds, so that no uniform of a later position is
-known.
+`use` says which of them may propose in a round: a controller that measures the costs and the
+acceptance of each (`shoal.lookahead.choosing`) leaves one, or all. If several may propose for a
+row, the outcome of the first tokens that each proposed for it decides
+(`shoal.drafting.first_tokens`): these are counts of past rounds, which depend on no uniform of a
+later position.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from shoal.types.trees import DraftTree, chains
 
 
 class SumDrafter(Drafter):
-    """Several drafters as one.
+    """A drafter that joins several drafters.
 
     Args:
-        texts: propose chains, the first that is sure of a row for it, or trees, which are joined to
-            the model's.
-        model: drafts for the rows of which none is sure.
+        texts: the text drafters. The first one with chains that is sure of a row drafts for it;
+            trees are joined to the model's drafts.
+        model: the drafter for the rows of which no text drafter is sure.
 
     Attributes:
-        choices: names of what may propose in a round: one of the drafters, or all of them.
+        choices: the names of the ways to propose in a round: one of the drafters, or all of them.
     """
 
     def __init__(self, texts: Sequence[TextDrafter], model: Drafter) -> None:
@@ -66,12 +66,14 @@ class SumDrafter(Drafter):
             else model.max_nodes
         )
         self._chains: list[tuple[Row, int, int]] = []
-        """Of a round in which others' nodes may follow the model's chains: rows, their tokens, and
-        the model's drafts."""
+        """The rows of a round in which text nodes may follow the model's chains.
+
+        Each comes with the number of its tokens and of the model's drafts.
+        """
         self._first = FirstTokens(len(self._members))
 
     def use(self, choice: int) -> None:
-        """Which of the choices proposes in the rounds to come."""
+        """Sets the choice that proposes in the next rounds."""
         self._used = [choice] if choice < len(self._members) else list(range(len(self._members)))
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
@@ -107,8 +109,11 @@ class SumDrafter(Drafter):
     def _together(
         self, guesses: Sequence[Guess], trees: Sequence[Guess], inputs: DraftInputs, last: Drafter
     ) -> tuple[DraftTree, list[int]]:
-        """The guesses, what the last drafter proposes for rows without one, and trees joined to
-        that; and how many nodes of each row are not of these trees."""
+        """Joins the guesses, the last drafter's proposal for the other rows, and trees.
+
+        Returns:
+            The joined tree, and the number of nodes of each row that are not of the text trees.
+        """
         lengths = [
             0 if guess.tokens else length
             for guess, length in zip(guesses, inputs.lengths, strict=True)
@@ -164,8 +169,10 @@ class SumDrafter(Drafter):
             member.observe(rows, scores, verdict)
 
     def _roll_back(self, rows: Sequence[Row], verdict: Verdict) -> None:
-        """What a draft model has computed beyond the drafts of its own that were accepted: a path
-        may leave its chain."""
+        """Rolls a draft model back to its own drafts that were accepted.
+
+        A path may leave the model's chain.
+        """
         chains, self._chains = self._chains, []
         if not chains:
             return
@@ -205,7 +212,7 @@ class SumDrafter(Drafter):
 
 
 def _common(each: Sequence[Keeps]) -> Keeps:
-    """A bound of what all of them keep."""
+    """Returns a bound of the bytes that all of them keep."""
     per_token, per_row, always = (
         sum(getattr(one, name) for one in each) for name in ("per_token", "per_row", "always")
     )
@@ -213,14 +220,15 @@ def _common(each: Sequence[Keeps]) -> Keeps:
 
 
 class _Ends:
-    """Where the drafts of a round end: all drafters ask `DraftInputs.stop` as one.
+    """The ends of the drafts of a round: all drafters ask `DraftInputs.stop` as one.
 
     Args:
-        alone: of each row, whether its guess stands alone, and nothing of the last drafter beside
-            it.
+        guesses: the guesses of the rows.
+        inputs: the inputs of the round.
+        alone: for each row, True if its guess stands alone, without drafts of the last drafter.
 
     Attributes:
-        lengths: of the guesses so far: tokens of chains, depths of trees.
+        lengths: the lengths of the guesses so far: tokens of chains, depths of trees.
     """
 
     def __init__(
@@ -230,8 +238,7 @@ class _Ends:
         self.lengths = [len(guess.confidence) for guess in guesses]
 
     def asked(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
-        """Asks with the last drafter's confidence, and that of the guesses where there are any; of
-        both the higher one."""
+        """Asks with the higher confidence of the last drafter's and of the guess, for each row."""
         assert self._stop is not None
         sure = [
             max(
@@ -245,8 +252,11 @@ class _Ends:
         return ends
 
     def finish(self, position: int) -> int:
-        """Asks on from a position for the guesses alone; returns how many positions were looked at
-        in all."""
+        """Asks on from a position for the guesses alone.
+
+        Returns:
+            The number of positions that were looked at in all.
+        """
         if self._stop is None:
             return max(position, *self.lengths, 1)
         while max(self.lengths) > position or not position:
@@ -256,9 +266,11 @@ class _Ends:
 
 
 def _of_rounds(inputs: DraftInputs) -> Tensor:
-    """Uniforms like those of the round, of which no other round has any, and nothing that verifies
-    drafts: whether a node is joined to a chain may depend on tokens of the chain further on
-    (`shoal.sampling.uniforms.tree_uniforms`)."""
+    """Returns uniforms that no other round has, and no verification of drafts uses.
+
+    They have the shape of the round's uniforms. They are needed because a node may be joined to a
+    chain depending on later tokens of the chain (`shoal.sampling.uniforms.tree_uniforms`).
+    """
     width = inputs.uniforms.shape[1]
     seeds = [row.seed for row in inputs.rows for _ in range(width)]
     firsts = [len(row.tokens) for row in inputs.rows for _ in range(width)]
@@ -269,7 +281,7 @@ def _of_rounds(inputs: DraftInputs) -> Tensor:
 
 
 def _chained(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTree:
-    """Chains that were chosen for some rows, and for the others the last drafter's."""
+    """Returns the chains chosen for some rows, and the last drafter's for the others."""
     drafts = [mine or theirs for mine, theirs in zip(chosen, own.drafts, strict=True)]
     tree = DraftTree.of(drafts, device=own.tokens.device, steps=steps)
     q = None if own.q is None else _with_point_masses(own.q, chosen, tree.m)
@@ -277,8 +289,7 @@ def _chained(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTr
 
 
 def _with_point_masses(q: Sequence[Tensor], drafts: Sequence[list[int]], m: int) -> list[Tensor]:
-    """q of m positions, [rows, vocab] each: rows with drafts of their own have a point mass
-    there."""
+    """Returns the q of m positions, [rows, vocab] each, one-hot in rows with drafts of their own."""
     found = [values.clone() for values in q[:m]] + [
         torch.zeros_like(q[0]) for _ in range(m - len(q))
     ]

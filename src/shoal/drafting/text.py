@@ -1,7 +1,7 @@
-"""Drafters that read tokens and compute no model: what they have in common.
+"""The common part of drafters that read tokens and compute no model.
 
-They propose point masses, verified by exact match, so that nothing has to be known of a q. Nothing
-is read of a row before a draft is asked for.
+They propose point masses, verified by exact match, so no q is needed. They read no tokens of a row
+before a draft is asked for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Guess(NamedTuple):
     """A tree for one row.
 
     Attributes:
-        tokens: of the nodes.
-        parents: of the nodes, as in `DraftTree`; None = a chain.
-        confidence: at each depth, how sure the drafter is, 0..1, that a draft there is accepted if
-            the one before it is.
+        tokens: the tokens of the nodes.
+        confidence: for each depth, the drafter's confidence, 0..1, that a draft there is accepted
+            if the one before it is.
+        parents: the parents of the nodes, as in `DraftTree`; None = a chain.
     """
 
     tokens: Sequence[int]
@@ -33,7 +33,7 @@ class Guess(NamedTuple):
     parents: Sequence[int] | None = None
 
     def up_to(self, depth: int) -> Guess:
-        """The nodes that are no deeper."""
+        """Returns the guess without nodes deeper than `depth`."""
         if self.parents is None:
             return Guess(self.tokens[:depth], self.confidence[:depth])
         tokens: list[int] = []
@@ -50,23 +50,26 @@ class Guess(NamedTuple):
 
 NOTHING = Guess((), ())
 ROUND_TOKENS = 32
-"""Most tokens per row that are read as part of a round."""
+"""The most tokens per row that are read as part of a round."""
 
 
 class TextDrafter(Drafter):
-    """Proposes what `guess` says, as far as `DraftInputs.stop` lets it."""
+    """A drafter that proposes its guesses, as far as `DraftInputs.stop` lets it."""
 
     def __init__(self) -> None:
         self._drafting = self._preparing = self._prepared = 0.0
 
     @abstractmethod
     def read(self, rows: Sequence[Row]) -> int:
-        """Reads what is new of the rows that drafts are asked for, prompts included; returns how
-        many tokens that was."""
+        """Reads the new tokens of the rows that are drafted for, prompts included.
+
+        Returns:
+            The number of tokens read.
+        """
 
     @abstractmethod
     def guess(self, row: Row, length: int) -> Guess:
-        """At most so many tokens that may follow a row that was read."""
+        """Returns a guess of at most `length` tokens that may follow a row, which was read."""
 
     @property
     @abstractmethod
@@ -78,7 +81,7 @@ class TextDrafter(Drafter):
         return self.table_bytes
 
     def guesses(self, inputs: DraftInputs) -> list[Guess]:
-        """Of every row, read up to its end."""
+        """Returns the guesses of all rows, read up to their ends."""
         started = time.perf_counter()
         read = self.read(
             [row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length]
@@ -106,12 +109,14 @@ class TextDrafter(Drafter):
 
 
 NUMBER_BYTES = 28
-"""Of a whole number of more than a byte."""
+"""The bytes of an integer above 255."""
 
 
 def number_bytes(texts: Iterable[Iterable[int]], elsewhere: Iterable[Iterable[int]] = ()) -> int:
-    """Bytes of the different number objects in these texts that no text elsewhere has. Python has
-    the numbers of a byte anyway."""
+    """Returns the bytes of the different number objects in these texts.
+
+    Numbers of a text in `elsewhere` do not count, nor those below 257, which Python keeps anyway.
+    """
     known = {id(token) for text in elsewhere for token in text}
     return NUMBER_BYTES * len(
         {id(token) for text in texts for token in text if token > 256} - known
@@ -119,16 +124,18 @@ def number_bytes(texts: Iterable[Iterable[int]], elsewhere: Iterable[Iterable[in
 
 
 def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:
-    """What is proposed of the guesses of all rows: as much as `DraftInputs.stop` lets it."""
+    """Returns the tree of the guesses of all rows, as far as `DraftInputs.stop` lets it grow."""
     lengths, steps = _lengths(guesses, inputs)
     drafts = [guess.up_to(length) for guess, length in zip(guesses, lengths, strict=True)]
     return _tree(drafts, inputs.uniforms.device, steps)
 
 
 def _lengths(guesses: Sequence[Guess], inputs: DraftInputs) -> tuple[list[int], int]:
-    """How much of each row's guess is proposed, and how many positions were looked at: the first in
-    any case, as it tells what drafting costs and how often there is nothing to propose. Where a
-    row's guess has ended, the confidence in a draft is 0."""
+    """Returns the proposed length of each row's guess, and the number of positions looked at.
+
+    The first position is always looked at, because it tells what drafting costs and how often there
+    is no guess. After the end of a row's guess the confidence is 0.
+    """
     lengths = [len(guess.confidence) for guess in guesses]
     if inputs.stop is None:
         return lengths, max(*lengths, 1)

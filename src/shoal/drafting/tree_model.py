@@ -1,8 +1,8 @@
 """A smaller model drafts trees: one pass for each depth, over the nodes of all rows.
 
-The first pass feeds what the cache lacks of each row. Every further one feeds the tree so far, from
-the last committed token on, as the target's verification does: of its columns only those of the new
-depth are read. What was accepted stays in the cache.
+The first pass feeds the tokens that the cache lacks of each row. Each later pass feeds the tree so
+far, from the last committed token on, as the target's verification does; only the columns of the
+new depth are read. Accepted tokens stay in the cache.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ from shoal.types.trees import DraftTree, Positions
 
 
 class TreeDrafter(ModelDrafter):
-    """Draws trees from a draft model's q under the row's own sampling controls; for greedy rows,
-    and where drafts are not verified by their q, trees of what is most probable.
+    """A drafter that draws trees from a model's q under the row's own sampling controls.
+
+    For greedy rows, and for drafts that are not verified by their q, the trees hold the most
+    probable tokens.
 
     Args:
-        runner, vocab_size, pending: as of `ModelDrafter`.
-        shape: of the trees.
+        runner: see `ModelDrafter`.
+        vocab_size: see `ModelDrafter`.
+        pending: see `ModelDrafter`.
+        shape: the shape of the trees.
 
     Raises:
         UnsupportedModel: the draft model takes no trees itself.
@@ -55,7 +59,7 @@ class TreeDrafter(ModelDrafter):
         self._fed: dict[Row, tuple[int, list[int]]] = {}
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """As many passes as the deepest tree has levels."""
+        """Proposes trees, in as many passes as the deepest tree has levels."""
         growth = Growth(inputs, self._shape, needs_q(inputs))
         held, _ = self.lacking(inputs.rows, inputs.lengths)
         fed: list[Node] = []
@@ -82,15 +86,21 @@ class TreeDrafter(ModelDrafter):
         return tree
 
     def _after_roots(self, inputs: DraftInputs, asked: Sequence[Node]) -> Tensor:
-        """Logits [asked, vocab of the drafter] after the rows' last tokens."""
+        """Returns the logits after the rows' last tokens, [asked, vocab of the drafter]."""
         logits = self.first_logits(inputs)
         return logits[torch.tensor([node.row for node in asked], device=logits.device)]
 
     def _after_trees(
         self, inputs: DraftInputs, held: Sequence[int], fed: Sequence[Node], asked: Sequence[Node]
     ) -> Tensor:
-        """Logits [asked, vocab of the drafter] after nodes, which are among those fed; all from the
-        root of their rows on."""
+        """Returns the logits after nodes, [asked, vocab of the drafter].
+
+        Args:
+            inputs: the inputs of the round.
+            held: the number of tokens of each row in the cache before the round.
+            fed: the nodes to feed, each row's from its root on; they include the asked ones.
+            asked: the nodes whose logits are wanted.
+        """
         columns = _columns(fed)
         blocks, parents, slots = [], [], self.slots(inputs.rows)
         for b, (row, length, slot) in enumerate(
@@ -110,8 +120,7 @@ class TreeDrafter(ModelDrafter):
     def _q(
         self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]
     ) -> tuple[Tensor, list[bool]]:
-        """The distributions [asked, vocab] that children are drawn from, and which of them there
-        are."""
+        """Returns the distributions of the nodes' children, [asked, vocab], and which are valid."""
         faults: Faults = {}
         requests: dict[int, Request] = {}
         rows = [
@@ -140,8 +149,10 @@ class TreeDrafter(ModelDrafter):
         sound: Sequence[bool],
         depth: int,
     ) -> list[int]:
-        """How long paths may still become: no longer where a node of the row has no distribution,
-        or by `DraftInputs.stop`."""
+        """Returns the length that paths may still reach.
+
+        Paths grow no further if a node of the row has no distribution, or by `DraftInputs.stop`.
+        """
         lengths = list(growth.lengths)
         for node, is_sound in zip(asked, sound, strict=True):
             lengths[node.row] = lengths[node.row] if is_sound else min(lengths[node.row], depth)
@@ -153,7 +164,7 @@ class TreeDrafter(ModelDrafter):
         return lengths
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Keeps what was accepted, as far as the cache has it."""
+        """Keeps the accepted nodes in the cache, as far as it has them."""
         paths, _ = verdict.lists
         for row, path in zip(rows, paths, strict=True):
             if row in self._fed:
@@ -167,7 +178,7 @@ class TreeDrafter(ModelDrafter):
 
 
 def _columns(fed: Sequence[Node]) -> dict[Node | None, int]:
-    """The columns of nodes in their rows' blocks; column 0 is the root."""
+    """Returns the columns of nodes in their rows' blocks; column 0 is the root."""
     columns: dict[Node | None, int] = {}
     sizes: dict[int, int] = {}
     for node in fed:
@@ -177,7 +188,7 @@ def _columns(fed: Sequence[Node]) -> dict[Node | None, int]:
 
 
 def _sampled(row: Row, requests: dict[int, Request]) -> Row:
-    """A copy of the row; of a greedy one at temperature 1."""
+    """Returns a copy of the row; the copy of a greedy row has temperature 1."""
     own, request = copy.copy(row), row.request
     if request.sampling.greedy:
         if id(request) not in requests:
@@ -189,21 +200,22 @@ def _sampled(row: Row, requests: dict[int, Request]) -> Row:
 
 
 WIDTHS = (2, 4)
-"""Widths of the trees among which `tree=auto` chooses, beside chains."""
+"""The widths of the trees among which `tree=auto` chooses, beside chains."""
 
 
 class ChainOrTreeDrafter(TreeDrafter):
-    """Chains, as of `ModelDrafter`, or trees of RSD-S of several widths, by one model with one
-    cache: `draft="DIR:tree=auto"`.
+    """A drafter of chains, or of RSD-S trees of several widths, by one model with one cache.
 
-    A tree of width w finds by its siblings the tokens that the chain misses, and takes w times the
-    columns of the target's pass. `lookahead="auto"` measures both (`shoal.lookahead.choosing`);
-    with a fixed draft length all are chains.
+    It is `draft="DIR:tree=auto"`. A tree of width w finds by its siblings the tokens that the chain
+    misses, and takes w times the columns of the target's pass. `lookahead="auto"` measures both
+    (`shoal.lookahead.choosing`); with a fixed draft length all are chains.
 
     Args:
-        runner, vocab_size, pending: as of `ModelDrafter`.
-        widths: of the trees.
-        nodes: most of a tree.
+        runner: see `ModelDrafter`.
+        vocab_size: see `ModelDrafter`.
+        pending: see `ModelDrafter`.
+        widths: the widths of the trees.
+        nodes: the most nodes of a tree.
 
     Raises:
         UnsupportedModel: the draft model takes no trees itself.
@@ -235,7 +247,7 @@ class ChainOrTreeDrafter(TreeDrafter):
 def tree_drafter(
     target: Runner, *, model: Drafter, tree: str, nodes: int, width: int = 2
 ) -> TreeDrafter:
-    """Makes a drafter of trees from that of a draft model.
+    """Makes a drafter of trees from the drafter of a draft model.
 
     Raises:
         UnsupportedModel: the models have different tokenizers, or the draft model takes no trees.

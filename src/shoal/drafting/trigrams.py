@@ -1,11 +1,11 @@
-"""Tri-gram tables: what followed the last two tokens of a row, in its text and by what the target
-said, is proposed.
+"""Tri-gram tables: proposes the tokens that followed a row's last two tokens.
 
-After Liu et al., "ADED: adaptive draft-verification" (2024, arXiv 2407.12021): counts of tri-grams
-stand for the target's distribution, are updated by each verification, and are searched by playouts
-that explore. It is token recycling (`shoal.drafting.recycling`) with another table: two tokens of
-context, and counts that add up in place of the last word. Pairs of tokens that were never seen are
-looked up by the last token alone.
+They followed in the row's text, or by the target's distributions. After Liu et al., "ADED: adaptive
+draft-verification" (2024, arXiv 2407.12021): counts of tri-grams stand for the target's
+distribution, are updated by each verification, and are searched by playouts that explore. It is
+token recycling (`shoal.drafting.recycling`) with another table: two tokens of context, and counts
+that add up in place of the last distribution. Pairs of tokens that were never seen are looked up by
+the last token alone.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from shoal.drafting.text import NOTHING, Guess, number_bytes
 from shoal.types.requests import Request, Row
 
 UNSEEN = 0.5
-"""Counts of tokens never seen."""
+"""The count of tokens never seen."""
 BACKED_OFF = 0.4
-"""Factor of probabilities by the last token alone, as of "stupid backoff" (Brants et al. 2007)."""
+"""The factor of probabilities by the last token alone: "stupid backoff" (Brants et al. 2007)."""
 COUNT_BYTES = getsizeof(0.0)
 Context = tuple[int, ...]
 """The last two tokens, or the last."""
 
 
 class Trigrams:
-    """Counts of what followed.
+    """The counts of tokens that followed.
 
     Attributes:
-        request: held, so that no other takes its identity.
-        left: how many of its rows have left.
+        request: the request, held so that no other takes its identity.
+        left: the number of its rows that have left.
         table: context -> token -> count; the context that was updated last is the last.
-        read: tokens read of each row.
+        read: the number of tokens read of each row.
     """
 
     def __init__(self, request: Request, k: int, limit: int) -> None:
@@ -49,7 +49,7 @@ class Trigrams:
         self.read: dict[Row, int] = {}
 
     def read_on(self, row: Row) -> int:
-        """Counts what is new of a row; returns how many tokens that was."""
+        """Counts the new tokens of a row; returns their number."""
         tokens, start = row.tokens, self.read.get(row, 1)
         for position in range(start, len(tokens)):
             self._add(
@@ -61,7 +61,7 @@ class Trigrams:
         return len(tokens) - start
 
     def hear(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
-        """What the target said of the tokens after a context."""
+        """Adds the target's probabilities of the tokens after a context."""
         self._add(context, tokens, chances)
 
     def _add(self, context: Context, tokens: Sequence[int], counts: Sequence[float]) -> None:
@@ -77,8 +77,10 @@ class Trigrams:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes, to a few percent. Tokens that were read have their numbers
-        elsewhere while their rows are here."""
+        """The memory that the table takes, in bytes, to a few percent.
+
+        The numbers of tokens that were read are elsewhere while their rows are here.
+        """
         known = self.table.values()
         tables = (
             getsizeof(self.table) + sum(map(getsizeof, self.table)) + sum(map(getsizeof, known))
@@ -88,12 +90,14 @@ class Trigrams:
 
 
 class TrigramDrafter(RecyclingDrafter):
-    """Follows what came after the last two tokens most often.
+    """A drafter that follows the tokens that came after the last two tokens most often.
 
     Args:
-        scope, k, nodes: as of `RecyclingDrafter`.
-        limit: contexts of a table; a full one keeps the half that was updated last.
-        playouts: by which trees are searched; 0 = the most probable paths.
+        scope: see `RecyclingDrafter`.
+        k: see `RecyclingDrafter`.
+        nodes: see `RecyclingDrafter`.
+        limit: the contexts of a table; a full one keeps the half that was updated last.
+        playouts: the number of playouts by which trees are searched; 0 = the most probable paths.
     """
 
     name = "trigrams"
@@ -127,7 +131,7 @@ class TrigramDrafter(RecyclingDrafter):
 def likeliest(
     table: dict[Context, dict[int, float]], context: Context
 ) -> Iterator[tuple[int, float, Context]]:
-    """The tokens that followed, the most frequent first; of equal ones the one seen first."""
+    """Yields the tokens that followed, the most frequent first; of equal ones the one seen first."""
     known, factor = table.get(context), 1.0
     if known is None:
         known, factor = table.get(context[-1:], {}), BACKED_OFF
@@ -137,15 +141,24 @@ def likeliest(
 
 
 BONUS = 1.25
-"""c1 of the search: how much the bonus counts, before it grows with the logarithm of playouts."""
+"""The c1 of the search: the weight of the bonus, before it grows with the logarithm of playouts."""
 GROWTH = 19652
-"""c2 of the search."""
+"""The c2 of the search."""
 
 
 @dataclass
 class _Node:
-    """One more token. path: its probability from the root on. worth: mean of the playouts through
-    it."""
+    """A node: one more token.
+
+    Attributes:
+        token: the token.
+        chance: its probability after its parent.
+        path: its probability from the root on.
+        depth: its depth.
+        visits: the number of playouts through it.
+        worth: the mean value of the playouts through it.
+        children: its children; None = not searched yet.
+    """
 
     token: int
     chance: float
@@ -159,14 +172,17 @@ class _Node:
 def explored(
     place: Place, following: Following[Place], length: int, nodes: int, playouts: int
 ) -> Guess:
-    """Returns a tree of at most so many nodes and so deep: those that most playouts went through.
+    """Returns a tree of the nodes that most playouts went through.
 
     The search is that of ADED and AlphaZero: the worth of a child is the mean of the playouts
     through it, and a bonus for its probability that shrinks as it is tried. Nothing is random.
 
     Args:
-        place, following: as of `shoal.drafting.paths.probable`.
-        playouts: paths that are tried.
+        place: see `shoal.drafting.paths.probable`.
+        following: see `shoal.drafting.paths.probable`.
+        length: the most tokens of a path.
+        nodes: the most nodes of the tree.
+        playouts: the number of paths that are tried.
     """
     root = _Node(-1, 1.0, 1.0, 0)
     places: dict[int, Place] = {id(root): place}

@@ -59,7 +59,7 @@ Without it the kernels would end the process.
 
 
 class NotBuilt(Exception):
-    """There are no kernels here; the message gives the reason."""
+    """An error: there are no kernels here; the message gives the reason."""
 
 
 def library() -> ctypes.CDLL:

@@ -211,6 +211,6 @@ class Verdicts(ctypes.Structure):
 
 
 class DraftStep(ctypes.Structure):
-    """A drafter's step: a pass, a draw from its last logits, and what the next step feeds."""
+    """A drafter's step: a pass, a draw from its last logits, and the inputs of the next step."""
 
     _fields_ = [("pass_", Pass), ("draws", Draws), ("bounds", _POINTER), ("positions", _POINTER)]

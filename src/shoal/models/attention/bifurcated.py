@@ -146,8 +146,7 @@ def _part(
         bias: [b, 1, q, kv] or None.
     """
     if query.device.type == "cpu" and inputs.softcap is None and key.shape[-1] == value.shape[-1]:
-        # What `scaled_dot_product_attention` calls on a CPU; the public function keeps the
-        # denominator to itself.
+        # `scaled_dot_product_attention` calls this on a CPU, but does not return the denominator.
         part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=bias, scale=inputs.scale
         )

@@ -1,14 +1,15 @@
-"""The Triton kernels of `fused.py`; imported by it alone and only when it runs, because Triton is
-optional.
+"""The Triton kernels of `fused.py`.
+
+Only `fused.py` imports them and only when it runs, because Triton is optional.
 
 `attend` is flash attention (Dao et al., arXiv 2205.14135) for a ragged block of queries over a slot
 cache. A program takes one row, one KV head, one tile of that head's queries (its GQA group folded
-into the query axis) and one share of the keys these queries see ("flash-decoding": with few rows
-the keys must be shared out, or most of the GPU idles). The keys lie in two ranges: the prompt that
-the row's group shares, then the row's own slot. `combine` joins the shares.
+into the query axis) and one share of the keys that these queries see ("flash-decoding": with few
+rows the keys must be shared out, or most of the GPU idles). The keys lie in two ranges: the prompt
+that the row's group shares, then the row's own slot. `combine` joins the shares.
 
 Nothing outside the two ranges is loaded, so no garbage can reach a result. Only `bounds`, read on
-the device, says how long rows are: launches depend on shapes alone and may be captured in a CUDA
+the device, gives the lengths of rows: launches depend on shapes alone and may be captured in a CUDA
 graph.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,12 +21,10 @@ import os
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(
-    1.4426950408889634
-)  # softmax is taken to base 2: exp2 is the instruction that GPUs have
-INTERPRETED = tl.constexpr(
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # Triton's interpreter on the CPU runs the kernels
+# Softmax is taken to base 2, because exp2 is the instruction that GPUs have.
+LOG2E = tl.constexpr(1.4426950408889634)
+# True if Triton's interpreter on the CPU runs the kernels.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -93,9 +92,8 @@ def _over(
         scores = tl.where(seen, scores * LOG2E, -float("inf"))
 
         higher = tl.maximum(best, tl.max(scores, 1))
-        origin = tl.where(
-            higher == -float("inf"), 0.0, higher
-        )  # nothing seen so far: inf - inf would be NaN
+        # Where no key was seen so far, inf - inf would be NaN.
+        origin = tl.where(higher == -float("inf"), 0.0, higher)
         weights, decay = tl.exp2(scores - origin[:, None]), tl.exp2(best - origin)
         total = total * decay + tl.sum(weights, 1)
         mixed = mixed * decay[:, None] + _dot(weights.to(values.dtype), values)
@@ -143,26 +141,21 @@ def attend(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One share of the attention of one tile of queries; grid (rows, kv heads * tiles, splits); see
-    `fused.attend`.
+    """Computes one share of the attention of one tile of queries (`fused.attend`).
 
-    Writes out[split, row, column, head, :] and, where there are several splits, logs[split, row,
-    column, head]: the logarithm (base 2) of the softmax's denominator over this share. Columns that
-    are not real see nothing and come back zero.
+    The grid is (rows, kv heads * tiles, splits). Writes out[split, row, column, head, :] and, where
+    there are several splits, logs[split, row, column, head]: the logarithm (base 2) of the
+    softmax's denominator over this share. Columns that are not real see nothing and come back zero.
     """
-    row, split, rows = (
-        tl.program_id(0).to(tl.int64),
-        tl.program_id(2),
-        tl.num_programs(0),
-    )  # 64 bits: large caches
+    # Offsets into large caches need 64 bits.
+    row, split, rows = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(0)
     tiles = tl.cdiv(columns * GROUP, BLOCK_Q)
     kv_head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     start, count = tl.load(bounds + row), tl.load(bounds + rows + row)
     offset, base = tl.load(bounds + 2 * rows + row), tl.load(bounds + 3 * rows + row).to(tl.int64)
 
-    folded = tile * BLOCK_Q + tl.arange(
-        0, BLOCK_Q
-    )  # the group's heads of column 0, of column 1, ...
+    # The group's heads of column 0, of column 1, ...
+    folded = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     column, head = folded // GROUP, kv_head * GROUP + folded % GROUP
     real = column < count
     position = tl.where(real, start + column, -1)

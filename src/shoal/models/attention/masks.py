@@ -51,16 +51,17 @@ class Layout(Protocol):
 
     @property
     def words(self) -> Tensor | None:
-        """The columns of its block that each column sees (`shoal.models.cache.tree`), [rows, q]
-        int64.
+        """The columns of its block that each column sees, [rows, q] int64.
 
-        None if all rows are chains.
+        None if all rows are chains. See `shoal.models.cache.tree`.
         """
 
     @property
     def bounds(self) -> Tensor:
-        """The starts, counts, offsets and bases, [4, rows] integers
-        (`shoal.models.attention.fused`)."""
+        """The starts, counts, offsets and bases, [4, rows] integers.
+
+        See `shoal.models.attention.fused`.
+        """
 
 
 class Masks:

@@ -62,17 +62,12 @@ def native(inputs: AttentionInputs) -> Tensor:
     )
     out = query.new_zeros(rows, q, heads, value.shape[-1])
     every = np.arange(rows)
-    starts = [
-        every * q,
-        every * key.stride(0),
-        every * value.stride(0),
-    ]  # kept for as long as the kernel runs
+    # The name keeps the arrays for as long as the kernel runs.
+    starts = [every * q, every * key.stride(0), every * value.stride(0)]
     shared_key, shared_value = inputs.shared_key, inputs.shared_value
     if shared_key is None or shared_value is None:
-        shared_key, shared_value = (
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-        )  # of no row: every offset is 0
+        # Stand-ins that no row reads: every offset is 0.
+        shared_key, shared_value = (key[0].transpose(0, 1), value[0].transpose(0, 1))
     shared_strides = (tensor.stride(i) for tensor in (shared_key, shared_value) for i in (0, 1))
     attention = Attention(
         rows,

@@ -1,4 +1,7 @@
-"""BASS-PAD: all rows in one call over the longest row's keys, the shorter rows' tails masked."""
+"""The method BASS-PAD: all rows in one call over the longest row's keys.
+
+The tails of shorter rows are masked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged attention by explicit softmax: slow, in float32 at least, the definition of correct."""
+"""The ragged attention by explicit softmax: slow, float32 at least, the definition of correct."""
 
 from __future__ import annotations
 

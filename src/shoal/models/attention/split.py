@@ -1,4 +1,4 @@
-"""BASS-SPLIT: one call per row over exactly its own keys.
+"""The method BASS-SPLIT: one call per row over exactly its own keys.
 
 No padding is read, at the price of more calls.
 """

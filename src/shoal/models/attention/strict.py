@@ -49,21 +49,17 @@ def strict(inputs: AttentionInputs) -> Tensor:
         return torch.stack([_paths(inputs, row) for row in range(plan.rows)])
     tiles = -(-plan.q // TILE)
     fill = tiles * TILE - plan.q
-    bias = inputs.masks.explicit_bias(
-        query.dtype, inputs.window
-    )  # the kernel rounds differently without a mask
-    bias = (
-        zero_pad(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
-    )  # [rows, tiles, 1, TILE, kv]
+    # The kernel rounds differently without a mask.
+    bias = inputs.masks.explicit_bias(query.dtype, inputs.window)
+    # [rows, tiles, 1, TILE, kv]
+    bias = zero_pad(bias, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
     bias = bias.repeat(1, 1, 1, inputs.group, 1)
-    query = (
-        zero_pad(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
-    )  # [rows, tiles, heads, TILE, dim]
+    # [rows, tiles, heads, TILE, dim]
+    query = zero_pad(query, (0, 0, 0, fill)).unflatten(2, (tiles, TILE)).transpose(1, 2)
     if plan.rows <= tiles:
         spread = (tiles, -1, -1, -1)
-        own = zip(
-            query, key[:, None], value[:, None], bias, strict=True
-        )  # of each row: [tiles, ...], and keys [1, ...]
+        # The tensors of each row: [tiles, ...], its keys and values [1, ...].
+        own = zip(query, key[:, None], value[:, None], bias, strict=True)
         out = torch.stack(
             [
                 attend_folded(q, k.expand(spread), v.expand(spread), mask, inputs)
@@ -85,11 +81,9 @@ def _paths(inputs: AttentionInputs, row: int) -> Tensor:
         [q, heads, value dim].
     """
     plan = inputs.plan
-    query = zero_pad(
-        inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1)
-    )  # [q, heads, TILE, dim]
-    # Each query's keys in the order of their positions, then those that it does not see; [rows, q,
-    # kv].
+    # [q, heads, TILE, dim]
+    query = zero_pad(inputs.query[row].transpose(0, 1)[:, :, None], (0, 0, 0, TILE - 1))
+    # Each query's visible keys in the order of positions, then its hidden ones; [rows, q, kv].
     order = inputs.masks.once(
         "paths", lambda: (~inputs.masks.visible()).byte().argsort(dim=-1, stable=True)
     )

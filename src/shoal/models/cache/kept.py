@@ -109,7 +109,7 @@ class KeptPrefixes:
         if cells <= self._cells:
             return
         cells = max(cells, min(2 * self._cells, self._tree.capacity))
-        for number, (own, _) in enumerate(stores):  # of one layer at a time both sizes are there
+        for number, (own, _) in enumerate(stores):  # both sizes exist for one layer at a time
             layer = [tensor.new_empty(cells, *tensor.shape[2:]) for tensor in own]
             if self._cells:
                 for new, before in zip(layer, self._layers[number], strict=True):

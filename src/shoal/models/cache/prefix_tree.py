@@ -43,9 +43,8 @@ class PrefixTree:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free: Cells = []
-        self._begun = (
-            0  # cells from here on were never taken, so that memory grows with what is kept
-        )
+        # Cells from `_begun` on were never taken, so that memory grows with the kept tokens.
+        self._begun = 0
         self._roots: dict[str, _Node] = {}
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
 
@@ -93,7 +92,7 @@ class PrefixTree:
         at = 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             shared = common(child.tokens, tokens[at : at + len(child.tokens)])
-            ends = shared < len(child.tokens)  # before the caller splits it
+            ends = shared < len(child.tokens)  # read before the caller splits the child
             yield child, shared
             if ends:
                 return

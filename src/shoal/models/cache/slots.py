@@ -57,7 +57,7 @@ class SlotCache(Cache):
         self._written: Tensor | None = None
         self._addresses: array[int] | None = None
 
-    # ── what the engine does with it ──────────────────────────────────────────────────────────────
+    # ── for the engine ────────────────────────────────────────────────────────────────────────────
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Makes room for `slots` rows of `capacity` tokens in their slots, and for `cells` cells.
@@ -195,7 +195,7 @@ class SlotCache(Cache):
             self.gather(slot, block + first, [block + column for column in columns[first:]])
         self.lengths[slot] = length + len(columns)
 
-    @torch.inference_mode()  # what a forward pass in that mode wrote can only be changed in it
+    @torch.inference_mode()  # tensors of a pass in this mode can only be changed in it
     def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
         """Moves tokens `cells` of the slot to `start`, `start` + 1, ..., in place.
 
@@ -371,7 +371,7 @@ class SlotCache(Cache):
             return None, None
         return self._layer.shared_keys, self._layer.shared_values
 
-    # ── what a Transformers model asks of it ──────────────────────────────────────────────────────
+    # ── for a Transformers model ──────────────────────────────────────────────────────────────────
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -43,9 +43,8 @@ class Block:
         if numbers is None:
             self._whole = torch.zeros(self.size(bucket) + block, dtype=torch.long, device=device)
             self._numbers = self._whole[: self.size(bucket)]
-            self._numbers.copy_(
-                torch.from_numpy(self.empty())
-            )  # building a pass writes to the scratch cell only
+            # The building of a pass then writes to the scratch cell only.
+            self._numbers.copy_(torch.from_numpy(self.empty()))
             self.tokens = self._whole[self.size(bucket) :].view(rows, bucket.q)
         else:
             self._numbers, self.tokens = (
@@ -103,9 +102,8 @@ class Block:
         bounds[:, : plan.rows] = [plan.starts, plan.counts, plan.offsets, bases]
         starts, counts, offsets = (bound[:, None] for bound in bounds[:3])
         columns, slots = np.arange(q), np.arange(rows)[:, None]
-        last = np.minimum(
-            columns, np.maximum(counts - 1, 0)
-        )  # unused columns repeat the row's last
+        # Unused columns repeat the row's last column.
+        last = np.minimum(columns, np.maximum(counts - 1, 0))
         depths, words, own = last.copy(), self._chain[last], last[: plan.rows]
         if plan.depths is not None and plan.tree_words is not None:
             depths[: plan.rows] = np.take_along_axis(plan.depths, own, axis=1)

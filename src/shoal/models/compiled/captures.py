@@ -138,7 +138,7 @@ class Captures:
         """Lets go of the caches that no runner uses, and of the rounds over all caches."""
         self._idle.clear()
         for generation in list(self._of.values()):
-            generation.end()  # its rounds know the caches
+            generation.end()  # its rounds hold the caches
         self._of.clear()
 
     def forget(self, cache: SlotCache) -> None:
@@ -155,9 +155,10 @@ class Captures:
         if not stores:
             raise InternalError("captured rounds over a cache that no pass has given layers")
         known = self._of.get(cache)
+        # The cache is new, or has grown.
         if known is None or any(
             a is not b for a, b in zip(known.stores[0], stores[0], strict=True)
-        ):  # new, or grown
+        ):
             self.forget(cache)
             known = self._of[cache] = _Generation(stores, EXECUTORS[self.executor](self.hf.device))
         return known

@@ -142,9 +142,8 @@ def stepped(
     if style.greedy and not want_q:
         q, drawn = None, best
     else:
-        q, _ = style.probabilities(
-            scores, temperature
-        )  # drafts are drawn from q also where candidates are too few
+        # Drafts are drawn from q also where candidates are too few.
+        q, _ = style.probabilities(scores, temperature)
         drawn = (
             best
             if style.greedy

@@ -74,7 +74,7 @@ class Graphs:
         """
         stream = _stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # left also when the capture fails
+        with torch.cuda.stream(stream):  # the stream is left also if it fails
             for _ in range(WARM_UPS):
                 run()
             torch.cuda.synchronize()
@@ -101,7 +101,7 @@ class Graphs:
             graph.capture_end()
         except BaseException:
             for tidy in (graph.capture_end, self._leave_pool):
-                with suppress(Exception):  # what failed first is what matters
+                with suppress(Exception):  # the first error matters
                     tidy()
             raise
         return result

@@ -243,7 +243,7 @@ class RoundFunctions:
         verdict = kind.rule.decide_chains(drafts, lengths, q, p, uniforms, sampler)
         if enough is None:
             return verdict, None
-        # What a position behind the first rejection says is not read.
+        # Positions behind the first rejection are not read.
         read = torch.arange(k + 1, device=drafts.device) <= verdict.accepted[:, None]
         return verdict, (enough.view(kind.rows, k + 1) | ~read).all(-1)
 

@@ -38,8 +38,7 @@ class Batch:
 
     @property
     def reads_model(self) -> str | None:
-        """The reason why tokens in and logits out of the model are not enough for the pass, or
-        None."""
+        """The reason why the pass is not just tokens in and logits out of the model, or None."""
         if self.hidden_layers:
             return "a drafter reads hidden states"
         return None if self.vectors is None else "a drafter feeds vectors"

@@ -76,7 +76,7 @@ class KeptSequences(KeptPrefixes):
         count, number = self._longest(owner, tokens)
         if count >= len(tokens) or not MIN_TOKENS <= cache.lengths[slot] <= self._capacity:
             return
-        if count and count == len(self._rows[number].tokens):  # the beginning of this one
+        if count and count == len(self._rows[number].tokens):  # that row begins this one
             del self._rows[number]
         self._number += 1
         self._rows[self._number] = _Row(owner, np.array(tokens), cache.state_of(slot))

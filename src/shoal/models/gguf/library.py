@@ -18,7 +18,7 @@ WARNING = 3
 """The level of `ggml_log_level` from which on lines are kept."""
 
 _complaints: deque[str] = deque(maxlen=4)
-_callbacks: list[Any] = []  # the library calls it as long as the process lives
+_callbacks: list[Any] = []  # llama.cpp calls them for as long as the process lives
 
 
 @cache

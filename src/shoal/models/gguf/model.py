@@ -116,7 +116,7 @@ class GgufModel(nn.Module):
         config.model_type = self.metadata("general.architecture")
         return config
 
-    # ── as other code asks a Transformers model ───────────────────────────────────────────────────
+    # ── the interface of a Transformers model ─────────────────────────────────────────────────────
 
     def get_output_embeddings(self) -> Any:
         """Returns an object with the shape of the head; the head's weights are not at hand."""

@@ -153,7 +153,7 @@ class Sequences(SlotCache):
         super().begin(plan)
         for slot, length in zip(plan.slots, plan.lengths, strict=True):
             self._forget(slot)
-            self._stored[slot] = length  # some of these, if the pass fails
+            self._stored[slot] = length  # fewer tokens, if the pass fails
         self._copied.clear()
 
     def _forget(self, slot: int) -> None:

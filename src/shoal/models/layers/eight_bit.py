@@ -88,9 +88,8 @@ class WeightOnly8Bit(nn.Module):
         super().__init__()
         wide = layer.weight.detach().float()
         scales = wide.abs().amax(dim=1).clamp(min=1e-12) / LARGEST[form]
-        scaled = (wide / scales[:, None]).clamp(
-            -LARGEST[form], LARGEST[form]
-        )  # what overflows fp8 would be NaN
+        # A weight that overflows fp8 would be NaN.
+        scaled = (wide / scales[:, None]).clamp(-LARGEST[form], LARGEST[form])
         self.weight = nn.Parameter(
             (scaled if form.is_floating_point else scaled.round()).to(form), requires_grad=False
         )

@@ -14,9 +14,8 @@ import os
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # Triton's interpreter on the CPU runs the kernels
+# True if Triton's interpreter on the CPU runs the kernels.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit

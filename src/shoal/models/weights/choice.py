@@ -135,7 +135,7 @@ def measured(shape: tuple[int, int], dtype: torch.dtype, seconds: float) -> Take
         for tokens, x in inputs.items():
             plain, fast = next(cold)
             pair = _seconds(plain.linear, x), _seconds(fast.linear, x)
-            if done >= 0:  # libraries make their kernels in the first
+            if done >= 0:  # libraries make their kernels in the first take
                 takes[tokens].append(pair)
     return takes
 
@@ -157,7 +157,7 @@ def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> in
         return 32 * 2**20
 
 
-# ── what is remembered ────────────────────────────────────────────────────────────────────────────
+# ── the choices on disk ───────────────────────────────────────────────────────────────────────────
 
 
 def _name(key: Key) -> str:

@@ -112,9 +112,8 @@ class Matrix:
         Weights in rows are not copied where the form is "as-is" or a table is wanted.
         """
         with torch.inference_mode(False), torch.no_grad():
-            weight = (
-                weight.clone() if weight.is_inference() else weight
-            )  # else it could be written only there
+            # An inference tensor could be written in inference mode only.
+            weight = weight.clone() if weight.is_inference() else weight
             if self.form == PACKED:
                 self.table, self._weight = (
                     weight.contiguous() if table else None,

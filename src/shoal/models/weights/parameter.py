@@ -74,7 +74,7 @@ class PackedWeight(Tensor):
             return PackedWeight(args[0].matrix, args[0], args[0].start)
         return _Call(func, args, kwargs or {}).run()
 
-    # ── what torch does beside operations ─────────────────────────────────────────────────────────
+    # ── the uses by torch that are no operations ──────────────────────────────────────────────────
 
     @property  # type: ignore[misc]
     def data(self) -> Tensor:  # type: ignore[override]
@@ -160,9 +160,8 @@ class _Call:
         self.weights = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedWeight)
         ]
-        self.dense: dict[
-            int, Tensor
-        ] = {}  # one for each matrix, by its id: views of one see each other's writes
+        # One tensor for each matrix, by its id: views of a matrix see each other's writes.
+        self.dense: dict[int, Tensor] = {}
         for weight in self.weights:
             if id(weight.matrix) not in self.dense:
                 seen = weight._seen

@@ -1,4 +1,4 @@
-"""Models and how a pass is computed: loading, the runner, attention, the cache, compiled passes.
+"""The models and their passes: loading, the runner, attention, the cache, compiled passes.
 
-Nothing here knows of rounds, drafts or acceptance.
+No module here knows of rounds, drafts or acceptance.
 """

@@ -54,7 +54,7 @@ def _available(root: Path) -> int | None:
     if available is not None:
         return available * 1024
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no Linux: all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # not Linux: all memory
     except (AttributeError, ValueError, OSError):
         return None
 

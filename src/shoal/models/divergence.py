@@ -45,9 +45,8 @@ def divergences(logits: Tensor, right: Tensor) -> Tensor:
     spread = theirs.std(dim=-1, keepdim=True).clamp(min=1e-9)
     own, true = (ours / spread).log_softmax(dim=-1), (theirs / spread).log_softmax(dim=-1)
     below = true - own
-    return (true.exp() * (torch.expm1(-below) + below)).sum(
-        dim=-1
-    )  # of terms that are never negative
+    # A sum of terms that are never negative.
+    return (true.exp() * (torch.expm1(-below) + below)).sum(dim=-1)
 
 
 def mean_divergence(logits: Tensor, right: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as published: one decoder layer on three hidden states of a target.
+"""The EAGLE-3 heads as published: one decoder layer on three hidden states of a target.
 
 The heads have norms and a vocabulary of their own. After Li et al., "EAGLE-3" (2025, arXiv
 2503.01840), section 3.1. The draft after token j is computed from the token's embedding and a
@@ -96,7 +96,7 @@ class Eagle3Heads(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
         if embedding is None:
             self.embed_tokens = nn.Embedding(target_vocab, config.hidden_size)
-        self._embedding = [embedding]  # in a list: it is the target's, no module of this one
+        self._embedding = [embedding]  # in a list: it must not become a submodule
         self.rotary = LlamaRotaryEmbedding(config)
         self.target_ids: Tensor
         self.register_buffer("target_ids", torch.arange(draft_vocab), persistent=False)

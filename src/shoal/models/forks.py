@@ -1,4 +1,4 @@
-"""Lets a process compute that was forked from a process that had computed.
+"""A hook that lets a process compute that was forked from a process that had computed.
 
 Examples are a worker of gunicorn with --preload, and a worker of a DataLoader. A child has none of
 its parent's threads, and OpenMP of gcc waits for them for ever. So the child computes on one

@@ -174,7 +174,7 @@ def stored_format(config: Any, source: str | Path) -> torch.dtype | None:
             with safe_open(file, framework="pt") as tensors:
                 return next((tensors.get_tensor(name).dtype for name in tensors.keys()), None)  # noqa: SIM118
         except (SafetensorError, OSError):
-            return None  # loading says what is wrong with it
+            return None  # loading raises the error
     return None
 
 

@@ -330,9 +330,8 @@ def _first_sentence(error: Exception) -> str:
     text = str(error).strip()
     line = text.splitlines()[0].rstrip() if text else ""
     whole = " ".join(text.split()) if line.endswith(":") else line
-    complete = whole and isinstance(
-        error, (OSError, ValueError, ImportError)
-    )  # others say little without their kind
+    # Other errors say little without their kind.
+    complete = whole and isinstance(error, (OSError, ValueError, ImportError))
     return whole if complete else f"{type(error).__name__} {whole}".strip()
 
 

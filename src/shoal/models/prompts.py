@@ -62,8 +62,8 @@ def feed_prompts(
                 if len(tokens) > first
             ]
             most = max(len(tokens) for _, tokens in part)
-            # Padding repeats a token of the row's own: what spoils another row's keys must not come
-            # in that way.
+            # Padding repeats a token of the row's own: a token that spoils another row's keys must
+            # not come in by padding.
             padded = [[*tokens, *[tokens[-1]] * (most - len(tokens))] for _, tokens in part]
             block = torch.tensor(padded, device=runner.device)
             runner.feed(

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: a copy of a model with linear layers in int8 (CPU, CUDA) or fp8 (CUDA).
+"""A copy of a model with weights in 8 bits: linear layers in int8 (CPU, CUDA) or fp8 (CUDA).
 
 All other tensors are shared with the model. A quantised *target* is another model: lossless
 decoding is lossless with respect to it. A quantised *drafter* proposes a little less well, and

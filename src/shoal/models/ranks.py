@@ -54,11 +54,10 @@ class Ranks:
         self._pass_seconds = pass_seconds()
         self._group = dist.new_group(backend="gloo", timeout=AGREEMENT)
         self._answers = dist.new_group(backend="gloo", timeout=AGREEMENT)
-        # All ranks are here now: one that loads for longer than the others does not hang.
+        # All ranks are here now: a rank that loads longer than the others does not hang.
         limit = timedelta(seconds=self._pass_seconds)
-        for group in list(
-            distributed_c10d._world.pg_map
-        ):  # Transformers gives them two hours, for loading
+        # Transformers gives these groups two hours, for loading.
+        for group in list(distributed_c10d._world.pg_map):
             if group not in (self._group, self._answers):
                 distributed_c10d._set_pg_timeout(limit, group)
         distributed_c10d._set_pg_timeout(limit if dist.get_rank() == 0 else TIMEOUT, self._group)

@@ -95,8 +95,8 @@ class Runner:
                 f"or 'pad', got {attention_name!r}"
             )
         expect_forks()
-        # Kept, not asked: Transformers looks through the parameters each time, and a round asks a
-        # dozen times.
+        # Stored here: Transformers looks through the parameters at each access, and a round makes
+        # a dozen.
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])

@@ -180,9 +180,8 @@ def _unreachable(endpoint: str) -> bool:
         except OSError:
             pass
 
-    trial = threading.Thread(
-        target=connect, daemon=True
-    )  # looking a name up knows no timeout of its own
+    # A thread, as looking a name up has no timeout of its own.
+    trial = threading.Thread(target=connect, daemon=True)
     trial.start()
     trial.join(SECONDS)
     return not opened

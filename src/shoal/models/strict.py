@@ -63,9 +63,8 @@ def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
     """
     owned = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.__dict__["forward"] = _blocked(
-            layer.forward
-        )  # past nn.Module.__setattr__, which is slow
+        # Past nn.Module.__setattr__, which is slow.
+        layer.__dict__["forward"] = _blocked(layer.forward)
     try:
         yield
     finally:

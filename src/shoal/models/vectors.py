@@ -1,4 +1,4 @@
-"""Inputs of a pass that are not tokens: id -1 - i of a block stands for vector i.
+"""The inputs of a pass that are not tokens: id -1 - i of a block stands for vector i.
 
 A pass takes the vector in place of the embedding of a token.
 """

@@ -47,7 +47,7 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """Two vocabularies and the tokens that they share.
+    """A pair of vocabularies and the tokens that they share.
 
     Attributes:
         shared: the shared tokens; None if there are none.

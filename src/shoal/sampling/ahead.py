@@ -29,14 +29,13 @@ class UniformsAhead:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._table = torch.empty(0)  # [places * AHEAD, ...]
-        self._places: dict[
-            int, tuple[int, int]
-        ] = {}  # by the row's serial: its place in the table, and its first position there
+        # By the row's serial: its place in the table, and its first position there.
+        self._places: dict[int, tuple[int, int]] = {}
 
     def of_round(self, rows: Sequence[Row], width: int, numbered: bool) -> Tensor:
         """Returns the uniforms of the rows' next `width` positions, [rows, width, ...].
 
-        They are those of `Rule.uniforms`.
+        The table holds the numbers that `Rule.uniforms` computes.
 
         Args:
             numbered: True gives every round numbers of its own, if the rule's numbers depend on
@@ -48,7 +47,7 @@ class UniformsAhead:
             return self._rule.uniforms([row.seed for row in rows], firsts, width, rounds)
         used = [first - self._first_of(row) for row, first in zip(rows, firsts, strict=True)]
         if max(used) > AHEAD - width:
-            # Together with rows that need it soon, or each round would have one that does.
+            # Rows that need new positions soon are computed too, or each round would compute some.
             self._compute(
                 [row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows
             )

@@ -105,8 +105,8 @@ def controlled(
     scores = logits.to(width(logits), copy=True, memory_format=torch.contiguous_format)
     penalties.bias_and_penalise(scores, sampling, positions)
     if sampling.processors:
-        # Checked before as well: a processor given no possible token may fail in its own words, or
-        # revive banned ones.
+        # Checked before the processors as well: without a possible token a processor may fail in
+        # its own words, or revive banned tokens.
         scores = possible(scores, logits, positions, faults)
         scores = penalties.process(scores, sampling.processors, positions, faults)
     if allowed is not None:

@@ -223,7 +223,7 @@ def _of_group(
     """Computes `draws` of rows with the same `Sampling` except seed and grammar."""
     scores = controlled(logits, sampling, positions, allowed, faults)
     if (sampler is None or sampler in RACES) and native.takes(scores, [sampling]):
-        # Their bits must not depend on what other rows of the batch ask for.
+        # The bits of these rows must not depend on the settings of other rows.
         return _by_kernels(
             scores, [sampling], logits, positions, sampler, uniforms, faults, want_p, want_highest
         )
@@ -285,7 +285,7 @@ def _at_temperature(scores: Tensor, temperature: float) -> Tensor:
         return scores
     limits = torch.finfo(scores.dtype)
     if temperature < 1e-6:
-        # Dividing by so little overflows; relative to the highest score, only scores that do not
-        # matter can.
+        # Dividing by so little overflows. Relative to the highest score, only scores that do not
+        # matter overflow.
         scores = scores - scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     return scores / min(max(temperature, limits.tiny), limits.max)

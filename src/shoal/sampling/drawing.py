@@ -43,9 +43,8 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Computes `draw` by uniforms [rows, 1]; the tokens are [rows, 1] int64."""
-    share = uniforms.clamp(
-        max=1 - 2.0**-52
-    )  # one unit below 1 the product may round up to the total
+    # One unit below 1 the product may round up to the total.
+    share = uniforms.clamp(max=1 - 2.0**-52)
     vocab = weights.shape[-1]
     if vocab <= _ONE_LEVEL:
         cumulative = weights.cumsum(-1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Distributions, draws and verdicts by the kernels in C: one call for all positions.
+"""The distributions, draws and verdicts by the kernels in C: one call for all positions.
 
 Torch takes some ten operations for each. A position's bits depend on its own scores, settings and
 uniforms alone, not on the positions beside it. The bits differ from torch's, which rounds
@@ -110,7 +110,7 @@ def drawn(
     block, held = block_of(scores, settings_of(samplings), uniforms, race)
     work = Draws(block, tokens.data_ptr(), probs.data_ptr(), _address(highest), _address(p))
     impossible = _done(library().draw(ctypes.byref(work)))
-    del held  # what the block has the addresses of
+    del held  # the block has the addresses of these tensors
     return Drawn(tokens, probs, highest, p, impossible)
 
 

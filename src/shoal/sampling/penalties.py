@@ -66,8 +66,8 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
     """Applies bias, penalties and bans to `scores` in place.
 
     They are logit_bias, the three penalties, no_repeat_ngram, bad_words and min_new_tokens.
-    repetition_penalty: Keskar et al. 2019, "CTRL". presence_penalty, frequency_penalty: OpenAI's
-    API reference; they count output tokens only.
+    The source of repetition_penalty is Keskar et al. 2019, "CTRL". The source of presence_penalty
+    and frequency_penalty, which count output tokens only, is OpenAI's API reference.
 
     Args:
         scores: [rows, q, vocab] float32 or float64, contiguous.
@@ -284,12 +284,11 @@ def _chain(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> Tensor:
     shape, dtype = scores.shape, scores.dtype
     for processor in processors:
         try:
-            scores = processor(
-                ids.clone(), scores
-            )  # a copy: it may write into its ids, which others are still to read
+            # A copy: the processor may write into its ids, which other processors still read.
+            scores = processor(ids.clone(), scores)
         except RequestError:
             raise
-        except Exception as error:  # of what a user wrote
+        except Exception as error:  # a user's processor may raise any error
             raise RequestError(f"processor {name_of(processor)} failed: {error!r:.200}") from error
         if not isinstance(scores, Tensor) or scores.shape != shape:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

@@ -85,7 +85,7 @@ def _refusal(processor: Any) -> RequestError:
 def _copied(processor: Any) -> Any:
     try:
         return copy.deepcopy(processor)
-    except Exception:  # whatever it holds may raise what it likes: a lock, a generator, a handle
+    except Exception:  # a lock, a generator or a handle in it may raise any error
         return processor
 
 

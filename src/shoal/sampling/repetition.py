@@ -126,7 +126,7 @@ class GrammarRepetitionPenalty:
         return changed
 
     def __deepcopy__(self, _: Any) -> GrammarRepetitionPenalty:
-        return self  # nothing of it changes
+        return self  # its fields never change
 
     def repetitions(self, tokens: Sequence[int]) -> list[Repetition]:
         """Returns the repetitions of tokens and of structure at the end, at most one each."""

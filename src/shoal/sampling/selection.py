@@ -80,9 +80,8 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
         low: keys of which at least one is below all that are needed, or one of them; [n, 1].
     """
     high = torch.nextafter(keys.amax(-1, keepdim=True), low.new_full((), torch.inf))
-    above = torch.zeros(
-        low.shape, dtype=torch.float64, device=low.device
-    )  # the weight of the keys from `high` on
+    # `above` is the weight of the keys from `high` on.
+    above = torch.zeros(low.shape, dtype=torch.float64, device=low.device)
     unfinished = torch.ones_like(low, dtype=torch.bool)
     scratch = torch.empty_like(weights)
     for step in range(1, _MOST_HALVINGS + 1):
@@ -108,7 +107,7 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
     last = torch.minimum((cumulative < mass).sum(-1, keepdim=True), listed - 1)
     limit = values.gather(-1, last)
     taken = last + 1 - (values > limit).sum(-1, keepdim=True)
-    # More than can be listed are all equal: how many are needed follows from the weight of one.
+    # Keys that are too many to list are all equal: the weight of one gives the number needed.
     return limit, torch.where(
         count > _BETWEEN, ((mass - above) / weight.gather(-1, last)).ceil().long(), taken
     )

@@ -40,11 +40,15 @@ The temporaries of more scores do not fit its caches.
 def truncated_softmax(scores: Tensor, sampling: Sampling) -> Tensor:
     """Computes the softmax over the tokens that top_k, top_p, min_p and typical_p keep in turn.
 
-    Other tokens get 0. top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration".
-    min_p: Nguyen et al. 2024, "Turning Up the Heat". typical_p: Meister et al. 2022, "Locally
-    Typical Sampling". Each step renormalises over the tokens that the one before kept. Ties: top_k
-    keeps all scores equal to the k-th; top_p takes the lower id first (Transformers leaves the
-    choice to an unstable sort); typical_p keeps all tokens as typical as the last one.
+    Other tokens get 0. Each step renormalises over the tokens that the one before kept.
+
+    Sources and ties:
+        top_k: keeps all scores equal to the k-th.
+        top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration"; takes the lower
+            id first (Transformers leaves the choice to an unstable sort).
+        min_p: Nguyen et al. 2024, "Turning Up the Heat".
+        typical_p: Meister et al. 2022, "Locally Typical Sampling"; keeps all tokens as typical as
+            the last one.
 
     Args:
         scores: [n, vocab] float, after temperature; each row's highest score is finite. Not
@@ -139,8 +143,8 @@ def _truncate(
         values, ids, sampling, None if before is None else before.amax(-1, keepdim=True)
     )
     probs = torch.zeros_like(scores).scatter_(-1, ids, listed)
-    # Outside the list no score is above the list's last; where the first cut kept that one, it may
-    # have ties out there.
+    # Outside the list no score is above the list's last. If the first cut kept the last one, it
+    # may have ties outside.
     if complete or not bool((short := lowest <= values[:, -1]).any()):
         return probs
     rows = short.nonzero().squeeze(1)
@@ -212,8 +216,8 @@ def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
     if 2 * width <= probs.shape[-1] and not bool(enough.all()):
         rows = enough.logical_not().nonzero().squeeze(1)
         some, own = probs.index_select(0, rows), entropy[rows]
-        # Improbable tokens are the farthest from the entropy, but for those that are more probable
-        # than it.
+        # Improbable tokens are the farthest from the entropy, except tokens whose surprise is
+        # below it.
         far = torch.maximum(
             -_never_needed(some, mass) - some.amax(-1, keepdim=True).log() - own, own
         )

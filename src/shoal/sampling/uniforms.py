@@ -1,4 +1,4 @@
-"""Counter-based uniforms keyed by (row seed, position, purpose).
+"""The counter-based uniforms, keyed by (row seed, position, purpose).
 
 A row's seed is a hash of its request (`group_seed`, `row_seed`). The row's uniforms are a pure
 function of that seed and of the token's place in the row. So a row cannot depend on its neighbours,
@@ -43,7 +43,8 @@ class Purpose(IntEnum):
     TREE = 1024
     """The first of two purposes for each draw of a draft tree.
 
-    They are the next child's token and its place. At a position only a tree that begins there uses them.
+    The two are for the next child's token and for its place. At a position only a tree that begins
+    there uses them.
     """
     CHECK = 1 << 20
     """The first of the purposes of draws instead of a token that a check refused.

@@ -86,9 +86,8 @@ class LeanPass:
         )
         do = self._kernels(plan, cache, method)
         x = embedded(tokens.flatten(), partial(decoder.embedding.index_select, 0), vectors)
-        kept = (
-            {0: x.clone()} if 0 in hidden_layers else {}
-        )  # the next layer may overwrite its input
+        # Copied: the next layer may overwrite its input.
+        kept = {0: x.clone()} if 0 in hidden_layers else {}
         for index, layer in enumerate(decoder.layers):
             states = layer.states.linear(do.norm(x, layer.attention_norm))
             x = layer.out.linear_add(do.attend(states, index), x)

@@ -1,4 +1,4 @@
-"""Verification by the q that drafts were drawn from, for all kinds of drafts.
+"""The verification by the q that drafts were drawn from, for all kinds of drafts.
 
 The modules lie in `shoal.sampling.acceptance`:
 
@@ -32,7 +32,7 @@ from shoal.types.trees import DraftTree
 
 @dataclass(unsafe_hash=True)
 class Rejection:
-    """Speculative rejection sampling: no rule accepts more drafts one by one.
+    """The rule of speculative rejection sampling: no rule accepts more drafts one by one.
 
     See Leviathan et al. 2023, section 3.2.
     """
@@ -53,8 +53,8 @@ class Rejection:
         if tree.siblings is not None and not scores.greedy:
             choice = accept_independent if tree.siblings.independent else accept_recursively
             return walk(tree, tree.siblings, scores, uniforms, choice)
-        # A greedy row's p is a point mass: its token is accepted and anything else replaced by it,
-        # whatever q and the uniforms are.
+        # A greedy row's p is a point mass: its token is accepted and any other token replaced by
+        # it, for any q and uniforms.
         if tree.q is None or scores.greedy:
             return by_samples(tree, scores, self.draw, uniforms)
         return by_rejection(tree, scores, uniforms)

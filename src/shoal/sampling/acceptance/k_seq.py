@@ -1,4 +1,4 @@
-"""k-SEQ, for candidates drawn independently of each other.
+"""The rule k-SEQ, for candidates drawn independently of each other.
 
 After SpecTr: Sun et al. 2023, arXiv 2310.15141. The rule takes trees whose q is known
 (`shoal.types.siblings`) made of k sequences drawn independently. The number of sequences that agree

@@ -1,4 +1,4 @@
-"""Rejection sampling of chains.
+"""The rejection sampling of chains.
 
 After Leviathan et al. 2023, Theorem 1 and Algorithm 1; Chen et al. 2023, Algorithm 2. Draft x is
 accepted with probability min(1, p(x)/q(x)). The chains must be drawn from a q that is known.
@@ -44,7 +44,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     rest = (p - q).clamp_(min=0)
     mass = rest.sum(dim=-1, keepdim=True)
     nothing = mass <= 0
-    # A product, as selecting values by truth values takes many times as long.
+    # A product: a selection of values by truth values takes many times as long.
     return rest.addcmul_(p, nothing.to(p.dtype)).div_(torch.where(nothing, 1.0, mass))
 
 
@@ -77,7 +77,7 @@ def reject_and_replace(
     p_draft, q_draft = p[:, :k].gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
     accepted = accepted_lengths(acceptance_mask(p_draft, q_draft, u_accept), draft_lengths)
     rows, rejected = torch.arange(len(p), device=p.device), accepted < draft_lengths
-    # Nothing was drafted where the bonus goes: there q counts as zero, and the residual is p.
+    # No token was drafted at the place of the bonus: q counts as zero, and the residual is p.
     p_next = p.flatten(0, 1).index_select(0, rows * p.shape[1] + accepted)
     q_next = (
         q.flatten(0, 1)
@@ -123,8 +123,7 @@ def decide_chains(
         uniforms: [rows, k + 1, 3].
     """
     k = drafts.shape[1]
-    stacked = (
-        q[0][:, None] if len(q) == 1 else torch.stack(list(q), dim=1) if q else None
-    )  # one is not copied
+    # A single q is not copied.
+    stacked = q[0][:, None] if len(q) == 1 else torch.stack(list(q), dim=1) if q else None
     u_accept, u_next = uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1)
     return reject_and_replace(drafts, lengths, stacked, p, u_accept, u_next, sampler)

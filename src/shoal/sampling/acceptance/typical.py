@@ -1,4 +1,4 @@
-"""Typical acceptance: the rule that accepts drafts that the target finds plausible enough.
+"""The rule of typical acceptance: it accepts drafts that the target finds plausible enough.
 
 It is lossy: the samples have another distribution than p. After Cai et al., "Medusa" (ICML 2024,
 arXiv 2401.10774), section 2.3.1: draft x is accepted if p(x) > min(epsilon, delta * exp(-H(p))),
@@ -58,9 +58,8 @@ class Typical:
         if scores.greedy or not tree.m:
             return by_samples(tree, scores, self.draw, uniforms)
         p = scores.p()
-        uniforms = tree.by_column(uniforms).flip(
-            -1
-        )  # REPLACE first: TOKEN drew the draft of the same position
+        # REPLACE first: TOKEN drew the draft of the same position.
+        uniforms = tree.by_column(uniforms).flip(-1)
         said = self.draw(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
         kept = plausible(_before(tree, p), tree.tokens, self.epsilon, self.delta)
         if not tree.branches:

@@ -31,7 +31,7 @@ class Layout(Protocol):
     def common_keys(self) -> int:
         """The number of first keys of its slot that each query sees, a sliding window aside.
 
-        0 where that number is not known.
+        It is 0 where that number is not known.
         """
 
     @property
@@ -53,7 +53,7 @@ class Layout(Protocol):
     def words(self) -> Tensor | None:
         """The columns of its block that each column sees, [rows, q] int64.
 
-        None if all rows are chains. See `shoal.models.cache.tree`.
+        It is None if all rows are chains. See `shoal.models.cache.tree`.
         """
 
     @property

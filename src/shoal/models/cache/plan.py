@@ -257,7 +257,7 @@ class Plan:
     def words(self) -> Tensor | None:
         """The columns of its block that each column sees, [rows, q] int64.
 
-        None if no row's tree branches.
+        It is None if no row's tree branches.
         """
         return (
             None if self.tree_words is None else torch.from_numpy(self.tree_words).to(self.device)

@@ -22,7 +22,7 @@ Elsewhere the host reads the sizes of the groups.
 def obstacle(hf: Any) -> str | None:
     """Returns the reason why no pass of a Transformers model can be captured into a CUDA graph.
 
-    None where no reason is known.
+    Returns None where no reason is known.
     """
     config = hf.config.get_text_config()
     for parameters in rope_parameters(config):

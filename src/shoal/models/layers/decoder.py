@@ -178,8 +178,8 @@ class FusedLayers:
 def fused_layers_of(hf: Any) -> FusedLayers | None:
     """Returns the fused layers of a model, or None.
 
-    None where the model is not of the family, or its owner has changed it, or the kernels cannot
-    run.
+    There are none where the model is not of the family, or its owner has changed it, or the kernels
+    cannot run.
 
     Queries, keys and values of each layer become one matrix, and so do gate and up: the parameters
     are then rows of these matrices, so that nothing is stored twice and a write into a parameter is

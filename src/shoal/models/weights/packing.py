@@ -22,7 +22,7 @@ TILES, BYTE_TILES = "AMX-BF16", "amx_int8"
 def packing(dtype: torch.dtype) -> type[Matrix] | None:
     """Returns the class of packed matrices of a dtype on this CPU.
 
-    None where weights of that dtype are not packed.
+    Returns None where weights of that dtype are not packed.
     """
     cpu = formats.cpu()
     if dtype not in cpu.packs:
@@ -42,7 +42,7 @@ def packed(weight: Tensor, bias: Tensor | None, *, table: bool = False) -> Matri
 def byte_packing() -> type[Int8Matrix] | None:
     """Returns the class of packed matrices of bytes, whose sums must be exact.
 
-    None where weights of bytes are not packed.
+    Returns None where weights of bytes are not packed.
     """
     if torch.int8 not in formats.cpu().packs:
         return None

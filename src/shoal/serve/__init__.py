@@ -1,27 +1,55 @@
-"""`shoal serve` and `shoal batch`: OpenAI's API for many samples at once. Needs the extra
-`shoal[serve]`.
+"""`shoal serve` and `shoal batch`: OpenAI's API for many samples at once. Needs `shoal[serve]`.
 
 A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (parsed_request)
 and a `Submission` (submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat`
 (api_formats) writes as JSON.
 
-handler.py           `ApiHandler.handle`: the one path for HTTP and files; responses.py: its answer, whole or as events
-request_models.py    fields of requests; message_models.py: of messages and tools; request_fields.py: their types;
-                     bodies.py: reading them; response_models.py: answers
-vllm_fields.py       fields of vLLM's API; given_grammars.py: the one grammar of a request, by whichever field
-tools.py             fields of tools; tool_calls.py: calls in texts; reasoning.py: what stands before an answer
-request_parser.py    requests -> engine requests; infill.py: those of /infill, and answers; request_builder.py: within the limits of
-                     settings.py; prompts.py and sampling_params.py: their parts
-item_models.py       requests of /v1/responses as chat requests; item_response.py, item_answers.py: answers;
-                     item_format.py: items and typed events
-worker.py            admission and updates; engine_thread.py: the thread that owns the models; scoring.py: prompts for `echo`
-grammars.py          compiles grammars under limits; grammar_probe.py: the process that tries them first
-api_paths.py         paths; api_errors.py: errors as OpenAI writes them; absent_routes.py: what is said of paths that do not exist
+handler.py           `ApiHandler.handle`: the one path for HTTP and files
+responses.py         the answer of a request, whole or as events
+request_models.py    the fields of requests
+message_models.py    the fields of messages and tools
+request_fields.py    the types of fields
+bodies.py            reads the bodies of requests
+response_models.py   the fields of answers
+vllm_fields.py       the fields of vLLM's API
+given_grammars.py    the one grammar of a request, by whichever field
+tools.py             the fields of tools
+tool_calls.py        calls in texts
+reasoning.py         the reasoning before an answer
+request_parser.py    requests -> engine requests
+request_builder.py   requests within the limits of settings.py
+prompts.py           the prompts of requests
+sampling_params.py   the sampling fields of requests
+infill.py            requests and answers of /infill; infill_models.py: their fields
+item_models.py       requests of /v1/responses as chat requests
+item_response.py     answers of /v1/responses; item_answers.py: their fields
+item_format.py       items and typed events
+worker.py            admission and updates
+submissions.py       the data between the event loop and the engine's thread
+engine_thread.py     the thread that owns the models
+scoring.py           scores prompts for `echo`
+grammars.py          compiles grammars under limits
+grammar_probe.py     the process that tries grammars first
+api_paths.py         the paths of the API
+api_errors.py        errors as OpenAI writes them
+absent_routes.py     the answers for paths that do not exist
 app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py: its parts
-loading.py           what is answered until a model is loaded; freed_memory.py: what is freed goes back to the system
-exchanges.py         requests and their answers, for logs.py: a line for each, and metrics.py; timeline.py: when rows got tokens
-run.py               uvicorn, signals, draining; protocol.py: limits of connections; tls.py: certificates
-offline.py           batch files; batch_lines.py: their lines; output_file.py: their answers; model_identity.py
-serve_config.py      what a process needs to serve; cluster.py: replicas on Ray; relay.py: what they log; replica_metrics.py
-pool.py              batches in several processes on Ray; answerer.py: one of them; blocks.py: the lines dealt out
+loading.py           the answers until a model is loaded
+freed_memory.py      gives freed memory back to the system
+exchanges.py         requests and their answers, for logs.py (a line for each) and metrics.py
+timeline.py          the times at which rows got tokens
+run.py               uvicorn, signals, draining
+protocol.py          the limits of connections
+tls.py               certificates
+offline.py           batch files
+batch_lines.py       the lines of batch files
+output_file.py       the answers to these lines
+model_identity.py    the public name and identifier of a model
+serve_config.py      the configuration of a process that serves
+cluster.py           replicas on Ray
+relay.py             the logs of replicas
+replica_metrics.py   the metrics of replicas
+pool.py              batches in several processes on Ray
+answerer.py          one of these processes
+blocks.py            the blocks of lines for these processes
 """

@@ -1,4 +1,4 @@
-"""Reasoning in the texts of chat models: what stands between `<think>` and `</think>` before the
+"""Reasoning in the texts of chat models: the text between `<think>` and `</think>` before the
 answer, as templates write it."""
 
 from __future__ import annotations
@@ -9,23 +9,27 @@ from shoal.config import Grammar
 
 OPENING, CLOSING = "<think>", "</think>"
 LINE_FEEDS = "\\n{0,2}"
-"""What may stand between the reasoning and a text under a grammar, as a regular expression."""
+"""A regular expression of the blanks between the reasoning and a text under a grammar."""
 
 
 @dataclass(frozen=True)
 class ReasoningRules:
-    """Where the samples of one request may reason.
+    """The place where the samples of one request may reason.
 
     Attributes:
-        opened: the opening stands in the prompt, so samples begin inside of it. Otherwise they
-            reason if they begin with it.
+        opened: True if the opening stands in the prompt, so samples begin inside of it. Otherwise
+            they reason if they begin with it.
     """
 
     opened: bool
 
     def allowed_before(self, grammar: Grammar, opening: str = "") -> Grammar:
-        """The grammar of a sample whose answer, and only that, is of a grammar; `opening`: stands
-        before the answer, literally."""
+        """Returns the grammar of a sample whose answer alone is of a grammar.
+
+        Args:
+            grammar: the grammar of the answer.
+            opening: stands before the answer, literally.
+        """
         inside = _up_to(CLOSING) + LINE_FEEDS
         before = (inside if self.opened else f"(?:{_escaped(OPENING)}{inside})?") + _escaped(
             opening
@@ -36,8 +40,10 @@ class ReasoningRules:
 
 
 def rules_of(template: str | None, prompt: str) -> ReasoningRules | None:
-    """Where samples may reason behind a prompt that a chat template wrote; None if its models do
-    not, or have done so."""
+    """Returns the rules for reasoning behind a prompt that a chat template wrote.
+
+    None if the template's models do not reason, or have reasoned already.
+    """
     written = prompt.rstrip()
     if template is None or CLOSING not in template or written.endswith(CLOSING):
         return None
@@ -45,13 +51,14 @@ def rules_of(template: str | None, prompt: str) -> ReasoningRules | None:
 
 
 class ReasoningReader:
-    """Takes the text of one sample piece by piece, and separates reasoning from what follows it.
+    """A reader that takes the text of one sample piece by piece, and separates reasoning from the
+    rest.
 
-    Blanks around the reasoning, and before what follows, belong to neither.
+    Blanks around the reasoning, and before the text that follows, belong to neither.
 
     Attributes:
-        characters: of the text that belong to the reasoning, the words around it included; those so
-            far while it goes on.
+        characters: the number of characters of the reasoning, the words around it included; the
+            number so far while it goes on.
     """
 
     def __init__(self, rules: ReasoningRules) -> None:
@@ -60,7 +67,12 @@ class ReasoningReader:
         self.characters = 0
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
-        """What a piece adds: reasoning, and other text. `ended`: it is the last piece."""
+        """Returns the reasoning and the other text that a piece adds.
+
+        Args:
+            text: the piece.
+            ended: True if it is the last piece.
+        """
         self._waiting += text
         self._read += len(text)
         if not self._inside and not self._over:
@@ -81,7 +93,7 @@ class ReasoningReader:
             self._over = True
 
     def _reasoned(self, ended: bool) -> str:
-        """Reasoning, without an end that may become the closing, or stand before it."""
+        """Returns reasoning, without an end that may become the closing, or stand before it."""
         found = self._waiting.find(CLOSING)
         self.characters = self._read
         if found >= 0:
@@ -109,11 +121,10 @@ def _escaped(text: str) -> str:
 
 
 def _up_to(word: str) -> str:
-    """A regular expression of texts that end with a word and hold it nowhere else; its first
-    character is nowhere else in it.
+    """Returns a regular expression of texts that end with a word and hold it nowhere else.
 
-    Behind the first character, `again` leads to it once more, and `away` leads to where nothing of
-    the word has been read.
+    The word's first character is nowhere else in it. Behind the first character, `again` leads to
+    it once more, and `away` leads to the state where nothing of the word has been read.
     """
     first, *rest = map(_escaped, word)
     again, away = first, f"[^{first}{rest[-1]}]"

@@ -1,6 +1,6 @@
-"""What replicas on Ray log, printed by the process that started them, as if it were one server.
+"""The logs of replicas on Ray, printed by the process that started them, as if it were one server.
 
-An actor keeps the lines until they are asked for, and the last metrics of each replica
+An actor keeps the lines until they are taken, and the last metrics of each replica
 (`shoal.serve.replica_metrics`). It imports little, so that its process is small.
 """
 
@@ -24,16 +24,18 @@ from shoal.serve import logs
 
 NAMESPACE = "shoal"
 MOST_LINES = 10_000
-"""Lines that wait to be printed; older ones are dropped."""
+"""The number of lines that may wait to be printed; older ones are dropped."""
 MAX_AGE_SECONDS = 30.0
-"""A replica that has not reported for so long has ended."""
+"""The seconds without a report after which a replica has ended."""
 LAST_SECONDS = 10.0
-"""Time for the last lines at the end."""
+"""The time for the last lines at the end."""
 
 
 class Relay:
-    """The actor: replicas put lines, one process takes them; replicas report metrics, and get those
-    of all."""
+    """The actor: replicas put lines, and one process takes them.
+
+    Replicas report metrics, and get those of all replicas.
+    """
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, bytes]] = {}
@@ -46,7 +48,7 @@ class Relay:
         self._news.set()
 
     async def take(self) -> list[str] | None:
-        """All lines there are, as soon as there is one; None = closed, and nothing is left."""
+        """Returns all lines, as soon as there is one; None = closed, and no line is left."""
         while not self._lines and not self._closed:
             self._news.clear()
             await self._news.wait()
@@ -55,7 +57,7 @@ class Relay:
         return taken or None
 
     async def report(self, replica: str, metrics: bytes) -> dict[str, bytes]:
-        """Takes a replica's metrics; returns those of all that have not ended."""
+        """Takes a replica's metrics; returns those of all replicas that have not ended."""
         now = time.monotonic()
         self._reports[replica] = now, metrics
         self._reports = {
@@ -64,17 +66,18 @@ class Relay:
         return {name: reported for name, (_, reported) in self._reports.items()}
 
     async def close(self) -> None:
-        """No more lines."""
+        """Ends the lines: `take` returns None once no line is left."""
         self._closed = True
         self._news.set()
 
 
 class Relayed(logging.Handler):
-    """In a replica: sends each line to the actor. Without one, to the replica's own stderr, which
-    Ray keeps in a file.
+    """A handler in a replica that sends each line to the actor.
+
+    Without an actor it writes to the replica's own stderr, which Ray keeps in a file.
 
     Args:
-        actor: its name.
+        actor: the actor's name.
         replica: added to the fields of each record.
     """
 
@@ -85,7 +88,7 @@ class Relayed(logging.Handler):
             self._put = ray.get_actor(actor, namespace=NAMESPACE).put.remote
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Sends one line; what cannot be sent is lost."""
+        """Sends one line; a line that cannot be sent is lost."""
         try:
             record.fields = {**getattr(record, "fields", {}), "replica": self._replica}
             self._put(self.format(record))
@@ -94,14 +97,14 @@ class Relayed(logging.Handler):
 
 
 def send_logs(actor: str, replica: str, level: str, form: logs.LogFormat) -> None:
-    """In a replica: what it logs goes to the actor of that name."""
+    """Sends the logs of this replica to the actor of that name."""
     handler = {"()": f"{__name__}.Relayed", "actor": actor, "replica": replica}
     dictConfig(logs.config(level, form, handler))
 
 
 @contextmanager
 def printed_logs(actor: str) -> Iterator[None]:
-    """Prints what replicas send, on stderr, while the block lasts. Needs a connection to a
+    """Prints the lines of replicas on stderr while the block lasts. Needs a connection to a
     cluster."""
     lines: Any = (
         ray.remote(Relay)

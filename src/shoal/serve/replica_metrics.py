@@ -1,5 +1,7 @@
-"""The metrics of all replicas on Ray, whichever of them is asked: the actor of `shoal.serve.relay`
-keeps what each has reported."""
+"""The metrics of all replicas on Ray, from any of them.
+
+The actor of `shoal.serve.relay` keeps the report of each replica.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,40 @@ from shoal.serve.relay import NAMESPACE
 
 LOG = logging.getLogger(__name__)
 REPORT_SECONDS = 5.0
-"""Time between two reports of a replica."""
+"""The time between two reports of a replica."""
 
 
 class Reporter:
-    """Reports the metrics of one replica.
+    """A reporter of the metrics of one replica.
 
     Args:
-        actor: its name.
-        replica: the replica's, unique in the cluster.
+        actor: the actor's name.
+        replica: the replica's name, unique in the cluster.
+        metrics: the replica's metrics.
     """
 
     def __init__(self, actor: str, replica: str, metrics: Metrics) -> None:
         self._actor, self._replica, self._metrics = actor, replica, metrics
 
     def report(self) -> Any:
-        """Sends what there is. Returns what will be what all replicas have reported, each pickled,
-        by their names.
+        """Sends the current metrics.
+
+        Returns:
+            A Ray reference to the reports of all replicas, each pickled, by their names.
 
         Raises:
-            RayError, ValueError: there is no actor.
+            RayError: there is no actor.
+            ValueError: there is no actor.
         """
         actor: Any = ray.get_actor(self._actor, namespace=NAMESPACE)
         return actor.report.remote(self._replica, pickle.dumps(self._metrics.families()))
 
     async def text(self) -> bytes:
-        """The metrics of all replicas in Prometheus' text format, each sample with the label
-        `replica`; of this one alone if the actor is gone."""
+        """Returns the metrics of all replicas in Prometheus' text format.
+
+        Each sample has the label `replica`. If the actor is gone, only this replica's metrics are
+        returned.
+        """
         try:
             found = {
                 name: pickle.loads(families) for name, families in (await self.report()).items()

@@ -18,12 +18,15 @@ from shoal.types.requests import Request, occurrences
 
 
 class RequestBuilder:
-    """Makes requests for one model and one server; may be used by several threads.
+    """A builder of requests for one model and one server; several threads may use it.
 
     Args:
+        encoder: the encoder of prompts.
         eos: end-of-text tokens of the model.
-        vocab_size, context: numbers of tokens.
-        capacity: most rows of a request.
+        vocab_size: the size of the model's vocabulary.
+        context: the number of tokens of the model's context.
+        capacity: the most rows of a request.
+        settings: the server's settings.
     """
 
     def __init__(
@@ -49,14 +52,21 @@ class RequestBuilder:
         echo: Sequence[str] | None,
         headers: Mapping[str, str],
     ) -> ParsedRequest:
-        """The request, with one of the engine for each prompt.
+        """Returns the request, with one of the engine for each prompt.
 
         Args:
+            request: the request as it was sent.
+            prompts: the token ids of the prompts.
             max_tokens: 0 = nothing is to be generated.
-            drawn, returned, top_logprobs, echo, headers: see `ParsedRequest`.
+            drawn: see `ParsedRequest`.
+            returned: see `ParsedRequest`.
+            top_logprobs: see `ParsedRequest`.
+            echo: see `ParsedRequest`.
+            headers: see `ParsedRequest`.
 
         Raises:
-            ApiError, RequestError: a number is out of range, or fields contradict each other.
+            ApiError: a number is out of range, or fields contradict each other.
+            RequestError: a value is not allowed.
         """
         require_range("max_tokens", max_tokens, 1 if echo is None else 0, self.settings.max_tokens)
         require_range("n" if drawn == returned else "best_of", drawn, 1, self.settings.max_n)
@@ -124,11 +134,16 @@ class RequestBuilder:
     def truncated(
         self, request: BaseRequest, prompts: Sequence[tuple[int, ...]], new: int
     ) -> Sequence[tuple[int, ...]]:
-        """The last tokens of each prompt, as many as the request wants to be read.
+        """Returns the last tokens of each prompt, as many as the request wants to be read.
 
         Args:
-            new: tokens that will follow, where that is as many as the context leaves. Raises
-                ApiError.
+            request: the request.
+            prompts: the token ids of the prompts.
+            new: the number of tokens that will follow, for requests that want as many tokens read
+                as the context leaves.
+
+        Raises:
+            ApiError: the number is 0, or the request has a suffix.
         """
         most = request.truncate_prompt_tokens
         if most is None:
@@ -145,16 +160,20 @@ class RequestBuilder:
     def clamped(
         self, max_tokens: int, prompts: Sequence[tuple[int, ...]]
     ) -> tuple[int, dict[str, str]]:
-        """At most what the server and then the context allow, and the header that says so if it was
-        lowered."""
+        """Returns at most the tokens that the server and then the context allow.
+
+        If the number was lowered, the header that says so is returned, too.
+        """
         if max_tokens <= self.settings.max_tokens:
             return max_tokens, {}
         most = max(1, min(self.settings.max_tokens, self.context - max(map(len, prompts))))
         return most, {"x-shoal-clamped": f"max_tokens={most}"}
 
     def require_context(self, param: str, prompts: Sequence[tuple[int, ...]], new: int) -> None:
-        """Prompts and their new tokens fit the model's context; the message is OpenAI's, which
-        clients search for."""
+        """Raises ApiError: prompts and their new tokens do not fit the model's context.
+
+        The message is OpenAI's, which clients search for.
+        """
         longest = max(map(len, prompts))
         if longest + new > self.context:
             message = (
@@ -166,7 +185,8 @@ class RequestBuilder:
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def require_capacity(self, drawn: int, prompts: int) -> None:
-        """Checked before the prompts are encoded."""
+        """Raises ApiError: the server takes fewer samples. Called before the prompts are
+        encoded."""
         rows = drawn * prompts
         if rows > self._capacity:
             param = "prompt" if prompts > drawn else "n"

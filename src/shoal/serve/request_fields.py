@@ -1,4 +1,4 @@
-"""Types of request fields: validated strictly, in bounded time.
+"""The types of request fields: validated strictly, in bounded time.
 
 Validation stops at the first invalid item of a list or object, and a union's member is chosen by
 the first element of the value: neither the cost of an invalid body nor the number of its errors
@@ -35,7 +35,7 @@ def _encodable(text: str) -> str:
 
 
 def _prompt_type(value: Any) -> str:
-    """The tag of the member of `Prompts` that a value is validated as."""
+    """Returns the tag of the member of `Prompts` that a value is validated as."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else None
@@ -43,17 +43,17 @@ def _prompt_type(value: Any) -> str:
 
 
 def optional(description: str) -> Any:
-    """A field whose default is None."""
+    """Returns a field whose default is None."""
     return Field(None, description=description)
 
 
 def text_or_list(value: Any) -> str:
-    """The tag of the member of a union of texts and lists."""
+    """Returns the tag of the member of a union of texts and lists."""
     return "list" if isinstance(value, list) else "text"
 
 
 def error_at(name: str, kind: str, message: str) -> PydanticCustomError:
-    """An error in a field of the object that is being validated."""
+    """Returns an error in a field of the object that is being validated."""
     return PydanticCustomError(kind, "{message}", {"message": message, "at": name})
 
 
@@ -111,7 +111,7 @@ class StrictModel(BaseModel):
         return {name: value for name, value in given.items() if name in names}
 
     def ignored_fields(self) -> Iterable[str]:
-        """Names of the fields that were sent and have no effect."""
+        """Returns the names of the fields that were sent and have no effect."""
         fields = type(self).model_fields.items()
         return (
             name

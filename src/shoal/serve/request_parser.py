@@ -19,18 +19,18 @@ from shoal.serve.tools import call_rules, forced_grammar, shown_tools
 from shoal.types.requests import Request
 
 DEFAULT_MAX_TOKENS = 16
-"""`max_tokens` of a completion without the field; a chat answer may then be as long as the server
-allows."""
+"""The `max_tokens` of a completion without the field; a chat answer may then be as long as the
+server allows."""
 
 
 class RequestParser:
-    """Parses requests of completions and chats; may be used by several threads."""
+    """A parser of requests of completions and chats; several threads may use it."""
 
     def __init__(self, builder: RequestBuilder) -> None:
         self._builder, self._encoder, self._settings = builder, builder.encoder, builder.settings
 
     def parse(self, request: BaseRequest) -> ParsedRequest:
-        """Raises ApiError or RequestError for what cannot be served."""
+        """Returns the parsed request. Raises ApiError or RequestError: it cannot be served."""
         if request.stream and "smc" in (request.exact or ""):
             raise ApiError(
                 400,
@@ -114,7 +114,7 @@ class RequestParser:
     def _conversation(
         self, request: ChatRequest
     ) -> tuple[CallRules | None, ReasoningRules | None, tuple[int, ...]]:
-        """What counts as a call, where samples reason, and the ids of the prompt."""
+        """Returns the rules for calls, the rules for reasoning, and the ids of the prompt."""
         encoder = self._encoder
         rules = call_rules(request, encoder.template(tools=bool(request.tools)))
         variables = (request.chat_template_kwargs or {}) | (
@@ -133,8 +133,9 @@ class RequestParser:
     def _reasoned(
         self, parsed: ParsedRequest, reasoning: ReasoningRules, rules: CallRules | None
     ) -> ParsedRequest:
-        """With reasoning in the text, also where its ends are special tokens, and before what a
-        grammar is about.
+        """Returns the request with reasoning in its text, and before the text of a grammar.
+
+        The text shows the ends of the reasoning, also if they are special tokens.
 
         Raises:
             ApiError: a grammar would have to write special tokens.
@@ -156,7 +157,7 @@ class RequestParser:
 
 
 def _under(request: Request, grammar: Grammar | None) -> Request:
-    """The request under a grammar, if there is one."""
+    """Returns the request under a grammar, if there is one."""
     return (
         request
         if grammar is None
@@ -178,5 +179,5 @@ def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:
 
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    """One prompt or several, as several."""
+    """Returns a list of prompts from one prompt or several."""
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]

@@ -1,5 +1,7 @@
-"""What clients get, for the API's own description and those who generate clients from it; of
-/v1/responses: item_answers.py."""
+"""The answers of the API, for its own description and for generators of clients.
+
+item_answers.py has those of /v1/responses.
+"""
 
 from __future__ import annotations
 

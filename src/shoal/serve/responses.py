@@ -27,7 +27,7 @@ EMPTY = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
 """The sample of a request for no tokens."""
 
 KEEP_ALIVE_SECONDS = 15.0
-"""A stream that has nothing to send for so long sends a comment, so that proxies do not close its
+"""The seconds of silence after which a stream sends a comment, so that proxies do not close its
 connection."""
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -37,7 +37,13 @@ class ApiResponse:
     """The answer to one request, computed by `whole` or `events`.
 
     Attributes:
-        model: the name in the answer.
+        worker: the worker that computes the rows.
+        tokenizer: the target's.
+        model: the model's name in the answer.
+        api: the format of the answer.
+        parsed: the request.
+        created: the time of the answer, in seconds since 1970.
+        key: the random part of the answer's id.
     """
 
     worker: Worker
@@ -50,11 +56,11 @@ class ApiResponse:
     _submitted: Submission | None = None
 
     async def whole(self) -> Json:
-        """The answer, once all rows have ended.
+        """Returns the answer, once all rows have ended.
 
         Raises:
-            ApiError, RequestError: see `Worker.serving`; if every row failed, the error of the
-                first.
+            ApiError: see `Worker.serving`; if every row failed, the error of the first.
+            RequestError: see `Worker.serving`; if every row failed, the error of the first.
         """
         parsed, submission = self.parsed, self._submission()
         async with self._serving(submission):
@@ -80,11 +86,13 @@ class ApiResponse:
         return self._body(self.api.object_name, choices) | {"usage": usage} | of_prompt
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events. The first item, which may be empty, comes once the
-        engine has accepted the rows.
+        """Yields the answer as server-sent events.
+
+        The first item, which may be empty, comes once the engine has accepted the rows.
 
         Raises:
-            ApiError, RequestError: before the first item, as `whole` does; later errors are events.
+            ApiError: before the first item, as `whole` does; later errors are events.
+            RequestError: before the first item, as `whole` does; later errors are events.
         """
         parsed, submission = self.parsed, self._submission()
         choices = [self._choice(index) for index in range(parsed.rows)]
@@ -132,7 +140,7 @@ class ApiResponse:
         return self._submitted
 
     def computed(self) -> Json:
-        """What was computed so far, for the log."""
+        """Returns the token counts so far, for the log."""
         rows = [] if self._submitted is None else self._submitted.members
         return {
             "prompt_tokens": sum(map(len, self.parsed.prompts)),
@@ -142,7 +150,7 @@ class ApiResponse:
 
     @asynccontextmanager
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:
-        """`Worker.serving`, whose errors name the prompt's field: all other fields have been
+        """Calls `Worker.serving`; its errors name the prompt's field, as all other fields are
         validated."""
         with naming(self.api.prompt_field):
             async with self.worker.serving(submission):
@@ -151,8 +159,10 @@ class ApiResponse:
     async def _updates(
         self, submission: Submission, silence: float = math.inf
     ) -> AsyncIterator[RowUpdate | None]:
-        """Of the submission, with None after so many seconds without one; if nothing is to be
-        generated, of rows without tokens."""
+        """Yields the updates of the submission, and None after `silence` seconds without an update.
+
+        If nothing is to be generated, it yields updates of rows without tokens.
+        """
         async for update in submission.updates_or_silence(silence):
             yield update
         if not self.parsed.requests:
@@ -160,14 +170,15 @@ class ApiResponse:
                 yield RowUpdate(index, "", (), 0, 0, 0, 0, EMPTY)
 
     async def _scorings(self) -> list[Scoring]:
-        """The prompts with their log-probabilities, if the answer has them; otherwise none."""
+        """Returns the prompts with their log-probabilities, if the answer has them; otherwise
+        none."""
         parsed = self.parsed
         if parsed.scored is None:
             return []
         return await scored(self.worker, parsed.prompts, parsed.scored, parsed.deadline)
 
     def _echoed(self, scorings: Sequence[Scoring]) -> list[tuple[TokenUpdate, ...]]:
-        """The tokens of the prompts, if they are echoed with log-probabilities."""
+        """Returns the tokens of the prompts, if they are echoed with log-probabilities."""
         parsed = self.parsed
         if parsed.echo is None or parsed.top_logprobs is None:
             return [()] * len(parsed.prompts)
@@ -180,7 +191,8 @@ class ApiResponse:
         return self.api(self.tokenizer, index, self.parsed)
 
     def _of_prompt(self, prompt: int, scorings: Sequence[Scoring] = ()) -> Json:
-        """What the answer says of a prompt, by its number: its ids, its log-probabilities."""
+        """Returns the answer's fields about a prompt, by its number: its ids, its
+        log-probabilities."""
         parsed, fields = self.parsed, Json()
         if parsed.token_ids:  # those that the samples follow
             fields["prompt_token_ids"] = [
@@ -215,8 +227,13 @@ class ApiResponse:
         return b"".join(self._chunk(chunk, unsent) for chunk in chunks if chunk is not None)
 
     def _chunk(self, choice: Json, unsent: set[int]) -> bytes:
-        """An event with a choice. unsent: choices whose next chunk has what is said of the prompt;
-        it is removed from them."""
+        """Returns an event with a choice.
+
+        Args:
+            choice: the choice.
+            unsent: the choices whose next chunk has the fields about the prompt; the choice is
+                removed from them.
+        """
         index, of_prompt = choice["index"], Json()
         if index in unsent:
             unsent.remove(index)
@@ -243,7 +260,7 @@ class ApiResponse:
     def _usage(
         self, drawn: Sequence[Sample], returned: Sequence[Sample], forms: Sequence[ApiFormat]
     ) -> Json:
-        """Tokens of all samples drawn, and the counters of each sample returned."""
+        """Returns the tokens of all samples drawn, and the counters of each sample returned."""
         prompt = sum(map(len, self.parsed.prompts))
         completion = sum(len(sample.token_ids) for sample in drawn)
         reasoning = sum(form.reasoning_tokens for form in forms)
@@ -286,15 +303,18 @@ class ApiResponse:
 
 
 def failure(error: ShoalError | None) -> Exception:
-    """The error of a request whose rows all failed: 400 for the request's fault, 500 for the
-    model's, 503 for lack of memory."""
+    """Returns the error of a request whose rows all failed.
+
+    The status is 400 for the request's fault, 500 for the model's, 503 for lack of memory.
+    """
     if isinstance(error, RequestError):
         return error
     return ApiError(500 if isinstance(error, BadLogits) else 503, str(error), code="row_failed")
 
 
 def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
-    """Indices of the samples that are returned: all in order, or the best of each prompt."""
+    """Returns the indices of the samples that are returned: all in order, or the best of each
+    prompt."""
     if parsed.returned == parsed.drawn:
         return list(range(len(samples)))
     indices = {id(sample): index for index, sample in enumerate(samples)}
@@ -305,5 +325,5 @@ def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
 
 
 def event(body: Json) -> bytes:
-    """A server-sent event."""
+    """Returns a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()

@@ -22,28 +22,29 @@ from shoal.serve.tls import Tls
 from shoal.serve.worker import Worker
 
 NOTICE_SECONDS = 2.0
-"""Time between SIGTERM and the end of new connections. /ready fails meanwhile, so that balancers
-send requests elsewhere."""
+"""The time between SIGTERM and the end of new connections. /ready fails meanwhile, so that
+balancers send requests elsewhere."""
 GRACE_SECONDS = 5
-"""Time for clients to read the samples that were cut at the end of the drain."""
+"""The time for clients to read the samples that were cut at the end of the drain."""
 UNREAD_TIMEOUT_SECONDS = 30
-"""A client that acknowledges nothing for so long is disconnected, where the system has
+"""The seconds without an acknowledgement after which a client is disconnected, if the system has
 TCP_USER_TIMEOUT (Linux)."""
 MAX_CONNECTIONS = 512
-"""Most open connections; more if the server's capacity is larger."""
+"""The most open connections; more if the server's capacity is larger."""
 KEEP_ALIVE_SECONDS = 100
-"""Time after which an idle connection is closed. Clients close theirs before (httpx after 5 s,
-aiohttp 15, nginx 60, Go 90): a server that is first may do so while a request is on its way, which
-then fails."""
+"""The time after which an idle connection is closed. Clients close theirs earlier (httpx after 5 s,
+aiohttp 15, nginx 60, Go 90): if the server closes a connection first, a request may be on its way,
+and fail."""
 PROTOCOL: dict[str, Any] = {
     "http": LimitedProtocol, "ws": "none", "lifespan": "on", "limit_concurrency": MAX_CONNECTIONS,
     "timeout_keep_alive": KEEP_ALIVE_SECONDS,
 }  # fmt: skip
-"""h11, because uvicorn's faster parser, httptools, accepts headers of any size."""
+"""The options of uvicorn: h11, because uvicorn's faster parser, httptools, accepts headers of any
+size."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for `run`; port 0 = any free one.
+    """Returns a socket for `run`; port 0 = any free one.
 
     Raises:
         RequestError: the address is in use, or not one of this machine.
@@ -81,6 +82,10 @@ def run(
     signal, are returned as they are.
 
     Args:
+        app: the application.
+        listening: the socket.
+        drain: the seconds that open requests have to finish.
+        log_level: see `shoal.serve.logs`.
         ready: called as soon as requests are answered.
         tls: encrypts all connections; None = HTTP.
         log_format: see `shoal.serve.logs`.
@@ -88,7 +93,7 @@ def run(
     Raises:
         KeyboardInterrupt: at the end, if it was Ctrl-C.
         InternalError: the engine's thread has ended by an error, and open requests have failed: a
-            supervisor should restart this.
+            supervisor should restart the process.
     """
     worker: Worker = app.state.worker
     options = {**PROTOCOL, "limit_concurrency": max(MAX_CONNECTIONS, 2 * worker.capacity)}
@@ -114,8 +119,10 @@ def run(
 
 
 class _Server(uvicorn.Server):
-    """Reports readiness, cuts open samples at the end of the drain, and exits when the engine's
-    thread has ended."""
+    """A server that reports readiness and cuts open samples at the end of the drain.
+
+    It exits when the engine's thread has ended.
+    """
 
     def __init__(
         self, config: uvicorn.Config, drain: float, ready: Callable[[], None], state: State
@@ -141,8 +148,10 @@ class _Server(uvicorn.Server):
         timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first SIGTERM takes effect after `NOTICE_SECONDS`, Ctrl-C at once; a second signal
-        cuts open samples."""
+        """Handles a signal: the first SIGTERM takes effect after `NOTICE_SECONDS`, Ctrl-C at once.
+
+        A second signal cuts open samples.
+        """
         self._state.draining = True
         if self._exit_signal is None:
             self._exit_signal = (

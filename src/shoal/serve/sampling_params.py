@@ -14,7 +14,7 @@ from shoal.serve.settings import Settings
 
 
 def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sampling:
-    """How the request's tokens are drawn. Raises ApiError or RequestError for a value that is not
+    """Returns the request's `Sampling`. Raises ApiError or RequestError for a value that is not
     allowed."""
     given: dict[str, Any] = {
         name: value
@@ -40,10 +40,13 @@ def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sa
 def limits_of(
     request: BaseRequest, max_tokens: int, eos: Sequence[int], vocab_size: int, seconds: float
 ) -> Limits:
-    """When the request's samples end. Raises ApiError for a value that is not allowed.
+    """Returns the limits of the request's samples. Raises ApiError for a value that is not allowed.
 
     Args:
+        request: the request.
+        max_tokens: the most new tokens of a sample.
         eos: end-of-text tokens of the model.
+        vocab_size: the size of the model's vocabulary.
         seconds: time budget.
     """
     stop_ids = request.stop_token_ids or ()
@@ -58,8 +61,10 @@ def limits_of(
 
 
 def require_size(text: str, most: int, param: str) -> None:
-    """Raises ApiError for a grammar of more characters than the server takes: it is compiled after
-    admission, up to a second."""
+    """Raises ApiError for a grammar of more characters than the server takes.
+
+    A grammar is compiled after admission, which takes up to a second.
+    """
     if len(text) > most:
         raise ApiError(
             400, f"{param} has {len(text)} characters; this server takes {most}", param=param

@@ -20,9 +20,9 @@ from shoal.serve.worker import Worker
 from shoal.types.samples import TopLogprobs
 
 CHUNK_TOKENS = 128
-"""Tokens per pass; their logits [chunk, vocab] are in memory at once."""
+"""The tokens per pass; their logits [chunk, vocab] are in memory at once."""
 POLL_SECONDS = 0.02
-"""Interval at which the reservation of memory is tried again."""
+"""The interval at which the reservation of memory is tried again."""
 
 
 async def scored(
@@ -32,11 +32,15 @@ async def scored(
     rows.
 
     Args:
-        top: number of most probable tokens per position.
+        worker: the worker whose engine scores them.
+        prompts: the token ids of the prompts.
+        top: the number of most probable tokens per position.
         deadline: by `time.perf_counter`.
 
     Raises:
-        ApiError: 503, the deadline has passed. RequestError, ModelError: see `Scoring`.
+        ApiError: 503, the deadline has passed.
+        RequestError: see `Scoring`.
+        ModelError: see `Scoring`.
     """
     try:
         with anyio.fail_after(max(deadline - time.perf_counter(), 0)):
@@ -71,14 +75,16 @@ class Scoring:
     """The scoring of one prompt, a chunk at a time, so that rounds can run between two chunks.
 
     Args:
-        top: number of most probable tokens per position.
+        target: the target.
+        ids: the prompt's token ids.
+        top: the number of most probable tokens per position.
 
     Attributes:
-        done: whether all log-probabilities are computed.
+        done: True if all log-probabilities are computed.
 
     Raises:
         RequestError: the prompt is empty, too long, or has ids outside of the vocabulary.
-            ModelError: out of memory.
+        ModelError: out of memory.
     """
 
     def __init__(self, target: Runner, ids: Sequence[int], top: int) -> None:
@@ -107,8 +113,11 @@ class Scoring:
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Computes the next chunk: log-probabilities of its tokens and of the most probable ones,
-        from the unprocessed logits."""
+        """Computes the log-probabilities of the next chunk's tokens and of the most probable
+        tokens.
+
+        They are computed from the unprocessed logits.
+        """
         runner, start = self._runner, len(self._logprobs) - 1
         assert runner is not None
         block = torch.tensor([self._ids[start : start + CHUNK_TOKENS]], device=runner.device)
@@ -128,7 +137,7 @@ class Scoring:
         self._tops += [TopLogprobs(pair, pair) for pair in pairs]
 
     def tokens(self, tokenizer: Any, echo: str) -> tuple[TokenUpdate, ...]:
-        """The prompt's tokens, with their parts of the text that comes back; call when `done`."""
+        """Returns the prompt's tokens, with their parts of the echoed text; call when `done`."""
         text = self._read(tokenizer, echo)
         scores = zip(self._ids, self._logprobs, self._tops, strict=True)
         return tuple(
@@ -137,8 +146,8 @@ class Scoring:
         )
 
     def _read(self, tokenizer: Any, echo: str) -> Detokenizer:
-        """The prompt decoded token by token, with those special tokens that the text that comes
-        back shows."""
+        """Returns the prompt decoded token by token, with the special tokens that the echoed text
+        shows."""
         special = frozenset(special_tokens(tokenizer))
         begins = {getattr(tokenizer, "bos_token_id", None)}
         every = (frozenset[int](), special - begins, special)
@@ -149,8 +158,11 @@ class Scoring:
         return max(texts, key=lambda text: (text.text == echo, _common(text.text, echo)))
 
     def ranked(self, count: int) -> list[dict[int, tuple[float, int]] | None]:
-        """For each token of the prompt, the log-probabilities and ranks, from 1, of itself and of
-        the `count` most probable tokens there; None for the first. Call when `done`."""
+        """Returns the log-probabilities and ranks at each token of the prompt; call when `done`.
+
+        Each entry has the token itself and the `count` most probable tokens there, with ranks from
+        1; it is None for the first token.
+        """
         return [None, *(self._ranked_at(i, count) for i in range(1, len(self._ids)))]
 
     def _ranked_at(self, i: int, count: int) -> dict[int, tuple[float, int]]:
@@ -166,5 +178,5 @@ class Scoring:
 
 
 def _common(a: str, b: str) -> int:
-    """Length of the longest common beginning."""
+    """Returns the length of the longest common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

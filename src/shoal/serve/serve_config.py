@@ -23,21 +23,23 @@ LOG = logging.getLogger(__name__)
 
 
 PREFIX_SHARE = 0.125
-"""Part of the memory for keys and values that prompts of earlier requests may take."""
+"""The share of the memory for keys and values that prompts of earlier requests may take."""
 MOST_PREFIX_BYTES = 2**30
-"""The most that they take where nobody says."""
+"""The most bytes that these prompts take by default."""
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How to load a pair, run its engine and answer requests; it can be pickled if `load` can.
+    """The configuration of a pair, its engine and its answers; it can be pickled if `load` can.
 
     Attributes:
+        load: loads the pair.
+        settings: the server's settings.
         lookahead: see `Shoal.engine`.
         rule: a name of `shoal.sampling.acceptance.RULES`.
         kv_bytes: memory for keys and values; None = a fraction of the free memory, see
             `shoal.models.available`.
-        prefix_bytes: how much of it is for prompts that are kept for later requests; None =
+        prefix_bytes: the part of this memory for prompts that are kept for later requests; None =
             `PREFIX_SHARE`.
     """
 
@@ -54,7 +56,7 @@ class ServeConfig:
         return make_app(shoal, self._engines(shoal, QUANTUM), self.settings)
 
     def offline(self) -> Offline:
-        """Loads the pair, and returns what answers batch files."""
+        """Loads the pair, and returns it as an `Offline`, which answers batch files."""
         shoal = self.load()
         return Offline(shoal, self._engines(shoal), self.settings)
 
@@ -82,10 +84,10 @@ class ServeConfig:
 
 
 def divided(budget: int | None, prefix_bytes: int | None) -> tuple[int, int | None]:
-    """What kept prompts may take, and what is left for rows, None = no limit.
+    """Returns the bytes for kept prompts, and the bytes left for rows; None = no limit.
 
     Raises:
-        RequestError: nothing is left.
+        RequestError: no bytes are left for rows.
     """
     if budget is None:
         return (MOST_PREFIX_BYTES if prefix_bytes is None else prefix_bytes), None

@@ -1,4 +1,4 @@
-"""Limits and defaults of a server."""
+"""The limits and defaults of a server."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from shoal.errors import RequestError
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits and defaults of a server, validated on creation.
+    """The limits and defaults of a server, validated on creation.
 
     Attributes:
         model: the name of the model in requests and answers.
         aliases: further names under which requests may ask for it.
-        queue: rows that may wait beyond those that are decoded.
-        max_n: most samples of a prompt, `best_of` included.
-        max_tokens: most new tokens of a sample.
-        max_logprobs: most alternatives per token.
-        max_body: bytes of a request.
-        max_grammar: characters of a grammar or schema; the time to compile one may grow with their
-            square.
+        queue: the number of rows that may wait beyond those that are decoded.
+        max_n: the most samples of a prompt, `best_of` included.
+        max_tokens: the most new tokens of a sample.
+        max_logprobs: the most alternatives per token.
+        max_body: the most bytes of a request.
+        max_grammar: the most characters of a grammar or schema; the time to compile one may grow
+            with their square.
         timeout: seconds from a request's arrival after which its unfinished rows are returned as
             they are.
-        seeds: whether seeds are accepted: with the coupled rule the same seed gives the same
+        seeds: True if seeds are accepted: with the coupled rule the same seed gives the same
             tokens, whatever else is served.
-        keys: valid API keys of /v1; none = no key is needed.
-        weights: of their owners (`shoal.serve.keys`), where other than 1.
-        origins: of pages that may send requests from a browser (CORS).
+        keys: valid API keys of /v1; empty = no key is needed.
+        weights: the weights of the keys' owners (`shoal.serve.keys`), if other than 1.
+        origins: origins of pages that may send requests from a browser (CORS).
         hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
         chat_template: replaces the tokenizer's.
         turn_ends: stop strings of all chats, beside their own.
-        members: whether requests may ask for `shoal.constraints.members`; it analyses what they
-            send beside the packages of this environment, and the other rows wait meanwhile.
+        members: True if requests may ask for `shoal.constraints.members`. This analyses the texts
+            of requests together with the packages of this environment, and the other rows wait
+            meanwhile.
     """
 
     model: str

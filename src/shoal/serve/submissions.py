@@ -1,5 +1,5 @@
-"""What crosses between the event loop and the engine's thread: a `Submission` one way, its
-`RowUpdate`s the other way."""
+"""The data between the event loop and the engine's thread: a `Submission` one way, its `RowUpdate`s
+the other way."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from shoal.types.rounds import Commit
 from shoal.types.samples import Sample, TopLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20
-"""Size of the updates of a stream that may wait to be read."""
+"""The size of the updates of a stream that may wait to be read."""
 
 
 class TokenUpdate(NamedTuple):
-    """One token: `text` is what it adds to the row's text, `top` the most probable tokens at its
-    position, if requested. `drafter`: the name of the drafter whose draft it is; None for one of
-    the target's own."""
+    """One token.
+
+    Attributes:
+        id: the token's id.
+        text: the text that it adds to the row's text.
+        logprob: its log-probability.
+        drafter: the name of the drafter whose draft it is; None for one of the target's own.
+        top: the most probable tokens at its position, if requested.
+    """
 
     id: int
     text: str
@@ -34,8 +40,14 @@ class TokenUpdate(NamedTuple):
 
 
 class RoundUpdate(NamedTuple):
-    """One round of a row: its first token is the row's token `start`; of the `committed` tokens the
-    first `accepted` were drafts; `rejected`: ids and drafters of the drafts that were not kept."""
+    """One round of a row.
+
+    Attributes:
+        start: the place of its first token among the row's tokens.
+        committed: the number of its tokens.
+        accepted: the number of these tokens, the first ones, that were drafts.
+        rejected: ids and drafters of the drafts that were not kept.
+    """
 
     start: int
     committed: int
@@ -48,12 +60,16 @@ class RowUpdate:
     """The progress of one row since its last update.
 
     Attributes:
-        index: of the row among those of its submission, prompt by prompt.
-        text, tokens: new ones; tokens only of a detailed submission, each as soon as all its text
-            may be shown.
-        committed, drafted, accepted, rounds: totals of the row.
+        index: the number of the row among those of its submission, prompt by prompt.
+        text: the new text.
+        tokens: the new tokens, only of a detailed submission, each as soon as all its text may be
+            shown.
+        committed: the total of the row's committed tokens.
+        drafted: the total of its drafted tokens.
+        accepted: the total of its accepted drafts.
+        rounds: the total of its rounds.
         sample: set when the row has ended.
-        error: why it failed.
+        error: the reason of its failure.
         by_round: its rounds since the last update, of a submission with `rounds`.
     """
 
@@ -70,7 +86,7 @@ class RowUpdate:
 
     @property
     def size(self) -> int:
-        """Approximate bytes that the update takes until it is read."""
+        """The approximate number of bytes that the update takes until it is read."""
         alternatives = sum(0 if token.top is None else len(token.top.raw) for token in self.tokens)
         rejected = sum(len(done.rejected) for done in self.by_round)
         return (
@@ -86,18 +102,18 @@ class Submission:
 
     Args:
         requests: one per prompt; none if nothing is to be generated.
-        rows: number of samples, which take capacity.
-        stream: updates after every round, not only at each row's end.
-        detailed: updates have tokens.
-        rounds: they have rounds.
-        grammar_field: of the request that its grammar came from, for messages.
+        rows: the number of samples, which take capacity.
+        stream: True for updates after every round, not only at each row's end.
+        detailed: True if updates have tokens.
+        rounds: True if updates have rounds.
+        grammar_field: the field of the request that its grammar came from, for messages.
 
     Attributes:
-        open: rows whose end has not been read.
-        held: rows that take capacity.
+        open: the number of rows whose end has not been read.
+        held: the number of rows that take capacity.
         unread: bytes of updates in the inbox.
-        members, timeline: the rows in the engine, prompt by prompt, and their times; the engine
-            thread's own.
+        members: the rows in the engine, prompt by prompt; the engine thread's own.
+        timeline: the times of these rows; the engine thread's own.
         inbox: updates, or the error that ended all rows.
     """
 
@@ -129,7 +145,7 @@ class Submission:
         )
 
     async def updates(self) -> AsyncIterator[RowUpdate]:
-        """All updates until the last row has ended.
+        """Yields all updates until the last row has ended.
 
         Raises:
             Exception: the error that ended all rows.
@@ -139,7 +155,11 @@ class Submission:
                 yield update
 
     async def updates_or_silence(self, seconds: float) -> AsyncIterator[RowUpdate | None]:
-        """The same, and None whenever there was nothing for so many seconds."""
+        """Yields all updates, and None after each `seconds` without an update.
+
+        Raises:
+            Exception: the error that ended all rows.
+        """
         while self.open:
             updates: list[RowUpdate] | Exception | None = None
             with anyio.move_on_after(seconds):
@@ -155,10 +175,10 @@ class Submission:
                 yield update
 
     def put(self, updates: list[RowUpdate]) -> bool:
-        """Queues updates for the reader. False if more than `MAX_UNREAD_BYTES` of a stream wait:
-        all of them are dropped then.
+        """Queues updates for the reader.
 
-        Without `stream` there is no limit: the server itself reads.
+        Returns False if more than `MAX_UNREAD_BYTES` of a stream wait: all of them are dropped
+        then. Without `stream` there is no limit: the server itself reads.
         """
         self.unread += sum(update.size for update in updates)
         if self.stream and self.unread > MAX_UNREAD_BYTES:
@@ -168,8 +188,10 @@ class Submission:
         return True
 
     def update(self, index: int, commit: Commit) -> RowUpdate | None:
-        """A row's update after a commit, made on the engine's thread; None if the row has not ended
-        and nothing is streamed."""
+        """Returns a row's update after a commit, made on the engine's thread.
+
+        It returns None if the row has not ended and nothing is streamed.
+        """
         row, sample = commit.row, commit.sample
         by_round = self._new_rounds(index, commit)
         if sample is None and not self.stream:
@@ -190,7 +212,8 @@ class Submission:
         )
 
     def _new_rounds(self, index: int, commit: Commit) -> tuple[RoundUpdate, ...]:
-        """Keeps the round, if rounds are asked for; returns those not sent yet once they can be."""
+        """Keeps the round, if rounds are asked for; returns the unsent rounds once they can be
+        sent."""
         if self._rounds is None:
             return ()
         waiting = self._rounds[index]
@@ -203,7 +226,7 @@ class Submission:
         return tuple(waiting)
 
     def _new_tokens(self, index: int, row: Row, sample: Sample | None) -> tuple[TokenUpdate, ...]:
-        """Tokens not sent yet whose text is complete and that no stop string can remove."""
+        """Returns unsent tokens whose text is complete and that no stop string can remove."""
         text = row.detokenizer
         start, end = (
             self._sent_tokens[index],

@@ -1,4 +1,4 @@
-"""When the rows of a request got slots and tokens, for the metrics."""
+"""The times at which the rows of a request got slots and tokens, for the metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from shoal.types.rounds import Commit
 
 
 class Timeline:
-    """Times of a request's rows; the engine thread's own.
+    """The times of a request's rows; the engine thread's own.
 
     Args:
-        rows: their number.
+        rows: the number of rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -20,10 +20,12 @@ class Timeline:
         self._later = [0] * rows  # tokens after the first round
 
     def record(self, metrics: Metrics, index: int, commit: Commit, now: float) -> None:
-        """Tells the metrics what a row got in a round.
+        """Reports the slot and the tokens of a row in a round to the metrics.
 
         Args:
-            index: of the row.
+            metrics: the metrics.
+            index: the number of the row.
+            commit: the row's commit.
             now: the end of the round, by the clock of `Request.submitted_at`.
         """
         row, request = commit.row, commit.row.request

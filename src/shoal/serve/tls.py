@@ -1,4 +1,4 @@
-"""TLS: the server's certificate, and whose certificates it accepts. uvicorn encrypts."""
+"""TLS: the server's certificate, and the authorities of its clients. uvicorn encrypts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _MODES = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.
 
 @dataclass(frozen=True)
 class Tls:
-    """How connections are encrypted. On creation the files are read as uvicorn will read them.
+    """The encryption of connections. On creation the files are read as uvicorn will read them.
 
     Attributes:
         certfile: the server's certificate and those between it and the authority, PEM.
         keyfile: its private key; None = in `certfile`.
         password: opens an encrypted key.
         ca_certs: authorities whose clients are accepted, PEM.
-        client_certificates: whether clients have to show a certificate of `ca_certs`.
+        client_certificates: "none", "optional" or "required": the rule for clients' certificates of
+            `ca_certs`.
 
     Raises:
-        RequestError: a file cannot be read, or does not hold what it should.
+        RequestError: a file cannot be read, or does not hold the expected data.
     """
 
     certfile: Path
@@ -56,7 +57,7 @@ class Tls:
                 ) from error
 
     def uvicorn_options(self) -> dict[str, Any]:
-        """Keyword arguments of `uvicorn.Config`."""
+        """Returns keyword arguments of `uvicorn.Config`."""
         return {
             "ssl_certfile": self.certfile,
             "ssl_keyfile": self.keyfile,
@@ -103,8 +104,9 @@ class Tls:
 
 
 def read_password(file: Path | None) -> str | None:
-    """The password in the first line of a file; without a file, that in `PASSWORD_VARIABLE`, if
-    there is one.
+    """Returns the password in the first line of a file.
+
+    Without a file it returns the one in `PASSWORD_VARIABLE`, or None.
 
     Raises:
         RequestError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Names and bytes of single tokens."""
+"""The names and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from shoal.constraints.token_bytes import byte_letters, fallback
 
 BROKEN = "\ufffd"
-"""What tokenizers decode a part of a character to."""
+"""The text to which tokenizers decode a part of a character."""
 
 
 @lru_cache(2**16)
 def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
-    r"""A token's name, and its bytes in a text; None if the tokenizer does not have them.
+    r"""Returns a token's name, and its bytes in a text; None if the tokenizer does not have them.
 
     The name is its text, spaces and special tokens included; for a part of a character, as OpenAI
     writes it, "bytes:\xe2\x82".
@@ -29,8 +29,10 @@ def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
 
 
 def _decoded(tokenizer: Any, token: int) -> str:
-    """The text of a token after another one: some tokenizers remove the space at the beginning of a
-    text."""
+    """Returns the text of a token after another one.
+
+    Some tokenizers remove the space at the beginning of a text.
+    """
     once, twice = (
         str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
         for times in (1, 2)
@@ -39,7 +41,7 @@ def _decoded(tokenizer: Any, token: int) -> str:
 
 
 def _bytes(piece: str) -> bytes | None:
-    """The bytes of a token as byte-level BPE or byte fallback writes it."""
+    """Returns the bytes of a token as byte-level BPE or byte fallback writes it."""
     byte, known = fallback(piece), byte_letters()
     if byte is not None:
         return byte

@@ -1,5 +1,5 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer, in the form of vLLM's server,
-for clients such as lm-eval."""
+"""The routes `/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer, in the form of vLLM's
+server, for clients such as lm-eval."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ class Detokenized(BaseModel):
 
 
 def token_routes(handler: ApiHandler) -> APIRouter:
-    """The three routes; encoding and decoding run on another thread, because long texts take
-    time."""
+    """Returns the three routes.
+
+    Encoding and decoding run on another thread, because long texts take time.
+    """
     router, most = APIRouter(), handler.settings.max_body
 
     @router.post(
@@ -117,9 +119,10 @@ def _tokenized(handler: ApiHandler, fields: TokenizeRequest) -> Tokens:
 
 
 def information(tokenizer: Any, chat_template: str | None) -> dict[str, Any]:
-    """What clients need to write prompts themselves.
+    """Returns the fields that clients need to write prompts themselves.
 
     Args:
+        tokenizer: the target's.
         chat_template: replaces the tokenizer's.
     """
     special: Mapping[str, Any] = tokenizer.special_tokens_map

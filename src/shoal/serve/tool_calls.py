@@ -1,5 +1,4 @@
-"""Calls of tools in the texts of chat models: where a text holds calls, in the format of the
-model's chat template.
+"""Calls of tools in the texts of chat models, in the format of the model's chat template.
 
 The formats are those of the templates of Hermes and Qwen (`<tool_call>{"name",
 "arguments"}</tool_call>`), Llama 3 (`{"name", "parameters"}`) and Mistral (`[TOOL_CALLS] [{"name",
@@ -16,18 +15,18 @@ from typing import Any, NamedTuple, NoReturn
 
 
 class CallFormat(NamedTuple):
-    """How a family of models writes calls.
+    """The format in which a family of models writes calls.
 
     Attributes:
-        opening: stands before a call, or before a list of calls.
-        closing: stands behind it.
+        opening: the text before a call, or before a list of calls.
+        closing: the text behind it.
         arguments: the name of the field of the arguments.
-        listed: the calls are one list.
-        bare: a text may also begin with the JSON itself: the opening is a special token, which
-            texts do not show.
-        begun: what stands in the prompt before a forced call.
-        between, behind: what stands between two forced calls and behind the last one; both empty
-            where there is only one.
+        listed: True if the calls are one list.
+        bare: True if a text may also begin with the JSON itself: the opening is a special token,
+            which texts do not show.
+        begun: the text in the prompt before a forced call.
+        between: the text between two forced calls; empty if there is only one.
+        behind: the text behind the last forced call; empty if there is only one.
     """
 
     opening: str
@@ -58,11 +57,11 @@ MARKS = {
     "<|python_tag|>": LLAMA,
     '"parameters":': LLAMA,
 }
-"""Formats by what the text of a chat template holds; the first that is there goes."""
+"""The formats by a mark in the text of a chat template; the first mark that is found decides."""
 
 
 def format_of(template: str | None) -> CallFormat | None:
-    """The format in which a chat template writes calls; None if it writes none."""
+    """Returns the format in which a chat template writes calls; None if it writes none."""
     return (
         None
         if template is None
@@ -79,14 +78,16 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class CallRules:
-    """What counts as a call in the samples of one request.
+    """The rules for calls in the samples of one request.
 
     Attributes:
-        names: of the tools; JSON that names another one is text.
-        forced: the sample is a call from its first character on, behind an opening that stands in
-            the prompt.
-        parallel: a sample may have several calls; otherwise the first one counts.
-        reasons: a forced sample may reason first, so that nothing of the call stands in the prompt.
+        format: the format of the calls.
+        names: the names of the tools; JSON with another name is text.
+        forced: True if the sample is a call from its first character on, behind an opening that
+            stands in the prompt.
+        parallel: True if a sample may have several calls; otherwise the first one counts.
+        reasons: True if a forced sample may reason first, so that nothing of the call stands in the
+            prompt.
     """
 
     format: CallFormat
@@ -97,24 +98,27 @@ class CallRules:
 
     @property
     def begun(self) -> str:
-        """What stands in the prompt before a forced call."""
+        """The text in the prompt before a forced call."""
         return self.format.begun if self.forced and not self.reasons else ""
 
     @property
     def begins(self) -> str:
-        """What a sample writes itself before a forced call. A special token is left out: the call
-        is known without it."""
+        """The text that a sample writes itself before a forced call.
+
+        A special token is left out: the call is recognised without it.
+        """
         return self.format.begun if self.forced and self.reasons and not self.format.bare else ""
 
 
 class CallReader:
-    """Takes the text of one sample piece by piece, and separates calls from the other text.
+    """A reader that takes the text of one sample piece by piece, and separates calls from other
+    text.
 
-    A call is told when it is complete. What could be a call and is none comes out as text,
-    character for character.
+    A call is returned when it is complete. A text that begins like a call and is none comes out as
+    text, character for character.
 
     Attributes:
-        found: number of calls so far.
+        found: the number of calls so far.
     """
 
     def __init__(self, rules: CallRules) -> None:
@@ -124,14 +128,18 @@ class CallReader:
         self.found = 0
 
     def feed(self, text: str, ended: bool) -> tuple[str, list[Call]]:
-        """What a piece adds: text that belongs to no call, and the calls that are complete.
-        `ended`: it is the last piece."""
+        """Returns the text of a piece that belongs to no call, and the calls that are complete.
+
+        Args:
+            text: the piece.
+            ended: True if it is the last piece.
+        """
         pieces = self.pieces(text, ended)
         shown = "".join(piece for piece in pieces if isinstance(piece, str))
         return shown, [piece for piece in pieces if isinstance(piece, Call)]
 
     def pieces(self, text: str, ended: bool) -> list[str | Call]:
-        """The same in the order of the sample: texts, none of them empty, and calls."""
+        """Returns texts, none of them empty, and calls, in the order of the sample; see `feed`."""
         self._waiting += text
         found: list[str | Call] = []
         while True:
@@ -155,7 +163,8 @@ class CallReader:
         return [piece for piece in shown if piece]
 
     def _before_opening(self, ended: bool) -> str:
-        """Text up to the next opening, without what may yet become one."""
+        """Returns the text up to the next opening, without an end that may yet become an
+        opening."""
         opening, text = self._format.opening, self._waiting
         start = text.find(opening)
         bare = (
@@ -188,7 +197,8 @@ class CallReader:
         return text[: len(text) - kept]
 
     def _inside_step(self, ended: bool) -> tuple[str, list[Call]]:
-        """Reads the JSON behind an opening. Still inside afterwards: it is not complete."""
+        """Reads the JSON behind an opening; if it is not complete, the reader is still inside
+        afterwards."""
         body = self._waiting.lstrip()
         try:
             value, size = DECODER.raw_decode(body)
@@ -210,7 +220,7 @@ class CallReader:
         return "", calls
 
     def _refused(self) -> str:
-        """What was held back, which is no call."""
+        """Returns the text that was held back, which is no call."""
         text, self._waiting = self._raw + self._waiting, ""
         self._inside, self._raw, self._at_start = False, "", False
         return text
@@ -235,8 +245,10 @@ class CallReader:
         return calls or None
 
     def _without_margins(self, shown: str, ended: bool) -> str:
-        """Text without the blanks before calls and at the end: they wait until other text
-        follows."""
+        """Returns a text without the blanks before calls and at the end.
+
+        The blanks wait until other text follows.
+        """
         text = self._blank + shown
         if ended and not self.found:
             return text
@@ -253,7 +265,8 @@ DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def forced_schema(rules: CallRules, parameters: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of a forced call of one of some tools, given their parameters by name.
+    """Returns the JSON schema of a forced call of one of some tools, given their parameters by
+    name.
 
     Each tool's own schema stands under `$defs`, and its references lead there.
     """
@@ -286,7 +299,7 @@ LOCAL = re.compile("#(?:$|/)")
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself lead to its new place."""
+    """Returns a schema whose references to itself lead to its new place."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):

@@ -1,5 +1,5 @@
-"""The fields `tools` and `tool_choice` of a chat request: what counts as a call, and the grammar of
-a forced one."""
+"""The fields `tools` and `tool_choice` of a chat request: the rules for calls, and the grammar of a
+forced call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 
 def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
-    """What counts as a call in the request's samples; None if nothing does.
+    """Returns the rules for calls in the request's samples; None if the samples have no calls.
 
     Raises:
         ApiError: the choice names no tool that there is, or the chat template writes no calls.
@@ -56,16 +56,17 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
 
 
 def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools as chat templates take them."""
+    """Returns the tools in the form of chat templates."""
     return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
 
 
 def forced_grammar(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
-    """The grammar of a sample that is a call, or several where any tool may be called and the
-    format has more than one.
+    """Returns the grammar of a sample that is a call.
+
+    The sample may have several calls if any tool may be called and the format allows several.
 
     Raises:
-        ApiError: it is too long, or there is another grammar.
+        ApiError: the grammar is too long, or the request has another grammar.
     """
     if given_grammar(request) is not None:
         raise ApiError(

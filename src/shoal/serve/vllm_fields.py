@@ -1,7 +1,6 @@
-"""Fields of requests that vLLM's API has beside OpenAI's, where they mean the same here; its other
-fields are unknown.
+"""The fields of requests that vLLM's API has beside OpenAI's, if they mean the same here.
 
-Docstrings and descriptions of the models are part of `/openapi.json`.
+Its other fields are unknown. Docstrings and descriptions of the models are part of `/openapi.json`.
 """
 
 from __future__ import annotations

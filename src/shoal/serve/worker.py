@@ -1,5 +1,5 @@
-"""Admits submissions, hands their rows to the engine's thread, and distributes the updates that
-come back."""
+"""Admits submissions, hands their rows to the engine's thread, and distributes the updates of the
+rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.types.requests import Row
 from shoal.types.rounds import Commit
 
 MAX_RETRY_SECONDS = 60
-"""Largest value of Retry-After."""
+"""The largest value of Retry-After."""
 
 
 class Worker:
@@ -29,13 +29,14 @@ class Worker:
 
     Args:
         make_engine: see `EngineThread`.
-        queue: rows that may wait beyond those that are decoded.
+        queue: the number of rows that may wait beyond those that are decoded.
+        metrics: the server's metrics.
 
     Attributes:
-        thread: the engine's.
-        capacity: most rows in the engine, decoded and waiting.
-        rows: in it now, as the event loop knows.
-        scoring: lock of prompt scoring: one prompt at a time takes memory beside the rows.
+        thread: the engine's thread.
+        capacity: the most rows in the engine, decoded and waiting.
+        rows: the number of rows in the engine now, as the event loop knows.
+        scoring: the lock of prompt scoring: one prompt at a time takes memory beside the rows.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], queue: int, metrics: Metrics) -> None:
@@ -60,18 +61,19 @@ class Worker:
         self._grammars.close()
 
     def cut(self) -> None:
-        """Ends all rows after the current round; their samples are returned as they are, marked
+        """Ends all rows after the current round; their samples are returned unfinished, as
         "cancelled"."""
         self.thread.post(lambda: self._deliver(self.thread.engine.cancel(list(self._rows))))
 
     @asynccontextmanager
     async def serving(self, submission: Submission) -> AsyncIterator[None]:
-        """Keeps the submission's rows in the engine within the context; rows unfinished at its end
-        are cancelled.
+        """Keeps the submission's rows in the engine within the context.
+
+        Rows that are unfinished at its end are cancelled.
 
         Raises:
-            ApiError: too many rows (429), or no engine (503). RequestError: what the engine does
-                not accept.
+            ApiError: too many rows (429), or no engine (503).
+            RequestError: the engine does not accept a request.
         """
         self._admit(submission)
         self.rows += submission.rows
@@ -89,8 +91,10 @@ class Worker:
                 self.thread.post(lambda: self._cancel(submission))
 
     async def _read_grammars(self, submission: Submission) -> list[GrammarConstraint]:
-        """Reads the submission's grammars; the engine's thread finds them compiled as long as the
-        returned list is kept."""
+        """Reads the submission's grammars.
+
+        The engine's thread finds them compiled as long as the returned list is kept.
+        """
         constraints: list[GrammarConstraint] = []
         for request in submission.requests:
             grammar = request.sampling.grammar
@@ -101,8 +105,10 @@ class Worker:
         return constraints
 
     def _admit(self, submission: Submission) -> None:
-        """Raises ApiError (429) if the submission's rows exceed the capacity; Retry-After follows
-        the pace so far."""
+        """Raises ApiError (429) if the submission's rows exceed the capacity.
+
+        Retry-After follows the pace so far.
+        """
         excess = self.rows + submission.rows - self.capacity
         if excess > 0:
             stats = self.thread.stats

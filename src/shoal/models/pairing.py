@@ -1,4 +1,4 @@
-"""The comparison of a drafter's vocabulary with a target's: can it propose, and by which tokens?"""
+"""The comparison of a drafter's vocabulary with a target's: it gives the tokens to propose."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _not_wanted(owned: bool) -> str:
 def use_fused_layers(runner: Runner) -> None:
     """Computes the passes of a model of the family by fused layers.
 
-    The layers are taken back if they do not compute the same logits as the model.
+    The layers are not used if they diverge from the model's modules by more than rounding.
     """
     layers = fused_layers_of(runner.hf) if runner.can_be_lean else None
     if layers is None:
@@ -104,7 +104,7 @@ def _no_fused_layers(runner: Runner) -> str:
 def use_lean_passes(runner: Runner) -> None:
     """Computes the passes of a model of the family by lean passes.
 
-    The lean passes are taken back if they do not compute the same logits as the model.
+    The lean passes are not used if they diverge from the model's modules by more than rounding.
     """
     decoder = None
     if runner.dtype in SUFFIXES and runner.can_be_lean and runner.attention in ("auto", "native"):

@@ -155,7 +155,7 @@ def parse(text: str | Mapping[str, str]) -> dict[str, str]:
 def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
     """Makes a copy of a Transformers model with 8-bit linear layers.
 
-    Returns the copy, or the model itself if `form` is "off", and the format in words.
+    Returns the copy, or the model itself if `form` is "off", and the name of the format.
 
     Args:
         form: "int8", "fp8" or "off".

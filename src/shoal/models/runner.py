@@ -65,9 +65,9 @@ class Runner:
             itself.
         hidden_layers: the numbers of the hidden states that each pass keeps in `hidden`, as
             Transformers numbers them: 0 is the embeddings, i the output of layer i, and the number
-            of layers is the input of the head. It is empty until a drafter asks for hidden states.
-            With hidden states no round is captured and no pass is one call, as captured rounds and
-            passes in one call return none.
+            of layers is the input of the head. The tuple is empty until a drafter asks for hidden
+            states. With hidden states no round is captured and no pass is one call, as captured
+            rounds and passes in one call return none.
         vectors: the vectors that negative ids of a block stand for (`shoal.models.vectors`),
             [count, width] in the model's number format; None if all ids are tokens. With vectors no
             round is captured.
@@ -136,7 +136,7 @@ class Runner:
 
     @property
     def parameter_count(self) -> int:
-        """The number of numbers among the weights, tied ones counted once."""
+        """The number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.hf.parameters())
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
@@ -209,7 +209,7 @@ class Runner:
     def can_keep_prefixes(self) -> bool:
         """True if prompts may be copied in part from tokens that earlier rows have left.
 
-        They may not if a drafter wants the hidden states of all tokens.
+        Prompts are not copied if a drafter wants the hidden states of all tokens.
         """
         return not self.hidden_layers
 
@@ -217,7 +217,7 @@ class Runner:
     def can_be_lean(self) -> bool:
         """True if a pass may leave the model's modules out.
 
-        It may not if the caller asked for bits that depend on the modules.
+        The modules are needed if the caller asked for bits that depend on them.
         """
         return self.packs and self.forward_context is nullcontext
 

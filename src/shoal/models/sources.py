@@ -1,6 +1,6 @@
 """The meaning of a model's name: a directory with a model, a GGUF file, or a Hub id within reach.
 
-It is found before torch is imported.
+The meaning is found before torch is imported.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Vocabularies:
     def trie(self) -> TokenTrie | None:
         """The target's tokens as the drafter writes them, or None.
 
-        It is None if some token of the drafter begins with another one, or if the drafter does not
-        have the logits of all ids.
+        The value is None if some token of the drafter begins with another one, or if the drafter
+        does not have the logits of all ids.
         """
         if self.kept is not None:
             return None

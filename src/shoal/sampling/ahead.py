@@ -1,7 +1,7 @@
 """A rule's uniforms, computed for many positions of a row at once.
 
-They do not depend on any decision of a round. A round reads a few rows of a table, instead of some
-twenty operations on arrays too small to be worth one each.
+The uniforms do not depend on any decision of a round. A round reads a few rows of a table, instead
+of some twenty operations on arrays too small to be worth one each.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Following = Callable[[Tensor], int]
 Phantoms = Callable[[float], int]
 """A function from the mass of the refused tokens to a number of draws.
 
-It is the number of draws of refused tokens before one of another token: a geometric number.
+That is the number of draws of refused tokens before one of another token, which is geometric.
 """
 
 

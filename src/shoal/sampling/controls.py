@@ -1,6 +1,6 @@
 """The controls that make scores of logits: biases, penalties, processors, constraints.
 
-They are all controls except temperature and truncation, which come after.
+All controls are here except temperature and truncation, which come after.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The check that processors are pure functions of (ids, scores).
 
-They must be pure because they are also called for drafts that are rejected, in any order. A
+Processors must be pure because they are also called for drafts that are rejected, in any order. A
 processor that remembers such calls would bend the distribution in silence, so each one is tried
 before any row is computed.
 """

@@ -17,7 +17,7 @@ from shoal.sampling.selection import largest, last_needed, row_sums, weights_fro
 _FIRST = 64
 """The number of candidates that are tried first if a mass decides.
 
-It is enough for a peaked distribution, and cheap if it is not enough.
+This number is enough for a peaked distribution, and costs little for a flat one.
 """
 _TIES = 16
 """The number of candidates beyond top_k, so that a few ties with the k-th score suffice.
@@ -103,7 +103,7 @@ def listed_softmax(scores: Tensor, sampling: Sampling, candidates: int) -> tuple
 def first_candidates(sampling: Sampling) -> int:
     """Returns the number of candidates that `listed_softmax` starts with.
 
-    It is at least twice top_k, as 16-bit logits have many ties.
+    The number is at least twice top_k, as 16-bit logits have many ties.
     """
     return max(_LISTED, 2 * sampling.top_k)
 
@@ -210,7 +210,7 @@ def _never_needed(probs: Tensor, mass: float) -> Tensor:
 def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
     """Computes probabilities [n, m] of the tokens with a surprise nearest the entropy.
 
-    They are taken until they hold `mass`. Other tokens get 0.
+    Tokens are taken until they hold `mass`. Other tokens get 0.
     """
     nearness, entropy, limit, enough = _typical_limit(probs, mass, width)
     if 2 * width <= probs.shape[-1] and not bool(enough.all()):

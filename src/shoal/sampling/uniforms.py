@@ -54,7 +54,7 @@ class Purpose(IntEnum):
     BUCKET = 16
     """The first of `BUCKETS` purposes: exponential variates of an exponential race.
 
-    They are those of `shoal.sampling.drawing.exponential_race`, for the coupled rule.
+    The coupled rule draws by this race (`shoal.sampling.drawing.exponential_race`).
     """
 
 
@@ -100,7 +100,8 @@ def round_uniforms(
 ) -> npt.NDArray[np.float64]:
     """Computes all uniforms of a round, [rows, width, 3].
 
-    They are by position from each row's first open one, and by purpose (TOKEN, ACCEPT, REPLACE).
+    The axes are the row, the position from the row's first open one, and the purpose (TOKEN,
+    ACCEPT, REPLACE).
 
     Args:
         seeds: the seeds of the rows, [rows].
@@ -165,7 +166,7 @@ def tree_uniforms(
 def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
     """Returns the seed of a group of rows, in [0, 2**64).
 
-    It is a hash of the request, so that nothing else in the call can matter.
+    The seed is a hash of the request, so that nothing else in the call can matter.
 
     Args:
         seed: the seed of the request, any integer.

@@ -55,8 +55,8 @@ def _rest(p: Tensor, share: Tensor, count: Tensor) -> Tensor:
 def gamma(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
     """Computes the least gamma with which no token is accepted more often than p has it.
 
-    That is the least gamma in [1, k], up to rounding, with 1 - (1 - b)^k <= gamma b, where b = sum
-    min(q, p / gamma). [rows] float64.
+    The result is the least gamma in [1, k], up to rounding, with 1 - (1 - b)^k <= gamma b, where b
+    = sum min(q, p / gamma). [rows] float64.
 
     Args:
         p: [rows, vocab].

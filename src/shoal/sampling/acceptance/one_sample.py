@@ -25,7 +25,7 @@ from shoal.types.trees import DraftTree
 def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
     """Returns the length of each row's leading run of passing drafts, [rows] int64.
 
-    It is no longer than the row's own draft length.
+    The run is no longer than the row's own draft length.
     """
     inside = torch.arange(passes.shape[1], device=passes.device) < draft_lengths[:, None]
     return (passes & inside).long().cumprod(dim=1).sum(dim=1)

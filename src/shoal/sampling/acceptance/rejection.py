@@ -22,7 +22,7 @@ from shoal.types.trees import DraftTree
 def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tensor:
     """Returns a mask of the drafts that pass on their own: u < p(x)/q(x).
 
-    It is computed without the division so that q(x) = 0 is safe.
+    The comparison is computed without the division so that q(x) = 0 is safe.
 
     Args:
         p_draft: the target's probabilities of the draft tokens, [rows, k] float.

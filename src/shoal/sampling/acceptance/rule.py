@@ -97,7 +97,7 @@ class ChainRule(Protocol):
 def decides_chains(rule: Rule) -> bool:
     """Returns True if a rule's decision on chains is known as a function of tensors.
 
-    It is not if only `decide` was replaced.
+    The decision is unknown if a subclass or an object replaces `decide` alone.
     """
     owner = next((kind for kind in type(rule).__mro__ if "decide" in vars(kind)), object)
     return (

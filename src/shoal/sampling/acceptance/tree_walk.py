@@ -1,6 +1,6 @@
 """The walk from the root down a tree whose nodes were drawn from a known q.
 
-It is the common part of the rules for such trees.
+The walk is the common part of the rules for such trees.
 """
 
 from __future__ import annotations

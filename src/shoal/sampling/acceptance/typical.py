@@ -1,9 +1,9 @@
 """The rule of typical acceptance: it accepts drafts that the target finds plausible enough.
 
-It is lossy: the samples have another distribution than p. After Cai et al., "Medusa" (ICML 2024,
-arXiv 2401.10774), section 2.3.1: draft x is accepted if p(x) > min(epsilon, delta * exp(-H(p))),
-with H the entropy of p in nats, and of a tree the longest path of accepted nodes; epsilon 0.09 and
-delta 0.3 as in its code.
+The rule is lossy: the samples have another distribution than p. After Cai et al., "Medusa" (ICML
+2024, arXiv 2401.10774), section 2.3.1: draft x is accepted if p(x) > min(epsilon, delta *
+exp(-H(p))), with H the entropy of p in nats, and of a tree the longest path of accepted nodes;
+epsilon 0.09 and delta 0.3 as in its code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Greedy speculation against greedy plain decoding, on every configuration that will be timed."""
+"""The check of greedy speculation against greedy plain decoding.
+
+It covers every configuration that will be timed.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ CONTROL_ROWS = 8  # rows that the 16-bit control decodes one by one
 
 @dataclass
 class IdentityCheck:
-    """Compares token ids; in an exact format a difference ends everything.
+    """A check of token ids; in an exact format a difference ends everything.
 
     Args:
-        decode: the method of a lookahead, by the real rule.
-        dtype: as it is written in messages.
-        exact: float32 or float64.
+        decode: returns the method of a draft length, by the real rule.
+        dtype: the number format as messages write it.
+        exact: the format is float32 or float64.
         step: called before every run, with its name.
 
     Attributes:
-        found: by layout, batch size and lookahead.
+        found: the findings by layout, batch size and draft length.
     """
 
     decode: Callable[[str], Method]

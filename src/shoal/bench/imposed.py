@@ -26,13 +26,13 @@ from shoal.types.trees import DraftTree
 
 @dataclass(unsafe_hash=True)
 class Imposed(Rejection):
-    """Rejection sampling in which each draft is accepted with probability `rate`.
+    """A rejection sampling in which each draft is accepted with probability `rate`.
 
-    The rate holds whatever p and q are. The rule computes all that the real rule does, so that it
-    costs the same; the text means nothing. The row's own uniforms decide.
+    The rate holds for any p and q. The rule computes all that the real rule does, so that it costs
+    the same; the text means nothing. The row's own uniforms decide.
 
     Raises:
-        RequestError: for a rate outside of 0..1.
+        RequestError: the rate is outside of 0..1.
     """
 
     rate: float

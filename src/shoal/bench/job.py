@@ -14,7 +14,7 @@ from shoal.errors import RequestError
 
 @dataclass(frozen=True)
 class Job:
-    """Every combination of batch size, layout, temperature and method.
+    """The combinations of batch size, layout, temperature and method.
 
     Attributes:
         batches: the numbers of rows.

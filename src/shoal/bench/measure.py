@@ -1,4 +1,4 @@
-"""Timing of decoding methods in turns, and the results that follow from measured costs.
+"""The timing of decoding methods in turns, and the results that follow from measured costs.
 
 Runs are interleaved, so that a machine that warms up or runs other programs affects all methods
 alike; medians are shown.
@@ -22,11 +22,11 @@ Run = TypeVar("Run")
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over repeated runs of one decoding method.
+    """The medians over repeated runs of one decoding method.
 
     Attributes:
-        ms_per_token_first: the time from submission to the end of the row that ended first, per
-            token.
+        ms_per_token_first: the milliseconds from submission to the end of the row that ended first,
+            per token of it.
         ms_per_token_mean: the mean of such times over rows.
         ms_per_token_last: the time of the row that ended last.
     """
@@ -124,12 +124,12 @@ class Identity:
 
     @property
     def holds(self) -> bool:
-        """Every row is the same, and speculation took part."""
+        """True if every row is the same, and speculation took part."""
         return self.same == self.rows and self.drafted > 0
 
     @property
     def summary(self) -> str:
-        """ "yes", or "no" with the reason."""
+        """The word "yes", or "no" with the reason."""
         if self.drafted == 0:
             return "no (nothing was drafted, so nothing was tested)"
         if self.difference is None:
@@ -192,7 +192,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured milliseconds with all rows of a batch running.
+    """The measured milliseconds with all rows of a batch running.
 
     Attributes:
         rounds: draft length -> one round: target pass, draft passes and bookkeeping together; has 0

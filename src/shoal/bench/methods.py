@@ -31,9 +31,9 @@ class Method:
     """A setting of the table.
 
     Attributes:
-        name: as the user writes it.
-        baseline: not shoal's.
-        countable: its allocations can be counted on a CPU; not so where a compiler or another
+        name: the name as the user writes it.
+        baseline: the method is not shoal's.
+        countable: its allocations can be counted on a CPU; they cannot if a compiler or another
             thread makes them.
     """
 

@@ -1,9 +1,8 @@
-"""OpenVINO GenAI on an exported model, plain or with a draft model; the package `openvino-genai` is
-optional.
+"""The engine OpenVINO GenAI on an exported model, plain or with a draft model.
 
-An export is a directory that `optimum-cli export openvino --task text-generation-with-past` wrote.
-This module imports nothing of shoal: `benchmarks/engines` loads it from its file, in environments
-where shoal is not installed.
+The package `openvino-genai` is optional. An export is a directory that `optimum-cli export openvino
+--task text-generation-with-past` wrote. This module imports nothing of shoal: `benchmarks/engines`
+loads it from its file, in environments where shoal is not installed.
 """
 
 from __future__ import annotations
@@ -39,16 +38,17 @@ class OpenVinoSampling:
 
 
 class OpenVinoEngine:
-    """OpenVINO's continuous batching pipeline on a CPU.
+    """The continuous batching pipeline of OpenVINO on a CPU.
 
     Args:
-        export: directory of the target.
-        draft: of a draft model; it then drafts in every call.
+        export: the directory of the target.
+        draft: the directory of a draft model; it then drafts in every call.
         dtype: a key of `PRECISIONS`.
-        threads: of the CPU.
+        threads: the number of the CPU's threads.
 
     Raises:
-        ImportError: the package is not installed. RuntimeError: no export is there.
+        ImportError: the package is not installed.
+        RuntimeError: no export is there.
     """
 
     def __init__(self, export: str, dtype: str, threads: int, draft: str | None = None) -> None:

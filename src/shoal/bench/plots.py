@@ -15,7 +15,7 @@ from shoal.bench.tables import heading
 from shoal.errors import RequestError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's palette without its yellow, for readers with any colour vision."""
+"""The palette of Okabe and Ito without its yellow, for readers with any colour vision."""
 MARKERS = "osD^vPX"
 GREY = "#777777"
 DPI = 150

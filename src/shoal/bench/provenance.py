@@ -65,10 +65,10 @@ def require_place(*places: Path | None, made_at: str | None = None) -> None:
 
     Args:
         places: the files or directories; None is none.
-        made_at: the commit of results that are there already; None for that of this package now.
+        made_at: the commit of results that are there already; None for this package's commit now.
 
     Raises:
-        RequestError: a place in benchmarks/results for results that name no commit.
+        RequestError: a place is in benchmarks/results, and the results name no commit.
     """
     for place in filter(None, places):
         if _is_kept(place):
@@ -112,7 +112,7 @@ def write_results(
     """Writes a report as JSON; all measurements become files this way.
 
     Args:
-        report: an object for JSON; its "machine" is that of `shoal.bench.machine`.
+        report: an object for JSON; its "machine" comes from `shoal.bench.machine`.
         write: a function that writes a text to a file.
         pages: texts beside it, by their suffix.
 

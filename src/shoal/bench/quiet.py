@@ -43,7 +43,7 @@ class Process:
 
 
 Processes = Mapping[int, Process]
-"""Processes by id."""
+"""The processes by id."""
 
 
 def processes(proc: Path = Path("/proc")) -> Processes | None:
@@ -100,7 +100,7 @@ def _from_psutil(psutil: Any) -> Iterator[tuple[int, Process]]:
 
 @dataclass(frozen=True)
 class BusyProcess:
-    """Another process that used more than `LIMIT` cores.
+    """A process that is not ours and used more than `LIMIT` cores.
 
     Attributes:
         name: its name without its arguments.
@@ -194,8 +194,7 @@ class QuietGate:
     quiet: bool | None = field(default=None, init=False)
 
     def wait(self) -> None:
-        """Returns once the machine was quiet for `WINDOW` seconds, or when there is no time left to
-        wait.
+        """Waits until the machine was quiet for `WINDOW` seconds, or no time is left to wait.
 
         A measurement that was watched and not disturbed is a quiet window: nothing waits after it.
         """

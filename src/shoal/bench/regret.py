@@ -1,6 +1,6 @@
 """The regret of a draft length controller.
 
-It is how much slower the controller is than the best fixed draft length, which nobody knows
+It is how much slower the controller is than the best fixed draft length, which is not known
 beforehand.
 """
 
@@ -20,7 +20,7 @@ from shoal.bench.report import Line, Report
 from shoal.bench.tables import heading
 
 SWEEP = (1, 2, 3, 4, 5, 6, 8, 10, 12)
-"""Fixed draft lengths that are tried beside 0."""
+"""The fixed draft lengths that are tried beside 0."""
 CONTROLLERS = ("auto", "bass", "heuristic")
 LOOKAHEADS = (PLAIN, *(f"fixed:{k}" for k in SWEEP), *CONTROLLERS)
 

@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 class Spread(NamedTuple):
-    """Median, lowest and highest over the repeats."""
+    """The median, the lowest and the highest value over the repeats."""
 
     median: float
     low: float
@@ -108,7 +108,7 @@ class Line:
 
     @property
     def disturbed(self) -> int:
-        """Repeats beside which another process was busy, as far as that is known."""
+        """The number of repeats beside which another process was busy, as far as that is known."""
         return sum(bool(run.get("busy")) for run in self.runs)
 
     @property

@@ -91,7 +91,7 @@ class Load:
         )
 
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
-        """Computes (operations, bytes) of passes over so many positions.
+        """Computes (operations, bytes) of passes over a number of positions.
 
         Args:
             rows: rows times passes.

@@ -1,9 +1,10 @@
-"""Measures a job: greedy identity first, then interleaved runs of every method on the same work.
+"""The measurement of a job.
 
-Three passes over all cases. *check* compares greedy speculation with greedy plain decoding at each
-batch size, layout, draft length and number format that will be timed; in float32 a difference
-raises. *warm_up* runs every method once, finds the methods that are not available here, and counts
-peak memory. *measure* makes the repeats; the methods take turns, every other turn in reverse order.
+Greedy identity comes first, then interleaved runs of every method on the same work. There are three
+passes over all cases. *check* compares greedy speculation with greedy plain decoding at each batch
+size, layout, draft length and number format that will be timed; in float32 a difference raises.
+*warm_up* runs every method once, finds the methods that are not available here, and counts peak
+memory. *measure* makes the repeats; the methods take turns, every other turn in reverse order.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ COUNTED_TOKENS = (
 
 @dataclass
 class BenchmarkRunner:
-    """Measures one job on one pair.
+    """A runner that measures one job on one pair.
 
     Args:
         pair: the models; `max_batch` must hold the largest batch.
-        pool: prompts as ids.
+        pool: the prompts as ids.
         step: called before every run, with its name.
         gate: waits for a quiet machine before runs are timed, and watches them.
 
     Attributes:
         report: grows while it is measured.
-        expected: seconds that each method took for a case when it was warmed up, for the runs that
-            are still to come.
+        expected: the seconds that each method took for a case when it was warmed up, for the runs
+            that are still to come.
     """
 
     pair: Shoal
@@ -181,8 +182,8 @@ class BenchmarkRunner:
     def _first_run(self, case: Case, method: Method, work: Work) -> float:
         """Runs a method once, and returns its seconds; notes its peak memory.
 
-        On a CPU, peak memory is measured in a run of its own, whose slow motion `auto` must not
-        learn from.
+        On a CPU, peak memory is measured in a run of its own. That run is slow, and `auto` must not
+        learn from it.
         """
         device, key = self.pair.target.device, (case.layout, case.batch, method.name)
         with timed(device) as watch:

@@ -1,9 +1,8 @@
-"""Pairs of published shapes with random weights, made on the device: for timing, where weights do
-not matter.
+"""The pairs of published shapes with random weights, made on the device.
 
-Layers, widths and vocabularies are those of BASS's pairs (Qian et al. 2024); the layers are
-Llama's, so the width of the MLP is set by the published number of parameters. Every head has its
-own keys and values, as in those models.
+They are for timing, where weights do not matter. Layers, widths and vocabularies are taken from
+BASS's pairs (Qian et al. 2024); the layers are Llama's, so the width of the MLP is set by the
+published number of parameters. Every head has its own keys and values, as in those models.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ SHAPES: dict[str, tuple[Shape, Shape]] = {
     "13b/125m": (Shape(40, 5120, 40, 13656, 50272), Shape(12, 768, 12, 2048, 50272)),
     "tiny": (Shape(3, 64, 4, 128, 512), Shape(1, 32, 4, 64, 512)),
 }
-"""Target and drafter: BASS's own code model, CodeGen-Mono, OPT; and one for tests."""
+"""The shapes of target and drafter: BASS's own code model, CodeGen-Mono, OPT; and one for tests."""
 
 
 def shaped_pair(

@@ -16,14 +16,14 @@ from shoal.errors import RequestError
 from shoal.types.stats import Stats
 
 LAYOUTS = ("different", "same", "grouped")
-"""Rows of as many prompts; of one prompt; of groups with n rows each."""
+"""The layouts: a prompt per row; one prompt for all rows; groups with n rows each."""
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One group of lines of the table: `batch` rows, `samples` of each prompt."""
+    """A group of lines of the table: `batch` rows, `samples` of each prompt."""
 
     layout: str
     temperature: float
@@ -54,11 +54,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Work:
-    """One run's task: n samples of each prompt.
+    """The task of one run: n samples of each prompt.
 
     Attributes:
-        prompts: token ids.
-        eos: ids that end a row; () lets every row run to `max_new_tokens`.
+        prompts: the token ids of each prompt.
+        eos: the ids that end a row; () lets every row run to `max_new_tokens`.
     """
 
     prompts: tuple[Ids, ...]
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def committed(self) -> int:
-        """Tokens over all rows, each counted up to its end."""
+        """The number of tokens over all rows, each counted up to its end."""
         return sum(map(len, self.ids))
 
     @property
@@ -154,7 +154,7 @@ class Run:
 
 
 class Stopwatch:
-    """Seconds, set when the `timed` block is left."""
+    """The seconds of a block, set when the `timed` block is left."""
 
     seconds: float = 0.0
 

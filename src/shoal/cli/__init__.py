@@ -1,4 +1,6 @@
-"""The command line: `shoal demo`, `shoal generate`, `shoal chat`, `shoal complete`, `shoal serve`,
+"""The command line of shoal.
+
+Its commands are `shoal demo`, `shoal generate`, `shoal chat`, `shoal complete`, `shoal serve`,
 `shoal batch`, `shoal check`, `shoal bench`, `shoal eval`, `shoal index`, `shoal train`.
 
 stdout carries results only; progress and errors go to stderr. Exit codes: 0 fine, 2 the request or

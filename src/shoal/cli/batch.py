@@ -96,7 +96,7 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class BatchSpeculation:
-    """Draft lengths and the acceptance rule of all lines."""
+    """The draft lengths and the acceptance rule of all lines."""
 
     lookahead: Annotated[
         str,
@@ -119,7 +119,7 @@ class BatchSpeculation:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Workers on Ray."""
+    """The workers on Ray."""
 
     ray: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""Progress of `shoal batch` on stderr."""
+"""The progress of `shoal batch` on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.serve.api_paths import Json
 
 MINUTE = 60.0
-"""Seconds between two lines where stderr is no terminal."""
+"""The seconds between two lines if stderr is no terminal."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class BatchProgress:
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
+        """The number of tokens per second."""
         return self.tokens / self.seconds
 
     def document(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def print_lines(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
     """Prints a line each minute, also while no line of the batch ends.
 
     Args:
-        wait: waits for so many seconds, or until the batch has ended; says whether it has.
+        wait: waits for a number of seconds, or until the batch has ended; returns whether it has.
     """
     while not wait(MINUTE):
         stderr().print(str(progress), markup=False, soft_wrap=True)

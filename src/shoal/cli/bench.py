@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class RandomWeights(PairNames):
-    """Random weights, or shuffled ones."""
+    """The options for random weights, or shuffled ones."""
 
     shape: Annotated[
         str | None,
@@ -202,7 +202,7 @@ def bench(
 def _measure(
     source: BenchSource, work: WorkOptions, repeats: int, wait: float, output: ReportOptions
 ) -> int:
-    """Loads, measures and delivers; after Ctrl-C delivers what there is."""
+    """Loads, measures and delivers; after Ctrl-C it delivers the finished measurements."""
     texts = listed_prompts(work.prompts or [])
     job = work.job(repeats)
     from shoal.bench.provenance import require_place
@@ -262,7 +262,7 @@ def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[t
 
 
 def _list(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value, ...]:
-    """Values separated by commas; an empty text is an empty list."""
+    """Splits values separated by commas; an empty text is an empty list."""
     try:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:

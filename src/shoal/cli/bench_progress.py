@@ -13,12 +13,13 @@ from shoal.cli.console import stderr
 
 
 class Bar:
-    """Runs made so far and the time that is left, on stderr; silent but for notes where stderr is
-    no terminal.
+    """A bar of the runs made so far and the time that is left, on stderr.
+
+    It is silent except for notes if stderr is no terminal.
 
     Attributes:
-        left: the seconds that are left where they are known; until then they follow from the mean
-            step so far.
+        left: the seconds that are left if they are known; until then they follow from the mean step
+            so far.
     """
 
     def __init__(self, progress: Progress) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Files for the results, and how the tables look."""
+    """The files for the results, and the form of the tables."""
 
     output: Annotated[
         Path | None, output_option("--output", "-o", help="Write every repeat to a JSON file.")
@@ -43,7 +43,11 @@ class ReportOptions:
             raise RequestError("--json prints no tables: leave out --markdown")
 
     def require_writable(self) -> None:
-        """Raises RequestError for a file that could not be written, before anything is measured."""
+        """Checks, before anything is measured, that the files can be written.
+
+        Raises:
+            RequestError: a file could not be written.
+        """
         for path in (self.output, self.plot):
             if path is not None:
                 require_writable(path)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ACCEPTED, DRAWN = "green", "yellow"
 BESIDE_ROWS = 4
-"""Lines of a board that are no rows."""
+"""The lines of a board that are no rows."""
 
 
 def tinted(
@@ -49,7 +49,7 @@ def tinted(
 
 @dataclass
 class BoardRow:
-    """One row of the board: its text so far, coloured by which model chose the tokens."""
+    """A row of the board: its text so far, coloured by the model that chose the tokens."""
 
     text: Text = field(default_factory=Text)
     ids: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class BoardRow:
 
     @property
     def title(self) -> str:
-        """Tokens, tokens per round, and how the row ended."""
+        """The number of tokens, the tokens per round, and the row's end."""
         per_round = len(self.ids) / self.rounds if self.rounds else 0.0
         return f"{len(self.ids)} tokens, {per_round:.2f}/round" + (
             f", {self.finish_reason}" if self.finish_reason else ""
@@ -73,10 +73,10 @@ class BoardRow:
 
 
 class Board:
-    """All rows while they fill in, with running counters.
+    """A board of all rows while they fill in, with running counters.
 
     Args:
-        counts: rows of each prompt.
+        counts: the number of rows of each prompt.
         transient: the picture is removed in the end.
     """
 

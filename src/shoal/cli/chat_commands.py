@@ -163,7 +163,7 @@ def _number(text: str, command: str) -> int:
 
 
 def _short(text: str) -> str:
-    """A text in one line of at most 60 characters."""
+    """Shortens a text to one line of at most 60 characters."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else f"{line[:59]}…"
 

@@ -62,13 +62,14 @@ class ChatSession:
                 self.conversation.undo()
 
     def answer(self) -> None:
-        """Asks for answers to the last message, beside those that it has; the first of them is
-        taken.
+        """Asks for answers to the last message, and takes the first of them.
+
+        They join the answers that the message has.
 
         Raises:
             RequestError: there is no message, the template refuses the conversation, or it is
-                longer than the model's context; or all answers failed. KeyboardInterrupt: Ctrl-C
-                was pressed before anything came, or twice; nothing is kept.
+                longer than the model's context; or all answers failed.
+            KeyboardInterrupt: Ctrl-C was pressed before any text came, or twice; nothing is kept.
         """
         turn = self.conversation.last
         written = self._writer.text(self.conversation.asked())

@@ -12,20 +12,20 @@ from shoal.errors import RequestError
 from shoal.types.options import split_options
 
 SHORT = {"max_tokens": "max_new_tokens"}
-"""Other names of options."""
+"""The other names of options."""
 NAMES = ("n", *(name for name in OPTIONS if name != "logit_bias"), "lookahead", "rule")
 """The names of the options that /set changes."""
 
 
 class ChatSettings:
-    """Candidates per message, and options of `Shoal.stream`.
+    """The candidates per message, and the options of `Shoal.stream`.
 
     Args:
-        options: those of the command line.
+        options: the options of the command line.
         ends: stop strings beside these, see `with_ends`.
 
     Raises:
-        RequestError: for an option out of range.
+        RequestError: an option is out of range.
     """
 
     def __init__(self, n: int, options: Mapping[str, Any], ends: Sequence[str] = ()) -> None:
@@ -35,7 +35,7 @@ class ChatSettings:
 
     @property
     def n(self) -> int:
-        """Candidates of a message."""
+        """The number of candidates of a message."""
         return int(self.values["n"])
 
     def asked(self, attempt: int) -> dict[str, Any]:
@@ -51,11 +51,12 @@ class ChatSettings:
         return options
 
     def set(self, name: str, text: str) -> str:
-        """Changes an option, by a value as JSON writes it or a text, or back to the command line's
-        by "default"; returns its name.
+        """Changes an option, and returns its name.
+
+        The text is a value as JSON writes it, a text, or "default" for the command line's value.
 
         Raises:
-            RequestError: for an unknown name, or a value out of range.
+            RequestError: the name is unknown, or the value out of range.
         """
         name = SHORT.get(name.replace("-", "_"), name.replace("-", "_"))
         if name not in NAMES:

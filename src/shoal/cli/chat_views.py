@@ -63,7 +63,7 @@ class ChatView(Protocol):
 
 
 class Counted(Progress):
-    """A line of progress on stderr, of so many answers."""
+    """A line of progress on stderr, about n answers."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Counted(Progress):
 
 
 class RunningAnswer(Unseen):
-    """One answer as it comes: in a terminal with its reasoning, which is dim."""
+    """An answer as it comes: in a terminal with its reasoning, which is dim."""
 
     def __init__(self, console: Console, split: Split) -> None:
         self._console, self._split = console, split
@@ -151,7 +151,7 @@ class TextView:
 
 
 class JsonView:
-    """Each message becomes a line on stdout, an object."""
+    """A view that writes each message as a line on stdout, an object."""
 
     def growing(self, n: int, decode: Decode, split: Split) -> View:
         """Returns a view that shows nothing."""

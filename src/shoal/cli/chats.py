@@ -1,4 +1,4 @@
-"""Prompts of a command line as messages of a chat."""
+"""The prompts of a command line as messages of a chat."""
 
 from __future__ import annotations
 

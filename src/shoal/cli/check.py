@@ -53,7 +53,11 @@ class PromptOptions:
     ] = None
 
     def read(self) -> GivenPrompts:
-        """Raises RequestError for a prompt that is none."""
+        """Returns the prompts, and the place that they come from.
+
+        Raises:
+            RequestError: a prompt is empty or no text, or a file cannot be read.
+        """
         texts, files = self.prompt or [], self.prompts or []
         for text in texts:
             require_text(text, "the prompt")

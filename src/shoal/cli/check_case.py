@@ -25,7 +25,9 @@ PLAIN, TRANSFORMERS = "off", "hf"
 
 @dataclass(frozen=True)
 class Measured:
-    """Decoding methods, run in turns on the same rows to the same number of tokens.
+    """The measurements of decoding methods.
+
+    The methods run in turns on the same rows to the same number of tokens.
 
     Attributes:
         k: the draft length of the speculative method.
@@ -76,7 +78,7 @@ class Case:
         return sys.maxsize if self.model.draft_model is None else self.model.draft_model.context
 
     def drafted(self) -> Case:
-        """The case with only those prompts that fit in the drafter's context.
+        """Returns the case with only those prompts that fit in the drafter's context.
 
         Nothing is drafted for longer prompts.
         """
@@ -91,20 +93,20 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return max(one.longest for one in self.sets)
 
     def run(
         self, lookahead: str | int, prompts: Sequence[tuple[int, ...]], **options: Any
     ) -> Result:
-        """Samples with a fixed seed."""
+        """Draws samples with a fixed seed."""
         defaults: dict[str, Any] = {"temperature": TEMPERATURE, "seed": 0, "rule": "rejection"}
         defaults["max_new_tokens"] = self.max_new_tokens
         return self.model.generate(prompts, self.n, lookahead=lookahead, **defaults | options)
 
     @cached_property
     def acceptance(self) -> list[dict[float, Result]]:
-        """Speculative runs by temperature, set by set."""
+        """The speculative runs by temperature, set by set."""
         self.say("measuring acceptance ...")
         return [
             {t: self.run(self.k, one.ids, temperature=t) for t in (TEMPERATURE, 0.0)}
@@ -113,7 +115,7 @@ class Case:
 
     @cached_property
     def timed(self) -> dict[int, list[Result]]:
-        """Runs of the first prompt in turns, by draft length, with all rows running to the end."""
+        """The runs of the first prompt in turns, by draft length; all rows run to the end."""
         lengths = sorted({0, 1, self.k, LONGEST})
         self.say("warming up ...")
         for k in lengths:
@@ -127,7 +129,7 @@ class Case:
 
     @cached_property
     def costs(self) -> Costs:
-        """Milliseconds per round and per pass, medians over the runs."""
+        """The milliseconds per round and per pass, medians over the runs."""
         stats = {k: [result.stats for result in results] for k, results in self.timed.items()}
         return Costs(
             rounds={
@@ -193,7 +195,7 @@ def _refusal(method: Method, work: Any) -> str | None:
 
     Returns:
         The reason if a method of Transformers cannot run here. Errors of our own methods are
-            raised.
+        raised.
     """
     try:
         method.run(work)

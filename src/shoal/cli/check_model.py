@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.models.runner import Runner
 
 PROMPT_TOKENS = 512
-"""Length of the prompt whose pass is explained."""
+"""The length of the prompt for whose pass the executor is explained."""
 
 
 def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
@@ -243,7 +243,7 @@ def number_format(runner: Runner) -> CheckResult:
 
 
 def memory(case: Case) -> CheckResult:
-    """Weights and caches, and the memory that is free now, beside the loaded weights."""
+    """Compares weights and caches with the memory that is free beside the loaded weights."""
     from shoal.drafting.protocol import Keeps, KeyValueMemory
     from shoal.engine.batch_size import most_rows
     from shoal.engine.prefill import policy_for

@@ -34,7 +34,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of one kind.
+    """A set of prompts of one kind.
 
     Attributes:
         kind: the name of the kind; "" for the user's own.
@@ -65,7 +65,7 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return max(map(len, self.ids))
 
     @property
@@ -97,7 +97,7 @@ class PromptSet:
         )
 
     def first(self) -> PromptSet:
-        """The set with the first prompt only."""
+        """Returns the set with the first prompt only."""
         return replace(self, texts=self.texts[:1], ids=self.ids[:1])
 
     def __str__(self) -> str:

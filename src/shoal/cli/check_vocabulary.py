@@ -16,7 +16,7 @@ from shoal.errors import RequestError
 from shoal.models.sources import directory_of
 
 PIECE = 64
-"""Tokens that are counted in one half or the other."""
+"""The number of tokens that go together to one half or the other."""
 LEAST = 0.95
 """A share of the tokens below which a trimmed head gives away more than it saves."""
 LOST = 0.25

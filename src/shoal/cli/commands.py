@@ -1,6 +1,8 @@
-"""Commands whose help pages are made for readers: the kind of an option's value is named as users
-know it, a flag has none, and paragraphs are broken where the terminal ends, not where the docstring
-does."""
+"""The commands, with help pages for readers.
+
+The kind of an option's value is named as users know it, a flag has none, and paragraphs are broken
+where the terminal ends, not where the docstring does.
+"""
 
 from __future__ import annotations
 

@@ -152,13 +152,13 @@ def _read_syntax(sampling: SuggestionOptions) -> Syntax | None:
 def _prompt(
     model: Shoal, before: str, behind: str, sampling: SuggestionOptions
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the text that is continued, as much as fits, and the options about it for
-    `Shoal.stream`.
+    """Returns the text that is continued, as much as fits, and its options for `Shoal.stream`.
 
     A model that cannot fill in continues the text if only blanks stand behind the cursor.
 
     Raises:
-        RequestError: such a model and more text behind the cursor, or no text at all.
+        RequestError: the model cannot fill in and there is text behind the cursor, or there is no
+            text at all.
     """
     from shoal.constraints.fim import middle_tokens, nearest
 

@@ -46,7 +46,7 @@ def _dim(text: str) -> Text:
 
 
 class StatusLine:
-    """One line on stderr that is overwritten; silent where stderr is no terminal."""
+    """A line on stderr that is overwritten; it is silent if stderr is no terminal."""
 
     shown: ClassVar[list[Live]] = []
     """The displays that are open on stderr, bars included; the last one is shown."""
@@ -106,7 +106,7 @@ class StatusLine:
 
 
 class _Notes(logging.Handler):
-    """Shows the library's log records by a function."""
+    """A handler that shows the library's log records by a function."""
 
     def __init__(self, show: Callable[[str], object]) -> None:
         super().__init__(logging.INFO)
@@ -117,7 +117,7 @@ class _Notes(logging.Handler):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Records come here, too, for as long as the block lasts."""
+        """Takes records during the block, beside the other handlers."""
         log = logging.getLogger("shoal")
         level = log.level
         log.addHandler(self)
@@ -131,11 +131,10 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def loading_shown() -> Iterator[None]:
-    """Shows the stages of `shoal.load` on stderr: a spinner and a line that is overwritten, in the
-    place of an open line or bar.
+    """Shows the stages of `shoal.load` on stderr during the block.
 
-    Silent where stderr is no terminal, and where the library's records are written already, as by a
-    server.
+    A spinner and a line that is overwritten take the place of an open line or bar. It is silent if
+    stderr is no terminal, and if the library's records are written already, as by a server.
     """
     console, handlers = stderr(), logging.getLogger("shoal").handlers
     if not _is_shown(console) or any(not isinstance(handler, _Notes) for handler in handlers):
@@ -148,7 +147,7 @@ def loading_shown() -> Iterator[None]:
 
 
 class Progress(StatusLine):
-    """Rows finished and tokens so far, from a stream's increments."""
+    """The progress of rows: the finished rows and the tokens so far, from a stream's increments."""
 
     def __enter__(self) -> Progress:
         super().__enter__()

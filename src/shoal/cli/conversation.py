@@ -33,9 +33,9 @@ class Turn:
     """A message of the user and its answers.
 
     Attributes:
-        answers: all that came, those of earlier attempts included; none while it waits for one.
-        chosen: index of the answer that counts.
-        attempts: times that it was asked.
+        answers: all answers, also from earlier attempts; empty while the message waits for one.
+        chosen: the index of the answer that counts.
+        attempts: the number of times that the model was asked.
     """
 
     said: str
@@ -51,14 +51,18 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """Turns in order, after the system's message if there is one."""
+    """The turns in order, after the system's message if there is one."""
 
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
 
     @property
     def last(self) -> Turn:
-        """The last turn. Raises RequestError: there is none."""
+        """The last turn.
+
+        Raises:
+            RequestError: there is none.
+        """
         if not self.turns:
             raise RequestError("nothing was said yet")
         return self.turns[-1]
@@ -80,7 +84,11 @@ class Conversation:
         self.turns.append(Turn(text))
 
     def undo(self) -> Turn:
-        """Takes the last turn back, and returns it. Raises RequestError: there is none."""
+        """Takes the last turn back, and returns it.
+
+        Raises:
+            RequestError: there is none.
+        """
         turn = self.last
         self.turns.pop()
         return turn

@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Timings of both methods, and the greedy comparison."""
+    """The timings of both methods, and the greedy comparison."""
 
     plain: Speed
     speculative: Speed
@@ -87,7 +87,7 @@ class Measurements:
 
     @property
     def speedup(self) -> float:
-        """Tokens per second, speculative over plain."""
+        """The speculative tokens per second over the plain ones."""
         return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
 

@@ -1,4 +1,4 @@
-"""Results and samples as JSON objects."""
+"""The results and samples as JSON objects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sample_document(
 
     Args:
         logprobs: add the log-probabilities of its tokens.
-        top_logprobs: add those of the most probable tokens.
+        top_logprobs: add the log-probabilities of the most probable tokens.
     """
     entry: dict[str, Any] = {
         "text": sample.text,

@@ -28,10 +28,10 @@ def evaluate_cuts(
     *,
     as_json: bool,
 ) -> int:
-    """Samples, grades and reports. After Ctrl-C nothing is told.
+    """Draws samples, grades them and reports. After Ctrl-C there is no report.
 
     Raises:
-        RequestError: no solution of the set can be cut so; the model has no tokenizer.
+        RequestError: no solution of the set has such a place to cut, or the model has no tokenizer.
     """
     require_solutions(eval_set)
     from shoal.evaluation import cut_samples

@@ -25,7 +25,7 @@ EXPORT_HELP = (
 
 @dataclass(frozen=True)
 class Export:
-    """One file to write."""
+    """A file to write."""
 
     format: ExportFormat
     file: Path

@@ -22,10 +22,10 @@ def evaluate_schemas(
     *,
     as_json: bool,
 ) -> int:
-    """Samples and reports; after Ctrl-C of the schemas that were tried by then.
+    """Draws samples and reports; after Ctrl-C it reports the schemas that were tried by then.
 
     Raises:
-        RequestError: for a directory without schemas; without llguidance or jsonschema.
+        RequestError: the directory has no schemas, or llguidance or jsonschema is missing.
     """
     from shoal.evaluation import schemas
 

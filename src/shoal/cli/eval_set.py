@@ -89,7 +89,11 @@ class SetOptions:
     ] = None
 
     def read(self) -> EvalSet:
-        """Raises RequestError for a missing or wrong file."""
+        """Reads the set.
+
+        Raises:
+            RequestError: a file is missing or wrong.
+        """
         from shoal.evaluation import tasks
 
         if self.set_ == "functions":

@@ -256,7 +256,11 @@ def _evaluate_schemas(
 
 
 def _require_one_run(sampling: EvalSampling, output: OutputOptions, why: str) -> None:
-    """Raises RequestError where several runs are asked for, or files of one."""
+    """Refuses options that ask for several runs, or for files of one.
+
+    Raises:
+        RequestError: there are such options; `why` is in the message.
+    """
     if sampling.methods is not None or sampling.time_budget != "inf" or output.out is not None:
         raise RequestError(f"{why}: leave out --methods, --time-budget and --output")
 
@@ -274,7 +278,11 @@ def _options(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[st
 
 
 def parse_budgets(text: str) -> list[float]:
-    """Seconds, rising; inf is no budget. Raises RequestError."""
+    """Reads the budgets in seconds, rising; inf is no budget.
+
+    Raises:
+        RequestError: a budget is no number > 0, or there is none.
+    """
     try:
         budgets = sorted({float(part) for part in text.split(",") if part.strip()})
     except ValueError:
@@ -323,7 +331,10 @@ def _evaluate(
     plot: bool,
     as_json: bool,
 ) -> int:
-    """Samples, exports, grades and reports; after Ctrl-C says how to go on."""
+    """Draws samples, exports, grades and reports.
+
+    After Ctrl-C it tells how to go on.
+    """
     from shoal.bench.machine import machine
     from shoal.evaluation.sampling import Sampler
 

@@ -1,4 +1,4 @@
 """The exit codes of commands, with their meaning."""
 
 EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
-"""Our failure; the request or the model is wrong; Ctrl-C."""
+"""The exit codes for our failure, for a wrong request or model, and for Ctrl-C."""

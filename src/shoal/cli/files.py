@@ -1,4 +1,4 @@
-"""Prompts that commands read, and files that they write."""
+"""The prompts that commands read, and the files that they write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.durable import sync, sync_entry
 from shoal.errors import RequestError
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
-"""Chat templates of well-known formats, for models whose tokenizer has none."""
+"""The chat templates of well-known formats, for models with a tokenizer that has none."""
 TURN_ENDS = {
     "chatml": "<|im_end|>",
     "hermes": "<|im_end|>",
@@ -36,8 +36,9 @@ TEMPLATE_HELP = (
 
 
 def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
-    """Returns the prompts of a command line: texts, then whole files, or stdin if there are
-    neither.
+    """Returns the prompts of a command line: texts, then whole files.
+
+    If there are neither, stdin is the prompt.
 
     Raises:
         RequestError: a file cannot be read, a prompt is empty or no text, or there is none at all.
@@ -106,15 +107,13 @@ def read_text(file: Path, kind: str = "prompt file") -> str:
 
 
 def listed_prompts(files: Sequence[Path]) -> list[str]:
-    """Prompts from files that hold several: a .jsonl file one per line, a .txt file one per
-    paragraph, any other is one prompt.
+    """Returns the prompts of files that hold several.
 
-    A line is JSON, a text or an object with a text "prompt". Paragraphs are separated by blank
-    lines.
+    A .jsonl file has one per line, a .txt file one per paragraph, and any other file is one. A line
+    is JSON, a text or an object with a text "prompt". Paragraphs are separated by blank lines.
 
     Raises:
-        RequestError: for a file that cannot be read, holds no prompt or something else; with file
-            and line.
+        RequestError: a file cannot be read, holds no prompt or something else; with file and line.
     """
     return [prompt for file in files for prompt in _prompts_of(file)]
 
@@ -135,12 +134,12 @@ def _prompts_of(file: Path) -> list[str]:
 
 
 def listed_documents(files: Sequence[Path]) -> list[str]:
-    """Texts of a corpus: a .jsonl file has one per line, a text or an object with a text "text";
-    any other file is one.
+    """Returns the texts of a corpus.
+
+    A .jsonl file has one per line, a text or an object with a text "text"; any other file is one.
 
     Raises:
-        RequestError: for a file that cannot be read, is empty or holds something else; with file
-            and line.
+        RequestError: a file cannot be read, is empty or holds something else; with file and line.
     """
     found = []
     for file in files:
@@ -166,7 +165,11 @@ def _text_of(row: str, where: str, field: str) -> str:
 
 
 def require_writable(path: Path) -> None:
-    """Raises RequestError while there are no results yet that could be lost."""
+    """Checks that a file can be written, while there are no results yet that could be lost.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
     written = path if _special(path) else path.resolve().parent
     if not written.is_dir() and not _special(path):
         reason = f"there is no directory {str(path.parent)!r}"

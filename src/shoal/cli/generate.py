@@ -206,7 +206,7 @@ class Run:
 
     @property
     def counts(self) -> list[int]:
-        """Samples of each prompt."""
+        """The number of samples of each prompt."""
         return [self.sampling.n if one.n is None else one.n for one in self.asked]
 
     def follow(self, source: ModelSource) -> tuple[Result, bool]:

@@ -1,4 +1,4 @@
-"""`shoal index`: texts that drafts are looked up in."""
+"""`shoal index`: the texts in which drafts are looked up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.errors import RequestError
 from shoal.models.sources import require_source
 
 SENT = 64
-"""Texts that are split at once."""
+"""The number of texts that are split at once."""
 
 
 def index(

@@ -12,7 +12,7 @@ SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl")
 """The endings of the files that are read in a directory."""
 FIELDS = ("text", "prompt")
 PIECE = 1 << 20
-"""Characters of a text at most: a longer one is cut at the end of a line."""
+"""The most characters of a text: a longer one is cut at the end of a line."""
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:

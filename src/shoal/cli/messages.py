@@ -1,4 +1,4 @@
-"""Messages of a chat: read from files, and written as token ids by a chat template."""
+"""The messages of a chat: read from files, and written as token ids by a chat template."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 class ChatWriter:
-    """Writes conversations as a model reads them.
+    """A writer of conversations in the form that a model reads.
 
     Args:
-        tokenizer: Transformers'.
+        tokenizer: a tokenizer of Transformers.
         template: the chat template; None = the tokenizer's own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Option groups: dataclasses that a command takes, each field an option on the command line."""
+"""The option groups: dataclasses that a command takes, each field an option on the command line."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Command = Callable[..., Value]
 
 
 def option_groups(*, without: Collection[str] = ()) -> Callable[[Command[Value]], Command[Value]]:
-    """Makes every field of a command's dataclass parameters a parameter for typer, which reads
-    signatures.
+    """Makes the fields of a command's dataclass parameters parameters for typer.
 
-    Options are ordered by panel and, within a panel, by parameter and field.
+    typer reads signatures. Options are ordered by panel and, within a panel, by parameter and
+    field.
 
     Args:
         without: fields that are no options of this command and keep their defaults.

@@ -82,7 +82,7 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """Draft lengths and the acceptance rule."""
+    """The draft lengths and the acceptance rule."""
 
     lookahead: LookaheadOption = "auto"
     rule: Annotated[
@@ -129,7 +129,11 @@ class PairNames:
 
     @property
     def draft_model(self) -> str | None:
-        """The name of the draft model, if there is one. Raises RequestError: see `read_draft`."""
+        """The name of the draft model, if there is one.
+
+        Raises:
+            RequestError: see `read_draft`.
+        """
         draft = read_draft(self.draft)
         return None if draft is None else draft.source
 

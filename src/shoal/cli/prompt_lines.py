@@ -30,7 +30,7 @@ They are the fields that JSON can write.
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One prompt.
+    """A prompt of a command line.
 
     Attributes:
         n: the number of samples; None = the same number as the other prompts.
@@ -100,7 +100,7 @@ def _of_line(row: str, where: str) -> PromptLine:
 
 
 def _by_ids(biases: Mapping[str, Any], where: str) -> dict[int, Any]:
-    """Keys of JSON objects are texts."""
+    """Converts the keys to token ids, as keys of JSON objects are texts."""
     try:
         return {int(token): value for token, value in biases.items()}
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Samples on a console, each under a header line."""
+"""The samples on a console, each under a header line."""
 
 from __future__ import annotations
 

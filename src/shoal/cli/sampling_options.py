@@ -1,4 +1,4 @@
-"""Options of how tokens are sampled, of commands that generate."""
+"""The options of commands that generate, about the sampling of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.config import Sampling
 from shoal.errors import RequestError
 
 NOT_SAMPLING = ("n", "greedy", "align", "exact", "syntax", "members")
-"""Fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
+"""The fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class ServedSpeculation:
-    """Draft lengths and the acceptance rule of all requests."""
+    """The draft lengths and the acceptance rule of all requests."""
 
     lookahead: Annotated[
         str,
@@ -174,7 +174,7 @@ class ServedSpeculation:
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Replicas on Ray Serve."""
+    """The replicas on Ray Serve."""
 
     ray: Annotated[
         bool,
@@ -318,7 +318,11 @@ def serve(
 
 
 def _check_with_tensor_parallel(machines: ReplicaOptions, limits: LimitOptions) -> None:
-    """Raises RequestError for options that do not go with it."""
+    """Refuses options that do not go with --tensor-parallel.
+
+    Raises:
+        RequestError: there is such an option.
+    """
     if machines.ray:
         raise RequestError("--tensor-parallel does not go with --ray: a replica is one process")
     if limits.prefix_memory:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """True once Ctrl-C was pressed; a second press raises KeyboardInterrupt at once."""
+    """A flag that is true once Ctrl-C was pressed.
+
+    A second press raises KeyboardInterrupt at once.
+    """
 
     def __init__(self) -> None:
         self.pressed = False

@@ -1,4 +1,4 @@
-"""Suggestions for a cursor on a console: each is a diff of the file, as `patch` reads it."""
+"""The suggestions for a cursor on a console: each is a diff of the file, as `patch` reads it."""
 
 from __future__ import annotations
 

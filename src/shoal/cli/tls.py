@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TlsOptions:
-    """HTTPS by the server itself."""
+    """The options for HTTPS by the server itself."""
 
     ssl_certfile: Annotated[
         Path | None,

@@ -125,5 +125,5 @@ class Events(Unseen):
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Ids as the text that is shown."""
+    """Returns a function that decodes ids to the text that is shown."""
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))

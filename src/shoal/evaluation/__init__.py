@@ -1,4 +1,4 @@
-"""Quality within a time budget: sampling by every method, sandboxed execution, metrics and report.
+"""The quality within a time budget: sampling by every method, execution, metrics and report.
 
 No serving, no training, no command line.
 """

@@ -1,8 +1,7 @@
-"""A cgroup (version 2) for each tested program, where one is delegated: the kernel bounds its
-memory and processes in total.
+"""A cgroup (version 2) for each tested program, if one is delegated.
 
-Only a cgroup bounds the kernel's own memory for a program (full socket buffers) and files that only
-a mapping keeps.
+The kernel bounds the memory and processes of the group in total. Only a cgroup bounds the kernel's
+own memory for a program (full socket buffers) and files that only a mapping keeps.
 
 The supervisor has no package around it and loads this file by its path, so it imports the standard
 library only.
@@ -62,7 +61,8 @@ def limit(group: str, bounds: dict[str, Any]) -> None:
     A cgroup counts files in memory (tmpfs) as memory, so the bound on files is added to the bound
     on memory.
 
-    Raises: OSError if it cannot be made or limited.
+    Raises:
+        OSError: it cannot be made or limited.
     """
     os.makedirs(group, exist_ok=True)
     _write(group, "memory.max", bounds["memory_bytes"] + bounds["workdir_bytes"] + SANDBOX_BYTES)

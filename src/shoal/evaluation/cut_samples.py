@@ -97,8 +97,8 @@ def summary(found: Sequence[tuple[Written, Sequence[Grade]]]) -> list[dict[str, 
 
     Returns:
         The number of cuts, and for each variant the share of samples that pass, the share that do
-            not parse, and the median of its seconds over those of `uncut`, which writes the same
-            text but has nothing to align.
+        not parse, and the median of its seconds over those of `uncut`, which writes the same text
+        but has nothing to align.
     """
     kinds = list(dict.fromkeys(each.cut.kind for each, _ in found))
     return [

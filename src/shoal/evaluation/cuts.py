@@ -1,6 +1,6 @@
-"""Solutions cut inside a token, by kind of the part that is left.
+"""The cuts of solutions inside a token, by kind of the part that is left.
 
-The kinds are those of Athiwaratkun et al., Token Alignment, 2024, section 4.
+The kinds are taken from Athiwaratkun et al., Token Alignment, 2024, section 4.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SIGNS = re.compile(r"[^\w\s]+")
 
 @dataclass(frozen=True)
 class Cut:
-    """A problem and where its program is cut.
+    """A problem and the place of the cut in its program.
 
     Attributes:
         kind: one of `KINDS`.
-        end: characters of prompt and solution that are left.
-        start: where the cut token begins.
+        end: the number of characters of prompt and solution that are left.
+        start: the place at which the cut token begins.
     """
 
     problem: Problem
@@ -66,8 +66,9 @@ def cuts(
 
 
 def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, int]]]:
-    """Finds the places of cuts by kind: the end of the text that is left, and the cut token's
-    start.
+    """Finds the places of cuts by kind.
+
+    A place is the end of the text that is left, and the start of the cut token.
 
     Args:
         first: the place from which cuts are of interest, in characters: the length of a prompt.

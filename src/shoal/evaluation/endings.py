@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 FENCE = "\n```"
-"""Ends the code block of a chat model's answer."""
+"""The text that ends the code block of a chat model's answer."""
 
 
 @dataclass(frozen=True)

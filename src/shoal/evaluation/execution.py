@@ -151,12 +151,13 @@ def _execute(
 def execute_all(
     pairs: Iterable[Solution], sandbox: Sandbox, workers: int | None = None
 ) -> Generator[ExecutionResult, None, None]:
-    """Results in the order of `pairs`, `workers` programs at a time (None: one per processor).
+    """Yields results in the order of `pairs`.
 
-    When the iterator is closed or interrupted, waiting programs are cancelled, running ones killed,
-    and the sandbox closed.
+    `workers` programs run at a time (None: one per processor). When the iterator is closed or
+    interrupted, waiting programs are cancelled, running ones killed, and the sandbox closed.
 
-    Raises: RequestError before the first program if anything is missing here.
+    Raises:
+        RequestError: something is missing here; before the first program runs.
     """
     pairs = list(pairs)
     require((problem for problem, _ in pairs), sandbox)
@@ -171,8 +172,10 @@ def execute_all(
 
 
 def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Solution]:
-    """Completions to execute: the problems' canonical ones where there are any, or those of a file
-    of JSON lines.
+    """Returns the completions to execute.
+
+    They are the problems' canonical ones, as far as there are any, or those of a file of JSON
+    lines.
 
     Args:
         source: "canonical", or a path; a record has `task_id` and `completion`, and may name its
@@ -180,7 +183,7 @@ def read_solutions(source: str | Path, problems: Sequence[Problem]) -> list[Solu
 
     Raises:
         RequestError: the file is malformed, or a record belongs to no problem or another language,
-            with file and line; there are no completions.
+            with file and line; or there are no completions.
     """
     if source == "canonical":
         pairs = [

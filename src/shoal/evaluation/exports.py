@@ -17,7 +17,7 @@ from shoal.errors import RequestError
 from shoal.evaluation.problems import Problem
 
 Programs = Mapping[str, Sequence[str]]
-"""Task id -> whole programs, in the order of the evaluator's problems."""
+"""The whole programs by task id, in the order of the evaluator's problems."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Completions -> grades: programs are executed, summaries are compared with reference summaries."""
+"""The grading of completions.
+
+Programs are executed, summaries are compared with reference summaries.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ PASSED = "passed"
 ROUGE = ("rougeL", "rouge1", "rouge2")
 
 Completions = Iterable[tuple[str, str]]
-"""Task ids and completions."""
+"""The task ids and completions."""
 
 
 @dataclass(frozen=True)
 class Grade:
-    """The scores of a completion.
+    """The grade of a completion.
 
     Attributes:
-        scores: 0..1 each.
+        scores: the scores by name, 0..1 each.
         outcome: one word, "syntax" for a syntax error.
-        detail: text for the report, such as the error.
+        detail: a text for the report, such as the error.
     """
 
     scores: dict[str, float]
@@ -36,16 +39,17 @@ class Grade:
 
 
 Grader = Callable[[Completions], Iterator[Grade]]
-"""Grades completions in their order."""
+"""A function that grades completions in their order."""
 
 
 def code_grader(
     problems: Sequence[Problem], sandbox: Sandbox, workers: int | None = None
 ) -> Grader:
-    """Executes each completion's program, `workers` at a time.
+    """Makes a grader that executes each completion's program, `workers` at a time.
 
     Raises:
-        RequestError: at once, if a language cannot be run here; it names what to install.
+        RequestError: at once, if a language cannot be run here; the message names the packages to
+            install.
     """
     require(problems, sandbox)
     known = {problem.task_id: problem for problem in problems}

@@ -37,9 +37,10 @@ SYSTEM = (
 )
 """The paths that every program may read.
 
-They hold programs, libraries, their settings and what runtimes ask the kernel for. Nothing that
-belongs to a person or a service is among them. Without namespaces around it, a program that opens
-another path is refused (EACCES), which some runtimes take worse than a path that does not exist.
+They hold programs, libraries, their settings and the kernel's files that runtimes read. Nothing
+that belongs to a person or a service is among them. Without namespaces around it, a program that
+opens another path is refused (EACCES), which some runtimes take worse than a path that does not
+exist.
 """
 
 

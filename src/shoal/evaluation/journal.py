@@ -16,7 +16,10 @@ from shoal.errors import RequestError
 SETTINGS = "settings.json"
 Value = TypeVar("Value")
 ShowProgress = Callable[[str, Iterable[Value], int], Iterable[Value]]
-"""(task, results as they come, their number) -> the same results; shows progress."""
+"""A function that passes results on and shows progress.
+
+It takes (task, results as they come, their number), and returns the same results.
+"""
 
 
 class Journal:
@@ -67,11 +70,12 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
 
 
 def open_directory(directory: Path, settings: dict[str, Any]) -> None:
-    """Makes the directory if necessary and writes the settings of a new run (atomically), or
-    compares them with its old ones.
+    """Makes the directory if necessary, and writes the settings of a new run (atomically).
+
+    It compares the settings with the directory's old ones if there are any.
 
     Raises:
-        RequestError: if it cannot be used, or holds results of other settings; names the first that
+        RequestError: it cannot be used, or holds results of other settings; names the first that
             differs.
     """
     path, settings = directory / SETTINGS, json.loads(json.dumps(settings))

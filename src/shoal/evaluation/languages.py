@@ -40,8 +40,8 @@ class Language:
         compile: the command that compiles it there; it ends with an exit code other than 0 for a
             program that it refuses.
         install: the packages that provide these commands.
-        trial: the smallest program. It must run here, and a runtime that writes to standard error
-            beside it does so beside every program.
+        trial: the smallest program. It must run here. If a runtime writes to standard error beside
+            it, it writes the same beside every program.
         separator: stands between a completion and its tests, and ends a statement that the
             completion has begun.
         epilogue: a format string of the two halves of the marker; prints it after the tests, at the

@@ -1,9 +1,8 @@
-"""Metrics of samples with finishing times and scores, within a time budget. Pure functions on
-arrays.
+"""The metrics of samples with finishing times and scores, within a time budget.
 
-Shapes: P problems, n samples of each, in row order; B budgets. Every estimate is a mean over
-problems; its interval is the middle 95 % of the means of resampled problems (percentile bootstrap,
-Efron 1979).
+They are pure functions on arrays. Shapes: P problems, n samples of each, in row order; B budgets.
+Every estimate is a mean over problems; its interval is the middle 95 % of the means of resampled
+problems (percentile bootstrap, Efron 1979).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Table:
-    """All samples of one method.
+    """The table of all samples of one method.
 
     Attributes:
-        finished_at: seconds from submission, [P, n]; inf for a sample that never finished.
-        mean_logprob: [P, n]; -inf if there is none.
-        score: 0..1, [P, n].
+        finished_at: the seconds from submission, [P, n]; inf for a sample that never finished.
+        mean_logprob: the mean log-probability, [P, n]; -inf if there is none.
+        score: the score, 0..1, [P, n].
         tokens: the number of tokens of each sample, [P, n].
         syntax_error: 1 for a sample with a syntax error, [P, n].
         seconds: the seconds until the last sample of a problem was finished, [P].
@@ -48,10 +47,10 @@ class Table:
         return (self.finished_at <= budget) & np.isfinite(self.finished_at)
 
     def first(self, budget: float) -> Floats:
-        """Returns Pass@First: the score of the finished sample with the best mean log-probability,
-        [P].
+        """Returns Pass@First of each problem, [P].
 
-        It is 0 without any. Ties go to the first row.
+        It is the score of the finished sample with the best mean log-probability, 0 without any.
+        Ties go to the first row.
         """
         done = self.finished(budget)
         lowest = np.finfo(np.float64).min
@@ -66,8 +65,8 @@ class Table:
     def at(self, k: int, budget: float) -> Floats:
         """Returns the unbiased estimate of pass@k of each problem, [P].
 
-        The estimate is that of Chen et al. 2021, arXiv 2107.03374, section 2.1. A sample that is
-        not finished in time has not passed; only scores of 1 pass.
+        The estimator is taken from Chen et al. 2021, arXiv 2107.03374, section 2.1. A sample that
+        is not finished in time has not passed; only scores of 1 pass.
         """
         return pass_at(self.passed(budget).sum(axis=1), self.n, k)
 
@@ -87,12 +86,13 @@ def pass_at(passed: npt.NDArray[np.int64], n: int, k: int) -> Floats:
 
 
 class Bootstrap:
-    """Resamples of P problems, the same for every estimate, so that estimates of two methods can be
-    subtracted.
+    """The resamples of P problems.
+
+    They are the same for every estimate, so that estimates of two methods can be subtracted.
 
     Attributes:
-        weights: share of each problem in each resample, [resamples, P].
-        ends: percentiles of an interval.
+        weights: the share of each problem in each resample, [resamples, P].
+        ends: the percentiles of an interval.
     """
 
     def __init__(self, problems: int, seed: int = 0) -> None:
@@ -117,7 +117,7 @@ class Bootstrap:
 
 
 def permutation_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
-    """Computes the two-sided p-value of "pass@k is the same by both methods", whatever the budget.
+    """Computes the two-sided p-value of "pass@k is the same by both methods", without a budget.
 
     It is a permutation test within problems. It is exact: if samples of both methods have the same
     distribution, a problem's 2n outcomes are exchangeable between them.

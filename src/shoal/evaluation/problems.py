@@ -1,4 +1,4 @@
-"""Programming problems, read from the files of HumanEval and MBXP.
+"""The programming problems of HumanEval and MBXP, read from their files.
 
 HumanEval (Chen et al. 2021, arXiv 2107.03374) and MBXP (Athiwaratkun et al. 2023, arXiv 2210.14868)
 are JSON lines, plain or gzipped. A model sees `prompt` (and `suffix` in infilling problems); its
@@ -21,11 +21,13 @@ from shoal.evaluation.languages import LANGUAGES
 
 @dataclass(frozen=True)
 class Problem:
-    """One program to complete, with its tests.
+    """A program to complete, with its tests.
 
-    `prompt` + completion + `suffix` + `tests` is a whole program. `canonical` is the completion
-    published with the problem, None if there is none. `entry_point` is the function that the tests
-    call.
+    `prompt` + completion + `suffix` + `tests` is a whole program.
+
+    Attributes:
+        canonical: the completion published with the problem, None if there is none.
+        entry_point: the function that the tests call.
     """
 
     task_id: str
@@ -135,7 +137,7 @@ def _problem(record: dict[str, Any], language: str | None, where: str) -> Proble
     tests = text_field(record, "test", where)
     if (
         language == "python"
-        # its tests define `check`, which must be called; a function under test may have that name too
+        # its tests define `check`, which must be called; a tested function may have that name too
     ):
         tests = f"_candidate = {entry_point}\n{tests}\ncheck(_candidate)\n"
     return Problem(

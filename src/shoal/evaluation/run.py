@@ -22,14 +22,14 @@ SUMMARY, FIGURE, PAGE = "summary.json", "quality.png", "report.html"
 
 
 class Evaluation:
-    """Tasks with their samples and grades.
+    """An evaluation: tasks with their samples and grades.
 
     Args:
         settings: everything that the samples depend on; a directory with results of other settings
             is refused.
 
     Raises:
-        RequestError: if the directory cannot be used, see `shoal.evaluation.journal`.
+        RequestError: the directory cannot be used, see `shoal.evaluation.journal`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Evaluation:
 
     @property
     def missing(self) -> list[Task]:
-        """Tasks without samples."""
+        """The tasks without samples."""
         return [task for task in self.tasks if task.task_id not in self.samples.entries]
 
     def sample(self, sampler: Sampler, watch: ShowProgress[dict[str, Any]]) -> None:

@@ -44,10 +44,10 @@ class SamplingConfig:
     """The samples to draw of each problem.
 
     Attributes:
-        n: samples.
-        options: of `Shoal.generate`, without stop strings, seed and lookahead.
-        lookahead: of the speculative methods.
-        seed: of every problem; None = fresh entropy.
+        n: the number of samples.
+        options: the options of `Shoal.generate`, without stop strings, seed and draft length.
+        lookahead: the draft length of the speculative methods.
+        seed: the seed of every problem; None = fresh entropy.
         methods: some of `METHODS`.
     """
 

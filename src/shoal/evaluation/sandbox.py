@@ -39,8 +39,9 @@ STOPPED = StepResult(0, "stopped", None, "", "", 0.0)
 
 
 class Sandbox:
-    """Runs programs, any number at a time (from several threads), and stops them all when it is
-    closed.
+    """A sandbox that runs programs.
+
+    It runs any number at a time (from several threads), and stops them all when it is closed.
 
     Args:
         backend: one of `isolation.BACKENDS`, or "auto": the first of them with which a probe

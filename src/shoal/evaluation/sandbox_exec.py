@@ -1,5 +1,6 @@
-"""The inner of the sandbox's two programs: restricts its own process, then executes the command in
-it.
+"""The inner of the sandbox's two programs.
+
+It restricts its own process, then executes the command in it.
 
     python -I -S sandbox_exec.py '{"command": [...], "environment": {...}, "workdir": "...",
     "visible": [...], "uid": ..., ...}'

@@ -1,6 +1,6 @@
-"""JSON schemas as an evaluation set: the schemas that are accepted, and the fit of their samples.
+"""The JSON schemas of an evaluation set: the accepted schemas, and the fit of their samples.
 
-The set and its measures are those of JSONSchemaBench (Geng et al. 2025, arXiv 2501.10868).
+The set and its measures come from JSONSchemaBench (Geng et al. 2025, arXiv 2501.10868).
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from shoal.evaluation.problems import records
 Verdict = Literal["valid", "invalid", "cut"]
 """The text ended by itself and fits; ended and does not; was cut by its limits."""
 SHOWN = 2000
-"""Characters of a schema that the prompt shows."""
+"""The number of characters of a schema that the prompt shows."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """group: the directory or file that it comes from."""
+    """A schema of the set.
+
+    Attributes:
+        group: the directory or file that it comes from.
+    """
 
     name: str
     group: str
@@ -218,8 +222,8 @@ def summary(found: Sequence[Tried]) -> dict[str, Any]:
 
     Returns:
         "declared": the share that is accepted; "empirical": the share whose samples are all valid;
-            "compliance": the same share of the accepted ones; verdicts of samples; times in
-            milliseconds, medians over schemas.
+        "compliance": the same share of the accepted ones; verdicts of samples; times in
+        milliseconds, medians over schemas.
     """
     groups = list(dict.fromkeys(one.group for one in found))
     by_group = {group: _summed([one for one in found if one.group == group]) for group in groups}

@@ -1,4 +1,4 @@
-"""Given completions and their results in a directory, where results survive an interruption."""
+"""The given completions and their results in a directory, where results survive an interruption."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ RESULTS, SUMMARY = "results.jsonl", "summary.json"
 
 
 class Solutions:
-    """Completions to execute. A directory that has results of some of them is continued.
+    """The completions to execute.
+
+    A directory that has results of some of them is continued.
 
     Args:
         settings: everything that the results depend on; a directory with results of other settings
             is refused.
 
     Raises:
-        RequestError: if the directory cannot be used, see `shoal.evaluation.journal`.
+        RequestError: the directory cannot be used, see `shoal.evaluation.journal`.
     """
 
     def __init__(

@@ -37,8 +37,9 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Step:
-    """A command to run in the working directory; its program is an absolute path, or "./name" in
-    that directory.
+    """A command to run in the working directory.
+
+    Its program is an absolute path, or "./name" in that directory.
 
     Attributes:
         environment: variables besides PATH, HOME, TMPDIR and LANG.

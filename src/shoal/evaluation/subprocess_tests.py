@@ -1,5 +1,6 @@
-"""Runs a completion in one process and its tests in another, so that it can reach neither the tests
-nor their result.
+"""The program that runs a completion in one process and its tests in another.
+
+The completion can reach neither the tests nor their result.
 
     python main.py            the tests: reads job.json, removes it, and starts
     python main.py DESCRIPTOR the completion, which is called through this socket
@@ -107,7 +108,7 @@ def encode(value: Any) -> Any:
 def decode(message: Any) -> Any:
     """Returns the value that was encoded.
 
-    It has only types that `encode` knows, whatever was received.
+    It has only types that `encode` knows, for any message.
     """
     if not isinstance(message, list):
         return message
@@ -256,8 +257,9 @@ class CompletionProcess:
 
 
 def _names(prompt: str) -> dict[str, Any]:
-    """Returns the definitions of a prompt, for tests that use more than the function to be
-    completed.
+    """Returns the definitions of a prompt.
+
+    Tests may use more of them than the function to be completed.
     """
     names = {"__name__": "__main__"}
     for ending in ("", "\n    pass\n"):

@@ -18,14 +18,14 @@ from shoal.evaluation.metrics import Bootstrap, Floats, Table, permutation_test
 
 Entries = Mapping[str, Mapping[str, Any]]
 Estimate = dict[str, float | None]
-"""mean, low, high; null without any samples to count."""
+"""A mean with the low and high ends of its interval; null without any samples to count."""
 
 CURVE = 96  # number of budgets of a curve
 
 
 @dataclass(frozen=True)
 class Results:
-    """All samples and grades.
+    """The results: all samples and grades.
 
     Attributes:
         names: the names of the problems, in order.
@@ -72,7 +72,7 @@ class Results:
         return table
 
     def errors(self) -> dict[str, str]:
-        """The refused problems with the reasons."""
+        """Returns the refused problems with the reasons."""
         return {
             name: self.attempts[name]["error"]
             for name in self.names
@@ -155,7 +155,7 @@ def _estimate(values: Floats, counts: Floats, bootstrap: Bootstrap) -> Estimate:
 
 
 def _grid(tables: Sequence[Table]) -> list[float]:
-    """Budgets from just before the first finished sample to just after the last."""
+    """Returns the budgets from just before the first finished sample to just after the last."""
     times = np.concatenate([table.finished_at[np.isfinite(table.finished_at)] for table in tables])
     if not len(times):
         return []

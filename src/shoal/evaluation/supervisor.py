@@ -1,5 +1,6 @@
-"""The outer of the sandbox's two programs: runs commands in a working directory of their own and
-leaves nothing behind.
+"""The outer of the sandbox's two programs.
+
+It runs commands in a working directory of their own and leaves nothing behind.
 
     python -I -S supervisor.py < job     one line of JSON; the end of standard input means: stop
 
@@ -98,7 +99,7 @@ def _create_workdir(workdir: str, files: dict[str, str], uid: int | None) -> Non
 
 
 def _remove_workdir(workdir: str) -> None:
-    """Removes the directory whatever its depth and permissions.
+    """Removes the directory at any depth and with any permissions.
 
     chmod would follow a link that replaced the directory.
     """
@@ -112,7 +113,7 @@ def _remove_workdir(workdir: str) -> None:
 
 
 class _Command:
-    """One command from its start until all processes that it started have ended."""
+    """A command from its start until all processes that it started have ended."""
 
     def __init__(self, job: dict[str, Any], step: dict[str, Any], uid: int | None) -> None:
         inner = {
@@ -198,7 +199,7 @@ class _Command:
         """Reads the output, and waits for it at most that long.
 
         Returns:
-            False if standard input has ended: nobody wants the answer.
+            False if standard input has ended: the answer is not wanted any more.
         """
         ready, _, _ = select.select([0, *self.pipes], [], [], seconds)
         for pipe in set(ready) - {0}:

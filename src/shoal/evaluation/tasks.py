@@ -21,15 +21,15 @@ CHAT = (
 CHAT_SUMMARY = "Summarize the following text in one sentence.\n\n{document}"
 SUMMARY = "{document}\n\nTL;DR:"
 FUNCTIONS_SEED, FUNCTIONS = 404, 200
-"""Seed and default number of the held-out problems."""
+"""The seed and the default number of the held-out problems."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt with the processing of its samples.
+    """A prompt with the processing of its samples.
 
     Attributes:
-        prompt: text for the report.
+        prompt: the text for the report.
         stops: strings that end a sample.
         read: tokenizer -> the model's input, text or ids.
         complete: (generated text, whether a stop string ended it) -> the completion that is graded.
@@ -43,7 +43,10 @@ class Task:
 
 
 def code_tasks(problems: Iterable[Problem], *, chat: bool = False) -> list[Task]:
-    """Programs to complete: continued, or as a chat whose answer already begins with the prompt."""
+    """Makes tasks of programs to complete.
+
+    They are continued, or asked in a chat in which the answer already begins with the prompt.
+    """
     return [_code_task(problem, chat) for problem in problems]
 
 
@@ -63,10 +66,10 @@ def _code_task(problem: Problem, chat: bool) -> Task:
 
 
 def infilling_tasks(problems: Sequence[Problem]) -> list[Task]:
-    """Middles to fill in between prompt and suffix; the model's EOS ends them.
+    """Makes tasks of middles to fill in between prompt and suffix; the model's EOS ends them.
 
     Raises:
-        RequestError: for a problem without a suffix.
+        RequestError: a problem has no suffix.
     """
     for problem in problems:
         if not problem.suffix:
@@ -86,8 +89,9 @@ def infilling_tasks(problems: Sequence[Problem]) -> list[Task]:
 
 
 def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
-    """Returns the ids of a conversation: a user's question, and the beginning of the model's
-    answer.
+    """Returns the ids of a conversation.
+
+    It is a user's question, and the beginning of the model's answer.
 
     Raises:
         RequestError: the tokenizer has no chat template.
@@ -164,7 +168,7 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def summary_tasks(documents: Iterable[Document], *, chat: bool = False) -> list[Task]:
-    """Summaries to write in one line."""
+    """Makes tasks of summaries to write in one line."""
     return [
         Task(
             document.task_id,

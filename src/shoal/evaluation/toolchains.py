@@ -19,7 +19,7 @@ from shoal.evaluation.sandbox import PATH, Sandbox
 from shoal.evaluation.steps import Bounds, Step, StepResult
 
 Programs = Mapping[str, str]
-"""Names of programs and their paths."""
+"""The names of programs and their paths."""
 
 TRIAL = "the smallest program has run"
 REASON = 300  # characters of what a compiler or an interpreter says when it does not run
@@ -66,7 +66,8 @@ class Toolchain:
 def require(problems: Iterable[Problem], sandbox: Sandbox) -> None:
     """Checks that all programs and libraries that these problems need are installed.
 
-    Raises: RequestError naming everything that is missing.
+    Raises:
+        RequestError: something is missing; the message names everything that is.
     """
     tests: dict[str, list[str]] = {}
     for problem in problems:
@@ -158,7 +159,7 @@ def _step(language: Language, command: tuple[str, ...], programs: Programs, boun
 
 
 def _node_modules(node: str | None) -> list[str]:
-    """Directories of globally installed Node.js modules: those of NODE_PATH and the usual ones."""
+    """Returns the directories of globally installed Node.js modules: NODE_PATH, usual ones."""
     if node is None:
         return []
     customary = [

@@ -28,9 +28,9 @@ class KeptModel(NamedTuple):
 
 
 _named: Belongings[KeptModel] = Belongings("draft models")
-"""Draft models of a target, by name and attention."""
+"""The draft models of a target, by name and attention."""
 _given: Belongings[weakref.WeakKeyDictionary[nn.Module, KeptModel]] = Belongings("targets")
-"""Uses of a draft model, by attention and target."""
+"""The uses of a draft model, by attention and target."""
 
 
 def drafter_of(
@@ -42,10 +42,11 @@ def drafter_of(
         draft: see `shoal.integrations.transformers.custom_generate`; None = nothing drafts.
         target: the model to draft for.
         attention: the attention method of a draft model.
-        tokenizers: those that the caller gives.
+        tokenizers: the tokenizers that the caller gives.
 
     Raises:
-        RequestError: no drafter is meant. PairMismatch: it cannot propose for this target.
+        RequestError: no drafter is meant.
+        PairMismatch: it cannot propose for this target.
     """
     spec = read_draft(draft, "draft_model")
     if spec is None:

@@ -52,11 +52,10 @@ class GenerateBatch:
 
     @cached_property
     def groups(self) -> Sequence[tuple[tuple[int, ...], Sequence[int]]]:
-        """Prompts without padding, each with the rows of the batch that have it; a group is
-        computed once.
+        """The prompts without padding, each with the rows of the batch that have it.
 
-        `prefix_allowed_tokens_fn` may be called with a row's index, so with it every row has a
-        group of its own.
+        A group is computed once. `prefix_allowed_tokens_fn` may be called with a row's index, so
+        with it every row has a group of its own.
         """
         mask = self.attention_mask
         keep = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask.bool()

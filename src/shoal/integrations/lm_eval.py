@@ -1,6 +1,6 @@
-"""The model class `shoal` of lm-eval: `python -m shoal.integrations.lm_eval --model shoal
---model_args pretrained=DIR,draft=DIR`.
+"""The model class `shoal` of lm-eval.
 
+`python -m shoal.integrations.lm_eval --model shoal --model_args pretrained=DIR,draft=DIR` runs it.
 lm-eval (0.4.9 or later) finds model classes by import alone, so this module registers the class and
 then runs lm-eval's own command line. In Python: `lm_eval.simple_evaluate(model=ShoalLM(pair),
 tasks=[...])`.
@@ -34,7 +34,10 @@ from shoal.types.options import split_options
 from shoal.types.requests import Request, occurrences
 
 IGNORED = ("do_sample", "use_cache")
-"""Options of tasks that say nothing here: temperature 0 is greedy, and there is always a cache."""
+"""The options of tasks that have no effect.
+
+Temperature 0 is greedy, and there is always a cache.
+"""
 
 
 @register_model("shoal")
@@ -111,7 +114,7 @@ class ShoalLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Before texts without a context."""
+        """The id of the token before texts without a context."""
         named = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         return next(token for token in named if token is not None)
 

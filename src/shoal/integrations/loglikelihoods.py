@@ -15,9 +15,9 @@ from shoal.errors import RequestError
 from shoal.models.runner import Runner
 
 ROWS = 16
-"""Contexts in the cache at once."""
+"""The number of contexts in the cache at once."""
 POSITIONS = 512
-"""Positions per pass; their logits [positions, vocab] are in memory at once."""
+"""The number of positions per pass; their logits [positions, vocab] are in memory at once."""
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """The ids of a context, at least one, and of its continuation."""

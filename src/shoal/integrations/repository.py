@@ -1,8 +1,8 @@
-"""`model.generate(..., custom_generate=shoal.custom_generate_dir(), trust_remote_code=True)`:
-`custom_generate` as a repository.
+"""The function `custom_generate` as a repository.
 
-To the function of a repository `generate` passes every argument, also `streamer`, `assistant_model`
-and `tokenizer`, which a callable does not receive.
+It is called by `model.generate(..., custom_generate=shoal.custom_generate_dir(),
+trust_remote_code=True)`. To the function of a repository `generate` passes every argument, also
+`streamer`, `assistant_model` and `tokenizer`, which a callable does not receive.
 """
 
 from __future__ import annotations

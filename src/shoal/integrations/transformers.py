@@ -45,8 +45,10 @@ MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASS
 IGNORED_TENSORS = ("attention_mask", "position_ids", "cache_position")
 """The tensors among `generate`'s arguments that add nothing to the ids and the attention mask."""
 NOT_PASSED = ("streamer", "assistant_model", "synced_gpus")
-"""Arguments that `generate` silently does not pass to a callable. `tokenizer` is needed for
-`stop_strings` only, and `generate` itself raises an error then."""
+"""The arguments that `generate` silently does not pass to a callable.
+
+`tokenizer` is needed for `stop_strings` only, and `generate` itself raises an error then.
+"""
 
 _runners: Belongings[Runner] = Belongings("runners")
 """The runners of a model, by attention."""
@@ -102,11 +104,11 @@ def custom_generate(
 
     Returns:
         Sequences [rows, length + new] int64 padded with the pad token, or a
-            `GenerateDecoderOnlyOutput` with `scores` and `logits` if they were requested (zeros
-            after a row's end) and `past_key_values` None. One number is taken from torch's
-            generator and used as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets
-            the same tokens, whatever the drafts and the other prompts of the batch are (by another
-            rule than "coupled" they depend on the drafts).
+        `GenerateDecoderOnlyOutput` with `scores` and `logits` if they were requested (zeros after a
+        row's end) and `past_key_values` None. One number is taken from torch's generator and used
+        as `Sampling.seed`: after the same `torch.manual_seed` a prompt gets the same tokens,
+        whatever the drafts and the other prompts of the batch are (by another rule than "coupled"
+        they depend on the drafts).
 
     Raises:
         RequestError: beam search and other methods, inputs that are not ids, outputs that shoal
@@ -251,7 +253,11 @@ def _reject_arguments_not_passed() -> None:
 
 
 def _validate(config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises RequestError for a decoding method, outputs or inputs that shoal does not have."""
+    """Refuses a decoding method, outputs or inputs that shoal does not have.
+
+    Raises:
+        RequestError: there is one.
+    """
     mode = config.get_generation_mode()
     if mode not in MODES:
         raise RequestError(

@@ -1,9 +1,9 @@
-"""Rollouts by shoal for the trainers of TRL: `GRPOTrainer(...,
-rollout_func=shoal.integrations.trl.rollout_func(pair))`.
+"""The rollouts by shoal for the trainers of TRL.
 
-A trainer hands its prompts to the function, each as often as it wants samples of it, and gets ids
-and log-probabilities back. The policy that is trained is the pair's target, or is copied into it
-before each batch of rollouts.
+`GRPOTrainer(..., rollout_func=shoal.integrations.trl.rollout_func(pair))` uses them. A trainer
+hands its prompts to the function, each as often as it wants samples of it, and gets ids and
+log-probabilities back. The policy that is trained is the pair's target, or is copied into it before
+each batch of rollouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from shoal.api import Shoal
 from shoal.errors import RequestError
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
-"""(prompts, trainer) -> prompt_ids, completion_ids, logprobs: a list per sample each."""
+"""A function of (prompts, trainer) that returns prompt_ids, completion_ids and logprobs.
+
+Each is a list per sample.
+"""
 
 
 def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
@@ -39,7 +42,7 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
 
     Returns:
         The function. Its `logprobs` are those of the distribution that was sampled from
-            (`Sample.processed_logprobs`).
+        (`Sample.processed_logprobs`).
 
     Raises:
         RequestError: when called: the pair's target does not have the weights of the policy, or
@@ -89,12 +92,12 @@ def _options(trainer: Any) -> dict[str, Any]:
 
 
 class _Seeds:
-    """A seed for each call, which no other call of a run has, nor one of a run with another seed of
-    the trainer.
+    """A maker of a seed for each call.
 
-    Calls are counted within a step, for training and evaluation apart: a step may take several
-    batches of rollouts, and a run that goes on from a checkpoint, or is evaluated in between, has
-    the seeds that it would have had.
+    No other call of a run has the seed, nor a call of a run with another seed of the trainer. Calls
+    are counted within a step, for training and evaluation apart: a step may take several batches of
+    rollouts, and a run that goes on from a checkpoint, or is evaluated in between, has the seeds
+    that it would have had.
     """
 
     def __init__(self) -> None:

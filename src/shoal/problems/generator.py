@@ -46,7 +46,7 @@ MAX_LINE = 72  # characters of an example, so that a prompt stays short
 
 @dataclass(frozen=True)
 class FunctionProblem:
-    """One function to write: `prompt` + `solution` is a whole function."""
+    """A function to write: `prompt` + `solution` is a whole function."""
 
     template: str
     constants: tuple[Any, ...]

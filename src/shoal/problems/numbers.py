@@ -1,4 +1,4 @@
-"""Conditions, operations and expressions on the numbers of a list or of a dict's values."""
+"""The conditions, operations and expressions on the numbers of a list or of a dict's values."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pool:
-    """Argument names, and values of which the earlier ones are drawn more often."""
+    """The argument names, and values of which the earlier ones are drawn more often."""
 
     names: tuple[str, ...]
     values: Sequence[Any]

@@ -1,4 +1,4 @@
-"""Templates of their own kind on lists and matrices."""
+"""The templates of their own kind on lists and matrices."""
 
 from __future__ import annotations
 

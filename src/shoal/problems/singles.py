@@ -1,4 +1,4 @@
-"""Templates of their own kind on strings, dicts and numbers; all such templates."""
+"""The templates of their own kind on strings, dicts and numbers; all such templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditions and operations on the characters of a text and the words of a list."""
+"""The conditions and operations on the characters of a text and the words of a list."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Tiny models, a tokenizer, scripted models and exact distributions for tests of the library, of
-drafters and of constraints.
+"""The tiny models, scripted models, tokenizer and exact distributions for tests.
 
-Everything is built in milliseconds from configs; nothing is downloaded. `shoal.testing.tokenizers`
-has tokenizers as real models have them.
+They test the library, drafters and constraints. Everything is built in milliseconds from configs;
+nothing is downloaded. `shoal.testing.tokenizers` has tokenizers like those of real models.
 """
 
 from shoal.testing.tiny import (

@@ -1,4 +1,4 @@
-"""Exact enumeration of the output distribution by the real acceptance code.
+"""The exact enumeration of the output distribution by the real acceptance code.
 
 Every decision of a round is a step function of its uniform, and p and q determine the steps. One
 evaluation per step, weighted by the step's width, integrates over all uniforms. No random number is
@@ -150,7 +150,7 @@ def _advance(mass: list[Tensor], depth: int, codes: Tensor, outcomes: _Outcomes)
 
 @dataclass
 class _Pair:
-    """Two Markov tables of one order and vocabulary."""
+    """The Markov tables of target and drafter, of one order and vocabulary."""
 
     target: Tensor
     drafter: Tensor
@@ -259,6 +259,6 @@ def _stack(columns: Sequence[Tensor], rows: int) -> Tensor:
 
 
 def _digits(codes: Tensor, length: int, base: int) -> Tensor:
-    """Numbers as their `length` digits, most significant first; [n, length]."""
+    """Writes numbers as their `length` digits, most significant first; [n, length]."""
     powers = base ** torch.arange(length - 1, -1, -1)
     return codes[:, None] // powers % base

@@ -31,13 +31,13 @@ Guess = Callable[[Sequence[int]], int]
 
 
 class RandomTrees(Drafter):
-    """Proposes trees of random shapes, whose tokens are drawn at random or guessed.
+    """A drafter that proposes trees of random shapes with tokens drawn at random or guessed.
 
     Args:
-        vocab_size: of the tokens.
-        seed: of shapes and tokens.
-        max_nodes: most nodes of a tree.
-        guess: of a node's token, taken for half of the nodes; None = all tokens are drawn at
+        vocab_size: the number of the tokens.
+        seed: the seed of shapes and tokens.
+        max_nodes: the most nodes of a tree.
+        guess: guesses a node's token, taken for half of the nodes; None = all tokens are drawn at
             random.
 
     Attributes:
@@ -136,15 +136,18 @@ class _Recorded(Drafter):
 def check_drafter(
     make: Callable[[], Drafter], vocab_size: int, lookahead: int = 4, target: Runner | None = None
 ) -> int:
-    """Runs a drafter as the engine does: rows that join, end, are cancelled and cut by a time
-    budget, prompts in chunks, a constraint; greedy, and sampled by both rules.
+    """Runs a drafter as the engine does, and checks its tokens.
+
+    Rows join, end, are cancelled and cut by a time budget; prompts come in chunks, one row has a
+    constraint. Decoding is greedy, and sampled by both rules.
 
     Args:
-        make: a new drafter for a target of `vocab_size` tokens, whose continuations look random.
-        target: for drafters that need a certain one.
+        make: makes a new drafter for a target of `vocab_size` tokens with continuations that look
+            random.
+        target: the target for drafters that need a certain one.
 
     Returns:
-        How many tokens it proposed.
+        The number of tokens it proposed.
 
     Raises:
         AssertionError: it changes tokens that it must not change, or breaks a rule of the protocol.
@@ -206,7 +209,7 @@ def _plain_tokens(vocab_size: int, coupled: bool, temperature: float) -> _Tokens
 
 
 class _NoRepeats(Constraint[int]):
-    """No token follows itself. A state is the last token."""
+    """A constraint by which no token follows itself. A state is the last token."""
 
     def begin(self, row: Row) -> int:
         return row.tokens[-1]

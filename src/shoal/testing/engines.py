@@ -1,4 +1,4 @@
-"""Engines of two runners, for tests."""
+"""The engines of two runners, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain decoding of one row, without cache, batch or drafter: the definition of correct.
+"""The plain decoding of one row, without cache, batch or drafter: the definition of correct.
 
 A greedy engine must return exactly these ids. A sampling engine must return ids of the same
 distribution; by the coupled rule, with lookahead "off", or with a drafter equal to the target,

@@ -1,9 +1,9 @@
-"""Models whose next token is given by a script: a pure function of the row's token history.
+"""The scripted models: their next token is a pure function of the row's token history.
 
 They quack like a Transformers model as far as `Runner` looks, and they know their history only
 through the cache they are given: token ids are stored as keys and positions as values, so a cell
 that is stale, lost or another row's changes their logits. Beyond a row's own tokens their logits
-are NaN: whoever reads them is found out.
+are NaN, so that reading them is found out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.models.cache import Plan
 from shoal.models.runner import Runner
 
 History = Callable[[tuple[int, ...]], Tensor]
-"""All tokens of a row so far -> logits [vocab] of the next one."""
+"""A function of all tokens of a row so far; it returns the logits [vocab] of the next one."""
 
 UNSAID = -50.0
 """The logit of all tokens but a one-hot script's token, which has 0.
@@ -35,13 +35,13 @@ class ScriptedModel(torch.nn.Module):
     """A causal LM that follows a script.
 
     Args:
-        script: the logits after a history. It is called once per history and remembered.
-        vocab_size: width of the logits.
-        dtype: of the logits.
-        features: the hidden state after a history, of whichever layer; None = the logits.
+        script: returns the logits after a history. It is called once per history and remembered.
+        vocab_size: the width of the logits.
+        dtype: the data type of the logits.
+        features: returns the hidden state after a history, of any layer; None = the logits.
 
     Attributes:
-        forwards: calls of `forward` so far.
+        forwards: the number of calls of `forward` so far.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class ScriptedModel(torch.nn.Module):
     ) -> Any:
         """Computes the logits after each token.
 
-        With a cache the rest of the history comes from it. Hidden states are those of `features`,
-        whichever layer is asked for.
+        With a cache the rest of the history comes from it. Hidden states come from `features` for
+        any layer.
 
         Args:
             tokens: [rows, q], or None with `inputs_embeds`.
@@ -134,8 +134,9 @@ class ScriptedModel(torch.nn.Module):
         return self._said(ids, positions).masked_fill(~own[..., None], torch.nan)
 
     def _said_in_trees(self, ids: Tensor, places: Tensor, plan: Any) -> Tensor:
-        """Returns the logits [rows, q, vocab] after the tokens that each column of a draft tree
-        sees.
+        """Returns the logits [rows, q, vocab] of a draft tree.
+
+        They follow the tokens that each column of the tree sees.
 
         Args:
             ids: [rows, kv] long.
@@ -183,11 +184,12 @@ class ScriptedModel(torch.nn.Module):
 
 
 class TableModel(ScriptedModel):
-    """A Markov chain of any order, vectorised: histories too short are taken as preceded by token
-    0.
+    """A Markov chain of any order, vectorised.
+
+    A history that is too short is taken as preceded by token 0.
 
     Args:
-        table: probabilities of the next token given the last `order` ones, [vocab] * order +
+        table: the probabilities of the next token given the last `order` ones, [vocab] * order +
             [vocab]. Zeros are allowed.
     """
 
@@ -210,7 +212,7 @@ class TableModel(ScriptedModel):
 
 
 class _Same:
-    """The hidden states of every layer: those of one model, computed when they are asked for."""
+    """The hidden states of every layer: one model's, computed when they are asked for."""
 
     def __init__(self, model: ScriptedModel, *block: Any) -> None:
         self._model, self._block = model, block
@@ -252,7 +254,7 @@ def _check_places(places: Tensor, positions: Tensor, own: Tensor) -> None:
 
 
 def one_hot(token: int, vocab_size: int) -> Tensor:
-    """Logits [vocab] float64 that leave room for one token only."""
+    """Returns logits [vocab] float64 that leave room for one token only."""
     logits = torch.full((vocab_size,), UNSAID, dtype=torch.float64)
     logits[token] = 0.0
     return logits
@@ -289,7 +291,8 @@ _remembered_normals = functools.lru_cache(1 << 14)(_normals)
 def mixed(first: History, second: History, every: int = 2) -> History:
     """Makes a script of two.
 
-    It is `first`, but `second` after every history whose tokens sum to a multiple of `every`.
+    It is `first`, but `second` after every history with a sum of tokens that is a multiple of
+    `every`.
     """
     return lambda ids: (second if sum(ids) % every == 0 else first)(ids)
 

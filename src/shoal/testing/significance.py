@@ -1,4 +1,4 @@
-"""Pearson's chi-square tests of counts: goodness of fit to a distribution, and independence."""
+"""The tests of counts by Pearson's chi-square: fit to a distribution, and independence."""
 
 from __future__ import annotations
 

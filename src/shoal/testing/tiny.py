@@ -1,8 +1,7 @@
-"""Tiny random models of every architecture shoal knows about, built from configs; a byte tokenizer
-that fits them.
+"""The tiny random models of every architecture shoal knows about, and a byte tokenizer.
 
-The weights are random but not small: logits spread over several units and greedy output does not
-repeat, so a wrong mask, position or cache column changes the output.
+They are built from configs. The weights are random but not small: logits spread over several units
+and greedy output does not repeat, so a wrong mask, position or cache column changes the output.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ VOCABULARY = 256 + len(SPECIALS)
 END, BEGIN, PAD = 256, 257, 258
 
 WINDOW = 8
-"""Sliding window of the architectures that have one: short enough for a test to exceed it."""
+"""The sliding window of the architectures that have one: short enough for a test to exceed it."""
 STD = 0.35
-"""Standard deviation of the weight matrices: 17 times the usual initialisation."""
+"""The standard deviation of the weight matrices: 17 times the usual initialisation."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Spec:
     """The config of one tiny architecture.
 
     Attributes:
-        config: name of the Transformers config class.
-        options: its arguments beyond those of `names`.
+        config: the name of the Transformers config class.
+        options: its arguments beyond those in `names`.
         names: "llama" for current argument names, "gpt2" for older ones, "" for the vocabulary
             only.
         auto: Transformers' class that makes the model.
@@ -159,7 +158,7 @@ ARCHITECTURES: dict[str, Spec] = {
         names="",
     ),
 }
-"""Architectures that shoal decodes."""
+"""The architectures that shoal decodes."""
 
 REFUSED: dict[str, Spec] = {
     "bloom": Spec("BloomConfig", {"hidden_size": 32, "n_head": 4}, names=""),
@@ -213,7 +212,7 @@ REFUSED: dict[str, Spec] = {
         },
     ),
 }
-"""Architectures that cannot have rows of different lengths, or that are not causal LMs."""
+"""The architectures that cannot have rows of different lengths, or that are not causal LMs."""
 
 
 def tiny_model(
@@ -234,7 +233,7 @@ def tiny_model(
 
     Returns:
         A `PreTrainedModel` in evaluation mode, without EOS, so that only limits and stop strings
-            end a row.
+        end a row.
     """
     spec = {**ARCHITECTURES, **REFUSED}[architecture]
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -289,8 +288,9 @@ def save_pair(
     seed: int = 0,
     **overrides: Any,
 ) -> tuple[Path, Path]:
-    """Saves a tiny target and a random one-layer drafter with their tokenizer, as `shoal.load`
-    reads them.
+    """Saves a tiny target and a random one-layer drafter with their tokenizer.
+
+    `shoal.load` can read them.
 
     Args:
         overrides: config arguments of the target.

@@ -1,4 +1,4 @@
-"""Tokenizers like those of real models, built in a moment.
+"""The tokenizers that resemble those of real models, built in a moment.
 
 They have pieces with byte fallback, words with tags, or 150,000 entries. Each has features that a
 tokenizer of one token a byte cannot show: merges, a space within a token, tokens that decoding
@@ -34,7 +34,7 @@ TEXTS = (
     "while 2 ** 10 > x: x = x - 1; print('x', \"y\")",
     '{"name": "add", "arguments": {"first": 1, "second": true}} [INST] the answer is 42 [/INST]',
 )
-"""Texts that the small vocabularies are trained on."""
+"""The texts that the small vocabularies are trained on."""
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<|user|> {{ m['content'] }} {% endfor %}"
@@ -50,7 +50,7 @@ CHATML_TOOLS = (
     '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n' + CHATML
 )
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Tokens that Qwen3 adds to its vocabulary without calling them special: texts show them."""
+"""The tokens that Qwen3 adds to its vocabulary without calling them special: texts show them."""
 
 
 def sentence_piece_tokenizer(kind: str = "llama") -> Any:

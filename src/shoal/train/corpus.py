@@ -53,7 +53,7 @@ class CorpusSize:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, shuffled, without the end-of-text token."""
+    """The documents of a corpus, shuffled, without the end-of-text token."""
 
     train: list[str]
     problems: list[str]
@@ -102,7 +102,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def problem_documents(problems: Sequence[FunctionProblem], rng: random.Random) -> Iterator[str]:
-    """Problems as documents: most with tests, some without, some two by two."""
+    """Yields problems as documents: most with tests, some without, some two by two."""
     remaining = list(problems)
     while remaining:
         problem = remaining.pop()
@@ -150,7 +150,7 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
 
 
 class Windows:
-    """Batches of windows of a packed corpus; batch number `step` is always the same."""
+    """The batches of windows of a packed corpus; batch number `step` is always the same."""
 
     def __init__(self, tokens: Tokens, length: int, batch: int, seed: int) -> None:
         count = len(tokens) // length

@@ -58,11 +58,11 @@ class DrafterTraining(Training):
 
 
 class DrafterTrainer(StagedTrainer):
-    """Trains a draft model.
+    """A trainer of a draft model.
 
     Args:
-        corpus: documents of the corpus stage; without any, small programming problems and Python's
-            standard library.
+        corpus: the documents of the corpus stage; without any, small programming problems and
+            Python's standard library.
     """
 
     training: DrafterTraining

@@ -24,11 +24,11 @@ from shoal.train.distil import acceptance
 from shoal.train.heads import DECAY, HeadsTrainer
 
 MOST_DRAFTED = 32_000
-"""Tokens that are drafted of a larger vocabulary: those that the target writes most."""
+"""The most tokens of a larger vocabulary that are drafted; the target writes them most."""
 
 
 class Eagle3Trainer(HeadsTrainer):
-    """Trains EAGLE-3 heads with a layer like those of the target."""
+    """A trainer of EAGLE-3 heads with a layer like the target's."""
 
     file = FILES[0]
 
@@ -68,8 +68,7 @@ class Eagle3Trainer(HeadsTrainer):
         return min(self.vocab_size, MOST_DRAFTED)
 
     def _passes(self, heads: Any, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the logits of each pass over the draft vocabulary, and the target's of the same
-        ids.
+        """Yields each pass's logits over the draft vocabulary, and the target's of the same ids.
 
         Both are (batch, positions, ids).
         """
@@ -133,8 +132,11 @@ class Eagle3Trainer(HeadsTrainer):
 
 
 class DraftedAttention:
-    """The attention of each pass over a window, as a draft of as many tokens would see: position i
-    of pass n the keys of pass 0 up to i - n, and of pass m that of i - n + m."""
+    """The attention of each pass over a window, as a draft of as many tokens would see.
+
+    Position i of pass n sees the keys of pass 0 up to i - n, and of pass m the key of position i -
+    n + m.
+    """
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []

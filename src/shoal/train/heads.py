@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.train.stages import Figures, Stage, StagedTrainer, Training
 
 DECAY = 0.8
-"""Weight of the loss of a position beside that of the position before."""
+"""The weight of a position's loss beside the loss of the position before."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class HeadsTraining(Training):
 
 
 class HeadsTrainer(StagedTrainer):
-    """Trains heads that read the target's hidden states."""
+    """A trainer of heads that read the target's hidden states."""
 
     training: HeadsTraining
     file: str
-    """Name of the tensors' file."""
+    """The name of the tensors' file."""
 
     def planned(self) -> Sequence[Stage]:
         return [

@@ -28,7 +28,10 @@ LOG_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, a plateau, and a linear decay to zero; shares of the peak learning rate."""
+    """A schedule of warm-up, a plateau, and a linear decay to zero.
+
+    The values are shares of the peak learning rate.
+    """
 
     steps: int
     warmup: int = 40
@@ -109,7 +112,7 @@ class Trainer:
 
 
 class _Interrupt:
-    """Turns SIGINT and SIGTERM into a flag while the block runs."""
+    """A context that turns SIGINT and SIGTERM into a flag while the block runs."""
 
     def __init__(self) -> None:
         self.requested = False

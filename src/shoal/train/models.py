@@ -54,7 +54,10 @@ def build(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (batch, length - 1, vocabulary) for every token of (batch, length) but the first."""
+    """Computes the logits of tokens (batch, length), the first excepted.
+
+    They are (batch, length - 1, vocabulary).
+    """
     result: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return result
 

@@ -1,4 +1,4 @@
-"""Muon: momentum whose update of a matrix is made nearly orthogonal."""
+"""The optimiser Muon: momentum with an update of each matrix that is made nearly orthogonal."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of a model, all of one shape in one stack.
+    """The optimiser Muon for the matrices of a model, all of one shape in one stack.
 
-    In float32: `torch.optim.Muon` iterates in bfloat16, slow on processors without it.
+    It computes in float32: `torch.optim.Muon` iterates in bfloat16, slow on processors without it.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:

@@ -21,16 +21,16 @@ from shoal.problems.generator import generate
 from shoal.train.corpus import Tokens
 
 PART = 96
-"""Prompts whose continuations are written together."""
+"""The number of prompts that are continued together."""
 ROWS = 32
-"""Rows of a batch."""
+"""The rows of a batch."""
 SEED = 21
 HELD_OUT = 16
-"""One part in this many is kept for measuring."""
+"""The number of parts of which one is kept for measuring."""
 
 
 class OwnSamples:
-    """Prompts and the target's continuations, in a directory.
+    """The prompts and the target's continuations, in a directory.
 
     Args:
         work: the directory.

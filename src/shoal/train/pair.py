@@ -1,4 +1,4 @@
-"""Trains the bundled pair from nothing: `python -m shoal.train.pair`."""
+"""The training of the bundled pair from nothing: `python -m shoal.train.pair`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PairTrainer:
         return Windows(tokens, self.config.length, self.config.batch, seed)
 
     def prepare(self) -> None:
-        """Corpus and tokenizer, packed; done once."""
+        """Writes the corpus and the tokenizer, packed; done once."""
         if (self.work / "stdlib.npy").exists():
             return
         console.log("writing the corpus")
@@ -110,7 +110,10 @@ class PairTrainer:
         return trainer
 
     def samples(self) -> Tokens:
-        """Prompts of training problems as the target continues them at T=1; written once."""
+        """Returns prompts of training problems with the target's continuations at T=1.
+
+        They are written once.
+        """
         if not (self.work / "samples.npy").exists():
             problems = generate(SEED + 10, self.config.sampled_problems, "train")
             prompts = [self.tokenizer().encode(problem.prompt).ids for problem in problems]

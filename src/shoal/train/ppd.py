@@ -28,14 +28,17 @@ from shoal.train.stages import Stage
 LR = 10.0
 """The factor on the usual learning rate.
 
-The usual rate is that of whole tables: a few vectors have to go further.
+The usual rate is made for whole tables: a few vectors have to go further.
 """
 PLACES = 64
-"""Places of a window, evenly spread, where prompt tokens stand; less in short windows."""
+"""The number of places of a window, evenly spread, where prompt tokens stand.
+
+There are fewer in short windows.
+"""
 
 
 class PpdTrainer(HeadsTrainer):
-    """Trains prompt tokens; at first they are the tokens that the target writes most."""
+    """A trainer of prompt tokens; at first they are the tokens that the target writes most."""
 
     file = FILE
 
@@ -110,8 +113,7 @@ class PpdTrainer(HeadsTrainer):
 
     @torch.inference_mode()
     def accuracies(self) -> Tensor:
-        """Measures how often the target draws each prompt token's most probable guess, its second,
-        ...
+        """Measures how often the target draws each prompt token's guesses, by rank of the guess.
 
         The result is [m, guesses], on samples that were not learned from. The sizes of trees are
         chosen by it.

@@ -1,4 +1,4 @@
-"""Measures the shipped pair: `python -m shoal.train.report`."""
+"""The measurement of the shipped pair: `python -m shoal.train.report`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TIMEOUT = 5.0  # seconds for the tests of one problem
 
 @dataclass(frozen=True)
 class TextFigures:
-    """Means over the positions of one kind of text; losses in nats per token."""
+    """The means over the positions of one kind of text; losses in nats per token."""
 
     text: str
     tokens: int
@@ -54,7 +54,7 @@ class TextFigures:
 
 @dataclass(frozen=True)
 class CodeFigures:
-    """Shares of the functions that the target wrote for prompts of one split."""
+    """The shares of the functions that the target wrote for prompts of one split."""
 
     split: str
     temperature: float

@@ -1,4 +1,4 @@
-"""Batched sampling from the target, for distillation and for the report."""
+"""The batched sampling from the target, for distillation and for the report."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ FEED_FORWARD = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-"""Names that configs have for widths that follow that of the model."""
+"""The names that configs have for widths that follow the model's width."""
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
@@ -28,7 +28,7 @@ def shrunk(
 ) -> PreTrainedConfig:
     """Returns the config of a drafter: same vocabulary, same size of a head, tied embeddings.
 
-    The choice is that of FastDraft, arXiv 2411.11055, section 3.1. Heads keep their size, so that
+    The choice is FastDraft's, arXiv 2411.11055, section 3.1. Heads keep their size, so that
     everything by position (rotary embeddings, scales of queries) stays as it is; a smaller width
     has fewer of them.
 
@@ -37,7 +37,7 @@ def shrunk(
         width: None = a quarter of the target's from 2,048 on, half from 1,024 on, else all.
 
     Raises:
-        RequestError: a width that is none of whole heads, or more than the target has.
+        RequestError: the width is not made of whole heads, or is more than the target has.
     """
     made = copy.deepcopy(config.get_text_config())
     depth, full, heads = made.num_hidden_layers, made.hidden_size, made.num_attention_heads

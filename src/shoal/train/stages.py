@@ -64,11 +64,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a training: a loss and the tokens that it is taken of.
+    """A part of a training: a loss, and the tokens for it.
 
     Attributes:
-        name: of its checkpoint, and in reports.
-        lr: times the usual learning rates.
+        name: the name of its checkpoint, and in reports.
+        lr: the factor on the usual learning rates.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Stage:
 
 
 MOST_LOGITS = 2**28
-"""Logits of a step: a large vocabulary makes batches smaller."""
+"""The most logits of a step: a large vocabulary makes batches smaller."""
 Report = Callable[[Stage, Sequence[Figures]], None]
 
 
@@ -115,7 +115,7 @@ class StagedTrainer(ABC):
 
     @property
     def source_name(self) -> str:
-        """Directory or Hub id of the target."""
+        """The directory or Hub id of the target."""
         return str(bundled("target")) if self.source is None else self.source
 
     def prepare(self) -> None:
@@ -174,7 +174,7 @@ class StagedTrainer(ABC):
 
     @property
     def window(self) -> tuple[int, int]:
-        """Returns the tokens of a window, and the windows of a step.
+        """The number of tokens of a window, and of windows of a step.
 
         They are no more than the target's positions, or than memory holds for logits.
         """

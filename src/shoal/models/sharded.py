@@ -107,7 +107,7 @@ class Served:
 
     def _drop(self, numbers: Sequence[int]) -> None:
         if numbers and self._runner.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.device)  # launched work may still read the caches
+            torch.cuda.synchronize(self._runner.device)  # no other call waits for launched work
         for number in numbers:
             self._caches.pop(number, None)
             self._built.pop(number, None)

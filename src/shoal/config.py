@@ -417,7 +417,7 @@ LOSSY_RULES = {
     "typical": "rule typical is lossy: sampled tokens do not have the target's distribution "
     "(greedy ones are the target's)"
 }
-"""Acceptance rules that change the distribution, each with the sentence that every output
+"""The acceptance rules that change the distribution, each with the sentence that every output
 reports."""
 
 

@@ -16,8 +16,10 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 
 
 def sync_entry(path: Path) -> None:
-    """Waits until the name of a new file is on the disk; for a link, the name of the file that the
-    link points to."""
+    """Waits until the name of a new file is on the disk.
+
+    For a link, it waits for the name of the file that the link points to.
+    """
     with suppress(OSError):  # some systems open no directories, some file systems sync none
         directory = os.open(path.resolve().parent, os.O_RDONLY)
         try:

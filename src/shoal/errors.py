@@ -1,7 +1,7 @@
 """The errors that shoal raises on purpose.
 
     ShoalError
-    ├── RequestError      the request cannot be carried out: the caller can mend it (CLI exit code 2)
+    ├── RequestError      the request is impossible: the caller can mend it (CLI exit code 2)
     ├── ModelError        the model, drafter or pair cannot do it (CLI exit code 2)
     │   ├── UnsupportedModel    an architecture whose cache or attention cannot be ragged
     │   ├── PairMismatch        target and drafter do not fit each other
@@ -41,11 +41,11 @@ class ModelError(ShoalError):
 
 
 class UnsupportedModel(ModelError):
-    """This architecture cannot decode ragged batches; the message names the reason."""
+    """An architecture that cannot decode ragged batches; the message names the reason."""
 
 
 class PairMismatch(ModelError):
-    """Target and drafter do not share tokenizer or vocabulary."""
+    """A target and a drafter that do not share tokenizer or vocabulary."""
 
 
 class OutOfMemory(ModelError):

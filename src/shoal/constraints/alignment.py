@@ -32,8 +32,9 @@ WORD_START = "▁"
 
 
 class Alignment(Constraint[bytes]):
-    """A constraint under which the new text begins with given bytes. A state is the rest of the
-    bytes.
+    """A constraint under which the new text begins with given bytes.
+
+    A state is the rest of the bytes.
 
     Args:
         remainder: the bytes.
@@ -80,8 +81,7 @@ class Alignment(Constraint[bytes]):
 
 
 def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Request:
-    """Returns the request with its prompt shortened, and a constraint to write the removed bytes
-    again.
+    """Returns the request with a shorter prompt, and a constraint to write the removed bytes.
 
     Args:
         request: the request.

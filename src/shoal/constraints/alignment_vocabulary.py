@@ -31,7 +31,8 @@ FREQUENT = (
     b"\t",
     b"\n\t",
 )
-"""Remainders whose masks are made with the vocabulary: prompts of code often end in indentation."""
+"""The remainders whose masks are made with the vocabulary: prompts of code often end in
+indentation."""
 
 
 class AlignmentVocabulary:

@@ -25,8 +25,11 @@ class Failed(NamedTuple):
 
 
 def begun(row: Any, start: Callable[[Any], Result]) -> Result:
-    """Returns the first state of a row. Raises RequestError: the constraint or check raised an
-    error."""
+    """Returns the first state of a row.
+
+    Raises:
+        RequestError: the constraint or check raised an error.
+    """
     try:
         return start(row)
     except RequestError:
@@ -46,8 +49,8 @@ def advanced(constraint: Constraint[Any], state: Any, token: int) -> Any:
 
 
 def is_free(constraint: Constraint[Any], state: Any) -> bool:
-    """Returns the constraint's `is_free`; False if it fails or has failed: `mask` is called
-    then."""
+    """Returns the constraint's `is_free`; False if it fails or has failed: `mask` is then
+    called."""
     if isinstance(state, Failed):
         return False
     try:
@@ -59,8 +62,7 @@ def is_free(constraint: Constraint[Any], state: Any) -> bool:
 def mask(
     constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
 ) -> Allowed:
-    """Returns the constraint's mask; nothing is possible after states for which the constraint
-    fails.
+    """Returns the constraint's mask; nothing may follow a state for which the constraint fails.
 
     A constraint is called once for all states. If that call fails, it is called state by state.
     """

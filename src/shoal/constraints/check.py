@@ -44,8 +44,7 @@ class Check(Protocol[State]):
 
 @runtime_checkable
 class Cutting(Check[Any], Protocol):
-    """A check that knows where a text that did not end by itself may be cut, also inside a
-    token."""
+    """A check that knows where an unfinished text may be cut, also inside a token."""
 
     def best_end(
         self, tokens: Sequence[int], scores: Sequence[float], most: int

@@ -60,8 +60,11 @@ class Alphabet:
 
     @staticmethod
     def of(tokenizer: Any, vocab_size: int) -> Alphabet:
-        """Returns the alphabet of a fast tokenizer. Raises ValueError: its tokens do not write its
-        texts."""
+        """Returns the alphabet of a fast Transformers tokenizer.
+
+        Raises:
+            ValueError: its tokens do not write its texts.
+        """
         spelled = token_bytes(tokenizer)
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
@@ -165,11 +168,13 @@ class Grammars:
         return self._alive.get(grammar)
 
     def source(self, grammar: Grammar) -> str:
-        """Returns the grammar as llguidance reads it. Raises RequestError: llguidance is not
-        installed.
+        """Returns the grammar as llguidance reads it.
 
         The number of an added token that is not special replaces its name: llguidance knows only
         the names of special tokens.
+
+        Raises:
+            RequestError: llguidance is not installed.
         """
         if grammar.kind == "lark" and self._numbers_of:
             grammar = replace(grammar, text=LARK.sub(self._numbered, grammar.text))
@@ -217,8 +222,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDic
 
 
 def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
-    """Returns the `Grammars` of a tokenizer, made once, as that takes a second for a large
-    vocabulary.
+    """Returns the `Grammars` of a tokenizer, made once: a large vocabulary takes a second.
 
     Raises:
         RequestError: see `Grammars`.

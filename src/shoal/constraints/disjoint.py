@@ -31,8 +31,7 @@ class Proofs:
         self._root, self._siblings, self._left = root, siblings, WORK
 
     def exclusive(self, context: Schema, alternatives: Sequence[Schema]) -> bool:
-        """Returns True if each value that fits `context` provably fits at most one of the
-        alternatives."""
+        """Returns True if each value that fits `context` provably fits one alternative at most."""
         return all(self.impossible([context, a, b]) for a, b in combinations(alternatives, 2))
 
     def impossible(self, schemas: Sequence[Schema]) -> bool:
@@ -50,8 +49,11 @@ class Proofs:
         )
 
     def _parts(self, schemas: Sequence[Schema], seen: set[str]) -> Iterator[Part]:
-        """Yields the keywords that a value has to fit: those of the schemas, of the schemas that
-        they refer to, and of their `allOf`."""
+        """Yields the keywords that a value has to fit.
+
+        They are the keywords of the schemas, of the schemas that they refer to, and of their
+        `allOf`.
+        """
         for schema in schemas:
             if not isinstance(schema, dict):
                 yield from [{"enum": []}] if schema is False else []
@@ -81,7 +83,7 @@ class Proofs:
         )
 
     def _impossible_choice(self, parts: Sequence[Part]) -> bool:
-        """Returns True if every alternative of some `anyOf` or `oneOf` is impossible beside the
+        """Returns True if all alternatives of an `anyOf` or `oneOf` are impossible beside the
         rest."""
         for i, part in enumerate(parts):
             for keyword in ("anyOf", "oneOf"):
@@ -96,8 +98,10 @@ class Proofs:
 
 
 def resolved(root: Schema, reference: str) -> Schema:
-    """Returns the schema that a pointer into the document points at; True, which every value fits,
-    for any other reference."""
+    """Returns the schema that a pointer into the document points at.
+
+    For any other reference it returns True, which every value fits.
+    """
     found = root
     steps = unquote(reference).split("/")
     for step in steps[1:]:
@@ -107,8 +111,7 @@ def resolved(root: Schema, reference: str) -> Schema:
 
 
 def _types(parts: Sequence[Part]) -> set[str]:
-    """Returns the types that are possible by `type`, `const` and `enum`; empty if no value is
-    possible."""
+    """Returns the possible types by `type`, `const` and `enum`; empty if no value is possible."""
     types = set(TYPES)
     for part in parts:
         named = part.get("type")
@@ -138,8 +141,7 @@ def comparable(value: Any) -> tuple[str, Any]:
 
 
 def _double(value: float) -> float:
-    """Returns the number as llguidance reads it: numbers that are equal as doubles are taken for
-    equal."""
+    """Returns the number as llguidance reads it: it compares numbers as doubles."""
     try:
         return float(value)
     except OverflowError:

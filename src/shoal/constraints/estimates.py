@@ -159,8 +159,8 @@ class Estimates:
         self.tries: dict[Any, Trie] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Gives rows without new tokens the estimates of their prompt, if their request asks for
-        them."""
+        """Gives rows without new tokens the estimates of their prompt, if their request wants
+        it."""
         for row in rows:
             if row.request.estimated:
                 row.beginning = self._of(row.request).root
@@ -179,8 +179,7 @@ class Estimates:
 
 
 def _key(request: Request) -> Any:
-    """Returns a key, equal for requests of one owner whose texts have the same p and the same
-    limits.
+    """Returns a key, equal for requests of one owner with the same p and the same limits.
 
     Seeds do not matter.
     """
@@ -258,8 +257,7 @@ def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]
 
 
 def _multiply(scores: Tensor, node: Node | None, temperature: float) -> None:
-    """Multiplies probabilities by the estimates after one beginning; changes scores [vocab] in
-    place."""
+    """Multiplies probabilities by the estimates after one beginning, in place: scores [vocab]."""
     known = (
         {}
         if node is None

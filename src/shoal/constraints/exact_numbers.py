@@ -19,7 +19,7 @@ LARGEST = 2**63 - 1024
 MOST_LEVELS = 120
 """The most levels of arrays and objects in a schema."""
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-"""Keywords that bound numbers, and the direction of the numbers that they leave."""
+"""The keywords that bound numbers, and the direction of the numbers that they leave."""
 
 
 def require_levels(root: Any) -> None:

@@ -48,8 +48,10 @@ class Filter:
 
     @property
     def grammar(self) -> Grammar:
-        """The set as a grammar, whose `text` is the value that `grammar` takes over HTTP with type
-        "lark"."""
+        """The set as a grammar.
+
+        Its `text` is the value that `grammar` takes over HTTP with the type "lark".
+        """
         return Grammar("lark", f"start: TEXT\nTEXT: {self.expression}")
 
 

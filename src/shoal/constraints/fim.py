@@ -48,8 +48,10 @@ class MiddlePrompt:
 
 
 def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Returns the tokens of `TOKENS` that a tokenizer knows; None: its model is not trained to fill
-    in."""
+    """Returns the tokens of `TOKENS` that a tokenizer knows.
+
+    None: its model is not trained to fill in.
+    """
     vocabulary = tokenizer.get_vocab()
     return next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
 
@@ -114,8 +116,7 @@ def repository(
 def read_middles(
     prefixes: Any, suffixes: str | Sequence[str], tokenizer: Any
 ) -> tuple[list[tuple[str | None, tuple[int, ...]]], list[int]]:
-    """Returns the prompts between texts, each with its prefix, and the ends of the prefixes in
-    their ids.
+    """Returns the prompts between texts, with their prefixes, and the ends of the prefixes.
 
     Args:
         prefixes: a text or texts.
@@ -148,8 +149,7 @@ def read_middles(
 
 
 def nearest(tokenizer: Any, prefix: str, suffix: str, space: int) -> tuple[str, str]:
-    """Returns the end of the prefix and the beginning of the suffix that fit into `space` tokens
-    together.
+    """Returns an end of the prefix and a beginning of the suffix that fit into `space` tokens.
 
     If both do not fit, the suffix gets a quarter, or more if the prefix leaves it; whole lines are
     kept if there are any.

@@ -122,8 +122,7 @@ class Track:
         self._consumed: list[tuple[int, int]] = []  # serial and token of each state up to its text
 
     def at(self, state: TextState) -> Any:
-        """Returns the matcher just after the state's text; None if its grammar does not allow the
-        text."""
+        """Returns the matcher behind the state's text; None if its grammar refuses the text."""
         if self._matcher.is_error():  # it stays so
             self._matcher, self._consumed = self._start.deep_copy(), []
         new, known = self._new(state)
@@ -138,8 +137,7 @@ class Track:
         return self._matcher if read == len(new) else None
 
     def _new(self, state: TextState) -> tuple[list[tuple[int, int]], int]:
-        """Returns the states up to this one that follow the consumed ones, and the number of the
-        latter.
+        """Returns the states behind the consumed ones up to this one, and how many are consumed.
 
         Each state is given by its serial and token.
         """
@@ -156,8 +154,7 @@ class Track:
         )
 
     def why(self, state: TextState) -> str:
-        """Returns the error of the state's text, or of a text that it begins with; empty if there
-        is none."""
+        """Returns the error of the state's text, or of a beginning of it; "" if there is none."""
         tokens = state.tokens if self.errors else ()
         return next(
             (error for text, error in self.errors.items() if tokens[: len(text)] == text), ""

@@ -20,7 +20,7 @@ WHITESPACE: dict[str, dict[str, Any]] = {
     "compact": {"whitespace_flexible": False},
     "any": {},
 }
-"""llguidance's options by the name of `config.Grammar.whitespace`."""
+"""The options of llguidance by the name of `config.Grammar.whitespace`."""
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 """The escapes of JSON that are allowed. \\u is not: a key that the schema does not list could spell
 a listed one by it."""
@@ -55,14 +55,14 @@ FORMATS: dict[str, dict[str, Any]] = {
     "json-pointer": {"pattern": f"^{_POINTER}$", "maxLength": 2048},
     "relative-json-pointer": {"pattern": f"^{_INTEGER}(?:#|{_POINTER})$", "maxLength": 2048},
 }
-"""Formats without an end of their own, or with texts that common parsers refuse: a year 0, a 30th
-of February, a 60th second, T and Z in lower case (RFC 3339 5.6 asks for upper case). The lengths
-are from RFC 5321 4.5.3.1 and RFC 1035 2.3.4, and for a URI the longest that browsers take.
+"""The formats without an end of their own, or with texts that common parsers refuse: a year 0, a
+30th of February, a 60th second, T and Z in lower case (RFC 3339 5.6 asks for upper case). The
+lengths are from RFC 5321 4.5.3.1 and RFC 1035 2.3.4, and for a URI the longest that browsers take.
 llguidance does not know the last four: base64 (RFC 4648; the bits that pad are 0), versions
 (semver.org 2.0.0; as long as npm takes them), JSON pointers (RFC 6901) and relative ones without
 `+` and `-`."""
 ANY_TEXT = ("binary", "password")
-"""Formats of OpenAPI that any text has."""
+"""The formats of OpenAPI that any text has."""
 _VALUES = ("const", "enum", "default", "examples")
 _NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -198,8 +198,7 @@ def _embeds(schema: Any, top: bool = True) -> bool:
 
 
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with the bounds of its format; other keywords about texts take
-    precedence."""
+    """Returns the schema with its format's bounds; other keywords about texts take precedence."""
     name = schema.get("format")
     if isinstance(name, str) and name in ANY_TEXT:
         return {keyword: value for keyword, value in schema.items() if keyword != "format"}

@@ -88,8 +88,7 @@ def may_begin(row: Row, vocab_size: int) -> bool:
 
 
 def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
-    """Returns the reason why a constraint of a row has no mask at a column of the last call of
-    `allowed`.
+    """Returns the reason why a row has no mask at a column of the last call of `allowed`.
 
     The text is empty if all constraints have a mask.
     """
@@ -102,8 +101,7 @@ def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
 
 
 def allowed(positions: Positions, like: Tensor) -> Tensor | None:
-    """Returns the tokens that the rows' constraints leave possible; None if no row has a
-    constraint.
+    """Returns the tokens that the rows' constraints allow; None if no row has a constraint.
 
     The mask of a column is that of its path from the root. Nothing is possible at padding and after
     a drafted EOS.

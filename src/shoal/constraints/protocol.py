@@ -59,8 +59,7 @@ class Constraint(Protocol[State]):
         ...
 
     def why(self, state: State) -> str:
-        """Returns the reason why nothing may follow a state of the last call of `mask`, if the call
-        failed.
+        """Returns the reason why `mask` failed in its last call for this state.
 
         The text is empty if the call did not fail at this state.
         """
@@ -75,6 +74,8 @@ class Constraint(Protocol[State]):
 
     @property
     def batch_key(self) -> Hashable:
-        """A key, equal for constraints of one class if `mask` of any of them takes the states of
-        all."""
+        """A key; constraints with equal keys are of one class, and `mask` of any serves all.
+
+        That `mask` takes the states of all these constraints.
+        """
         return id(self)

@@ -20,8 +20,11 @@ and without a limit: on a stack of 8 MB a grammar of 20 KB ends the process."""
 
 
 def source_of(grammar: Grammar) -> str:
-    """Returns the grammar as llguidance reads it. Raises RequestError: llguidance is not
-    installed."""
+    """Returns the grammar as llguidance reads it.
+
+    Raises:
+        RequestError: llguidance is not installed.
+    """
     source = _without_surroundings(grammar)
     return (
         source
@@ -31,8 +34,7 @@ def source_of(grammar: Grammar) -> str:
 
 
 def require_readable(grammar: Grammar) -> None:
-    """Refuses a grammar that llguidance cannot read, for commands that check it before loading a
-    model.
+    """Refuses a grammar that llguidance cannot read, before a model is loaded.
 
     This check does not find special tokens that do not exist, nor grammars that no text fits: these
     are known only after compilation.
@@ -110,7 +112,6 @@ def _surrounded(grammar: Grammar, source: str) -> str:
 
 
 def _part(name: str, source: str) -> dict[str, Any]:
-    """Returns a grammar of llguidance as a part of another grammar, which refers to it by the
-    name."""
+    """Returns a grammar of llguidance as a named part of another grammar, which refers to it."""
     own = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
     return {**own, "name": name}

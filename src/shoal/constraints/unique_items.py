@@ -75,8 +75,7 @@ def _rest(values: list[Any], order: tuple[int, ...]) -> list[Any]:
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """Returns all values that fit a schema, no two of them equal; None if it is more than a
-    list."""
+    """Returns all values that fit a schema, all different; None if it is more than a list."""
     if not isinstance(schema, dict) or not set(schema) <= {"enum", "const", "type", *_NOTES}:
         return None
     kind = schema.get("type")

@@ -58,8 +58,7 @@ class ApiFormat(ABC):
         self._echoed, self._echo_length = 0, 0
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
-        """Returns the chunk before any sample's text, with the role or the echoed prompt; None
-        without one."""
+        """Returns the chunk before any sample's text, with the role or the echo, or None."""
         fields = self._first_fields(echo)
         if fields is None:
             return None
@@ -82,8 +81,7 @@ class ApiFormat(ABC):
         )
 
     def _echo(self, echo: str, prompt: Sequence[TokenUpdate]) -> None:
-        """Notes the number of characters that the prompt's echo has, and the number of its
-        tokens."""
+        """Notes the number of characters of the prompt's echo, and the number of its tokens."""
         self._echoed, self._echo_length = len(prompt), len(echo)
 
     def _choice(self, update: RowUpdate, fields: Json, tokens: Sequence[TokenUpdate]) -> Json:
@@ -107,8 +105,7 @@ class ApiFormat(ABC):
         return choice
 
     def _without_reasoning(self, text: str, ended: bool) -> tuple[str, str]:
-        """Returns the reasoning that a piece of the sample's text adds, and the piece's other
-        text."""
+        """Returns the reasoning and the other text that a piece of the sample's text adds."""
         return ("", text) if self._reasoning is None else self._reasoning.feed(text, ended)
 
     @property
@@ -231,8 +228,7 @@ class CompletionFormat(ApiFormat):
         ]
 
     def _by_name(self, token: TokenUpdate) -> dict[str, float | None]:
-        """Returns the alternatives of a token; of several tokens with one name the most
-        probable."""
+        """Returns the alternatives of a token; of tokens with one name the most probable."""
         named: dict[str, float | None] = {}
         for other, logprob in self._alternatives(token):
             named.setdefault(self._name(other), finite(logprob))
@@ -303,8 +299,10 @@ def _named(reasoning: str) -> Json:
 
 
 def _call(call: Call) -> Json:
-    """Returns the JSON of a tool call, under a fresh id of nine characters (for Mistral's
-    templates)."""
+    """Returns the JSON of a tool call.
+
+    Its fresh id has nine characters, as the templates of Mistral want them.
+    """
     return {
         "id": secrets.token_hex(5)[:9],
         "type": "function",

@@ -108,8 +108,7 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
 
 
 def _key_check(keys: Collection[str]) -> Callable[..., Awaitable[None]]:
-    """Returns a dependency that refuses requests without a valid key, and notes the owner of a
-    request."""
+    """Returns a dependency that refuses requests without a valid key, and notes their owner."""
 
     async def authorised(
         request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]

@@ -143,8 +143,11 @@ def _line(number: int, text: str) -> BatchLine:
 
 
 def _unwrapped(fields: Json) -> tuple[str, Json]:
-    """Returns path and fields of one of OpenAI's batch lines. Raises LineError: the line is
-    invalid."""
+    """Returns path and fields of one of OpenAI's batch lines.
+
+    Raises:
+        LineError: the line is invalid.
+    """
     if unknown := [name for name in fields if name not in ENVELOPE and fields[name] is not None]:
         raise LineError(
             400,
@@ -208,8 +211,10 @@ def usage_of_choices(entry: Mapping[str, Any]) -> list[Json]:
 
 
 def lossy_of(entry: Mapping[str, Any]) -> str:
-    """Returns an output line's sentence about a lossy acceptance rule; "" for an exact one or an
-    error."""
+    """Returns an output line's sentence about a lossy acceptance rule.
+
+    It is "" for an exact rule and for an error.
+    """
     return str(_usage(entry).get("lossy") or "")
 
 

@@ -59,14 +59,13 @@ class Share:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Ray's options of an actor."""
+        """The options of a Ray actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connects to the cluster of RAY_ADDRESS, of this machine, or one started for the context's
-    length.
+    """Connects to the cluster of RAY_ADDRESS or of this machine, or starts one for the context.
 
     A cluster started here listens on the loopback address only, and needs a token (Ray makes one;
     from Ray 2.60 on by default).
@@ -146,7 +145,7 @@ class Replicas:
 
     @property
     def autoscaling(self) -> dict[str, Any]:
-        """Ray Serve's autoscaling_config.
+        """The autoscaling_config of Ray Serve.
 
         Demand is averaged over the shorter delay, half a minute at most as by default.
         """
@@ -238,8 +237,7 @@ class Replica:
 
 
 class WithoutRequestId:
-    """ASGI middleware that removes the request's id: Ray's proxy sends it, and there would be
-    two."""
+    """A middleware (ASGI) that removes the request's id, which Ray's proxy sends already."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -325,8 +323,10 @@ def _listen(host: str, port: int) -> tuple[int, bool]:
 
 
 def _withdraw(name: str, drain: float, ours: bool) -> None:
-    """Deletes the application, and shuts down Ray Serve if it was started here and has no other
-    one."""
+    """Deletes the application, and shuts down Ray Serve if it was started here.
+
+    Ray Serve goes on if it has another application.
+    """
     for _ in range(1 + math.ceil(drain / 60)):
         with suppress(TimeoutError):  # Ray's own timeout is a minute
             ray_serve.delete(name)

@@ -49,8 +49,10 @@ class Exchange:
 
     @property
     def route(self) -> str:
-        """The template of its path; "other" if no route fits, as clients could send any number of
-        paths."""
+        """The template of its path; "other" if no route fits.
+
+        Clients could send any number of paths.
+        """
         return getattr(self.scope.get("route"), "path", "other")
 
     @property
@@ -79,7 +81,7 @@ class Exchange:
 
 
 class Exchanges:
-    """ASGI middleware that gives every answer the id of its request, and reports each exchange.
+    """A middleware (ASGI) that gives answers the id of their request, and reports each exchange.
 
     Args:
         app: the application.
@@ -91,8 +93,7 @@ class Exchanges:
         self.app, self.ended = app, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forwards everything to the application, and answers its errors, unless its answer has
-        begun."""
+        """Forwards everything to the application, and answers errors before its answer begins."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -13,8 +13,7 @@ from shoal.serve.request_models import BaseRequest, JsonFormat, TextFormat
 
 
 def given_grammar(request: BaseRequest) -> tuple[str, Grammar] | None:
-    """Returns the name of the field that gives a grammar, and the grammar, which is not compiled
-    yet.
+    """Returns the field that gives a grammar, and the grammar, which is not compiled yet.
 
     Raises:
         ApiError: two fields give a grammar, or a field's value cannot be one.

@@ -67,8 +67,7 @@ class Alphabet:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Returns tokens that write a text: the longest ones, which take as long to follow as
-        others."""
+        """Returns tokens that write a text: the longest, which take as long to follow as others."""
         data, at, found = text.encode() if isinstance(text, str) else text, 0, []
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)

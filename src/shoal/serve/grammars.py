@@ -29,8 +29,8 @@ CPU_SECONDS = 2
 MEMORY_BYTES = 2**27
 """The memory for one grammar."""
 LIMITS = {"max_lexer_states": 50_000}
-"""llguidance's own limits, which also hold in rounds, where no process is limited. A state of its
-lexer takes about a kilobyte."""
+"""The limits within llguidance, which also hold in rounds, where no process is limited. A state of
+its lexer takes about a kilobyte."""
 MAX_WAITING = 64
 """The number of grammars that may wait to be compiled; further requests are answered with 429."""
 MAX_REMEMBERED_REFUSALS = 256

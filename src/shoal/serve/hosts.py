@@ -32,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 
 class HostCheck:
-    """ASGI middleware that answers requests under other names with 403.
+    """A middleware (ASGI) that answers requests under other names with 403.
 
     Addresses, localhost and a missing name are always allowed: rebinding needs a name that the
     attacker owns.

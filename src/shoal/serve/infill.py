@@ -25,8 +25,7 @@ STOP_TYPES = {"eos": "eos", "stop": "word"}
 
 
 class IndentLimit:
-    """A filter that ends a text before the first line with fewer than `least` blanks of
-    indentation.
+    """A filter that ends a text before the first line with less than `least` blanks of indent.
 
     It does not look at the line of the cursor.
     """
@@ -144,8 +143,10 @@ class InfillResponse:
     # ── the row ───────────────────────────────────────────────────────────────────────────────────
 
     async def _pieces(self) -> AsyncGenerator[str]:
-        """Yields the text as it comes; the first piece is empty, once the engine has accepted the
-        row."""
+        """Yields the text as it comes.
+
+        The first piece is empty; it comes once the engine has accepted the row.
+        """
         limit, submission = IndentLimit(self.request.n_indent or 0), self._submission()
         with naming("input_prefix"):
             async with self.worker.serving(submission):

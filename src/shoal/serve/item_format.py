@@ -45,8 +45,7 @@ class ItemFormat(ChatFormat):
         return [*thoughts, *([text] if text or (update.tokens and self._reasoning is None) else [])]
 
     def logprobs(self, update: RowUpdate) -> list[Json]:
-        """Returns the log-probabilities of an update's tokens; an empty list if they were not asked
-        for."""
+        """Returns the log-probabilities of an update's tokens; empty if they were not asked for."""
         entries = (self._logprobs(update.tokens) or {"content": []})["content"]
         return [
             _with_bytes(one) | {"top_logprobs": [*map(_with_bytes, one["top_logprobs"])]}
@@ -85,8 +84,7 @@ class ItemWriter:
         return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
     def add(self, pieces: Sequence[str | Call | Reasoning], logprobs: Sequence[Json]) -> list[Json]:
-        """Returns the events of a sample's next pieces; the log-probabilities are those of the
-        first text."""
+        """Returns the events of a sample's next pieces; `logprobs` belong to the first text."""
         events = []
         for piece in pieces:
             if isinstance(piece, Call):

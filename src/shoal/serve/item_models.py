@@ -167,8 +167,10 @@ class ReasoningItem(StrictModel):
     status: Status | None = None
 
     def message(self) -> Message:
-        """Returns the message of a chat with this reasoning, which belongs to the message that
-        follows."""
+        """Returns the message of a chat with this reasoning.
+
+        The reasoning belongs to the message that follows.
+        """
         return Message(
             role="assistant", reasoning_content="".join(part.text for part in self.content)
         )

@@ -67,8 +67,10 @@ def _sentence(fields: dict[str, Any]) -> str:
 
 
 def _shown(path: str) -> str:
-    """Returns a path, quoted and escaped if it has blanks, quotes, backslashes or unprintable
-    characters."""
+    """Returns a path, quoted and escaped if it has blanks, quotes or unprintable characters.
+
+    Backslashes are escaped, too.
+    """
     return path if path.isprintable() and not set(path) & set(" '\"\\") else repr(path)
 
 
@@ -107,8 +109,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def config(level: str, form: LogFormat, handler: dict[str, Any] = STDERR) -> dict[str, Any]:
-    """Returns the configuration for `logging.config`, with one handler for uvicorn's messages and
-    ours.
+    """Returns a configuration of one handler for uvicorn's messages and ours.
 
     uvicorn's lines of requests are dropped: only `log` logs requests.
     """

@@ -66,8 +66,7 @@ def page() -> APIRouter:
 
 
 def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
-    """Yields the relative paths and the files of the page, third-party files (`vendor/`)
-    included."""
+    """Yields relative paths and files of the page, third-party files (`vendor/`) included."""
     for part in folder.iterdir():
         if part.is_dir():
             yield from _files(part, f"{above}{part.name}/")

@@ -55,7 +55,6 @@ class ParsedRequest:
 
     @property
     def scored(self) -> int | None:
-        """The number of alternatives per token for scoring the prompts; None = they need not be
-        scored."""
+        """The number of alternatives per token for scoring the prompts; None = no scoring."""
         wanted = [self.prompt_logprobs, self.top_logprobs if self.echo is not None else None]
         return max((each for each in wanted if each is not None), default=None)

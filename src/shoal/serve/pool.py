@@ -28,10 +28,10 @@ def answer(
     workers: int,
     share: Share,
 ) -> None:
-    """Answers lines as `Offline.answer` does, with several workers; `done` is called in this
-    process.
+    """Answers lines with several workers, as `Offline.answer` does with one.
 
-    A line that kills its workers is answered with an error, all others are answered.
+    A line that kills its workers is answered with an error, all others are answered. `done` is
+    called in this process.
 
     Raises:
         ShoalError: the error of a worker, for example that a model does not exist; or workers died
@@ -102,8 +102,7 @@ class _Pool:
             self._done(one)
 
     def _died(self, block: Block | None, error: RayError) -> None:
-        """Returns the block of a dead worker to the queue, and starts another worker if there are
-        blocks."""
+        """Puts the block of a dead worker back, and starts another worker if there are blocks."""
         why = str(error).strip().splitlines()[0]
         if block is None:
             self._failed_loads += 1

@@ -36,8 +36,7 @@ class PromptEncoder:
         self._given_template = chat_template
 
     def encode(self, prompt: Prompt, suffix: str | None) -> tuple[int, ...]:
-        """Returns the ids of a text, or checked ids; with a suffix those of a fill-in-the-middle
-        prompt.
+        """Returns the ids of a text, or checked ids; with a suffix, of a fill-in-the-middle prompt.
 
         Raises:
             ApiError: an id is not in the vocabulary, or a suffix does not go with the prompt or the
@@ -64,8 +63,11 @@ class PromptEncoder:
         )
 
     def decode(self, ids: Sequence[int], field: str) -> str:
-        """Returns the text of a field's ids, special tokens included. Raises ApiError: an id is too
-        large."""
+        """Returns the text of a field's ids, special tokens included.
+
+        Raises:
+            ApiError: an id is not in the vocabulary.
+        """
         if ids and max(ids) >= self._vocab_size:
             message = f"{field} must be in 0..{self._vocab_size - 1}, got {max(ids)}"
             raise ApiError(400, message, param=field, code="invalid_value")
@@ -172,8 +174,11 @@ class PromptEncoder:
         )
 
     def template(self, *, tools: bool) -> str | None:
-        """Returns the template of chats with or without tools. Raises RequestError: see
-        `chat_template_of`."""
+        """Returns the chat template of chats with or without tools.
+
+        Raises:
+            RequestError: see `chat_template_of`.
+        """
         return self._given_template or chat_template_of(self._tokenizer, tools=tools)
 
     def encode_messages(

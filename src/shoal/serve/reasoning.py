@@ -51,8 +51,7 @@ def rules_of(template: str | None, prompt: str) -> ReasoningRules | None:
 
 
 class ReasoningReader:
-    """A reader that takes the text of one sample piece by piece, and separates reasoning from the
-    rest.
+    """A reader that takes one sample's text piece by piece, and separates reasoning from the rest.
 
     Blanks around the reasoning, and before the text that follows, belong to neither.
 

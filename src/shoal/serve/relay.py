@@ -104,8 +104,10 @@ def send_logs(actor: str, replica: str, level: str, form: logs.LogFormat) -> Non
 
 @contextmanager
 def printed_logs(actor: str) -> Iterator[None]:
-    """Prints the lines of replicas on stderr while the block lasts. Needs a connection to a
-    cluster."""
+    """Prints the lines of replicas on stderr while the block lasts.
+
+    It needs a connection to a cluster.
+    """
     lines: Any = (
         ray.remote(Relay)
         .options(name=actor, namespace=NAMESPACE, num_cpus=0, max_restarts=0)

@@ -185,8 +185,10 @@ class RequestBuilder:
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def require_capacity(self, drawn: int, prompts: int) -> None:
-        """Raises ApiError: the server takes fewer samples. Called before the prompts are
-        encoded."""
+        """Raises ApiError: the server takes fewer samples.
+
+        It is called before the prompts are encoded.
+        """
         rows = drawn * prompts
         if rows > self._capacity:
             param = "prompt" if prompts > drawn else "n"

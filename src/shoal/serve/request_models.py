@@ -180,8 +180,7 @@ class BaseRequest(VllmFields, SampledRequest):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of fields that were sent and have no effect, those of `stream_options`
-        included."""
+        """The names of fields without effect that were sent, `stream_options` included."""
         options = self.stream_options.ignored_fields() if self.stream_options else ()
         structured = self.structured_outputs.ignored_fields() if self.structured_outputs else ()
         return [

@@ -150,8 +150,7 @@ class ApiResponse:
 
     @asynccontextmanager
     async def _serving(self, submission: Submission) -> AsyncIterator[None]:
-        """Calls `Worker.serving`; its errors name the prompt's field, as all other fields are
-        validated."""
+        """Calls `Worker.serving`; its errors name the prompt's field, the only unvalidated one."""
         with naming(self.api.prompt_field):
             async with self.worker.serving(submission):
                 yield
@@ -170,8 +169,7 @@ class ApiResponse:
                 yield RowUpdate(index, "", (), 0, 0, 0, 0, EMPTY)
 
     async def _scorings(self) -> list[Scoring]:
-        """Returns the prompts with their log-probabilities, if the answer has them; otherwise
-        none."""
+        """Returns the prompts with their log-probabilities, if the answer has them; else none."""
         parsed = self.parsed
         if parsed.scored is None:
             return []
@@ -191,8 +189,7 @@ class ApiResponse:
         return self.api(self.tokenizer, index, self.parsed)
 
     def _of_prompt(self, prompt: int, scorings: Sequence[Scoring] = ()) -> Json:
-        """Returns the answer's fields about a prompt, by its number: its ids, its
-        log-probabilities."""
+        """Returns the answer's fields about a prompt, by number: its ids, its log-probabilities."""
         parsed, fields = self.parsed, Json()
         if parsed.token_ids:  # those that the samples follow
             fields["prompt_token_ids"] = [
@@ -313,8 +310,7 @@ def failure(error: ShoalError | None) -> Exception:
 
 
 def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
-    """Returns the indices of the samples that are returned: all in order, or the best of each
-    prompt."""
+    """Returns the indices of the returned samples: all in order, or the best of each prompt."""
     if parsed.returned == parsed.drawn:
         return list(range(len(samples)))
     indices = {id(sample): index for index, sample in enumerate(samples)}

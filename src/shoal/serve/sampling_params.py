@@ -14,8 +14,12 @@ from shoal.serve.settings import Settings
 
 
 def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sampling:
-    """Returns the request's `Sampling`. Raises ApiError or RequestError for a value that is not
-    allowed."""
+    """Returns the request's `Sampling`.
+
+    Raises:
+        ApiError: a value is not allowed.
+        RequestError: a value is not allowed.
+    """
     given: dict[str, Any] = {
         name: value
         for name, one in PARAMETERS.items()

@@ -28,8 +28,7 @@ POLL_SECONDS = 0.02
 async def scored(
     worker: Worker, prompts: Sequence[Sequence[int]], top: int, deadline: float
 ) -> list[Scoring]:
-    """Scores prompts one after the other, so that only one cache is needed beside those of the
-    rows.
+    """Scores prompts one after the other: only one cache is needed beside the rows' caches.
 
     Args:
         worker: the worker whose engine scores them.
@@ -113,8 +112,7 @@ class Scoring:
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Computes the log-probabilities of the next chunk's tokens and of the most probable
-        tokens.
+        """Computes the log-probabilities of the next chunk's tokens and of the most probable ones.
 
         They are computed from the unprocessed logits.
         """
@@ -146,8 +144,7 @@ class Scoring:
         )
 
     def _read(self, tokenizer: Any, echo: str) -> Detokenizer:
-        """Returns the prompt decoded token by token, with the special tokens that the echoed text
-        shows."""
+        """Returns the prompt decoded token by token, with the special tokens that `echo` shows."""
         special = frozenset(special_tokens(tokenizer))
         begins = {getattr(tokenizer, "bos_token_id", None)}
         every = (frozenset[int](), special - begins, special)

@@ -58,7 +58,7 @@ class Settings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model, its own first."""
+        """The names of the model, its own first."""
         return tuple(dict.fromkeys((self.model, *self.aliases)))
 
     def __post_init__(self) -> None:

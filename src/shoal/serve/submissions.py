@@ -212,8 +212,7 @@ class Submission:
         )
 
     def _new_rounds(self, index: int, commit: Commit) -> tuple[RoundUpdate, ...]:
-        """Keeps the round, if rounds are asked for; returns the unsent rounds once they can be
-        sent."""
+        """Keeps the round, if rounds are asked for; returns the unsent rounds once possible."""
         if self._rounds is None:
             return ()
         waiting = self._rounds[index]

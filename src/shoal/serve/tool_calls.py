@@ -111,8 +111,7 @@ class CallRules:
 
 
 class CallReader:
-    """A reader that takes the text of one sample piece by piece, and separates calls from other
-    text.
+    """A reader that takes one sample's text piece by piece, and separates calls from other text.
 
     A call is returned when it is complete. A text that begins like a call and is none comes out as
     text, character for character.
@@ -163,8 +162,7 @@ class CallReader:
         return [piece for piece in shown if piece]
 
     def _before_opening(self, ended: bool) -> str:
-        """Returns the text up to the next opening, without an end that may yet become an
-        opening."""
+        """Returns the text up to the next opening, without an end that may become an opening."""
         opening, text = self._format.opening, self._waiting
         start = text.find(opening)
         bare = (
@@ -197,8 +195,7 @@ class CallReader:
         return text[: len(text) - kept]
 
     def _inside_step(self, ended: bool) -> tuple[str, list[Call]]:
-        """Reads the JSON behind an opening; if it is not complete, the reader is still inside
-        afterwards."""
+        """Reads the JSON behind an opening; incomplete JSON leaves the reader inside."""
         body = self._waiting.lstrip()
         try:
             value, size = DECODER.raw_decode(body)
@@ -265,8 +262,7 @@ DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def forced_schema(rules: CallRules, parameters: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the JSON schema of a forced call of one of some tools, given their parameters by
-    name.
+    """Returns the JSON schema of a forced call of some tool, given their parameters by name.
 
     Each tool's own schema stands under `$defs`, and its references lead there.
     """

@@ -61,8 +61,7 @@ class Worker:
         self._grammars.close()
 
     def cut(self) -> None:
-        """Ends all rows after the current round; their samples are returned unfinished, as
-        "cancelled"."""
+        """Ends all rows after the current round; their samples are returned as "cancelled"."""
         self.thread.post(lambda: self._deliver(self.thread.engine.cancel(list(self._rows))))
 
     @asynccontextmanager

@@ -36,7 +36,7 @@ def as_dicts(counts: Mapping[str, DraftCounts]) -> dict[str, dict[str, int]]:
 
 
 class TokenCounts:
-    """Running counts over a list of tokens that only grows.
+    """The running counts over a list of tokens that only grows.
 
     Attributes:
         ids: the tokens that occur, each once.

@@ -56,8 +56,7 @@ def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Returns the ids of a text that begins a document, with the special tokens that the tokenizer
-    adds.
+    """Returns the ids of a text that begins a document, with the tokenizer's special tokens.
 
     A text that already begins with BOS, as a chat template's does, gets no second one.
     """
@@ -73,8 +72,7 @@ ANCHOR = "\n"
 
 
 def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
-    """Returns the ids of a text inside a document, without the space that some tokenizers write
-    first.
+    """Returns the ids of a text inside a document, without a space that a tokenizer adds.
 
     Args:
         encode: splits a text into tokens, without special ones around it.

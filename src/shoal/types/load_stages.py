@@ -65,8 +65,7 @@ def unwatched(_name: StageName) -> AbstractContextManager[None]:
 
 
 def log(stage: LoadStage) -> None:
-    """Logs a line when a stage begins, and one with the seconds of each stage when the pair is
-    loaded."""
+    """Logs a line when a stage begins, and the seconds of each stage when the pair is loaded."""
     if stage.seconds is None or stage.name == "ready":
         LOG.info("%s", stage)
 

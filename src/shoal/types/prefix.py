@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prompt that is stored once: its tokens 0..length-1 lie in slots base, base + 1, ... of the
-    store.
+    """A prompt that is stored once, in slots base .. base + length - 1 of the store.
 
     Attributes:
         base: the first token slot.

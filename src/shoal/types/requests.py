@@ -219,8 +219,7 @@ class Row:
         self.output_counts = TokenCounts(self.prompt_length)
 
     def become(self, other: Row, seed: int) -> None:
-        """Takes the text of another row of its group, with its states and counts, and goes on by
-        another seed.
+        """Takes text, states and counts of another row of its group, and goes on by another seed.
 
         The row keeps its slot; the caller copies the contents of the slot. The row gets a new
         serial, so data kept under the old one is no longer found.
@@ -290,6 +289,5 @@ class Row:
 
     @property
     def draft_reach(self) -> int:
-        """The most tokens of the row that its drafter reads; 0 if the prompt is longer than
-        `draft_context`."""
+        """The most tokens of the row that its drafter reads; 0 if the prompt alone is longer."""
         return self.draft_context if self.prompt_length <= self.draft_context else 0

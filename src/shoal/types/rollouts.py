@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """All samples of a run, one per row, in the order of prompts and of their rows.
+    """The samples of a run, one per row, in the order of prompts and of their rows.
 
     Attributes:
         prompt_ids: [rows, longest prompt] int64, padded on the left.
@@ -49,8 +49,7 @@ class Rollouts:
 
     @property
     def input_ids(self) -> Tensor:
-        """Prompts and samples, [rows, longest prompt + longest sample]: the input of a forward
-        pass."""
+        """The prompts and samples, [rows, longest prompt + longest sample], for a forward pass."""
         return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
 
     @property
@@ -120,8 +119,7 @@ def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str)
 def _padded(
     rows: Sequence[Sequence[float]], value: float, *, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the rows padded to one length, [rows, longest], and a mask that is True outside
-    padding."""
+    """Returns rows padded to one length, [rows, longest], and a mask that is True at values."""
     longest = max(map(len, rows), default=0)
     filled = [[value] * (longest - len(row)) for row in rows]
     every = [

@@ -56,8 +56,7 @@ class Verdict:
 
     @cached_property
     def lists(self) -> tuple[list[Sequence[int]], list[int]]:
-        """The kept nodes of each row and the token that follows them; one transfer from the
-        device."""
+        """The kept nodes of each row and the token that follows; one transfer from the device."""
         if self.path is None:
             accepted, tokens = torch.stack([self.accepted, self.token]).tolist()
             return [range(count) for count in accepted], tokens

@@ -108,7 +108,7 @@ class Sample:
 
     @property
     def from_draft(self) -> tuple[bool, ...]:
-        """Per token, True for an accepted draft, False for a replacement or bonus."""
+        """The origin of each token: True = an accepted draft, False = a replacement or bonus."""
         return tuple(name is not None for name in self.drafters)
 
     @property
@@ -150,8 +150,7 @@ def ranked(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def log_mean(logs: Sequence[float]) -> float:
-    """Returns the natural log of the mean of numbers given by their logs, at least one; -inf is
-    0."""
+    """Returns the natural log of the mean of at least one number given by logs; -inf is 0."""
     largest = max(logs)
     if largest == -math.inf:
         return largest
@@ -159,8 +158,7 @@ def log_mean(logs: Sequence[float]) -> float:
 
 
 def effective(logs: Sequence[float]) -> float:
-    """Returns the effective sample size of weights given by their logs, between 0 and their
-    number."""
+    """Returns the effective sample size of weights given by their logs, in 0..their number."""
     mean = log_mean(logs)
     return (
         0.0
@@ -179,8 +177,7 @@ class Output:
 
     @property
     def ranked(self) -> list[Sample]:
-        """The samples, finished ones first, then by mean log-probability, best first (BASS's
-        rule)."""
+        """The samples, finished ones first, then by mean log-probability (BASS's rule)."""
         return ranked(self.samples)
 
     @property

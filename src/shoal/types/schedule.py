@@ -14,7 +14,7 @@ class PromptOrigin(Enum):
     """The origin of the prompt of a row that enters a slot."""
 
     COMPUTE = auto()
-    """This row computes the prompt, in `Round.chunks` of this round and maybe of later ones: into
+    """The row computes the prompt, in `Round.chunks` of this round and maybe of later ones: into
     the prefix store if the row has a prefix, else into its slot."""
     COPY = auto()
     """The prompt is copied from another slot, before prompts are computed."""

@@ -125,8 +125,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """The ratio of accepted to drafted tokens; it falls with the draft length by
-        construction."""
+        """The ratio of accepted to drafted tokens; by construction it falls with draft length."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property

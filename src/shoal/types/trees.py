@@ -24,7 +24,7 @@ from shoal.types.siblings import Siblings
 
 @dataclass(frozen=True)
 class Probes:
-    """Columns of a pass that only the drafter reads, behind the nodes of a tree.
+    """The columns of a pass that only the drafter reads, behind the nodes of a tree.
 
     A probe's input is no token but a vector of the drafter (`shoal.models.runner.Runner.vectors`).
     No node sees a probe, and no probe stays in the cache.
@@ -110,8 +110,7 @@ class DraftTree:
 
     @staticmethod
     def empty(rows: int, device: torch.device, steps: int = 0) -> DraftTree:
-        """Returns an empty proposal: the round is a step of plain decoding. Cached by its
-        arguments."""
+        """Returns an empty proposal, for a step of plain decoding. Cached by its arguments."""
         return _empty(rows, device, steps)
 
     @property
@@ -174,8 +173,7 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions that a block of logits [rows, q, vocab] scores, by the tokens before each of
-    them.
+    """The positions that a block of logits [rows, q, vocab] scores, by the tokens before them.
 
     Args:
         rows: one per row of the block.
@@ -201,8 +199,7 @@ class Positions:
         )
 
     def path(self, row: int, column: int) -> list[int]:
-        """Returns the drafted tokens between the row's last committed token and a column's
-        position.
+        """Returns the drafted tokens between the last committed token and a column's position.
 
         The column's own token is included.
         """
@@ -216,8 +213,7 @@ class Positions:
         return path[::-1]
 
     def paths(self, row: int, q: int) -> list[tuple[int, Sequence[int]]]:
-        """Returns the columns of the block [rows, q] that can matter, and the drafted tokens before
-        each."""
+        """Returns the columns of the block [rows, q] that can matter, with the drafts before."""
         if self.parents is None:
             first, draft = self.first, self.drafts[row]
             return [

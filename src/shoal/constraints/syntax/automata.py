@@ -65,8 +65,7 @@ class Automaton:
                 first = byte
 
     def shortest(self) -> Automaton:
-        """Returns an automaton of the accepted texts with no shorter beginning that is accepted
-        too."""
+        """Returns an automaton of the accepted texts without an accepted shorter beginning."""
         moves = [
             (-1,) * 256 if state in self.accepts else row for state, row in enumerate(self.moves)
         ]

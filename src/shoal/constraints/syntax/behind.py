@@ -52,8 +52,7 @@ class Behind:
         return any(GAP in self._starts(self.grammar.start, place) for place in self.last)
 
     def tail(self, rule: int, dot: int, places: Places) -> Places:
-        """Returns the places where the symbols of a rule from `dot` on begin if they end at one of
-        the places."""
+        """Returns the places where a rule's symbols from `dot` on begin if they end at `places`."""
         key = rule, dot, places
         if key not in self._all_tails:
             self._all_tails[key] = frozenset().union(
@@ -101,8 +100,7 @@ class Behind:
         return self._found[symbol, end]
 
     def _terminal(self, terminal: int, end: int) -> tuple[Places, Places]:
-        """Returns the places where a terminal that ends at `end` begins, and its states at place
-        0."""
+        """Returns the places where a terminal that ends at `end` begins, and its states at 0."""
         key = terminal, end
         if key not in self._ends:
             automaton = self.grammar.terminals[terminal]
@@ -117,10 +115,10 @@ class Behind:
         return self._ends[key]
 
     def _derive(self, symbol: int, end: int) -> None:
-        """Finds the places where a nonterminal that ends at a place begins, by Earley's algorithm
-        backwards.
+        """Finds the places where a nonterminal that ends at a place begins.
 
-        It also finds the places of the symbols that this one needs.
+        Earley's algorithm runs backwards; it also finds the places of the symbols that this one
+        needs.
         """
         grammar, goals = self.grammar, self._found
         agenda: list[Item] = []

@@ -43,8 +43,7 @@ def ends_program(text: str) -> bool:
 
 
 def _ends(begun: str, text: str) -> bool:
-    """Returns True if the text may end a program when it begins in the state behind these
-    characters."""
+    """Returns True if the text may end a program when it begins behind these characters."""
     lines = _lines(begun, text)
     return lines is not None and all(map(_parses, _segments(lines)))
 
@@ -98,8 +97,10 @@ def _segments(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parses(found: tuple[str, str]) -> bool:
-    """Returns True if statements at an indentation are a part of some program, behind some
-    statement."""
+    """Returns True if statements at an indentation are a part of some program.
+
+    Some statement may stand before them.
+    """
     indent, segment = found
     header = "if a:\n" if indent else ""
     if any(

@@ -161,8 +161,7 @@ class _Nfa:
         return determinized([start], closure, edges, lambda item: item[:2] == ((), last))
 
     def _split(self, ranges: Ranges) -> list[tuple[Ranges, frozenset[int]]]:
-        """Splits a class of characters by their membership in the classes that are looked behind
-        at."""
+        """Splits a class of characters by the looked-behind classes that contain them."""
         parts: list[tuple[Ranges, frozenset[int]]] = [(ranges, frozenset())]
         for number, looked in enumerate(self.looked):
             within = [(_common(own, looked), found | {number}) for own, found in parts]

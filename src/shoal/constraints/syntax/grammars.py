@@ -21,8 +21,7 @@ from shoal.errors import RequestError
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar whose symbols are numbers: terminals first, then nonterminals; the last is the
-    start.
+    """A grammar whose symbols are numbers: terminals, then nonterminals, the start last.
 
     Attributes:
         terminals: for each terminal, the automaton of its texts with ignored text behind them.

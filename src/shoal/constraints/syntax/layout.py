@@ -13,7 +13,7 @@ import re
 _WORD = re.compile(r"[^\W\d]\w*")
 _PREFIX = re.compile(r"(?<!\w)[rRbBfFuU]{1,2}$")
 CONTINUES = frozenset({"else", "elif", "except", "finally"})
-"""Words that begin a further clause of the statement before them at the same indentation."""
+"""The words that begin a further clause of the statement before them at the same indentation."""
 
 
 class Layout:

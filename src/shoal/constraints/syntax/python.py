@@ -172,8 +172,7 @@ def _fed(layout: Layout, text: str) -> Layout | None:
 
 @lru_cache(maxsize=1024)
 def _begins_identifier(rest: bytes) -> bool:
-    """Returns True if the UTF-8 of some character that may stand in a name begins with these
-    bytes."""
+    """Returns True if these bytes begin the UTF-8 of some character that may stand in a name."""
     length = 2 if rest[0] < 0xE0 else 3 if rest[0] < 0xF0 else 4
     missing = length - len(rest)
     if missing == 3:

@@ -86,8 +86,7 @@ class Quotients:
         )
 
     def read(self, column: Column, byte: int) -> Column | None:
-        """Returns the chart one byte further; None: no text then leads to a text of the
-        language."""
+        """Returns the chart one byte further; None if no text then leads to the language."""
         if byte not in column.after:
             column.after[byte] = self._read(column, byte)
         return column.after[byte]
@@ -147,8 +146,7 @@ class Quotients:
     def _over_nullable(
         self, items: set[tuple[int, int, Node]], ended: bool
     ) -> tuple[set[tuple[int, int, Node]], bool]:
-        """Adds the items behind symbols that may be empty; an item at its end completes its
-        node."""
+        """Adds the items behind symbols that may be empty; an item at its end completes a node."""
         found, open_ = set(items), list(items)
         while open_:
             rule, dot, node = open_.pop()

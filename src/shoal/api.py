@@ -57,7 +57,7 @@ LOG = logging.getLogger("shoal")
 
 Source = str | Path | nn.Module
 AnyConstraint = Constraint[Any] | Check[Any] | Filter | Grammar
-"""A hub id, a directory or a Transformers model."""
+"""A Hub id, a directory or a Transformers model."""
 
 
 def load(
@@ -83,56 +83,61 @@ def load(
 ) -> Shoal:
     """Loads a target and its drafter.
 
-    What was chosen is in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the logger
-    "shoal" (INFO), which also has a line as each stage begins, unless `progress` is given.
+    The choices that were made are in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the
+    logger "shoal" (INFO). This logger also has a line as each stage begins, unless `progress` is
+    given.
 
     Args:
-        target: hub id, directory or Transformers model; None = the bundled pair. A model object is
-            used as it is: it stays the caller's, and what says how to load (dtype, device,
-            revision, quantize) is refused.
-        draft: the same of a smaller model, best with the same tokenizer (docs/how-to/drafters.md
-            says what another one costs); or a drafter by its name and options ("suffix",
-            "suffix:scope=engine", "medusa:DIR", "self:exit=6"), trees of a model ("DIR:tree=rsd-s")
-            or a sum ("suffix+DIR"), see `shoal.drafting.draft`; or any object of
+        target: a Hub id, directory or Transformers model; None = the bundled pair. A model object
+            is used as it is: it stays the caller's, and options for loading (dtype, device,
+            revision, quantize) are refused.
+        draft: a smaller model, given like the target, best with the same tokenizer
+            (docs/how-to/drafters.md gives the cost of another one); or a drafter by its name and
+            options ("suffix", "suffix:scope=engine", "medusa:DIR", "self:exit=6"), trees of a model
+            ("DIR:tree=rsd-s") or a sum ("suffix+DIR"), see `shoal.drafting.draft`; or any object of
             `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless
             bundled).
-        tokenizer: Transformers'; None = the one saved with the target. Where a model object has
-            none at hand (its `name_or_path`, read without network), there are only token ids.
-        dtype: of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16 checkpoint where
-            the CPU multiplies it, see `shoal.models.formats`; elsewhere the checkpoint's own),
-            "float32", "bfloat16", "float16".
+        tokenizer: a Transformers tokenizer; None = the one saved with the target. For a model
+            object it is the one at hand (its `name_or_path`, read without network); without one
+            there are only token ids.
+        dtype: the number format of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16
+            checkpoint if the CPU multiplies it, see `shoal.models.formats`; elsewhere the
+            checkpoint's own), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:1", ...
+        revision: the target's revision on the Hub.
+        draft_revision: the draft model's revision on the Hub.
         attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.models.attention`).
-        max_batch: most rows decoded together; more rows than that take turns. "auto": as many as
-            memory holds and as raise tokens per second, by measured rounds (see
+        max_batch: the most rows decoded together; more rows than that take turns. "auto": as many
+            as memory holds and as raise tokens per second, by measured rounds (see
             `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from run
             to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a
             seed's tokens to hold.
         compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see
             `shoal.native`), compiled once per machine in about two seconds; "off": neither; "auto":
-            on, on a CPU only where there is a C compiler; "modules": as "auto", but the model's own
+            on, on a CPU only if there is a C compiler; "modules": as "auto", but the model's own
             modules compute all but attention.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A
-            quantised target is what is then decoded losslessly.
-        strict: tokens do not depend on the composition of the batch, in 16 bit either
+            quantised target is the model that is then decoded losslessly.
+        strict: True = tokens do not depend on the composition of the batch, in 16 bit either
             (docs/explanation/exactness.md); CPU only.
         prefix_sharing: "shared": a group's prompt is stored, and read by each pass, once; "copied":
-            once per row; "auto": shared where that pays (see `shoal.engine.prefix_store`).
-        prefix_memory: bytes for prompts of earlier calls, so that later ones compute what they do
-            not begin with alike: a chat's next turn, a common system prompt (see
-            `shoal.engine.prefix_cache`); `Stats.restored_tokens` counts what was not computed. 0 =
-            none are kept. A call then begins with a small pass that tells whether the weights are
-            still the same.
-        tensor_parallel: the target is shared by all processes that torchrun started
+            once per row; "auto": shared if that pays (see `shoal.engine.prefix_store`).
+        prefix_memory: the bytes for prompts of earlier calls, so that later calls that begin alike
+            compute only the rest: a chat's next turn, a common system prompt (see
+            `shoal.engine.prefix_cache`); `Stats.restored_tokens` counts the tokens that were not
+            computed. 0 = none are kept. A call then begins with a small pass that tells if the
+            weights are still the same.
+        tensor_parallel: True = all processes that torchrun started share the target
             (docs/how-to/scale.md). `load` returns in the first one only; the others serve it within
             this call, and end when it does.
-        trust_remote_code: run code from the model's repository.
-        local_files_only: never ask the hub.
+        trust_remote_code: True = runs code from the model's repository.
+        local_files_only: True = never asks the Hub.
         progress: called with a `shoal.types.load_stages.LoadStage` as each stage begins, as it
             ends, and when all is loaded.
 
     Raises:
-        RequestError: not found, or a wrong option. UnsupportedModel, PairMismatch: with the reason.
+        RequestError: a model or file was not found, or an option is wrong.
+        UnsupportedModel, PairMismatch: with the reason.
     """
     stages = LoadStages(progress)
     drafting = read_draft(draft)
@@ -239,8 +244,7 @@ def load(
 
 
 def _check_source(role: str, source: Source | None, **options: Any) -> None:
-    """Raises RequestError: it is no model, or an option for loading is given with a model
-    object."""
+    """Raises RequestError if a source is no model, or a model object has options for loading."""
     if source is None or isinstance(source, (str, Path)):
         return
     if not loading.is_model(source):
@@ -275,16 +279,20 @@ class Shoal:
     """A loaded pair, ready to generate. As a context manager it closes itself.
 
     Attributes:
-        target, draft_model: `Runner`s (draft_model None = there is no second model).
-        tokenizer: Transformers' (None: ids only).
-        max_batch, prefix_sharing: see `load`.
-        prefixes: of earlier calls; None = none are kept.
+        target: the target's `Runner`.
+        draft_model: the draft model's `Runner`; None = there is no second model.
+        tokenizer: the Transformers tokenizer; None = ids only.
+        max_batch: see `load`.
+        prefix_sharing: see `load`.
+        prefixes: the prefixes of earlier calls; None = none are kept.
         drafting: makes drafters other than that of the draft model; None = there are none.
         proposable: the tokens that a draft model may propose.
-        vocabularies: of a draft model with another tokenizer.
-        choice: how it drafts, by counts. None with the same tokenizer.
-        shared: the tokens that a draft model may propose, where these are not all.
-        rule: None, or one for all runs, whatever they ask for (experiments).
+        vocabularies: the vocabularies of a pair whose draft model has another tokenizer.
+        choice: the choice of the method by which it drafts, by counts; None with the same
+            tokenizer.
+        shared: the tokens that a draft model may propose, if these are not all.
+        rule: a rule for all runs, in place of the one that they ask for (experiments); None =
+            theirs.
     """
 
     def __init__(
@@ -326,26 +334,31 @@ class Shoal:
 
     @property
     def target(self) -> Runner:
-        """Raises RequestError once it is closed."""
+        """The target's `Runner`. Raises RequestError once this is closed."""
         return self._open()[0]
 
     @property
     def draft_model(self) -> Runner | None:
-        """Raises RequestError once it is closed."""
+        """The draft model's `Runner`; None = there is none. Raises RequestError once this is
+        closed."""
         return self._open()[1]
 
     @property
     def drafter_name(self) -> str | None:
-        """The draft model's, or that of a drafter without a model, with its options; None = plain
-        decoding."""
+        """The name of the draft model, or of a drafter without a model, with its options.
+
+        None = plain decoding.
+        """
         if self.drafting is not None:
             return self.drafting.name
         return None if self.draft_model is None else self.draft_model.name
 
     @property
     def _executor(self) -> ThreadPoolExecutor:
-        """One thread of this process, started when needed: streams take turns. A forked child does
-        not have its parent's."""
+        """The one thread of this process that computes streams, which take turns.
+
+        It is started when needed. A forked child does not have its parent's.
+        """
         return self._executors.setdefault(os.getpid(), ThreadPoolExecutor(1, "shoal"))
 
     def _open(self) -> tuple[Runner, Runner | None]:
@@ -354,9 +367,11 @@ class Shoal:
         return self._models
 
     def close(self) -> None:
-        """Cancels the streams that still run, and lets go of caches and models; a model object that
-        was given to `load` stays its owner's. Whatever is asked for later raises RequestError.
-        Closing twice does nothing."""
+        """Cancels the streams that still run, and frees caches and models.
+
+        A model object that was given to `load` stays its owner's. Later calls raise RequestError.
+        Closing twice has no further effect.
+        """
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
@@ -401,46 +416,47 @@ class Shoal:
         progress: bool = False,
         **options: Unpack[Options],
     ) -> Result:
-        """n samples of each prompt.
+        """Returns n samples of each prompt.
 
         If a row fails (a model gave NaN, or the row's controls leave no token possible), the others
         are finished first; then its error is raised, with all samples in its `result`. `stream`
-        raises nothing of that kind: such rows end with "error".
+        does not raise such errors: such rows end with "error".
 
         Args:
             prompts: one text, several texts, or several lists of token ids; also as NumPy arrays,
                 tensors ([length], or [rows, length] without padding), tuples or generators.
-            n: samples per prompt, or a list with a number for each.
-            drafter: proposes instead of the pair's own, any object of
+            n: the number of samples per prompt, or a list with a number for each.
+            drafter: a drafter in place of the pair's own, any object of
                 `shoal.drafting.protocol.Drafter`; for one call at a time.
-            top_logprobs: also report that many of the most probable tokens per position.
-            suffix: text behind the new text, one for all prompts or one for each, where the prompts
-                are the texts before it: the model fills in between, if it was trained to
+            top_logprobs: the number of most probable tokens per position that are reported as well.
+            suffix: the text behind the new text, one for all prompts or one for each, where the
+                prompts are the texts before it: the model fills in between, if it was trained to
                 (`shoal.constraints.fim`).
-            constraints: what limits the tokens that may follow, beside `grammar`: further grammars,
+            constraints: limits of the tokens that may follow, beside `grammar`: further grammars,
                 filters (`shoal.constraints.filters`), constraints of one's own
-                (`shoal.constraints.protocol`), and what is asked about single tokens
+                (`shoal.constraints.protocol`), and checks of single tokens
                 (`shoal.constraints.check`). All of them hold.
-            align: the prompts may end inside a token: up to three tokens are taken back and every
-                sample writes their bytes again, in tokens of the model's choice; texts begin where
-                the prompts ended, while `token_ids`, `logprobs` and counts include these tokens
-                (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or
-                filter.
-            exact: samples have a `log_weight` and are ranked by it: weighted so, they are samples
-                of p given that the whole text is allowed, by `align`, a grammar, constraints or
-                `syntax` (`shoal.constraints.weights`). "smc": and rows of small weight become
-                copies of others while they run (`shoal.engine.resampling`): which ones depends on
-                how far rounds come, so that a seed gives the same samples only where draft lengths
-                are fixed. A stream then has a row's text in its last increment. "asap": and rows
-                draw by what others of their prompt have shown of how its beginnings go on
-                (`shoal.constraints.estimates`), so that weights become equal. "asap+smc": both.
+            align: True = the prompts may end inside a token: up to three tokens are taken back and
+                every sample writes their bytes again, in tokens of the model's choice; texts begin
+                where the prompts ended, while `token_ids`, `logprobs` and counts include these
+                tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a
+                grammar or filter.
+            exact: True = samples have a `log_weight` and are ranked by it: weighted so, they are
+                samples of p given that the whole text is allowed, by `align`, a grammar,
+                constraints or `syntax` (`shoal.constraints.weights`). "smc": also, rows of small
+                weight become copies of others while they run (`shoal.engine.resampling`): the
+                copies depend on the length of rounds, so that a seed gives the same samples only
+                with fixed draft lengths. A stream then has a row's text in its last increment.
+                "asap": also, rows draw by estimates of how the beginnings of their prompt's texts
+                go on, learned from its other rows (`shoal.constraints.estimates`), so that weights
+                become equal. "asap+smc": both.
             syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no
                 token is written after which the text between prompt and suffix cannot be completed
-                to a program, document or text of the grammar, and a text ends by itself only where
-                the whole parses; where it does not end by itself it is cut, see `Sample.syntax`.
-                The text of a stream then comes with a row's last increment.
-            shown_tokens: ids of special tokens that texts show; without it they show none.
-            progress: shows a bar on stderr, in a terminal or a notebook.
+                to a program, document or text of the grammar, and a text ends by itself only if the
+                whole parses; otherwise it is cut, see `Sample.syntax`. The text of a stream then
+                comes with a row's last increment.
+            shown_tokens: the ids of special tokens that texts show; without it they show none.
+            progress: True = shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as
                 `sampling=`, `limits=` and `speculation=`. `sampling=` and `limits=` may also be
                 lists with a setting, or None, for each prompt. `bad_words` may also be strings.
@@ -450,8 +466,8 @@ class Shoal:
             One `Output` per prompt in order; `result[0].ranked` is best first.
 
         Raises:
-            RequestError: before anything is computed, or for a row; a field given beside its whole
-                setting; or this is closed.
+            RequestError: the request cannot be served, which is raised before any computation, or a
+                row fails; a field is given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
         dressing = Dressing(align, exact, syntax)
@@ -484,8 +500,10 @@ class Shoal:
         shown_tokens: Collection[int] = (),
         **options: Unpack[Options],
     ) -> Stream:
-        """Like `generate`, but yields an `Increment` per row and round as text grows; by `for`, or
-        by `async for`."""
+        """Generates like `generate`, but yields an `Increment` per row and round as text grows.
+
+        The stream is read by `for`, or by `async for`.
+        """
         dressing = Dressing(align, exact, syntax)
         return self._stream(
             prompts,
@@ -564,18 +582,19 @@ class Shoal:
     def prepare(
         self, rows: Integer = FIRST, tokens: Integer = PREPARED_TOKENS, **options: Unpack[Options]
     ) -> int:
-        """Captures on a GPU, before anything is asked, the rounds that `generate` with these
-        options runs for so many rows of so many tokens, prompts included; otherwise the first calls
-        do, round by round. Nothing on a CPU, where nothing is captured.
+        """Captures the rounds of `generate` with these options on a GPU, before the first call.
 
-        Never done unasked: rows, lengths and settings are the caller's, and what a call captures is
-        kept for the next one anyway.
+        Otherwise the first calls capture them, round by round. Does nothing on a CPU, where no
+        rounds are captured. It is never called by itself: rows, lengths and settings are the
+        caller's, and the captures of a call are kept for the next one anyway.
 
         Args:
-            options: as of `generate`.
+            rows: the number of rows.
+            tokens: the tokens of each row, prompts included.
+            options: see `generate`.
 
         Returns:
-            How many functions were captured. None where memory has no room for such rows.
+            The number of captured functions; 0 if memory cannot hold such rows.
 
         Raises:
             RequestError.
@@ -602,17 +621,22 @@ class Shoal:
         prefix_bytes: int | None = None,
         quantum: int | None = None,
     ) -> Engine:
-        """An engine for this pair, with caches of its own; for those who submit requests one by
-        one, as `shoal serve` does.
+        """Returns an engine for this pair, with caches of its own.
+
+        It is for callers that submit requests one by one, as `shoal serve` does.
 
         Args:
-            drafter: proposes instead of the pair's own.
-            chunk, kv_bytes, quantum: see `shoal.engine.engine.Engine`.
-            prefix_bytes: for prompts of earlier requests of this engine alone; None = the pair's
-                memory, if it has one.
+            lookahead_name: the draft length, see `shoal.lookahead.controller.by_name`.
+            rule: the rule by which drafts are drawn and judged.
+            drafter: a drafter in place of the pair's own.
+            chunk: see `shoal.engine.engine.Engine`.
+            kv_bytes: see `shoal.engine.engine.Engine`.
+            prefix_bytes: the bytes for prompts of earlier requests of this engine alone; None = the
+                pair's memory, if it has one.
+            quantum: see `shoal.engine.engine.Engine`.
 
         Raises:
-            RequestError: for an unknown lookahead.
+            RequestError: the lookahead is unknown.
         """
         costs = self.pair_costs
         max_batch = self._batch_sizes.of(
@@ -643,32 +667,39 @@ class Shoal:
         return engine
 
     def _prefix_memory(self, nbytes: int) -> PrefixMemory | None:
-        """For prefixes of this pair; None where there is no room, or where it cannot keep any."""
+        """Returns a memory for prefixes of this pair.
+
+        Returns None if `nbytes` is 0, or if the target cannot keep prefixes.
+        """
         possible = nbytes and self.target.can_keep_prefixes
         return PrefixMemory(self.target, self.draft_model, nbytes) if possible else None
 
     def new_drafter(self) -> Drafter | None:
-        """The pair's own, for a new engine; None = plain decoding."""
+        """Returns a drafter of the pair for a new engine; None = plain decoding."""
         model = None if self._draft is None else self._draft.drafter(self.target)
         return model if self.drafting is None else self.drafting.drafter(self.target, model)
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
-        """What was chosen for "target" and "draft" when they were loaded, see
-        `shoal.models.load_report`."""
+        """The choices that were made for "target" and "draft" at loading.
+
+        See `shoal.models.load_report`.
+        """
         drafter = None if self.drafting is None else self.drafting.name
         return load_report(self.target, self.draft_model, drafter)
 
 
 def _require_bytes(name: str, value: object) -> int:
-    """Raises RequestError: it is no number of bytes."""
+    """Raises RequestError if the value is no number of bytes."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise RequestError(f"{name} must be a number of bytes, 0 for none, got {value!r}")
     return value
 
 
 def _rule(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
-    """A seed asks for the same tokens again, which only the coupled rule gives whatever the draft
-    lengths."""
+    """Returns the rule of a run.
+
+    A seed asks for the same tokens again, which only the coupled rule gives with any draft lengths.
+    """
     chosen = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
     return RULES[chosen if speculation.rule == "auto" else speculation.rule]()

@@ -1,5 +1,4 @@
-"""Several drafters as one: text drafters for rows of which they are sure, the last one for the
-rest.
+"""Several drafters as one: text drafters for rows of which they are sure, the last for the rest.
 
 Text drafters that propose chains draft for the rows of which they are sure, and the last drafter
 for the others. Trees of text (`max_nodes` more than 0) are joined to the last drafter's proposal
@@ -289,7 +288,7 @@ def _chained(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTr
 
 
 def _with_point_masses(q: Sequence[Tensor], drafts: Sequence[list[int]], m: int) -> list[Tensor]:
-    """Returns the q of m positions, [rows, vocab] each, one-hot in rows with drafts of their own."""
+    """Returns the q of m positions, [rows, vocab] each; rows with drafts have one-hot q."""
     found = [values.clone() for values in q[:m]] + [
         torch.zeros_like(q[0]) for _ in range(m - len(q))
     ]

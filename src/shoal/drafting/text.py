@@ -74,7 +74,7 @@ class TextDrafter(Drafter):
     @property
     @abstractmethod
     def table_bytes(self) -> int:
-        """Bytes that its tables take now."""
+        """The bytes that its tables take now."""
 
     @property
     def kept_bytes(self) -> int:

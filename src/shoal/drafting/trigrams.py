@@ -131,7 +131,7 @@ class TrigramDrafter(RecyclingDrafter):
 def likeliest(
     table: dict[Context, dict[int, float]], context: Context
 ) -> Iterator[tuple[int, float, Context]]:
-    """Yields the tokens that followed, the most frequent first; of equal ones the one seen first."""
+    """Yields the tokens that followed, the most frequent first, of equal ones the first seen."""
     known, factor = table.get(context), 1.0
     if known is None:
         known, factor = table.get(context[-1:], {}), BACKED_OFF

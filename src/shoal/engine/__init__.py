@@ -1,5 +1,4 @@
-"""The loop and its stages: `engine.step()` names them in order, and each other module is one of
-them.
+"""The loop and its stages: `engine.step()` names them in order, one module for each.
 
-Nothing here knows how a pass is computed, nor what kind of drafter proposes.
+The engine does not depend on how a pass is computed, nor on the kind of drafter.
 """

@@ -1,5 +1,4 @@
-"""What a round took: times of its stages, counts for `Stats`, and what a draft length controller is
-told."""
+"""The costs of a round: times of its stages, counts for `Stats`, and the controller's `Outcome`."""
 
 from __future__ import annotations
 
@@ -12,11 +11,12 @@ from shoal.types.trees import DraftTree
 
 
 class Stopwatch:
-    """Times of the stages of a round: propose, verify, accept, commit.
+    """A stopwatch for the stages of a round: propose, verify, accept, commit.
 
     Attributes:
-        laps: seconds of each stage so far.
-        between: from the first position of the drafts looked at to the last; None if none was.
+        laps: the seconds of each stage so far.
+        between: the seconds from the first position of the drafts looked at to the last; None = no
+            position was looked at.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -26,21 +26,26 @@ class Stopwatch:
         self.between: float | None = None
 
     def lap(self) -> None:
-        """A stage is over."""
+        """Ends a stage."""
         now = self._clock()
         self.laps.append(now - self._last)
         self._last = now
 
     def lap_shares(self, shares: Sequence[float], between: float | None = None) -> None:
-        """Stages that were computed in one go are over, and took these shares of the time; of the
-        first, `between` is a share of its own."""
+        """Ends stages that were computed in one go.
+
+        Args:
+            shares: their shares of the time.
+            between: the share of the first stage's time that all steps but one took; None =
+                unknown.
+        """
         now = self._clock()
         self.laps += [share * (now - self._last) for share in shares]
         self.between = None if between is None else between * self.laps[0]
         self._last = now
 
     def timed(self, stop: Stop) -> Stop:
-        """The same, and the times at which it is asked are noted."""
+        """Returns a `stop` that notes the times of its calls."""
 
         def asked(position: int, confidence: Sequence[float]) -> Sequence[int]:
             now = self._clock()
@@ -64,9 +69,13 @@ def count_round(
     """Adds a round to the statistics.
 
     Args:
-        laps: seconds of the four stages.
-        target: its passes and the seconds in them.
-        name: of the engine's drafter.
+        stats: the statistics.
+        tree: the drafts of the round.
+        commits: the tokens that it committed.
+        laps: the seconds of the four stages.
+        target: the target's passes and the seconds in them.
+        drafter: the drafter's work.
+        name: the name of the engine's drafter.
     """
     drafted, accepted = sum(map(len, tree.drafts)), sum(done.accepted for done in commits)
     stats.rounds += 1
@@ -108,12 +117,15 @@ def _count_by_drafter(
 def outcome(
     tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, preparing: float
 ) -> Outcome:
-    """What the draft length controller is told: of a tree that branches, its depth counts as
-    drafted.
+    """Returns the outcome of a round for the draft length controller.
+
+    For a tree that branches, its depth counts as drafted.
 
     Args:
-        watch: of the round.
-        preparing: seconds of the drafter for prompts.
+        tree: the drafts of the round.
+        paths: the accepted nodes of each row.
+        watch: the stopwatch of the round.
+        preparing: the seconds of the drafter for prompts.
     """
     drafted = (
         [max(depths) for depths in tree.depths]

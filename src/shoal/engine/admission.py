@@ -1,9 +1,9 @@
-"""Decides whether the next row of the queue gets a slot, which one, and where its prompt comes
-from. Pure Python.
+"""Decides if the next row of the queue gets a slot, which one, and how it gets its prompt.
 
-A decision is made on data that does not change, and the scheduler carries it out. `decide` tries
-several states of the caches, from the one that keeps most prompts to the one that keeps fewest. For
-each it finds the row's prompt, chooses a slot, and asks whether there is memory for the row.
+Pure Python. A decision is made on data that does not change, and the scheduler carries it out.
+`decide` tries several states of the caches, from the one that keeps most prompts to the one that
+keeps fewest. For each it finds the row's prompt, chooses a slot, and asks if there is memory for
+the row.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from shoal.types.requests import Row
 from shoal.types.schedule import PromptOrigin
 
 Fits = Callable[[Sequence[Row], int, Mapping[int, Prefix]], bool]
-"""Whether there is memory for rows in a number of slots, with these stored prompts by group."""
+"""A function (rows, number of slots, stored prompts by group) -> True if they fit into memory."""
 
 
 @dataclass(frozen=True)
 class CacheState:
-    """What the caches hold when a row asks for a slot.
+    """The content of the caches when a row asks for a slot.
 
     Attributes:
-        rows: the row in each slot, None = free.
-        slot_groups: the group whose complete prompt the slot holds, for each slot.
+        rows: the row in each slot; None = free.
+        slot_groups: for each slot, the group whose complete prompt it holds.
         store: the stored prompts.
-        completed: groups whose prompts are completed in this round, so that copies of them come
+        completed: the groups whose prompts are completed in this round, so that copies of them come
             after that.
     """
 
@@ -45,14 +45,15 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a row that asks for a slot.
+    """A decision about a row that asks for a slot.
 
     Attributes:
-        kept: what the caches keep. Other prompts are given up, also if the row waits: it needs
-            their memory.
+        kept: the content that the caches keep. Other prompts are given up, also if the row waits:
+            it needs their memory.
         store: the stored prompts once the row is admitted.
-        slot: the row's; None = the row waits.
-        origin, source: of its prompt, see `shoal.types.schedule.Admission`.
+        slot: the row's slot; None = the row waits.
+        origin: the origin of its prompt, see `shoal.types.schedule.Admission`.
+        source: the source of its prompt, see `shoal.types.schedule.Admission`.
     """
 
     kept: CacheState
@@ -71,14 +72,17 @@ def decide(
     must_fit: bool,
     known: int = 0,
 ) -> Decision:
-    """Whether the row gets a slot, and what for.
+    """Decides if the row gets a slot, and at what cost.
 
     Args:
-        budget: prompt tokens that may still be computed in this round.
-        capacity: most rows in slots.
+        row: the row.
+        state: the content of the caches.
+        budget: the prompt tokens that may still be computed in this round.
+        capacity: the most rows in slots.
+        fits: returns True if there is memory for rows.
         must_fit: False = a row that would be the only one is admitted without asking. The engine
             has refused rows that are too large for that (`shoal.engine.memory.Memory.check`).
-        known: tokens of its prompt that need not be computed.
+        known: the tokens of its prompt that need not be computed.
     """
     for kept in _states(row, state, capacity):
         origin, source = find_prompt(row, kept)
@@ -93,8 +97,11 @@ def decide(
 
 
 def _states(row: Row, state: CacheState, capacity: int) -> Iterator[CacheState]:
-    """What the caches may keep: at most as many stored prompts as slots, then only those that a row
-    reads, then nothing, if no row is in a slot."""
+    """Yields the states that the caches may keep, the one with most prompts first.
+
+    The first keeps at most as many stored prompts as slots, the second only those that a row reads.
+    The third keeps none; it comes only if no row is in a slot.
+    """
     read = {other.group for other in [*state.in_slots, row]}
     unread = [group for group in state.store.prefixes if group not in read]
     computes = find_prompt(row, state)[0] is PromptOrigin.COMPUTE
@@ -106,7 +113,7 @@ def _states(row: Row, state: CacheState, capacity: int) -> Iterator[CacheState]:
 
 
 def find_prompt(row: Row, state: CacheState) -> tuple[PromptOrigin, int | None]:
-    """Where the row's prompt comes from, and the slot to copy it from."""
+    """Returns the origin of the row's prompt, and the slot to copy it from."""
     if row.group in state.store.prefixes:
         return PromptOrigin.SHARED, None
     if row.group in state.slot_groups:
@@ -121,8 +128,11 @@ def find_prompt(row: Row, state: CacheState) -> tuple[PromptOrigin, int | None]:
 def choose_slot(
     row: Row, origin: PromptOrigin, state: CacheState, budget: int, capacity: int, known: int = 0
 ) -> int | None:
-    """The first free slot, or None. A prompt that takes several rounds gets a slot above all that
-    are taken, as the rows that run meanwhile need adjacent slots."""
+    """Returns the first free slot, or None.
+
+    A prompt that takes several rounds gets a slot above all taken slots, because the rows that run
+    meanwhile need adjacent slots.
+    """
     takes_several_rounds = origin is PromptOrigin.COMPUTE and row.entry_length - 1 - known > budget
     if takes_several_rounds and not budget:
         return None
@@ -132,8 +142,10 @@ def choose_slot(
 
 
 def _with_prompt(row: Row, origin: PromptOrigin, store: PrefixStore, capacity: int) -> PrefixStore:
-    """The store with the row's prompt, if that is computed and better stored than copied. No other
-    row has what one that was paused enters with."""
+    """Returns the store with the row's prompt, if it is computed and better stored than copied.
+
+    The tokens of a row that was paused are not stored: no other row has them.
+    """
     if origin is not PromptOrigin.COMPUTE or row.paused_at:
         return store
     rows = min(row.request.n, capacity)

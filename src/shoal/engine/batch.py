@@ -1,5 +1,4 @@
-"""The rows that run: how they join, are paused and leave, and what the caches hold of them
-meanwhile."""
+"""The rows that run: they join, are paused and leave, while the caches hold their tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +24,16 @@ from shoal.types.stats import Stats
 
 
 class Batch:
-    """Carries out what the scheduler decides, in the target's cache and with the drafter.
+    """The running rows; carries out the scheduler's decisions in the caches and with the drafter.
 
     Args:
-        scheduler: decides who runs, and where.
+        target: the target, with the engine's cache.
+        drafter: the drafter; None = plain decoding.
+        scheduler: decides which rows run, and in which slots.
         memory: sizes the caches.
-        kept: prefixes of earlier rows, if any are kept.
-        stats: prompts and pauses are counted there.
-        clock: seconds.
+        kept: the prefixes of earlier rows; None = none are kept.
+        stats: the counts of prompts and pauses.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -51,14 +52,15 @@ class Batch:
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
     def gather(self, ended: list[Commit], *, drafting: bool) -> Sequence[Row]:
-        """The rows of this round, their prompts in the caches and their slots side by side.
+        """Returns the rows of this round, with their prompts in the caches and adjacent slots.
 
-        Rows that there is no memory for, and those whose deadline passes while prompts are
-        computed, join those that have `ended`. Empty also if nothing runs for now and rows have
-        ended: they are returned before the next prompt is computed.
+        The list is empty also if no row runs for now and rows have ended: they are returned before
+        the next prompt is computed.
 
         Args:
-            drafting: the drafter computes long prompts along with the target.
+            ended: receives rows without memory, and rows whose deadline passes while prompts are
+                computed.
+            drafting: True if the drafter computes long prompts along with the target.
         """
         while True:
             round_ = self.scheduler.next_round()
@@ -82,15 +84,19 @@ class Batch:
                 return rows
 
     def _close_up(self) -> Sequence[Row]:
-        """The rows of a round that others have left since their prompts were computed: their slots
-        side by side again."""
+        """Returns the rows of a round after some have left while prompts were computed.
+
+        The slots are adjacent again.
+        """
         round_ = self.scheduler.close_up()
         prefill(self.target, round_)
         return round_.rows
 
     def _refuse(self, round_: Round, error: ModelError) -> list[Commit]:
-        """Ends the rows that a round was to admit, as their prompts could not be computed; raises
-        the error if there are none."""
+        """Ends the rows that a round was to admit, because their prompts could not be computed.
+
+        Raises the error if there are none.
+        """
         refused = self.scheduler.refuse(round_)
         if not refused:
             raise error
@@ -121,7 +127,10 @@ class Batch:
     def _tell_drafter(
         self, drafter: Drafter, round_: Round, hidden: Sequence[Tensor], drafting: bool
     ) -> None:
-        """Of the rows that joined, and of their prompts; of rows that were paused it knows both."""
+        """Tells the drafter of the rows that joined and of their prompts.
+
+        A row that was paused is left out: the drafter knows it and its prompt already.
+        """
         drafter.begin(
             [admission.row for admission in round_.admissions if not admission.row.paused_at]
         )
@@ -135,7 +144,7 @@ class Batch:
     # ── leaving ───────────────────────────────────────────────────────────────────────────────────
 
     def expire(self) -> list[Commit]:
-        """Ends the rows whose deadline has passed; those that had no round yet were not started."""
+        """Ends the rows whose deadline has passed; rows without a round yet were not started."""
         due = self.scheduler.expire(self._clock())
         if not due:
             return []
@@ -145,8 +154,11 @@ class Batch:
     def cut(
         self, rows: Iterable[Row], reason: str, error: ShoalError | None = None
     ) -> list[Commit]:
-        """Ends those of the rows that have not ended, between two rounds; returns what they
-        have."""
+        """Ends the rows that have not ended, between two rounds.
+
+        Returns:
+            Their commits, with the samples so far.
+        """
         unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
         self.remove(unfinished)
         now, commits = self._clock(), []
@@ -157,14 +169,16 @@ class Batch:
         return commits
 
     def remove(self, rows: Sequence[Row]) -> None:
-        """Rows leave, wherever they are."""
+        """Removes rows from slots or the queue, and from the drafter."""
         self.scheduler.remove(rows)
         if self.drafter is not None:
             self.drafter.end(rows)
 
     def pause(self) -> None:
-        """A row of a call that is ahead gives its slot to one that waits; what the cache holds of
-        it is kept if there is room."""
+        """Pauses a row of a call that is ahead, for one that waits.
+
+        The row gives up its slot. Its tokens in the cache are kept if there is room.
+        """
         row = self.scheduler.to_pause()
         if row is None:
             return
@@ -179,8 +193,12 @@ class Batch:
 
     @torch.inference_mode()
     def trim(self) -> bool:
-        """Whether all that is in slots fits beside what is reserved; the caches are then no larger
-        than that."""
+        """Trims the caches to the rows in slots.
+
+        Returns:
+            True if all rows in slots fit beside the reserved memory; only then are the caches
+            trimmed.
+        """
         round_ = self.scheduler.release_free_slots()
         prefill(self.target, round_)
         fits = self.memory.fits(round_.in_slots, round_.slots, round_.prefixes)
@@ -189,9 +207,11 @@ class Batch:
         return fits
 
     def zero_faults(self, scores: Scores) -> None:
-        """Removes what a faulty pass of the target has left: hidden keys count with weight 0, and 0
-        * NaN is NaN. Of a row that failed all is removed, of others what lies beyond their ends:
-        drafts that were rejected, and padding."""
+        """Zeroes cells that a faulty pass of the target has written.
+
+        Hidden keys count with weight 0, and 0 * NaN is NaN. A row that failed loses all its cells,
+        other rows those beyond their ends: rejected drafts, and padding.
+        """
         for row, faults in scores.faults.items():
             if any(isinstance(error, BadLogits) for error in faults.values()):
                 failed = any(row.error is error for error in faults.values())

@@ -1,8 +1,7 @@
-"""How many rows run at once: a number that the caller gives, or as many as raise tokens per second,
-by measured rounds.
+"""The number of rows that run at once: the caller's, or the one with most tokens per second.
 
-Pure Python, but for the curve of costs. Nothing here changes a row's tokens: uniforms belong to
-rows, not to batches.
+The second is found by measured rounds. Pure Python, but for the curve of costs. The batch size does
+not change a row's tokens: uniforms belong to rows, not to batches.
 """
 
 from __future__ import annotations
@@ -17,35 +16,44 @@ from shoal.errors import RequestError
 from shoal.lookahead.costs import CostCurve, rounded
 
 FIRST = 16
-"""Rows at first, when no cost is known; never fewer than that because of measured costs."""
+"""The number of rows at first, when no cost is known; measured costs never make it smaller."""
 MOST = 256
-"""Most rows of `AutoBatchSize`, as in vLLM's `max_num_seqs`."""
+"""The most rows of `AutoBatchSize`, as in vLLM's `max_num_seqs`."""
 GAIN = 0.03
-"""Gain in tokens per second below which the smaller of two sizes is preferred: its rows end sooner
-and take less memory."""
+"""The gain in tokens per second below which the smaller of two sizes is preferred.
+
+Its rows end sooner and take less memory.
+"""
 FIRST_TRIES = 2
-"""Rounds of the first size before others are tried, as the first passes of a process are slow. Of
-others one is enough to go on, and only many rounds lead back."""
+"""The rounds of the first size before other sizes are tried.
+
+The first passes of a process are slow. Other sizes need one round to go on, and many rounds to go
+back.
+"""
 CHANGE_ROUNDS = 16
-"""Rounds of a size in a row that must speak for another that was tried."""
+"""The rounds of a size in a row that must speak for another size that was tried."""
 MOST_RISE = 1.2
-"""A round counts as at most so many times the estimate of its size: disturbances only ever slow
-down."""
+"""The bound of a round's time, as a multiple of its size's estimate.
+
+Disturbances only ever slow down.
+"""
 MANY_BATCHES = 4
-"""Batches to come beyond which it does not matter that the last one is smaller."""
+"""The number of batches to come beyond which a smaller last one does not matter."""
 BUDGET_SHARE = 0.5
-"""Part of a row's time budget within which it should get all its tokens, so that rows that wait get
-a turn, too."""
+"""The part of a row's time budget within which it should get all its tokens.
+
+The rest lets waiting rows get a turn, too.
+"""
 
 
 class BatchSize(Protocol):
-    """Decides how many rows run at once.
+    """A rule that decides the number of rows that run at once.
 
     Attributes:
         most: the largest number it ever gives; prompts are stored, and a server's queue is sized,
-            for so many.
-        bounds_memory: rows beyond `FIRST` wait where the machine has too little memory for them,
-            even without a limit in bytes.
+            for so many rows.
+        bounds_memory: True if rows beyond `FIRST` wait when the machine has too little memory for
+            them, even without a limit in bytes.
     """
 
     @property
@@ -55,24 +63,31 @@ class BatchSize(Protocol):
     def bounds_memory(self) -> bool: ...
 
     def rows(self, running: int, waiting: int, seconds_per_token: float) -> int:
-        """Most rows in slots in the coming round; rows in slots stay there if they are more. Asked
-        only while rows wait.
+        """Returns the most rows in slots in the coming round; rows in slots stay there.
+
+        Called only while rows wait.
 
         Args:
-            running: rows in slots.
-            waiting: rows without one, at least one.
-            seconds_per_token: the smallest time budget of a row, by the tokens that it may get;
-                infinity without time budgets.
+            running: the number of rows in slots.
+            waiting: the number of rows without a slot, at least one.
+            seconds_per_token: the smallest time budget of a row, divided by the tokens that it may
+                get; infinity without time budgets.
         """
         ...
 
     def learn(self, rows: int, committed: int, seconds: float) -> None:
-        """A round of so many rows committed so many tokens in that time, prompts not counted."""
+        """Learns from a round.
+
+        Args:
+            rows: the number of rows.
+            committed: the number of committed tokens.
+            seconds: the time of the round, without prompts.
+        """
         ...
 
 
 class FixedBatchSize:
-    """The number that a caller gave."""
+    """A number of rows that a caller gave."""
 
     bounds_memory = False
 
@@ -85,18 +100,17 @@ class FixedBatchSize:
         return self.most
 
     def learn(self, rows: int, committed: int, seconds: float) -> None:
-        """Nothing to learn."""
+        """Does nothing: the number is fixed."""
 
 
 class AutoBatchSize:
-    """As many rows as raise tokens per second; what `max_batch="auto"` means. Keeps what it learned
-    between engines.
+    """The batch size of `max_batch="auto"`: as many rows as raise tokens per second.
 
-    The cost of a size is the time in which each of its rows gets one token: the time of a round by
-    the tokens that a row got in it on average. So the costs of plain and of speculative rounds are
-    compared by what they bring, with the draft lengths that were right for so many rows. This
-    object decides the rows, slowly; the draft length controller then decides the lengths for these
-    rows, in every round. Neither waits for the other.
+    It keeps its estimates between engines. The cost of a size is the time in which each of its rows
+    gets one token: the time of a round, divided by the mean number of tokens per row. So plain and
+    speculative rounds are compared by their tokens, with the draft lengths that were right for so
+    many rows. This object decides the rows, slowly; the draft length controller then decides the
+    lengths for these rows, in every round. Neither waits for the other.
 
     Sizes are FIRST, 2 FIRST, 4 FIRST, ... `MOST`. While rows wait:
 
@@ -106,14 +120,14 @@ class AutoBatchSize:
       is the largest that was tried, the next one is tried.
     - Another size that was tried is taken only when `CHANGE_ROUNDS` rounds of this one in a row
       speak for it; a smaller one as rows end: no row ever loses its slot. A slow round counts at
-      most `MOST_RISE` times its estimate, and is forgotten by then. Estimates of sizes that are not
-      used any more are forgotten (`shoal.lookahead.costs.CostCurve`): they are then tried again.
-    - Of rows that are no multiple of the size, equal batches are made of up to twice the size, as
-      far as their cost is no worse: 24 rows at size 16 run at once, as 16 and then 8 would take
-      longer.
+      most `MOST_RISE` times its estimate, and is forgotten by then. Estimates of sizes that are no
+      longer used are forgotten (`shoal.lookahead.costs.CostCurve`): they are then tried again.
+    - If the number of rows is no multiple of the size, they form equal batches of up to twice the
+      size, as far as their cost is no worse: 24 rows at size 16 run at once, as 16 and then 8 would
+      take longer.
     - A deadline bounds the size: each row should get all its tokens within `BUDGET_SHARE` of its
-      time budget. Sizes that were not tried count in proportion to the largest that was. Never
-      below FIRST: rows are few then anyway.
+      time budget. Sizes that were not tried count in proportion to the largest that was. The size
+      never falls below FIRST: rows are few then anyway.
     """
 
     most = MOST
@@ -155,7 +169,7 @@ class AutoBatchSize:
         )
 
     def _settle(self, rows: int) -> None:
-        """Chooses the size by the costs of those that were tried; `rows` run."""
+        """Chooses the size by the costs of the tried sizes, while `rows` rows run."""
         tried = [size for size in self._sizes(MOST) if self._tried(size)]
         if not tried:  # maybe more rows than that joined at once, and others come later
             self._size = max(
@@ -178,8 +192,11 @@ class AutoBatchSize:
             self._size, self._against = wanted, 0
 
     def _in_equal_batches(self, size: int, asked: int) -> int:
-        """At least `size`: a number of which `asked` is nearly a multiple, unless it costs more per
-        row. With many batches to come the last one matters little."""
+        """Returns a number of rows of which `asked` is nearly a multiple, at least `size`.
+
+        Returns `size` if the number costs more per row, or if many batches are to come, because the
+        last one then matters little.
+        """
         if asked > MANY_BATCHES * size:
             return size
         rows = min(math.ceil(asked / max(asked // size, 1)), MOST)
@@ -189,7 +206,7 @@ class AutoBatchSize:
         )
 
     def _within(self, seconds_per_token: float) -> int:
-        """Most rows that each get a token in `BUDGET_SHARE` of that time."""
+        """Returns the most rows that each get a token in `BUDGET_SHARE` of that time."""
         if math.isinf(seconds_per_token):
             return MOST
         largest, seconds = self.costs.largest, BUDGET_SHARE * seconds_per_token
@@ -200,15 +217,21 @@ class AutoBatchSize:
 
 
 class BatchSizes:
-    """Batch sizes that outlive engines: one for each pair (or whatever stands for it) and draft
-    length rule, as with others rounds cost and bring something else."""
+    """Batch sizes that outlive engines, one for each pair and draft length rule.
+
+    With another pair or rule, rounds have other costs and acceptance. Another object may stand for
+    the pair.
+    """
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Any, dict[str, AutoBatchSize]] = WeakKeyDictionary()
 
     def of(self, max_batch: int | str, pair: object, lookahead: object) -> BatchSize:
-        """What a user's `max_batch` means. Raises RequestError for anything but "auto" and integers
-        from 1 on."""
+        """Returns the batch size for a user's `max_batch`.
+
+        Raises:
+            RequestError: it is neither "auto" nor an integer from 1 on.
+        """
         if isinstance(require_max_batch(max_batch), int):
             return FixedBatchSize(int(max_batch))
         name = (
@@ -220,19 +243,25 @@ class BatchSizes:
 
 
 def batch_size_of(max_batch: int | BatchSize) -> BatchSize:
-    """A number as a `FixedBatchSize`, anything else as it is. Raises RequestError for a number
-    below 1."""
+    """Returns a number as a `FixedBatchSize`, and a batch size as it is.
+
+    Raises:
+        RequestError: the number is below 1.
+    """
     return FixedBatchSize(max_batch) if isinstance(max_batch, int) else max_batch
 
 
 def require_max_batch(value: object) -> int | str:
-    """A `max_batch` as users give it. Raises RequestError for anything but "auto" and integers from
-    1 on."""
+    """Returns a `max_batch` as users give it.
+
+    Raises:
+        RequestError: it is neither "auto" nor an integer from 1 on.
+    """
     if value == "auto" or (isinstance(value, int) and value >= 1):
         return value  # type: ignore[return-value]
     raise RequestError(f"max_batch must be 'auto' or an integer >= 1, got {value!r}")
 
 
 def most_rows(max_batch: int | str) -> int:
-    """The most rows that such a `max_batch` ever runs at once."""
+    """Returns the most rows that such a `max_batch` ever runs at once."""
     return max_batch if isinstance(max_batch, int) else MOST

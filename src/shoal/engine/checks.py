@@ -1,5 +1,7 @@
-"""Tokens that a round decided on, asked of the rows' checks; where one is refused, another is drawn
-and the rest is given up."""
+"""The rows' checks, which see the tokens of a round before they are committed.
+
+If a token is refused, another one is drawn in its place and the rest of the path is given up.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ States = list[tuple[Any, Any]]
 
 
 def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
-    """The verdict, each row's path cut before the first token that one of its checks refuses, and
-    another token in its place.
+    """Returns the verdict after the rows' checks.
 
-    The law is that of `shoal.constraints.check`. Where no token passes, the column counts as a
-    fault of the row.
+    Each row's path is cut before the first token that one of its checks refuses, and another token
+    takes its place. The tokens are distributed as in `shoal.constraints.check`. If no token passes,
+    the column counts as a fault of the row.
     """
     rows = scores.positions.rows
     if not any(row.checks for row in rows):
@@ -70,8 +72,10 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
 def _refused(
     row: Row, path: Sequence[int], columns: Sequence[int], scores: Scores
 ) -> tuple[int, States] | None:
-    """The depth of the first token refused, and the states before it; None up to the end, or to a
-    fault."""
+    """Returns the depth of the first token refused, and the states before it.
+
+    Returns None if no token is refused, or if a fault comes first.
+    """
     states, faults = row.checks, scores.faults.get(row, {})
     for depth, (token, column) in enumerate(zip(path, columns, strict=True)):
         if column in faults:
@@ -89,7 +93,7 @@ def _refused(
 
 
 def _fail(scores: Scores, row: Row, column: int, error: Exception) -> None:
-    """The row ends before this column's token; the others go on."""
+    """Marks a fault that ends the row before this column's token; the other rows go on."""
     reason = (
         error
         if isinstance(error, RequestError)
@@ -105,7 +109,10 @@ def _passes(row: Row, states: States, token: int) -> bool:
 
 
 def _weights(scores: Scores, b: int, path: Sequence[int], columns: Sequence[int]) -> list[float]:
-    """Natural logs of the weights of tokens that pass: each is the first one drawn at its place."""
+    """Returns the natural logs of the weights of the tokens.
+
+    Each of them passes its checks, and is the first token drawn at its place.
+    """
     row, found = scores.positions.rows[b], []
     states, start = row.checks, len(row.tokens)
     for depth, token in enumerate(path):
@@ -129,7 +136,7 @@ def _p(scores: Scores, b: int, column: int) -> Tensor:
 
 
 def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
-    """What is drawn at a position beside its token, each time by another number."""
+    """Returns functions for the further draws at a position, each by a number of its own."""
     turns = count()
 
     def number() -> float:
@@ -147,10 +154,10 @@ def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
 def _drawn(
     scores: Scores, b: int, column: int, position: int, states: States, refused: int
 ) -> tuple[int, float, float]:
-    """A token that passes, its probability under p, and its weight (`shoal.sampling.awrs`).
+    """Draws a token that passes; returns it, its probability under p, and its weight.
 
-    Where none passes that p gives anything to it is the one of the highest score that does, with
-    weight 0.
+    See `shoal.sampling.awrs`. If no token with positive p passes, the token of the highest score
+    that passes is taken, with weight 0.
     """
     row = scores.positions.rows[b]
 
@@ -178,7 +185,7 @@ def _drawn(
 
 
 def _by_score(scores: Tensor, passes: Callable[[int], bool]) -> int | None:
-    """The token of the highest score that passes."""
+    """Returns the token of the highest score that passes."""
     order = scores.argsort(descending=True, stable=True)
     possible = order[scores[order].isfinite()].tolist()
     return next((token for token in possible if passes(token)), None)

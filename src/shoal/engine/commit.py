@@ -1,5 +1,7 @@
-"""Accepted tokens -> rows: EOS, stop strings, criteria, limits, faults. The earliest end wins, also
-inside a block."""
+"""Accepted tokens -> rows: EOS, stop strings, criteria, limits, faults.
+
+The earliest end wins, also inside a block.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,19 @@ def commit(
     drafter: str,
     clock: Callable[[], float],
 ) -> list[Commit]:
-    """Appends each row's accepted drafts and its replacement or bonus, up to and including the
-    token that ends the row.
+    """Appends each row's accepted drafts and its replacement or bonus.
 
-    A row whose accepted path leads to a fault ends before it. The round ends when all rows have
-    their tokens: that moment of the `clock`, in seconds, is the end of every row that ends in it.
-    drafter: the name of the engine's.
+    A row that ends gets no tokens after the one that ends it. A row whose accepted path leads to a
+    fault ends before the fault. The round ends when all rows have their tokens: that moment is the
+    end of every row that ends in it.
+
+    Args:
+        rows: the rows.
+        tree: the drafts of the round.
+        scores: the target's scores of the drafts.
+        verdict: the verdict of the rule.
+        drafter: the name of the engine's drafter.
+        clock: returns the time in seconds.
     """
     paths, following = verdict.lists
     blocks = [
@@ -79,8 +88,10 @@ def _commit(
     path: Sequence[int],
     now: float,
 ) -> Commit:
-    """What the round added to a row. The sample is made before the text is taken: all text of a row
-    is known once it has ended."""
+    """Returns the commit of a row.
+
+    The sample is made before the text is taken: all text of a row is known once it has ended.
+    """
     sample = finish(row, now) if row.finish_reason else None
     return Commit(row, tokens, len(path), visible_text(row, sample), sample, drafts, drafters, path)
 
@@ -88,8 +99,10 @@ def _commit(
 def _reached(
     rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
 ) -> dict[int, tuple[int, ShoalError]]:
-    """The first fault on each row's accepted path: its depth and the reason, by the row's place in
-    the batch."""
+    """Returns the first fault on each row's accepted path, by the row's index in the batch.
+
+    A fault is given by its depth and its reason.
+    """
     reached: dict[int, tuple[int, ShoalError]] = {}
     for b, row in enumerate(rows):
         for depth, column in enumerate(
@@ -101,8 +114,10 @@ def _reached(
 
 
 def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
-    """Commits tokens until the row ends; returns how many. A row whose check or criterion fails
-    ends with that token, "error"."""
+    """Commits tokens until the row ends; returns their number.
+
+    A row whose check or criterion fails ends with that token, "error".
+    """
     left = row.remaining
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
@@ -118,7 +133,10 @@ def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
 
 
 def _end(row: Row, token: int, vocab_size: int) -> str | None:
-    """Why the row ends with this token, if it does, its length aside."""
+    """Returns the reason for which the row ends with this token; None if it does not end.
+
+    The row's length is checked elsewhere.
+    """
     if row.needs_text:
         row.detokenizer.push(token)
     if row.needs_text and row.detokenizer.stopped:
@@ -137,8 +155,11 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
 
 
 def _after(check: Any, state: Any, token: int) -> Any:
-    """The state after a token that has passed. Raises RequestError: the check answers otherwise
-    now."""
+    """Returns the state after a token that has passed.
+
+    Raises:
+        RequestError: the check fails, or now refuses the token.
+    """
     try:
         after = check.after(state, token)
     except Exception as error:
@@ -152,8 +173,11 @@ def _after(check: Any, state: Any, token: int) -> Any:
 
 
 def _criteria_met(row: Row) -> bool:
-    """Whether a stopping criterion of the row says that it has ended. Raises RequestError: one of
-    them fails."""
+    """Returns True if a stopping criterion of the row says that it has ended.
+
+    Raises:
+        RequestError: a criterion fails.
+    """
     ids = torch.tensor([row.tokens])
     for criterion in row.request.criteria:
         try:

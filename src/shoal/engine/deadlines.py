@@ -1,5 +1,7 @@
-"""Rows whose deadline has passed. Pure Python; asking for them costs nothing per row that has time
-left."""
+"""Rows whose deadline has passed.
+
+Pure Python. A query takes no time for rows that have time left.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,12 @@ from shoal.types.requests import Row
 
 
 class Deadlines:
-    """A heap of the rows with a deadline. A row that leaves early stays in the heap until it comes
-    to the top, or until more than half of the heap has left. Then all of these are dropped
-    together, so that leaving costs O(1) on average."""
+    """A heap of the rows with a deadline.
+
+    A row that leaves early stays in the heap until it comes to the top, or until more than half of
+    the heap has left. Then all of these are dropped together, so that leaving costs O(1) on
+    average.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Row]] = []
@@ -23,7 +28,7 @@ class Deadlines:
         return len(self._rows)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Adds those of the rows that have a deadline."""
+        """Adds the rows that have a deadline."""
         for row in rows:
             if row.deadline is not None:
                 self._added += 1  # equal deadlines: in the order in which they were added

@@ -9,34 +9,43 @@ from collections.abc import Sequence
 from typing import Any
 
 CONTEXT = 8
-"""Prompt tokens that are decoded together with new ones, as tokenizers may write a token's space
-depending on its neighbours."""
+"""The number of prompt tokens that are decoded together with new ones.
+
+Tokenizers may write a token's space depending on its neighbours.
+"""
 REPLACEMENT = "\ufffd"
-"""Stands for bytes that are no character, or none yet. Byte fallback writes it once for each byte
-of a whole run of byte tokens, if the run holds one that belongs to no character."""
+"""The character for bytes that are no character, or none yet.
+
+Byte fallback writes it once for each byte of a whole run of byte tokens, if the run holds a byte
+that belongs to no character.
+"""
 LONGEST = 4
-"""Bytes of the longest character, and so the most tokens that one takes."""
+"""The bytes of the longest character, and so the most tokens of one character."""
 
 
 class Detokenizer:
-    """Text of one row, grown token by token.
+    """The text of one row, which grows token by token.
 
     Text is decoded without special tokens, those of `shown` excepted. Stop strings that contain a
     special token which the text does not show are searched for in the *marked* text, which spells
     these tokens out; cuts are counted in characters of the text without them.
 
     Args:
-        shown: special tokens that the text shows.
+        tokenizer: the tokenizer.
+        prompt: the prompt's ids.
+        stops: the stop strings.
+        visible_from: the number of characters of the new text that the user has already.
+        shown: the special tokens that the text shows.
 
     Attributes:
-        visible_from: characters of the new text that the user has already; stop strings are looked
-            for behind them.
-        text: the new text so far, these included, without characters that are not complete yet.
-        ends: length of the text after each token pushed.
-        stopped: true from the first token on whose text completes a stop string; `text` is cut
+        visible_from: the number of characters of the new text that the user has already; stop
+            strings are looked for behind them.
+        text: the new text so far, these characters included, without incomplete characters.
+        ends: the length of the text after each token pushed.
+        stopped: True from the first token on whose text completes a stop string; `text` is cut
             before the stop string.
         kept: the number of tokens that cover the cut text, once it is stopped.
-        shown: characters returned by `take` so far.
+        shown: the number of characters returned by `take` so far.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class Detokenizer:
         self.kept: int | None = None
 
     def copy(self) -> Detokenizer:
-        """Another one that has read the same, and goes on by itself."""
+        """Returns another detokenizer that has read the same tokens, and goes on by itself."""
         other = copy.copy(self)
         other._names, other._ids, other.ends = list(self._names), list(self._ids), list(self.ends)
         return other
@@ -86,20 +95,24 @@ class Detokenizer:
             self._look_for_stop(before, marked, held_back)
 
     def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
-        """The text of a row that has ended, and how many of its `count` tokens cover it.
+        """Returns the text of a row that has ended, and how many of its tokens cover it.
 
         Args:
-            tokens: those that were not pushed, decoded at once. An incomplete character is shown as
-                the tokenizer shows it.
+            tokens: the tokens that were not pushed, decoded at once. An incomplete character is
+                shown as the tokenizer shows it.
+            count: the number of the row's tokens.
         """
         if not self.stopped:
             self._finish(tokens)
         return self.text[self.visible_from :], count if self.kept is None else self.kept
 
     def _finish(self, tokens: Sequence[int]) -> None:
-        """Decodes the last tokens: at once, but one by one where they hold bytes that are no
-        character, which byte fallback decodes differently by what stands beside them. A text is
-        then the same whether it was shown while it grew or not."""
+        """Decodes the last tokens.
+
+        They are decoded at once. If they hold bytes that are no character, they are decoded one by
+        one, because byte fallback decodes such bytes differently by their neighbours. So a text is
+        the same whether it was shown while it grew or not.
+        """
         text, ids, state = self.text, len(self._ids), (self._prefix, self._read, self._cut_prompt)
         self._ids += tokens
         self._extend(final=True)
@@ -112,8 +125,11 @@ class Detokenizer:
             self._extend(final=True)
 
     def _extend(self, *, final: bool) -> str:
-        """Decodes the new ids together with those before them; returns the text held back, as its
-        last character is incomplete."""
+        """Decodes the new ids together with those before them.
+
+        Returns:
+            The text held back, because its last character is incomplete.
+        """
         if self._prefix < 0:
             self._begin()
         known = self._decode(self._ids[self._prefix : self._read])
@@ -128,10 +144,10 @@ class Detokenizer:
         return ""
 
     def _begin(self) -> None:
-        """Finds where in the prompt to decode from, and up to where it is text that the user has:
-        at whole characters.
+        """Finds the places in the prompt where decoding begins, and where the user's text ends.
 
-        A character that the prompt begins and new tokens complete belongs to the new text.
+        Both are at whole characters. A character that the prompt begins and new tokens complete
+        belongs to the new text.
         """
         end = self._prompt_length
         first = max(end - CONTEXT, 0)
@@ -159,8 +175,7 @@ class Detokenizer:
         )
 
     def _mark(self, text: str, token: int) -> None:
-        """Adds what a token added to the text to the marked text, and the token itself if it is
-        special."""
+        """Adds the new text of a token to the marked text, and a special token itself."""
         self._marked += text
         name = self._special.get(token, "")
         if name:
@@ -168,14 +183,19 @@ class Detokenizer:
             self._marked += name
 
     def _unmarked(self, position: int) -> int:
-        """Characters of the text before a position of the marked text."""
+        """Returns the characters of the text before a position of the marked text."""
         return position - sum(
             min(position - start, length) for start, length in self._names if start < position
         )
 
     def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
-        """Cuts the text if the last token completed a stop string; before, marked: lengths of the
-        two texts before it."""
+        """Cuts the text if the last token completed a stop string.
+
+        Args:
+            before: the length of the text before the token.
+            marked: the length of the marked text before the token.
+            held_back: the text that is held back, because its last character is incomplete.
+        """
         found: list[int] = []
         text = self.text + held_back
         for stop, is_marked in self._stops:
@@ -192,12 +212,14 @@ class Detokenizer:
             self.stopped = True
 
     def covering(self, characters: int) -> int:
-        """How many of the tokens pushed it takes to write the first `characters` of the text."""
+        """Returns how many of the pushed tokens write the first `characters` of the text."""
         return min(bisect_left(self.ends, characters) + 1, len(self.ends)) if characters else 0
 
     def piece(self, index: int) -> str:
-        """What a token that was pushed adds to the user's text; all pieces together are that text,
-        once the row is over."""
+        """Returns the part of the user's text that a pushed token adds.
+
+        Once the row is over, all pieces together are the user's text.
+        """
         start = max(self.ends[index - 1] if index else 0, self.visible_from)
         return (
             self.text[start:]
@@ -206,8 +228,10 @@ class Detokenizer:
         )
 
     def take(self, *, final: bool) -> str:
-        """Text that was not taken before. An end that may become a stop string is held back until
-        it cannot."""
+        """Returns the text that was not taken before.
+
+        An end that may become a stop string is held back until it cannot.
+        """
         safe = len(self.text)
         if not final and self._stops:
             safe = min(self._safe(stop, is_marked) for stop, is_marked in self._stops)
@@ -216,7 +240,7 @@ class Detokenizer:
         return taken
 
     def _safe(self, stop: str, is_marked: bool) -> int:
-        """Characters of the text that cannot be part of this stop string any more."""
+        """Returns the characters of the text that can no longer be part of this stop string."""
         if not is_marked:
             return len(self.text) - _overlap(self.text, stop)
         return self._unmarked(len(self._marked) - _overlap(self._marked, stop))
@@ -228,8 +252,14 @@ def characters(
     tokens: Sequence[int],
     shown: frozenset[int] = frozenset(),
 ) -> int:
-    """How many characters tokens add to a prompt, the last one only if it is whole. shown: see
-    `Detokenizer`."""
+    """Returns how many characters tokens add to a prompt, without an incomplete last one.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompt: the prompt's ids.
+        tokens: the tokens that follow.
+        shown: see `Detokenizer`.
+    """
     detokenizer = Detokenizer(tokenizer, prompt, shown=shown)
     detokenizer._ids += tokens
     held_back = detokenizer._extend(final=False)
@@ -240,7 +270,7 @@ _special: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictio
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The ids that decoding leaves out, and their names; found once per tokenizer."""
+    """Returns the ids that decoding leaves out, and their names; found once per tokenizer."""
     if tokenizer not in _special:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         always = set(getattr(tokenizer, "all_special_ids", ()))
@@ -251,6 +281,6 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Returns the length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

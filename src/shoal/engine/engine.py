@@ -58,46 +58,53 @@ from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
 
 EXPECTED_DRAFT = 4
-"""Draft length that memory is counted with where many rows run: draft lengths that follow measured
-costs are short there."""
+"""The draft length for which memory is counted if many rows run.
+
+Draft lengths that follow measured costs are short then.
+"""
 PREPARED_TOKENS = 2048
-"""Tokens of a row that caches are sized for before any row is there."""
+"""The tokens of a row for which caches are sized before there are rows."""
 COMMON = (Sampling(), Sampling(temperature=0.0))
-"""Settings whose rounds are captured before anybody asks for them; temperatures are no part of a
-capture."""
+"""The settings whose rounds are captured before any request asks for them.
+
+Temperatures are no part of a capture.
+"""
 BYTES_PER_SCORE = 16
-"""Of a logit, its probability and what is made on the way between them."""
+"""The bytes of a logit, its probability and the values computed between them."""
 
 
 class Engine:
-    """Runs any number of requests through a batch of rows that join and leave between rounds.
+    """An engine that runs any number of requests through one batch of rows.
+
+    Rows join and leave the batch between rounds.
 
     Args:
         target: the model whose distribution is promised.
-        drafter: proposes, for this engine alone; None = plain decoding.
+        drafter: the drafter, for this engine alone; None = plain decoding.
         lookahead: decides draft lengths.
-        max_batch: how many rows run at once; None = an `AutoBatchSize` of its own.
-        tokenizer: for text and stop strings; None gives ids only.
+        max_batch: the number of rows that run at once; None = an `AutoBatchSize` of its own.
+        tokenizer: the tokenizer for text and stop strings; None = ids only.
         eos: the model's own EOS ids, for requests that name none.
-        rule: how drafts are drawn and judged; rejection sampling unless said otherwise.
+        rule: the rule by which drafts are drawn and judged; None = rejection sampling.
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see
             `shoal.engine.prefix_store`.
-        chunk: most prompt tokens computed at once while rows run or any row has a deadline;
+        chunk: the most prompt tokens computed at once while rows run or any row has a deadline;
             deadlines are read in between.
-        prefixes: where prefixes of earlier rows are kept, beside `kv_bytes`
-            (`shoal.engine.prefix_cache`); None = none are.
-        quantum: tokens by which a call may get ahead of one that waits before its rows pause
+        kv_bytes: the most bytes of the caches of all models. Rows wait until there is enough, and
+            are decoded plainly if the drafter's keys do not fit as well. None = no limit but the
+            machine's.
+        prefixes: the memory for prefixes of earlier rows, beside `kv_bytes`
+            (`shoal.engine.prefix_cache`); None = none are kept.
+        quantum: the tokens by which a call may get ahead of one that waits before its rows pause
             (`shoal.engine.fairness`); None = first come, first served.
-        kv_bytes: what the caches of all models may take; rows wait until there is enough, and are
-            decoded plainly where it does not hold the drafter's keys as well. None = no limit but
-            the machine's.
-        clock: seconds, as requests say when they were submitted; None = `time.perf_counter`.
+        clock: returns seconds, on the clock of the requests' submission; None =
+            `time.perf_counter`.
 
     Attributes:
-        stats: what was done so far.
-        estimates: of `exact="asap"`.
+        stats: the counts and times so far.
+        estimates: the estimates of `exact="asap"`.
         batch_size: decides how many rows run.
-        memory: what the caches take and may take.
+        memory: the memory of the caches, and its limits.
     """
 
     def __init__(
@@ -177,22 +184,24 @@ class Engine:
         )
 
     def _kept_on_device(self) -> Keeps:
-        """What the drafter keeps in the memory that the caches are in."""
+        """Returns the bytes that the drafter keeps in the memory of the caches."""
         keeps = Keeps() if self.drafter is None else self.drafter.keeps
         return keeps if keeps.on_device or self.target.device.type == "cpu" else Keeps()
 
     @property
     def context(self) -> int:
-        """Most tokens of a row: as many as the target holds. Beyond its own context the drafter
-        proposes nothing."""
+        """The most tokens of a row: the target's context.
+
+        Beyond its own context the drafter makes no proposals.
+        """
         return self.target.context
 
     def continue_stats(self, stats: Stats) -> None:
-        """Counts on where an earlier engine has stopped."""
+        """Continues the counts of an earlier engine."""
         self.stats = self._batch.stats = stats
 
     def releases(self) -> list[Callable[[], None]]:
-        """What gives back memory that outlives the engine; to be called once the engine is gone."""
+        """Returns functions that free memory which outlives the engine; called once it is gone."""
         captures = self.target.captures
         own = [] if captures is None else [captures.release]
         return own if self.drafter is None else [*own, *self.drafter.releases()]
@@ -200,13 +209,14 @@ class Engine:
     # ── asking ────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, request: Request, *, stream: bool = False) -> list[Row]:
-        """Queues a request's rows; they join the batch as slots fall free, also while others run.
+        """Queues a request's rows, which join the batch as slots fall free, also while others run.
 
         Args:
-            stream: commits carry text as it grows.
+            request: the request.
+            stream: True if commits carry text as it grows.
 
         Raises:
-            RequestError: before anything is computed, if the request cannot be served.
+            RequestError: the request cannot be served; raised before any computation.
         """
         return self.submit_all([request], stream=stream)[0]
 
@@ -217,10 +227,11 @@ class Engine:
         second.
 
         Args:
-            stream: commits carry text as it grows.
+            requests: the requests.
+            stream: True if commits carry text as it grows.
 
         Raises:
-            RequestError: before anything is computed, if one of them cannot be served.
+            RequestError: one of them cannot be served; raised before any computation.
         """
         requests, groups = list(requests), []
         for place, request in enumerate(requests):
@@ -232,18 +243,20 @@ class Engine:
         return groups
 
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
-        """Ends rows now; what they have is returned, marked "cancelled"."""
+        """Ends rows now; returns their samples so far, marked "cancelled"."""
         return self._batch.cut(rows, "cancelled")
 
     def reserve_tokens(self, tokens: int) -> bool:
-        """Reserves memory for so many tokens beside the rows, such as a prompt that is only scored;
-        0 gives it back.
+        """Reserves memory for tokens beside the rows, such as a prompt that is only scored.
+
+        Args:
+            tokens: the number of tokens; 0 gives the memory back.
 
         Returns:
-            Whether there is enough memory yet; rows that would not fit beside it wait in any case.
+            True if there is enough memory yet. Rows that would not fit beside it wait in any case.
 
         Raises:
-            RequestError: there never is.
+            RequestError: there is never enough memory.
         """
         self.memory.reserve_tokens(tokens)
         self.scheduler.memory_reserved = tokens > 0
@@ -258,9 +271,16 @@ class Engine:
         tokens: int = PREPARED_TOKENS,
         samplings: Sequence[Sampling] = COMMON,
     ) -> None:
-        """Makes room for so many rows of so many tokens, or for shorter ones where memory is
-        scarce, and names the rounds that such rows run with these settings for `build_ahead`.
-        Nothing where rounds are not captured."""
+        """Makes room for rows, and names their rounds for `build_ahead`.
+
+        If memory is scarce, it makes room for shorter rows. Does nothing if rounds are not
+        captured.
+
+        Args:
+            rows: the number of rows.
+            tokens: the tokens of each row.
+            samplings: the settings of the rounds.
+        """
         if self.target.captures is None:
             return
         rows = min(rows, self.batch_size.most)
@@ -277,24 +297,28 @@ class Engine:
 
     @torch.inference_mode()
     def build_ahead(self) -> bool:
-        """Between two rounds, while nothing waits: builds one function of captured rounds that
-        would else be built in the path of the first rows that need it. Whether there was one to
-        build."""
+        """Builds one function of captured rounds; called between rounds, while no row waits.
+
+        Otherwise it would be built in the path of the first rows that need it.
+
+        Returns:
+            True if there was a function to build.
+        """
         return self._captured.build_next()
 
     # ── the algorithm ─────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def step(self) -> list[Commit]:
-        """One round; returns what it committed, rows cut by their time budget included. Empty when
-        all is done.
+        """Computes one round; returns its commits, rows cut by their time budget included.
 
-        A row without a distribution to draw from (NaN from a model, controls or a grammar that
-        leave nothing possible) ends there, marked "error"; the others do not notice.
+        The list is empty when all is done. A row without a distribution to draw from (NaN from a
+        model, or no possible token under its controls or grammar) ends there, marked "error"; other
+        rows are not affected.
 
         Raises:
-            OutOfMemory: anywhere in the round but in the admission of rows, which end alone. What
-                the caches hold is then unknown: the engine is of no use any more.
+            OutOfMemory: anywhere in the round but in the admission of rows, which end alone. The
+                content of the caches is then unknown: the engine can no longer be used.
         """
         with explained(self.target.name):
             return self._step()
@@ -327,8 +351,11 @@ class Engine:
         return ended + commits
 
     def _decide(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[DraftTree, Scores, Verdict]:
-        """Draft, verify and accept: as one captured round where the rows' settings allow it, else
-        one after the other."""
+        """Drafts, verifies and accepts.
+
+        If the rows' settings allow it, this is one captured round; otherwise it is one stage after
+        the other.
+        """
         lengths = self._lengths(rows)
         stop = self.lookahead.shorten if max(lengths) else None
         decided = self._captured.decide(rows, lengths, partial(self._noise, rows), stop)
@@ -349,8 +376,11 @@ class Engine:
         return tree, scores, verdict
 
     def _now(self) -> float:
-        """The clock of the stages; it stands still while prompts are computed for the drafter or a
-        round is captured, which says nothing of the next round."""
+        """Returns the clock of the stages.
+
+        The clock stands still while prompts are computed for the drafter or a round is captured:
+        that time does not recur in the next round.
+        """
         drafter = self.drafter
         return (
             self._clock()
@@ -362,7 +392,7 @@ class Engine:
         return DraftCounters() if self.drafter is None else self.drafter.take_counters()
 
     def _lengths(self, rows: Sequence[Row]) -> Sequence[int]:
-        """Tokens that each row may draft."""
+        """Returns the draft length of each row."""
         lengths = (
             [0] * len(rows)
             if self.drafter is None
@@ -372,14 +402,16 @@ class Engine:
         return lengths
 
     def _noise(self, rows: Sequence[Row], positions: int) -> Tensor:
-        """The uniforms of the round as its rule has them, [rows, positions, ...], on the host."""
+        """Returns the uniforms of the round for its rule, [rows, positions, ...], on the host."""
         return self._uniforms.of_round(rows, positions, self.lookahead.adaptive)
 
     def _propose(
         self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
     ) -> tuple[Tensor, DraftTree]:
-        """The uniforms of the round, [rows, longest draft + 1, ...], and the trees drawn by
-        them."""
+        """Returns the uniforms of the round, and the trees drawn by them.
+
+        The uniforms are [rows, longest draft + 1, ...].
+        """
         uniforms = self._noise(rows, max(lengths) + 1).to(self.target.device)
         if self.drafter is None or not max(lengths):
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
@@ -388,8 +420,10 @@ class Engine:
         return uniforms, within(self.drafter.propose(inputs), inputs)
 
     def _settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
-        """Restores the invariant: of each row's tree, the cache keeps what was committed. Finished
-        rows leave."""
+        """Restores the invariant: the cache keeps the committed tokens of each row's tree.
+
+        Rows that have ended leave.
+        """
         paths, _ = verdict.lists
         for done, path in zip(commits, paths, strict=True):
             row, count = done.row, len(done.tokens)

@@ -1,12 +1,12 @@
-"""Whose rows run: calls get tokens by their weights while they compete, whatever the number of
-their rows. Pure Python.
+"""The shares of calls: while calls compete, each gets tokens by its weight, not by its rows.
 
-Each call has a counter of the tokens that its rows have committed, divided by its weight (the
-weighted virtual token counter of Sheng et al., OSDI 2024, arXiv 2401.00588); without weights all
-get the same number. The call with the least counter admits the next row. A call whose counter is
-more than `quantum` ahead of that of one that waits gives it a slot: one of its rows pauses at the
-end of a round. It waits like any other row, and comes back with its tokens. A new call begins with
-the least counter of those that are there, so that nobody gains by having asked for nothing before.
+Pure Python. Each call has a counter of the tokens that its rows have committed, divided by its
+weight (the weighted virtual token counter of Sheng et al., OSDI 2024, arXiv 2401.00588); without
+weights all calls get the same number. The call with the least counter admits the next row. A call
+whose counter is more than `quantum` ahead of that of a waiting call gives it a slot: one of its
+rows pauses at the end of a round. This row waits like any other row, and comes back with its
+tokens. A new call begins with the least counter of the present calls, so that a call gains no
+advantage by earlier idleness.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from collections.abc import Iterable, Sequence
 from shoal.types.requests import Row
 
 QUANTUM = 256
-"""Tokens: a request of 16 rows is ahead by as many after some 5 to 16 rounds, one of a single row
-after some hundred."""
+"""The default quantum, in tokens.
+
+A request of 16 rows is ahead by as many after some 5 to 16 rounds, one of a single row after some
+hundred.
+"""
 
 
 class Fairness:
     """The counters of the calls that have rows.
 
     Args:
-        quantum: by how much a counter may get ahead of that of a call that waits, in tokens at
+        quantum: the lead of a counter over that of a waiting call before a row pauses, in tokens at
             weight 1; None = first come, first served, and no row pauses.
     """
 
@@ -35,36 +38,41 @@ class Fairness:
         self._rows: Counter[int] = Counter()
 
     def enter(self, rows: Sequence[Row]) -> None:
-        """The rows of a new call joined."""
+        """Adds the rows of a new call."""
         if rows:
             call = rows[0].call
             self._served[call] = min(self._served.values(), default=0)
             self._rows[call] = len(rows)
 
     def leave(self, row: Row) -> None:
-        """A row ended."""
+        """Removes a row that has ended."""
         self._rows[row.call] -= 1
         if not self._rows[row.call]:
             del self._rows[row.call], self._served[row.call]
 
     def serve(self, row: Row, tokens: int) -> None:
-        """A row that has not ended committed so many tokens."""
+        """Counts the tokens that a row, which has not ended, has committed."""
         self._served[row.call] += tokens / row.request.weight
 
     def first(self, calls: Iterable[int]) -> int:
-        """The call, of those that wait in the order in which they came, whose row is next."""
+        """Returns the call whose row is next.
+
+        Args:
+            calls: the calls that wait, in the order in which they came.
+        """
         return (
             next(iter(calls)) if self._quantum is None else min(calls, key=self._served.__getitem__)
         )
 
     def to_pause(self, running: Sequence[Row], waiting: Iterable[int]) -> Row | None:
-        """The row that is to give its slot to a row of another call, if one is.
+        """Returns the row that is to give its slot to a row of another call; None = no row.
 
-        Of the call that is furthest ahead it is the row with the fewest tokens, the last one of
-        several. Rows that are resampled together do not pause.
+        It belongs to the call that is furthest ahead. It is the row with the fewest tokens, and the
+        last one of several. Rows that are resampled together do not pause.
 
         Args:
-            waiting: calls with rows that wait, in the order in which they came.
+            running: the rows that run.
+            waiting: the calls with rows that wait, in the order in which they came.
         """
         candidates = [row for row in running if not row.request.resampled]
         if self._quantum is None or not candidates:

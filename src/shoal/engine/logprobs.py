@@ -19,15 +19,21 @@ from shoal.types.rounds import Verdict
 from shoal.types.samples import TopLogprobs
 
 _TOGETHER = 1 << 21
-"""Logits normalised at a time: more of them leave a CPU's caches."""
+"""The number of logits normalised at a time: more of them leave a CPU's caches."""
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural-log probabilities of the tokens of a row's round, before and after processing, and of
-    the most probable ones where the row's request asks for them; weights: see `Row.log_weight`.
-    ends: of the EOS tokens, see `Row.end_logprobs`. seen: what estimates learn
-    (`shoal.constraints.estimates`)."""
+    """The natural-log probabilities of the tokens of a row's round.
+
+    Attributes:
+        raw: the log-probabilities before processing.
+        processed: the log-probabilities after processing.
+        top: the most probable tokens, if the row's request asks for them.
+        weights: see `Row.log_weight`.
+        ends: the log-probabilities of the EOS tokens, see `Row.end_logprobs`.
+        seen: the values from which estimates learn (`shoal.constraints.estimates`).
+    """
 
     raw: Sequence[float]
     processed: Sequence[float]
@@ -37,7 +43,7 @@ class Logprobs:
     seen: Sequence[Seen] = ()
 
     def add(self, row: Row, taken: int) -> None:
-        """Adds those of the first `taken` tokens, which are the row's last, to the row."""
+        """Adds the values of the first `taken` tokens, which are the row's last, to the row."""
         row.logprobs += self.raw[:taken]
         row.processed_logprobs += self.processed[:taken]
         row.top_logprobs += self.top[:taken]
@@ -55,10 +61,14 @@ def reported(
     scores: Scores,
     verdict: Verdict,
 ) -> list[Logprobs]:
-    """Of the tokens of each row's block, before the round is committed.
+    """Returns the log-probabilities of each row's block, before the round is committed.
 
     Args:
-        columns: of the pass, those that say the blocks' tokens.
+        rows: the rows.
+        blocks: the tokens of each row.
+        columns: for each token, the column of the pass that predicts it.
+        scores: the target's scores.
+        verdict: the verdict of the rule.
     """
     known = verdict.raw_logprobs
     raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
@@ -73,8 +83,10 @@ def reported(
 
 
 def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[float]:
-    """Natural log of what the logits alone give to the row's EOS tokens at its columns; nothing
-    unless a check may cut it."""
+    """Returns the natural log of the probability of the row's EOS tokens at its columns.
+
+    The probability is that of the logits alone. The list is empty unless a check may cut the row.
+    """
     if row.cutting is None or not columns:
         return []
     return (
@@ -85,9 +97,13 @@ def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[
 def _weights(
     scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]
 ) -> tuple[list[float], list[Seen]]:
-    """Natural log of what p without the row's constraints gives to the tokens that they allow, at
-    each token of its block that they hold for; nothing unless the row's request asks for it. Under
-    estimates, the weights that they leave, and what they learn."""
+    """Returns the natural logs of the weights of a row's block, and the values for estimates.
+
+    A weight is the probability under p, without the row's constraints, of the tokens that the
+    constraints allow, at each token of the block for which they hold. Both lists are empty unless
+    the row's request asks for weights. Under estimates, the weights are those that the estimates
+    leave.
+    """
     count = masks.bound(row, block) if row.request.weighted else 0
     if not count:
         return [], []
@@ -117,14 +133,14 @@ def _weights(
 
 
 def _summed(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Position by position; the shorter one has zeros."""
+    """Returns the sums position by position; the shorter list is filled with zeros."""
     return [a + b for a, b in zip_longest(one, other, fillvalue=0.0)]
 
 
 def _raw(
     logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Log-probabilities of each block's tokens by the logits alone."""
+    """Returns the log-probabilities of each block's tokens by the logits alone."""
     rows = [b for b, block in enumerate(blocks) for _ in block]
     places = [
         rows,
@@ -146,8 +162,10 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _top(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[TopLogprobs]:
-    """The most probable tokens at the columns of a row that asks for them; fewer after processing
-    if fewer are possible."""
+    """Returns the most probable tokens at the columns of a row that asks for them.
+
+    After processing there are fewer if fewer are possible.
+    """
     n = row.request.top_logprobs
     if not n or not columns:
         return []

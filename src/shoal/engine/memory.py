@@ -1,9 +1,9 @@
-"""How much memory keys and values may take, and how much rows need.
+"""The limit of the memory of keys and values, and the memory that rows need.
 
 A cache takes slots times the longest row in them, and the prompts of the prefix store, once each.
 The target alone decides which rows are served. The drafter's cache is sized for the tokens that the
-drafter reads: at most its own context, and at most what fits beside the target's keys and values of
-that row.
+drafter reads: at most its own context, and at most as many as fit beside the target's keys and
+values of that row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from shoal.types.requests import Request, Row
 from shoal.types.schedule import Round
 
 CacheSize = tuple[int, int, int]
-"""Slots, tokens per slot, and token slots of the prefix store."""
+"""The slots, the tokens per slot, and the token slots of the prefix store."""
 
 
 def grown(size: int) -> int:
-    """The size and up to a quarter more: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... So what grows one
-    by one to n is copied about 3 log n times, not n times."""
+    """Returns the size, or up to a quarter more: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
+
+    A cache that grows one by one to n is then copied about 3 log n times, not n times.
+    """
     step = 1 << max(size.bit_length() - 3, 0)
     return -(-size // step) * step
 
@@ -33,17 +35,18 @@ class Memory:
     """The caches of an engine's models.
 
     Args:
-        models: target first; its context bounds the rows.
-        most: bytes that all caches together may take; None = no limit but the machine's.
-        spare: columns beyond a row's last token that a pass over several rows may write.
-        nodes: columns that a tree may have beyond its depth, also where a row is alone; 0 for
+        models: the models, target first; its context bounds the rows.
+        spare: the columns beyond a row's last token that a pass over several rows may write.
+        most: the most bytes of all caches together; None = no limit but the machine's.
+        nodes: the columns that a tree may have beyond its depth, also if a row is alone; 0 for
             chains.
         available: without `most`, the bytes that more than `few` slots may take; None = no limit.
             Unlike `most` it refuses no request and silences no drafter.
-        row_bytes: what a row takes beside its keys and values while a pass is judged, counted with
-            `available`.
-        keeps: what the drafter keeps beside its keys and values, of the rows and tokens that it
-            reads.
+        few: see `available`.
+        row_bytes: the bytes of a row beside its keys and values while a pass is judged, counted
+            with `available`.
+        keeps: the bytes that the drafter keeps beside its keys and values, for the rows and tokens
+            that it reads.
     """
 
     def __init__(
@@ -73,12 +76,17 @@ class Memory:
 
     @property
     def used(self) -> int:
-        """Bytes that the caches take now."""
+        """The bytes that the caches take now."""
         return sum(model.allocated_bytes for model in self._models)
 
     def check(self, request: Request) -> None:
-        """Raises RequestError: a single row of the request is too large for the target. A single
-        row takes the same memory whether its prompt is in its slot or in the prefix store."""
+        """Checks that a single row of the request fits.
+
+        A single row takes the same memory whether its prompt is in its slot or in the prefix store.
+
+        Raises:
+            RequestError: the row is too large for the target.
+        """
         if self._most is None:
             return
         need, tokens = self._target_bytes(request), self._tokens(request)
@@ -90,9 +98,11 @@ class Memory:
             )
 
     def draft_context(self, request: Request) -> int:
-        """Most tokens of a row of the request that the drafter reads: at most its context, and at
-        most what fits beside the target's keys and values of one such row. The target alone decides
-        whether the row is served and where it ends."""
+        """Returns the most tokens of a row of the request that the drafter reads.
+
+        They are at most its context, and at most as many as fit beside the target's keys and values
+        of one such row. The target alone decides if the row is served and where it ends.
+        """
         context = min((drafter.context for drafter in self._models[1:]), default=sys.maxsize)
         if self._most is None or (len(self._models) == 1 and self._keeps == Keeps()):
             return context
@@ -111,17 +121,24 @@ class Memory:
         return caches + self._keeps.of_request(tokens, 1)
 
     def _tokens(self, request: Request) -> int:
-        """Most tokens of a row."""
+        """Returns the most tokens of a row."""
         return min(len(request.prompt_ids) + request.limits.max_new_tokens, self._context)
 
     def _beyond(self, slots: int) -> int:
-        """Columns beyond a row's last token that a pass may write: padding, which a pass over one
-        row does not have."""
+        """Returns the columns beyond a row's last token that a pass may write.
+
+        They are padding, which a pass over one row does not have.
+        """
         return self._spare if slots > 1 else 1 + self._nodes
 
     def fits(self, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]) -> bool:
-        """Whether there is memory for these rows in that many slots, with these prompts (by group)
-        in the prefix store."""
+        """Returns True if there is memory for these rows.
+
+        Args:
+            rows: the rows.
+            slots: the number of slots.
+            prefixes: the prompts in the prefix store, by group.
+        """
         most, beside = self._limit(slots)
         if most is None:
             return True
@@ -131,7 +148,7 @@ class Memory:
         return need + beside + self.kept_bytes(rows) <= most
 
     def kept_bytes(self, rows: Sequence[Row]) -> int:
-        """The most bytes that the drafter keeps of these rows beside its keys and values."""
+        """Returns the most bytes that the drafter keeps of these rows, without keys and values."""
         if self._keeps == Keeps():
             return 0
         groups: dict[int, list[Row]] = {}
@@ -148,8 +165,10 @@ class Memory:
         return total
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Reserves memory for so many tokens in a target cache of one row, beside the engine's
-        caches; 0 = none.
+        """Reserves memory for a target cache of one row, beside the engine's caches.
+
+        Args:
+            tokens: the tokens of the row; 0 = no memory.
 
         Raises:
             RequestError: they never fit.
@@ -165,8 +184,14 @@ class Memory:
         self._reserved = need if tokens else 0
 
     def prepare(self, slots: int, tokens: int) -> bool:
-        """Sizes the caches for so many rows of so many tokens before any is there, if that takes at
-        most half of the memory that there is: rows of another shape must find room as well.
+        """Sizes the caches for rows before there are any; returns True if it has done it.
+
+        It is done only if that takes at most half of the memory: rows of another shape must find
+        room as well.
+
+        Args:
+            slots: the number of rows.
+            tokens: the tokens of each row.
 
         Raises:
             OutOfMemory.
@@ -184,9 +209,10 @@ class Memory:
         return True
 
     def allocate(self, round_: Round) -> None:
-        """Sizes the caches for what a round has in its slots. They keep the size they had, unless
-        that would be too much. With room to spare where there is enough memory: a cache that grows
-        by one row is copied as a whole.
+        """Sizes the caches for the rows that a round has in its slots.
+
+        The caches keep the size they had, unless that would be too much. If there is enough memory,
+        they get room to spare: a cache that grows by one row is copied as a whole.
 
         Raises:
             OutOfMemory.
@@ -207,14 +233,16 @@ class Memory:
             model.reserve(*size)
 
     def _grown_bytes(self, sizes: Sequence[CacheSize]) -> int:
-        """Bytes that the caches take once they are of these sizes, or larger as they are now."""
+        """Returns the bytes of the caches with at least these sizes; none becomes smaller."""
         return sum(
             model.grown_bytes(*size) for model, size in zip(self._models, sizes, strict=True)
         )
 
     def _limit(self, slots: int) -> tuple[int | None, int]:
-        """The most bytes for caches of so many slots, None = no limit, and the bytes that are to
-        stay free beside them."""
+        """Returns the limit of caches with so many slots, and the bytes to leave free.
+
+        The limit is the most bytes; None = no limit. The free bytes are beside the caches.
+        """
         if self._most is None and slots > self._few:
             return self._available, slots * self._row_bytes
         return self._most, self._reserved
@@ -222,7 +250,7 @@ class Memory:
     def _size(
         self, model: KeyValueMemory, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]
     ) -> CacheSize:
-        """The cache that the model needs."""
+        """Returns the size of the cache that the model needs."""
         stored = list(prefixes.values())
         if model is not self._models[0]:
             rows = [row for row in rows if row.draft_reach]
@@ -234,7 +262,7 @@ class Memory:
         return slots, capacity, token_slots(stored)
 
     def _slot_tokens(self, model: KeyValueMemory, row: Row, prefix: Prefix | None) -> int:
-        """Most tokens that the row's slot will hold in the model's cache."""
+        """Returns the most tokens that the row's slot will hold in the model's cache."""
         most = self._tokens(row.request)
         if model is not self._models[0]:
             most = min(most, row.draft_reach)

@@ -1,5 +1,4 @@
-"""Prompts -> filled caches: the prompt of a group is computed once, and stored once or copied to
-its other rows.
+"""Prompts -> filled caches: a group's prompt is computed once, and stored once or copied.
 
 All prompt tokens but the last are computed here. The last one is the first token of the row's first
 round, as the last committed token is in any other round. The tokens of a row that was paused are a
@@ -22,15 +21,15 @@ from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, Round
 
 
 def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
-    """The policy of `shoal.engine.prefix_store` that these models allow: "copied" unless all of
-    them know shared prompts.
+    """Returns the policy of `shoal.engine.prefix_store` that these models allow.
 
-    "auto" is "copied" also where captured rounds do not know them, and "grouped" where all models
-    read them in the one call of their attention: each pass then reads a prompt once for all its
-    rows, from the processor's cache, at no other cost.
+    It is "copied" unless all of them take shared prompts. "auto" is "copied" also if captured
+    rounds do not take them, and "grouped" if all models read them in the one call of their
+    attention: each pass then reads a prompt once for all its rows, from the processor's cache, at
+    no other cost.
 
     Raises:
-        RequestError: for an unknown name.
+        RequestError: the name is unknown.
     """
     check_policy(prefix_sharing)
     if not all(model.shares for model in models):
@@ -48,13 +47,17 @@ def prefill(
     hidden: list[Tensor] | None = None,
     kept: PrefixCache | None = None,
 ) -> int:
-    """Carries out a round's admissions and moves in the target's cache; returns how many prompt
-    tokens were computed.
+    """Carries out a round's admissions and moves in the target's cache.
 
     Args:
+        target: the target, with the engine's cache.
+        round_: the round.
         hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the
             target keeps any.
-        kept: where the tokens that admissions restore come from.
+        kept: the store of the tokens that admissions restore.
+
+    Returns:
+        The number of prompt tokens that were computed.
     """
     cache, admissions, chunks = target.cache, round_.admissions, round_.chunks
     _copy(target, admissions, PromptOrigin.COPY)

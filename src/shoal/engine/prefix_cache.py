@@ -1,9 +1,9 @@
-"""Prompts of earlier rows, kept for later ones that begin with the same tokens: a chat's next turn,
-a common system prompt.
+"""Prompts of earlier rows, kept for later rows that begin with the same tokens.
 
-Prompts are kept as soon as a row's first round has shown that their logits are finite, and the
-whole of a row that was its prompt's only sample. An owner's tokens are not used for another's rows:
-nobody finds them out by the time that an answer takes.
+They serve a chat's next turn, or a common system prompt. Prompts are kept as soon as a row's first
+round has shown that their logits are finite. If a row was its prompt's only sample, all of its
+tokens are kept. An owner's tokens are not used for another's rows: otherwise one user could detect
+another user's prompt by timing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from shoal.models.runner import Runner
 from shoal.types.requests import Row
 
 PROBED = 8
-"""Tokens of the pass by which a target is recognised."""
+"""The number of tokens of the pass by which a target is recognised."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+"""The integer types by their bytes."""
 
 
 class PrefixMemory:
-    """Memory for the prefixes of a target and of its draft model; one engine's, or that of several
-    one after the other.
+    """The memory for the prefixes of a target and of its draft model.
+
+    It belongs to one engine, or to several one after the other.
 
     Args:
         target: the model.
-        draft_model: the one that drafts for it, if there is one.
-        nbytes: what keys and values of kept tokens may take, those of the draft model included.
+        draft_model: the model that drafts for it; None = there is none.
+        nbytes: the most bytes of the keys and values of kept tokens, those of the draft model
+            included.
 
     Attributes:
-        kept, kept_for_drafts: the prefixes of the two.
-        draft_model: the module.
+        kept: the prefixes of the target.
+        kept_for_drafts: the prefixes of the draft model.
+        draft_model: the draft model's module.
     """
 
     def __init__(self, target: Runner, draft_model: Runner | None, nbytes: int) -> None:
@@ -52,24 +55,23 @@ class PrefixMemory:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all prefixes."""
         self.kept, self.kept_for_drafts = (new_kept(self._tokens) for new_kept in self._new_kept)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that kept tokens take, and what is there for more of them."""
+        """The bytes allocated for kept tokens, with room for more of them."""
         return self.kept.allocated_bytes + self.kept_for_drafts.allocated_bytes
 
     @torch.inference_mode()
     def recognise(self, target: Runner) -> None:
-        """Forgets all if the target computes something else than it did when this was last called:
-        its weights may be others.
+        """Forgets all prefixes if the target's weights have changed since the last call.
 
-        Writes in place are known by PyTorch's count of them. What else was changed a pass over
-        `PROBED` tokens tells, and in tables of embeddings, of which it reads a few rows, sums of
-        their bits. What is left are writes to `weight.data` of those experts of a mixture that none
-        of these tokens is sent to. That weights of the draft model are others is not looked for, as
-        it changes no distribution.
+        Writes in place are detected by PyTorch's count of them. Other changes are detected by a
+        pass over `PROBED` tokens, and in tables of embeddings, of which the pass reads a few rows,
+        by sums of their bits. Not detected are `weight.data` writes to experts of a mixture that
+        none of these tokens reaches. Changes of the draft model are not looked for, because they
+        change no distribution.
         """
         runner = target.fork_for_ordinary_passes()
         runner.reserve(1, PROBED)
@@ -97,13 +99,18 @@ class PrefixMemory:
 
 
 def _versions(hf: nn.Module) -> list[int]:
-    """How often each weight was written in place; writes to `weight.data` are not counted."""
+    """Returns the number of times that each weight was written in place.
+
+    Writes to `weight.data` are not counted.
+    """
     return [0 if weight.is_inference() else weight._version for weight in hf.parameters()]
 
 
 def _table_sums(hf: Any) -> list[Tensor]:
-    """Of each table of embeddings that is not the head as well, of which a pass reads all, sums
-    [width] of its bits as integers."""
+    """Returns sums [width] of the bits, as integers, of each table of embeddings.
+
+    A table that is the head as well is left out, because a pass reads all of it.
+    """
     head = getattr(
         hf.get_output_embeddings(), "weight", None
     )  # a layer put around it may have none
@@ -115,13 +122,14 @@ def _table_sums(hf: Any) -> list[Tensor]:
 
 
 class PrefixCache:
-    """The kept prefixes as one engine's target uses them. A draft model keeps as many tokens for
-    itself (`shoal.drafting.slots`).
+    """The kept prefixes in the use of one engine's target.
+
+    A draft model keeps as many tokens for itself (`shoal.drafting.slots`).
 
     Args:
         target: the model.
-        drafter: what drafts for it.
-        memory: where prefixes are kept.
+        drafter: the drafter of the engine; None = there is none.
+        memory: the memory of the prefixes.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, memory: PrefixMemory) -> None:
@@ -138,33 +146,42 @@ class PrefixCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that kept tokens take, the drafter's included, and what is there for more of
-        them."""
+        """The bytes allocated for kept tokens, the drafter's included, with room for more of them."""
         return self._memory.allocated_bytes
 
     def known(self, row: Row) -> int:
-        """How many tokens the row's prompt begins with that are kept, all but its last at most."""
+        """Returns how many tokens at the beginning of the row's prompt are kept.
+
+        The prompt's last token does not count.
+        """
         return self._kept.known(row.request.owner, row.tokens[: row.entry_length - 1])
 
     def awaited(self, row: Row, other: Row) -> int:
-        """How many tokens the row's prompt begins with that are kept once another row has had a
-        round."""
+        """Returns how many tokens will be kept once another row has had a round.
+
+        They are tokens at the beginning of the row's prompt.
+        """
         if row.request.owner != other.request.owner:
             return 0
         return common(row.tokens[: row.entry_length - 1], other.request.prompt_ids)
 
     def restore(self, row: Row, count: int) -> None:
-        """Copies the first `count` tokens of the row's prompt, which `known` found in this round,
-        to its place in the cache."""
+        """Copies the first `count` tokens of the row's prompt to its place in the cache.
+
+        `known` found them in this round.
+        """
         self._kept.load(self._cache, row.request.owner, row.tokens[:count], row.slot, row.prefix)
 
     def keep(self, row: Row) -> None:
-        """Keeps all that the cache holds of a row that is to be paused."""
+        """Keeps all tokens in the cache of a row that is to be paused."""
         self._kept.keep(self._cache, row.request.owner, row.tokens[:-1], row.slot)
 
     def learn(self, rows: Sequence[Row]) -> None:
-        """Keeps what later rows may begin with, of rows that have just had a round without a
-        fault."""
+        """Keeps tokens with which later rows may begin.
+
+        Args:
+            rows: rows that have just had a round without a fault.
+        """
         for row in rows:
             if row.finish_reason and row.request.n == 1:
                 self.keep(row)

@@ -1,8 +1,8 @@
-"""Prompts stored once for all rows of a group: which, and where. Pure Python.
+"""The prompts that are stored once for all rows of a group, and their places.
 
-m_c tokens of prompt and n rows of m_d new tokens then take m_c + n * m_d token slots instead of n *
-(m_c + m_d), and every pass reads the prompt once instead of n times (bifurcated attention,
-Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
+Pure Python. m_c tokens of prompt and n rows of m_d new tokens then take m_c + n * m_d token slots
+instead of n * (m_c + m_d), and every pass reads the prompt once instead of n times (bifurcated
+attention, Athiwaratkun et al., ICML 2024, arXiv 2403.08845).
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from shoal.types.prefix import Prefix
 
 POLICIES = ("auto", "shared", "copied")
 MIN_SAVED_TOKENS = 2048
-"""`auto` shares a prompt if copies would take that many more token slots. Below, the additional
-attention calls per layer cost as much as they save (docs/explanation/shared-prompts.md)."""
+"""The token slots that copies must cost more before `auto` shares a prompt.
+
+Below, the additional attention calls per layer cost as much as they save
+(docs/explanation/shared-prompts.md).
+"""
 
 
 def check_policy(name: str) -> None:
-    """Raises RequestError for a name that is not in `POLICIES`."""
+    """Raises RequestError if a name is not in `POLICIES`."""
     if name not in POLICIES:
         raise RequestError(f"prefix_sharing must be one of {', '.join(POLICIES)}, got {name!r}")
 
 
 @dataclass(frozen=True)
 class PrefixStore:
-    """Which token slots hold the prompt of which group. A store does not change: its methods return
-    other stores.
+    """A map of the token slots that hold the prompts of groups.
+
+    A store does not change: its methods return other stores.
 
     Attributes:
         policy: "auto" (by `MIN_SAVED_TOKENS`), "grouped" (prompts of several rows), "shared"
@@ -41,13 +45,15 @@ class PrefixStore:
     prefixes: Mapping[int, Prefix] = field(default_factory=dict)
 
     def add(self, group: int, rows: int, length: int, drafted: bool = True) -> PrefixStore:
-        """With the prompt of a group in the first hole that is large enough; the same store if the
-        prompt is better copied.
+        """Returns the store with the prompt of a group, in the first hole that is large enough.
+
+        Returns the same store if the prompt is better copied.
 
         Args:
-            rows: of the group that may run at once.
-            length: tokens of its prompt that are stored, all but the last.
-            drafted: the drafter's cache stores them, too.
+            group: the group.
+            rows: the rows of the group that may run at once.
+            length: the tokens of its prompt that are stored, all but the last.
+            drafted: True if the drafter's cache stores them, too.
         """
         if length < 1 or not self._shares(rows, length):
             return self
@@ -59,7 +65,7 @@ class PrefixStore:
         return PrefixStore(self.policy, {**self.prefixes, group: Prefix(base, length, drafted)})
 
     def without(self, groups: Collection[int]) -> PrefixStore:
-        """Without the prompts of these groups, as far as they are stored."""
+        """Returns the store without the prompts of these groups."""
         return PrefixStore(
             self.policy,
             {group: prefix for group, prefix in self.prefixes.items() if group not in groups},

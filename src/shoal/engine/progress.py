@@ -12,12 +12,14 @@ from shoal.types.samples import Increment
 
 
 def follow(increments: Iterable[Increment], rows: int, most: int) -> None:
-    """Exhausts the increments and shows a progress bar on stderr, if that is a terminal or a
-    notebook.
+    """Exhausts the increments and shows a progress bar on stderr.
+
+    The bar is shown in a terminal or a notebook only.
 
     Args:
-        rows: their number.
-        most: new tokens that each may have; a row that ends earlier counts as complete.
+        increments: the increments.
+        rows: the number of rows.
+        most: the new tokens that each row may have; a row that ends earlier counts as complete.
     """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()

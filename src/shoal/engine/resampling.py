@@ -1,15 +1,15 @@
 """Sequential Monte Carlo over the rows of a request (`exact="smc"`).
 
-The rows are particles with the weights of `shoal.constraints.weights`. Where their weights have
-become too unequal, those that run are drawn anew: a row of small weight becomes a copy of one of
-large weight and goes on by a seed of its own, and all get the mean of their weights (Del Moral,
+The rows are particles with the weights of `shoal.constraints.weights`. When the weights of running
+rows have become too unequal, these rows are drawn anew: a row of small weight becomes a copy of one
+of large weight and goes on by a seed of its own, and all get the mean of their weights (Del Moral,
 Doucet, Jasra 2006; for language models Lew et al. 2023, arXiv 2306.03081).
 
-Weighted averages over a request keep their expectation, however far each row has come and whoever
-decides how much a round commits: what a row's text will be worth in the end depends on its tokens
-alone, as tokens have their law whatever is drafted, and systematic resampling gives each text
-copies in the mean by its weight. Rows that have ended keep their text and weight, and so do rows
-that wait: any set of rows that is chosen by what they have written may be resampled by itself.
+Weighted averages over a request keep their expectation, however far each row has come and whatever
+decides the length of a round. The final worth of a row's text depends on its tokens alone, since
+drafts do not change the distribution of tokens, and systematic resampling gives each text copies in
+proportion to its weight, in the mean. Rows that have ended keep their text and weight, and so do
+rows that wait: any set of rows that is chosen by their texts may be resampled by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.types.requests import Row
 from shoal.types.samples import effective, log_mean
 
 LEAST = 0.5
-"""Rows are resampled where their effective number is less than this share of them."""
+"""The share of the rows below which their effective number causes resampling."""
 
 
 class Slots(Protocol):
@@ -34,17 +34,19 @@ class Slots(Protocol):
     lengths: list[int]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of a slot those of another."""
+        """Copies the first `length` tokens of slot `source` to slot `target`."""
 
 
 def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
-    """Resamples the requests that ask for it and whose rows have too unequal weights; returns how
-    many rows became copies.
+    """Resamples the requests that ask for it and whose rows have too unequal weights.
 
     Args:
-        rows: those that have had a round and run on.
-        cache: of the target; it holds their tokens but the last.
-        drafter: is told of the copies.
+        rows: the rows that have had a round and run on.
+        cache: the target's cache, which holds their tokens but the last.
+        drafter: the drafter, which is told of the copies.
+
+    Returns:
+        The number of rows that became copies.
     """
     groups: dict[int, list[Row]] = {}
     for row in sorted(
@@ -62,8 +64,10 @@ def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
 
 
 def _copies(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Rows that are to become copies, each with the row that it copies; none where the weights are
-    equal enough. Otherwise all rows have got the mean weight."""
+    """Returns rows that are to become copies, each with the row that it copies.
+
+    All rows get the mean weight. The list is empty, and weights are kept, if they are equal enough.
+    """
     logs = [row.log_weight for row in rows]
     mean = log_mean(logs)
     if mean == -math.inf or effective(logs) >= LEAST * len(rows):
@@ -77,12 +81,13 @@ def _copies(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def systematic(logs: Sequence[float], uniform: float) -> list[int]:
-    """How often each of some numbered things is drawn, as often as there are things, in the mean by
-    its weight.
+    """Returns how often each of some items is drawn, in the mean in proportion to its weight.
+
+    There are as many draws as items.
 
     Args:
-        logs: natural logs of the weights; not all -inf.
-        uniform: in [0, 1); all draws are made by it.
+        logs: the natural logs of the weights; not all -inf.
+        uniform: a number in [0, 1), by which all draws are made.
     """
     mean = log_mean(logs)
     sums = [0.0, *accumulate(math.exp(each - mean) for each in logs)]

@@ -1,4 +1,4 @@
-"""Rows that have ended -> samples, and the text of rows that may be shown while they run."""
+"""Rows that have ended -> samples, and the text of running rows that may be shown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from shoal.types.samples import Sample
 
 
 def visible_text(row: Row, sample: Sample | None) -> str:
-    """New text of a row that may be shown now; "" if it is not needed (`Row.needs_text`). A row
-    that may be cut anywhere, or become a copy of another, is shown once it has ended.
+    """Returns the new text of a row that may be shown now.
+
+    Returns "" if the text is not needed (`Row.needs_text`). A row that may be cut anywhere, or
+    become a copy of another, is shown once it has ended.
 
     Args:
-        sample: of the row, if it has ended.
+        row: the row.
+        sample: the row's sample, if it has ended.
     """
     if row.needs_text and (row.cutting is not None or row.request.resampled):
         return "" if sample is None else sample.text
@@ -23,10 +26,13 @@ def visible_text(row: Row, sample: Sample | None) -> str:
 
 
 def finish(row: Row, now: float) -> Sample:
-    """The sample of a row that has ended; its text and tokens are cut where the stop string begins.
+    """Returns the sample of a row that has ended.
+
+    Its text and tokens are cut at the beginning of the stop string.
 
     Args:
-        now: seconds at the end of the round, by the clock of the row's deadline.
+        row: the row.
+        now: the seconds at the end of the round, by the clock of the row's deadline.
     """
     row.finished_at = now - row.request.submitted_at
     text, kept = "", row.new_tokens
@@ -61,8 +67,10 @@ def finish(row: Row, now: float) -> Sample:
 
 
 def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
-    """The text of a row and how many tokens wrote it, cut at its best end where it did not end by
-    itself; and `Sample.syntax`."""
+    """Returns the text of a row, the number of its tokens, and `Sample.syntax`.
+
+    A row that did not end by itself is cut at its best end.
+    """
     if row.cutting is None:
         return text, kept, None
     if row.finish_reason == "eos":
@@ -79,13 +87,16 @@ def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
 
 
 def end_scores(logprobs: Sequence[float], ends: Sequence[float]) -> list[float]:
-    """How good it is to end before all tokens, and within or behind each of them: the mean
-    log-probability of the tokens up to there and of an EOS (Melcer et al., arXiv 2402.17988).
+    """Returns the score of an end before all tokens, and within or behind each of them.
+
+    The score is the mean log-probability of the tokens up to the end and of an EOS (Melcer et al.,
+    arXiv 2402.17988).
 
     Args:
-        logprobs: of the tokens.
-        ends: of an EOS in the place of each, at least as many. Behind the last token that is known
-            only where more were written; otherwise this place comes last.
+        logprobs: the log-probabilities of the tokens.
+        ends: the log-probabilities of an EOS in the place of each token, at least as many. The one
+            behind the last token is known only if more tokens were written; otherwise this place
+            comes last.
     """
     sums = [0.0, *accumulate(logprobs)]
     return [(sums[i] + ends[i]) / (i + 1) if i < len(ends) else -math.inf for i in range(len(sums))]

@@ -1,14 +1,14 @@
-"""Which rows run in the next round. Pure Python: it assigns slots and never touches tensors.
+"""The scheduler decides which rows run in the next round.
 
-Rows that run always occupy the slots 0, 1, ..., so that the caches of a round are views. A row that
-ends leaves its slot at once. A waiting row takes the slot, and if none waits, the last row moves
-there (compaction). A slot still holds the prompt of its row after the row has left. Prompts are
-admitted first come, first served, so that the waiting rows of a group find a copy, and each prompt
-is computed once. A prompt in the prefix store stays there for as long as a row of its group runs or
-waits.
+Pure Python: it assigns slots and never touches tensors. Rows that run always occupy the slots 0, 1,
+..., so that the caches of a round are views. A row that ends leaves its slot at once. A waiting row
+takes the slot, and if none waits, the last row moves there (compaction). A slot still holds the
+prompt of its row after the row has left. Prompts are admitted first come, first served, so that the
+waiting rows of a group find a copy, and each prompt is computed once. A prompt in the prefix store
+stays there for as long as a row of its group runs or waits.
 
-Rows of several calls come first come, first served, or as `shoal.engine.fairness` has it: then rows
-may also pause.
+Rows of several calls come first come, first served, or in the order of `shoal.engine.fairness`:
+then rows may also pause.
 
 Prompts with deadlines take turns (see `shoal.engine.waiting`), and between two of its rows a prompt
 may lose its place to another: a copy, if another row takes the slot; a stored prompt, if there are
@@ -18,8 +18,8 @@ whose prompts are still in the caches go first within a turn, so that this is ra
 While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill,
 Agrawal et al. 2023, "SARATHI", arXiv 2308.16369). A longer prompt is computed in chunks over
 several rounds, in a slot above those of the rows that run, and no row is admitted before it is
-complete. What a paused row comes back with is a prompt like any other. The same limit holds while
-no row runs if any row has a deadline, as deadlines are checked between chunks.
+complete. The tokens with which a paused row comes back are a prompt like any other. The same limit
+holds while no row runs if any row has a deadline, as deadlines are checked between chunks.
 """
 
 from __future__ import annotations
@@ -44,42 +44,51 @@ from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Ro
 NO_GROUP = -1
 """The group of a slot that holds no complete prompt."""
 CHUNK = 512
-"""Prompt tokens between two rounds: enough to use the weights that a pass reads well, few enough
-not to delay the rows that run."""
+"""The most prompt tokens between two rounds.
+
+They are enough to use the weights that a pass reads well, and few enough not to delay running rows.
+"""
 MIN_WAIT = 64
-"""A row waits a round for a prefix that is computed in this one if that saves it so many tokens."""
+"""The saved tokens for which a row waits a round, for a prefix that is computed in this one."""
 
 
 class Prefixes(Protocol):
-    """What earlier rows have left for prompts that begin alike; see
-    `shoal.engine.prefix_cache.PrefixCache`."""
+    """The prefixes of earlier rows, for prompts that begin alike.
+
+    See `shoal.engine.prefix_cache.PrefixCache`.
+    """
 
     def known(self, row: Row) -> int:
-        """Tokens that the row's prompt begins with that are kept, all but its last at most."""
+        """Returns how many tokens at the beginning of the row's prompt are kept, at most all but
+        one."""
         raise NotImplementedError
 
     def awaited(self, row: Row, other: Row) -> int:
-        """Tokens that it begins with that are kept once the other row has had a round."""
+        """Returns how many of them will be kept once the other row has had a round."""
         raise NotImplementedError
 
 
 @dataclass
 class Scheduler:
-    """Rows that wait, rows that run, and their slots. A round costs nothing per row that waits.
+    """The rows that wait, the rows that run, and their slots.
+
+    A round takes no time for rows that wait.
 
     Attributes:
-        capacity: most rows in slots at any time.
-        waiting: rows without a slot.
-        fairness: whose rows go first, and which of them pause.
-        kept: prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
-        rows_now: most rows in slots in the coming round, at most `capacity`; see
-            `shoal.engine.batch_size.BatchSize.rows`.
-        prefix_sharing: how groups store their prompts, see `shoal.engine.prefix_store`.
-        chunk: most prompt tokens computed before a round while rows run or any row has a deadline.
-        fits: asked before a row is admitted. A row that would be the only one in a slot is admitted
-            whatever the answer, unless `memory_reserved`.
-        memory_reserved: something beside the rows takes memory, so that even a single row may have
+        capacity: the most rows in slots at any time.
+        waiting: the rows without a slot.
+        fairness: decides whose rows go first, and which of them pause.
+        prefix_sharing: the way in which groups store their prompts, see
+            `shoal.engine.prefix_store`.
+        chunk: the most prompt tokens computed before a round while rows run or any row has a
+            deadline.
+        fits: called before a row is admitted. A row that would be the only one in a slot is
+            admitted whatever it returns, unless `memory_reserved`.
+        memory_reserved: True if memory is taken beside the rows, so that even a single row may have
             to wait.
+        kept: the prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
+        rows_now: returns the most rows in slots in the coming round, at most `capacity`; see
+            `shoal.engine.batch_size.BatchSize.rows`.
     """
 
     capacity: int
@@ -124,7 +133,7 @@ class Scheduler:
         return not self.waiting and not any(self._slots)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Rows of one call join the queue, also while others run."""
+        """Adds the rows of one call to the queue, also while others run."""
         call = next(self._calls)
         for row in rows:
             row.call = call
@@ -134,8 +143,7 @@ class Scheduler:
         self._deadlines.add(rows)
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Rows leave at once, from the queue or from their slots; rows that have left before are
-        ignored."""
+        """Removes rows from the queue or from their slots; rows that have left before are ignored."""
         for row in rows:
             if row in self.waiting:
                 self.waiting.remove(row)
@@ -148,14 +156,16 @@ class Scheduler:
             self._leave_group(row)
 
     def to_pause(self) -> Row | None:
-        """The row that is to give its slot to one that has waited for this round, if one is
-        (`shoal.engine.fairness`)."""
+        """Returns the row that is to give its slot to a waiting one; None = no row.
+
+        See `shoal.engine.fairness`.
+        """
         if not self.waiting or self._prefilling is not None or None in self._slots:
             return None
         return self.fairness.to_pause(self.running, self.waiting.calls)
 
     def pause(self, row: Row) -> None:
-        """A row that runs gives up its slot, and waits."""
+        """Moves a running row from its slot back to the queue."""
         self._slots[row.slot] = None
         self._leave_group(row)
         row.pause(next(self._paused))
@@ -176,12 +186,15 @@ class Scheduler:
             self._prefilling = None
 
     def forget(self, slot: int) -> None:
-        """The slot no longer holds a complete prompt."""
+        """Notes that the slot no longer holds a complete prompt."""
         self._slot_groups[slot] = NO_GROUP
 
     def refuse(self, round_: Round) -> list[Row]:
-        """Removes the rows that a round admits or goes on prefilling, and every trace of their
-        prompts; returns these rows."""
+        """Removes the rows that a round admits or goes on prefilling, with their prompts.
+
+        Returns:
+            These rows.
+        """
         groups = {chunk.row.group for chunk in round_.chunks}
         self._store = self._store.without(groups)
         self._slot_groups = [NO_GROUP if group in groups else group for group in self._slot_groups]
@@ -196,14 +209,17 @@ class Scheduler:
         return refused
 
     def expire(self, now: float) -> list[Row]:
-        """Rows whose deadline has passed leave; returns them."""
+        """Removes the rows whose deadline has passed; returns them."""
         due = self._deadlines.due(now)
         self.remove(due)
         return due
 
     def next_round(self) -> Round:
-        """Continues the prompt that is not complete, fills free slots from the queue, then closes
-        the gaps that remain."""
+        """Returns the next round.
+
+        It continues the prompt that is not complete, fills free slots from the queue, then closes
+        the gaps that remain.
+        """
         admissions: list[Admission] = []
         chunks: list[PrefillChunk] = []
         budget = self.chunk if self.running or self._deadlines else sys.maxsize
@@ -221,15 +237,17 @@ class Scheduler:
         return self.close_up(admissions, chunks)
 
     def _free(self) -> int:
-        """How many rows may join those in slots."""
+        """Returns the number of rows that may join those in slots."""
         rows = self.in_slots
         return self.rows_now(len(rows), len(self.waiting), self._seconds_per_token(rows)) - len(
             rows
         )
 
     def _seconds_per_token(self, rows: Sequence[Row]) -> float:
-        """The least time budget per token of these rows and the next; infinity if none has a
-        deadline."""
+        """Returns the least time budget per token of these rows and the next.
+
+        Returns infinity if none has a deadline.
+        """
         if not self._deadlines:
             return math.inf
         limits = [row.request.limits for row in (*rows, next(iter(self.waiting)))]
@@ -241,7 +259,8 @@ class Scheduler:
     def close_up(
         self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()
     ) -> Round:
-        """A round of the rows that run now, with the moves that close the gaps between them."""
+        """Returns a round of the rows that run now, with the moves that close the gaps between
+        them."""
         slots = len(self._slots)
         moves = self._compact()
         return Round(
@@ -249,8 +268,11 @@ class Scheduler:
         )
 
     def release_free_slots(self) -> Round:
-        """As `close_up`, and the prompts in free slots are given up: the caches may be trimmed to
-        what the rows in slots need."""
+        """Closes the gaps between rows, and gives up the prompts in free slots.
+
+        The caches may then be trimmed to the size of the rows in slots. Returns the round of
+        `close_up`.
+        """
         for slot, row in enumerate(self._slots):
             if row is None:
                 self.forget(slot)
@@ -264,7 +286,7 @@ class Scheduler:
         )
 
     def _prefill(self, row: Row, most: int, chunks: list[PrefillChunk]) -> int:
-        """Adds the next chunk of the row's prompt; returns its tokens."""
+        """Adds the next chunk of the row's prompt; returns the number of its tokens."""
         start, length = self._prefilled, row.entry_length - 1
         self._prefilled = min(start + most, length)
         self._prefilling = row if self._prefilled < length else None
@@ -274,11 +296,11 @@ class Scheduler:
         return self._prefilled - start
 
     def _admit(self, budget: int, computed: Sequence[Row]) -> Admission | None:
-        """The next row of the queue takes a slot, or waits.
+        """Gives a slot to the next row of the queue; returns None if the row waits.
 
         Args:
-            budget: tokens that may still be computed in this round.
-            computed: rows whose prompts are completed in it.
+            budget: the tokens that may still be computed in this round.
+            computed: the rows whose prompts are completed in it.
         """
         row = self.waiting.first(self.fairness.first(self.waiting.calls), self._cached_groups())
         state = CacheState(
@@ -316,8 +338,10 @@ class Scheduler:
         self._slot_groups[slot] = row.group if copied else NO_GROUP
 
     def _cached_groups(self) -> list[int]:
-        """Groups whose prompts the next admissions may replace: those in free slots and in the
-        prefix store."""
+        """Returns the groups whose prompts the next admissions may replace.
+
+        These are the prompts in free slots and in the prefix store.
+        """
         free = [
             group for row, group in zip(self._slots, self._slot_groups, strict=True) if row is None
         ]

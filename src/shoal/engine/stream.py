@@ -1,4 +1,4 @@
-"""A run in progress: what `generate` exhausts and `stream` returns."""
+"""A run in progress: `generate` exhausts it and `stream` returns it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from shoal.types.samples import Increment, Output, Result, Sample
 
 
 class Stream(Iterator[Increment], AsyncIterator[Increment]):
-    """A run in progress. Iterating over it, by `for` or by `async for`, computes its rounds. Any
-    thread may cancel or close it: a round that another thread computes is finished first.
+    """A run in progress.
 
-    Under `async for` the rounds are computed in a thread. When the task that waits is cancelled,
-    the round in progress is finished and all rows are cancelled. A stream that is dropped frees its
-    caches. `result()` is complete once the stream is exhausted or cancelled.
+    Iterating over it, by `for` or by `async for`, computes its rounds. Any thread may cancel or
+    close it: a round that another thread computes is finished first. Under `async for` the rounds
+    are computed in a thread. When the waiting task is cancelled, the round in progress is finished
+    and all rows are cancelled. A stream that is dropped frees its caches. `result()` is complete
+    once the stream is exhausted or cancelled.
 
     Attributes:
         rows: the rows of each prompt.
@@ -36,8 +37,15 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         text: bool = True,
         executor: Executor | None = None,
     ) -> None:
-        """executor: its one thread computes the rounds of `async for`; None = the event loop's
-        own."""
+        """Queues the requests in an engine.
+
+        Args:
+            engine: the engine.
+            requests: the requests.
+            text: True if increments carry text as it grows.
+            executor: has the one thread that computes the rounds of `async for`; None = the event
+                loop's own.
+        """
         self._engine: Engine | None = engine
         self._requests, self._executor, self._stats = list(requests), executor, engine.stats
         self._started = time.perf_counter()
@@ -60,14 +68,14 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         return self._queue.popleft()
 
     def _advance(self) -> bool:
-        """Computes one round; False if all rows have ended."""
+        """Computes one round; returns False if all rows have ended."""
         with self._turn:
             commits = [] if self._engine is None else self._engine.step()
             self._take(commits)
         return bool(commits)
 
     async def _advance_in_thread(self) -> bool:
-        """As `_advance`, in the thread."""
+        """Computes one round in the thread; returns False if all rows have ended."""
         if self._engine is None:
             return False
         round_ = asyncio.get_running_loop().run_in_executor(self._executor, self._advance)
@@ -85,11 +93,11 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         """Computes all rounds.
 
         Args:
-            progress: shows a bar in a terminal or a notebook.
+            progress: True = shows a bar in a terminal or a notebook.
 
         Raises:
-            ShoalError: that of the first row that failed, after all others have ended; its `result`
-                has them.
+            ShoalError: the error of the first row that failed, after all others have ended; its
+                `result` has all samples.
         """
         if progress:
             from shoal.engine.progress import follow
@@ -111,8 +119,10 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         return result
 
     def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
-        """Ends all rows, those of one prompt, or one row. Their tokens so far stay in the result,
-        marked "cancelled"."""
+        """Ends all rows, the rows of one prompt, or one row.
+
+        Their tokens so far stay in the result, marked "cancelled".
+        """
         chosen = [
             row
             for i, rows in enumerate(self.rows)
@@ -130,10 +140,10 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
             self._engine = None
 
     def result(self) -> Result:
-        """All samples, prompt by prompt, and the counts and times of the run.
+        """Returns all samples, prompt by prompt, and the counts and times of the run.
 
         Raises:
-            RequestError: while rows are still running.
+            RequestError: rows are still running.
         """
         running = sum(map(len, self.rows)) - len(self._samples)
         if running:

@@ -1,4 +1,4 @@
-"""Requests -> rows. What cannot be served is refused here, before anything is computed."""
+"""Requests -> rows. A request that cannot be served is refused here, before any computation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shoal.types.requests import Request, Row
 
 
 class RequestValidator:
-    """Makes rows of requests, for one engine.
+    """A maker of rows from requests, for one engine.
 
     Args:
-        target: it alone decides which prompts fit and where rows end.
-        memory: what their caches may take.
-        tokenizer: for text, stop strings and grammars, or None.
+        target: the target; it alone decides which prompts fit and where rows end.
+        memory: the limit of their caches.
+        tokenizer: the tokenizer for text, stop strings and grammars; None = there is none.
         eos: the model's own EOS ids, for requests that name none.
     """
 
@@ -39,10 +39,11 @@ class RequestValidator:
         self._groups = 0
 
     def rows(self, request: Request, needs_text: bool) -> list[Row]:
-        """The request's n rows: a group.
+        """Returns the request's n rows, which are a group.
 
         Args:
-            needs_text: their text is needed as it grows.
+            request: the request.
+            needs_text: True if their text is needed as it grows.
 
         Raises:
             RequestError: the request cannot be served.
@@ -134,12 +135,14 @@ class RequestValidator:
             )
 
     def _constraints(self, request: Request) -> list[Constraint[Any]]:
-        """The grammars', that of all filters and regular expressions together, then the request's
-        own.
+        """Returns the constraints of a request.
+
+        These are the constraints of its grammars, the one of all filters and regular expressions
+        together, then the request's own.
 
         Raises:
-            RequestError: a grammar that cannot be compiled, or not here; filters and expressions
-                that no text fits; no constraint.
+            RequestError: a grammar cannot be compiled, or not here; filters and expressions fit no
+                text; or an object is no constraint.
         """
         for constraint in request.constraints:
             if not isinstance(constraint, Constraint | Check | Filter | Grammar):
@@ -173,8 +176,7 @@ class RequestValidator:
         return [*found, *own]
 
     def _together(self, filters: Sequence[Filter]) -> Constraint[Any]:
-        """One constraint for all of them, so that it is known at once whether no text fits them
-        together."""
+        """Returns one constraint for all filters, which shows at once if no text fits all of them."""
         every = conjunction(filters)
         try:
             return grammars_of(self.tokenizer, self.vocab_size).constraint(every.grammar)
@@ -182,8 +184,10 @@ class RequestValidator:
             raise RequestError(f"the filter {every.name} cannot be used: {error}") from error
 
     def _require_a_beginning(self, row: Row) -> None:
-        """Raises RequestError: each of several constraints allows some first token, but all
-        together none."""
+        """Raises RequestError if several constraints together allow no first token.
+
+        Each of them alone allows some.
+        """
         given = [row.request.sampling.grammar, *row.request.constraints]
         ours = any(isinstance(each, Grammar | Filter) for each in given)
         if ours and len(row.constraints) > 1 and not masks.may_begin(row, self.vocab_size):

@@ -16,12 +16,14 @@ from shoal.types.requests import Row
 from shoal.types.trees import DraftTree, Positions, Probes
 
 Block = tuple[Tensor, list[int], Sequence[Sequence[int]] | None]
-"""Tokens [rows, q], how many of each row are no padding, and the tree that they are."""
+"""The tokens [rows, q], the number of each row without padding, and the tree that they form."""
 
 
 def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
-    """Scores the m + 1 columns of every row at once; with an empty tree this is a step of plain
-    decoding."""
+    """Returns the target's scores of the m + 1 columns of every row.
+
+    With an empty tree this is a step of plain decoding.
+    """
     block, counts, parents = _block(target, rows, tree)
     logits = target.feed([row.slot for row in rows], block, counts, parents=parents)
     scores = scores_of(target, rows, tree, logits[:, : tree.m + 1])
@@ -52,8 +54,10 @@ def _block(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Block:
 
 
 def _with_probes(target: Runner, rows: Sequence[Row], tree: DraftTree, probes: Probes) -> Block:
-    """As `_block`, each row's probes behind its nodes. They are leaves but for other probes, so
-    that no token sees them."""
+    """Returns a block like `_block`, with each row's probes behind its nodes.
+
+    The probes are leaves, apart from other probes that follow them, so no token sees them.
+    """
     pairs = zip(rows, tree.drafts, probes.vectors, strict=True)
     own = [
         [row.tokens[-1], *draft, *(-1 - vector for vector in vectors)]
@@ -69,8 +73,10 @@ def _with_probes(target: Runner, rows: Sequence[Row], tree: DraftTree, probes: P
 
 
 def _note_probes(scores: Scores, logits: Tensor, target: Runner) -> None:
-    """Columns behind all nodes that are not finite: no row's path comes there, but what they wrote
-    must go."""
+    """Notes the columns behind all nodes that are not finite.
+
+    No row's path reaches them, but their cells must be zeroed.
+    """
     first = scores.logits.shape[1]
     for b, column in (~logits[:, first:, 0].isfinite()).nonzero().tolist():
         error = BadLogits(f"column {first + column}, which the drafter reads, is NaN or infinite")
@@ -80,12 +86,12 @@ def _note_probes(scores: Scores, logits: Tensor, target: Runner) -> None:
 
 
 def scores_of(target: Runner, rows: Sequence[Row], tree: DraftTree, logits: Tensor) -> Scores:
-    """What the target says of a draft tree, by logits [rows, m + 1, vocab]."""
+    """Returns the target's scores of a draft tree, by logits [rows, m + 1, vocab]."""
     return Scores(logits, Positions.of(rows, tree), named=lambda error: _named(error, target))
 
 
 def _named(error: ShoalError, target: Runner) -> ShoalError:
-    """With the name that the user gave the model, if the model is at fault."""
+    """Returns the error with the user's name of the model, if the model is at fault."""
     if not isinstance(error, BadLogits):
         return error
     advice = f"the weights may be damaged, or {target.dtype} may overflow: try dtype='float32'"

@@ -1,5 +1,7 @@
-"""The queue of rows without a slot. Pure Python; choosing the next row costs nothing per row that
-waits."""
+"""The queue of rows without a slot.
+
+Pure Python; choosing the next row takes no time for the other rows.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +29,28 @@ class Waiting:
 
     @property
     def calls(self) -> Iterable[int]:
-        """Those that have rows here, in the order in which they came."""
+        """The calls that have rows here, in the order in which they came."""
         return self._calls.keys()
 
     def add(self, rows: Sequence[Row]) -> None:
-        """The rows of one call join the queue."""
+        """Adds the rows of one call to the queue."""
         if rows:
             self._calls[rows[0].call] = Turns(rows)
             self._count += len(rows)
 
     def put_back(self, row: Row) -> None:
-        """A row that had a slot is the next of its call."""
+        """Puts a row that had a slot first among the rows of its call."""
         if row.call not in self._calls:
             self._calls = dict(sorted({**self._calls, row.call: Turns([])}.items()))
         self._calls[row.call].put_back(row)
         self._count += 1
 
     def remove(self, row: Row) -> None:
-        """A row leaves the queue. Raises KeyError if it is not in it."""
+        """Removes a row.
+
+        Raises:
+            KeyError: the row is not in the queue.
+        """
         turns = self._calls[row.call]
         turns.remove(row)
         self._count -= 1
@@ -52,17 +58,18 @@ class Waiting:
             del self._calls[row.call]
 
     def first(self, call: int, cached: Iterable[int]) -> Row:
-        """The next row of a call, see `Turns.first`."""
+        """Returns the next row of a call, see `Turns.first`."""
         return self._calls[call].first(cached)
 
 
 class Turns:
-    """The rows of one call that wait. Without deadlines they follow prompt by prompt, so that each
-    prompt is computed once: each row is a turn of its own.
+    """The rows of one call that wait.
 
-    Rows with a deadline take turns, as time may be over before all have run: every prompt gets its
-    first sample before any gets its second. Turn i has the rows of index i, one of each prompt.
-    Within a turn the order is free, and rows whose prompts are in the caches go first.
+    Without deadlines they follow prompt by prompt, so that each prompt is computed once: each row
+    is a turn of its own. Rows with a deadline take turns, as time may be over before all have run:
+    every prompt gets its first sample before any gets its second. Turn i has the rows of index i,
+    one of each prompt. Within a turn the order is free, and rows whose prompts are in the caches go
+    first.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -85,23 +92,28 @@ class Turns:
         return row in self._turns
 
     def put_back(self, row: Row) -> None:
-        """A row is the next one, in a turn of its own."""
+        """Puts a row first, in a turn of its own."""
         self._before -= 1
         self._turns[row] = self._before
         self._turns.move_to_end(row, last=False)
         self._rows[self._before, row.group] = row
 
     def remove(self, row: Row) -> None:
-        """A row leaves. Raises KeyError if it is not here."""
+        """Removes a row.
+
+        Raises:
+            KeyError: the row is not here.
+        """
         del self._rows[self._turns.pop(row), row.group]
 
     def first(self, cached: Iterable[int]) -> Row:
-        """The next row: of those in the first turn one whose prompt is cached, else the first of
-        them.
+        """Returns the next row.
+
+        It is a row of the first turn whose prompt is cached, or else the first row of that turn.
 
         Args:
-            cached: groups whose prompts are in the caches, and may be replaced by the prompts of
-                other rows.
+            cached: the groups whose prompts are in the caches, and may be replaced by the prompts
+                of other rows.
         """
         row, turn = next(iter(self._turns.items()))
         found = (self._rows.get((turn, group)) for group in cached)

@@ -28,7 +28,7 @@ PAGE = 256  # tokens of a page of Transformers' continuous batching
 
 @dataclass(frozen=True)
 class Method:
-    """A setting of the table.
+    """A decoding method, which is a setting of the table.
 
     Attributes:
         name: the name as the user writes it.

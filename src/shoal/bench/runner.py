@@ -95,7 +95,7 @@ class BenchmarkRunner:
 
     @property
     def seconds_left(self) -> float | None:
-        """Returns the seconds of the timed runs still to come, by the warm-up; None before it."""
+        """The seconds of the timed runs still to come, by the warm-up; None before it."""
         return sum(map(sum, self.expected.values())) if self.expected else None
 
     @property

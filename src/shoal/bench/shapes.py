@@ -102,7 +102,7 @@ def shaped_pair(
 def shuffle_weights(drafter: Runner, seed: int = 0) -> None:
     """Shuffles the numbers of each matrix of a drafter, in place.
 
-    Its cost stays, its knowledge goes.
+    Its passes cost the same, but its predictions are lost.
     """
     generator = torch.Generator(drafter.device).manual_seed(seed)
     for weight in drafter.hf.parameters():

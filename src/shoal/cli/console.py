@@ -75,7 +75,7 @@ class StatusLine:
     @classmethod
     @contextmanager
     def suspendable(cls, live: Live) -> Iterator[None]:
-        """Lets the stages of loading take the place of a display during the block."""
+        """Registers a display, such as a bar, that `suspended` stops during the block."""
         cls.shown.append(live)
         try:
             yield
@@ -85,7 +85,7 @@ class StatusLine:
     @classmethod
     @contextmanager
     def suspended(cls) -> Iterator[None]:
-        """Lets another line take the place of the open displays during the block."""
+        """Stops the open displays during the block, so that another line takes their place."""
         for live in cls.shown:
             live.stop()
         try:

@@ -40,7 +40,7 @@ class Export:
         from shoal.evaluation.sampling import METHODS
 
         config = evaluation.config
-        method = max(config.methods, key=METHODS.index)  # batched, or what comes closest to it
+        method = max(config.methods, key=METHODS.index)  # batched, or the method closest to it
         programs = programs_of(eval_set.problems, evaluation.samples.entries, method, config.n)
         write_whole(self.file, self.format.render(eval_set.name, programs))
         said = (

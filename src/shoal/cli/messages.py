@@ -100,5 +100,5 @@ class ChatWriter:
         """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
-        except Exception as error:  # the template may have written what is no text
+        except Exception as error:  # the template may have written an invalid text
             raise RequestError(f"the chat template refused the messages: {error}") from error

@@ -146,7 +146,7 @@ def with_ends(options: Mapping[str, Any], ends: Sequence[str]) -> dict[str, Any]
     ignored = options.get("eos") is not None and not options["eos"]
     if (
         not ends or ignored or not isinstance(own, Sequence)
-    ):  # what is no text is refused where the options are checked
+    ):  # other types are refused where the options are checked
         return dict(options)
     return {**options, "stop": [*own, *ends]}
 

@@ -298,7 +298,7 @@ def serve(
         )
         return
     if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
-        source.load()  # computes what rank 0 says, and ends this process with rank 0's
+        source.load()  # computes the passes that rank 0 asks for, and ends with rank 0
     # bind raises for a port in use before a model is loaded
     with (
         run.bind(address.host, address.port) as listening,

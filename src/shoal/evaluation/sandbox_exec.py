@@ -106,7 +106,7 @@ def _limit(bounds: dict[str, Any], uid: int) -> None:
     limits = {
         resource.RLIMIT_CPU: (bounds["cpu_seconds"], bounds["cpu_seconds"] + 1),
         resource.RLIMIT_DATA: (bounds["memory_bytes"],)
-        * 2,  # not AS: Java and Node reserve what they never use
+        * 2,  # not AS: Java and Node reserve memory that they never use
         resource.RLIMIT_FSIZE: (bounds["file_bytes"],) * 2,
         resource.RLIMIT_NPROC: (tasks, tasks),
         resource.RLIMIT_CORE: (0, 0),

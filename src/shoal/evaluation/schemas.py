@@ -214,7 +214,7 @@ def _validator() -> tuple[Any, Any]:
     return jsonschema, made
 
 
-# ── what they come to ─────────────────────────────────────────────────────────────────────────────
+# ── summary ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(found: Sequence[Tried]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Programs = Mapping[str, str]
 """The names of programs and their paths."""
 
 TRIAL = "the smallest program has run"
-REASON = 300  # characters of what a compiler or an interpreter says when it does not run
+REASON = 300  # characters of the error of a compiler or an interpreter that does not run
 
 NUMBER = re.compile(r"\b(?:0x)?[0-9A-Fa-f]*[0-9][0-9A-Fa-f]*\b")
 """A process id, an address or another number, which differs from run to run."""

@@ -243,7 +243,7 @@ class ShoalLM(TemplateLM):
         """Makes a request for n samples of one prompt."""
         options = dict(normalize_gen_kwargs(dict(given), default_max_gen_toks=self.max_gen_toks))
         until = [stop for stop in options.pop("until") if stop]
-        if self.think_end_token:  # what ends an answer may stand in the thoughts before it
+        if self.think_end_token:  # a text that ends an answer may stand in the thoughts before it
             until = []
         ids, most = maybe_truncate(
             self.tok_encode(text) or [self.prefix_token_id],

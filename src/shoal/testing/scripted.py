@@ -117,7 +117,7 @@ class ScriptedModel(torch.nn.Module):
             if output_hidden_states
             else None
         )
-        if logits_to_keep:  # a prompt's pass, whose logits nobody reads
+        if logits_to_keep:  # the pass of a prompt: its logits are not read
             _check_places(places, position_ids, _own(plan))
             unread = torch.full((len(tokens), logits_to_keep, self.head.out_features), torch.nan)
             return SimpleNamespace(logits=unread, hidden_states=states)

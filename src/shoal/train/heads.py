@@ -51,7 +51,7 @@ class HeadsTrainer(StagedTrainer):
     @property
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Returns the entries of config.json about the heads."""
+        """The entries of config.json about the heads."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors to store, by published names."""

@@ -49,8 +49,7 @@ def advanced(constraint: Constraint[Any], state: Any, token: int) -> Any:
 
 
 def is_free(constraint: Constraint[Any], state: Any) -> bool:
-    """Returns the constraint's `is_free`; False if it fails or has failed: `mask` is then
-    called."""
+    """Returns the constraint's `is_free`; False if it fails or has failed: `mask` is called."""
     if isinstance(state, Failed):
         return False
     try:

@@ -83,7 +83,7 @@ class Proofs:
         )
 
     def _impossible_choice(self, parts: Sequence[Part]) -> bool:
-        """Returns True if all alternatives of an `anyOf` or `oneOf` are impossible beside the
+        """Returns True if all alternatives of an `anyOf` or `oneOf` are impossible with the
         rest."""
         for i, part in enumerate(parts):
             for keyword in ("anyOf", "oneOf"):

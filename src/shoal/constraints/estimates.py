@@ -159,8 +159,7 @@ class Estimates:
         self.tries: dict[Any, Trie] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Gives rows without new tokens the estimates of their prompt, if their request wants
-        it."""
+        """Gives rows without new tokens the estimates of their prompt, if requested."""
         for row in rows:
             if row.request.estimated:
                 row.beginning = self._of(row.request).root

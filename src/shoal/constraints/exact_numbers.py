@@ -78,9 +78,8 @@ def inward(keyword: str, bound: Any) -> Any:
     way = BOUNDS[keyword]
     if abs(bound) > LARGEST:
         clamped = LARGEST if bound > 0 else -LARGEST
-        return (
-            clamped if clamped * way < 0 else bound
-        )  # -1e30 as a minimum excludes nothing that is written
+        # -1e30 as a minimum excludes no number that the grammar writes.
+        return clamped if clamped * way < 0 else bound
     if isinstance(bound, float):
         return bound
     rounded = float(bound)

@@ -40,7 +40,7 @@ class Filter:
         return Filter(f"({self.expression} | {other.expression})", f"({self.name} | {other.name})")
 
     def __invert__(self) -> Filter:
-        # The complement is one of byte strings; those that are no text are left out.
+        # The complement is one of byte strings; strings that are no text are left out.
         return Filter(f"({_ANY} & ~{self.expression})", f"~{self.name}")
 
     def __repr__(self) -> str:

@@ -183,13 +183,12 @@ def _filled(states: Sequence[TextState], which: int, width: int) -> Bits:
     """
     started = _clock()
     bits = np.zeros((len(states), -(-width // 32)), dtype=np.int32)
-    asked: list[
-        tuple[Any, int, list[int]]
-    ] = []  # matcher, first mask to fill, tokens that lead to the next ones
+    # Matcher, place of the first mask to fill, tokens that lead to the next ones.
+    asked: list[tuple[Any, int, list[int]]] = []
     chains, trees = [], []
     for places in _by_row(states):
         track = states[places[0]].tracks[which]
-        track.errors.clear()  # they may be those of drafts which were rejected
+        track.errors.clear()  # they may belong to rejected drafts
         if not _is_chain(states, places):
             trees.append((track, places))
         elif (matcher := track.at(states[places[0]])) is not None:

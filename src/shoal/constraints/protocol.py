@@ -74,8 +74,6 @@ class Constraint(Protocol[State]):
 
     @property
     def batch_key(self) -> Hashable:
-        """A key; constraints with equal keys are of one class, and `mask` of any serves all.
-
-        That `mask` takes the states of all these constraints.
-        """
+        """A key. Constraints with equal keys are of one class, and `mask` of any takes all their
+        states."""
         return id(self)

@@ -101,9 +101,8 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):
-        code = (
-            "invalid_json" if error.status_code == 400 else None
-        )  # FastAPI raises 400 only for JSON that it cannot parse
+        # FastAPI raises 400 only for JSON that it cannot parse.
+        code = "invalid_json" if error.status_code == 400 else None
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
     if isinstance(error, ShoalError):
         return ApiError(500, str(error), code="internal_error")

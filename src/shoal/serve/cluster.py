@@ -92,9 +92,8 @@ def _connect() -> None:
             ray.init(address="auto", **OPTIONS)
             return
     before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = (
-        False  # else Ray replaces a loopback address by one that others see, and listens on all
-    )
+    # With True, Ray replaces a loopback address by one that others see, and listens on all.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         ray.init(address="local", _node_ip_address="127.0.0.1", **OPTIONS)
     finally:
@@ -232,7 +231,7 @@ class Replica:
         """
         if not self.app.state.worker.thread.alive:
             raise RuntimeError("the engine has stopped")
-        with suppress(RayError, ValueError):  # whoever serves is about to end
+        with suppress(RayError, ValueError):  # the process that serves is about to end
             self.app.state.reporter.report()
 
 

@@ -183,11 +183,8 @@ class EngineThread:
         rounds = self.stats.rounds
         try:
             commits = self.engine.step()
-        except (
-            InternalError,
-            OutOfStep,
-        ):  # no new engine helps against a lost process of the model
-            raise
+        except (InternalError, OutOfStep):
+            raise  # a new engine does not help against a lost process of the model
         except ShoalError as error:
             reason = str(error)  # the error itself is not kept: its traceback refers to the engine
         else:

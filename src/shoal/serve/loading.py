@@ -57,7 +57,7 @@ def answered(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]
         **options,
     )
     server = uvicorn.Server(config)
-    own = listening.dup()  # uvicorn closes what it was given
+    own = listening.dup()  # uvicorn closes the sockets that it gets
     thread = threading.Thread(target=server.run, args=([own],), name="shoal-loading", daemon=True)
     thread.start()
     try:

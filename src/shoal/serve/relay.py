@@ -124,9 +124,8 @@ def printed_logs(actor: str) -> Iterator[None]:
 
 
 def _print(lines: Any) -> None:
-    with suppress(RayError):  # the actor has died, and with it what it had
+    with suppress(RayError):  # the actor has died with its lines
         while (taken := ray.get(lines.take.remote())) is not None:
-            with suppress(
-                OSError
-            ):  # the disk of the log is full: these lines are lost, later ones may have room
+            # If the disk of the log is full, these lines are lost; later ones may have room.
+            with suppress(OSError):
                 print(*taken, sep="\n", file=sys.stderr, flush=True)

@@ -191,7 +191,7 @@ class ApiResponse:
     def _of_prompt(self, prompt: int, scorings: Sequence[Scoring] = ()) -> Json:
         """Returns the answer's fields about a prompt, by number: its ids, its log-probabilities."""
         parsed, fields = self.parsed, Json()
-        if parsed.token_ids:  # those that the samples follow
+        if parsed.token_ids:  # the ids that the samples follow
             fields["prompt_token_ids"] = [
                 *(parsed.requests[prompt].prompt_ids if parsed.requests else parsed.prompts[prompt])
             ]

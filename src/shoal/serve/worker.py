@@ -47,9 +47,8 @@ class Worker:
         self.rows = 0
         self.scoring = asyncio.Lock()
         self._submissions: set[Submission] = set()
-        self._rows: dict[
-            Row, tuple[Submission, int]
-        ] = {}  # the engine thread's: unfinished rows, with their index
+        # The engine thread's own: unfinished rows, with their submission and index.
+        self._rows: dict[Row, tuple[Submission, int]] = {}
         self._finished = 0
         self._grammars = GrammarReader(engine.validator.tokenizer, engine.validator.vocab_size)
 
@@ -123,9 +122,8 @@ class Worker:
         for submission, items in updates.items():
             if submission not in self._submissions:
                 continue
-            self._release(
-                submission, sum(item.sample is not None for item in items)
-            )  # whether or not they are read
+            # Ended rows free their capacity whether or not the updates are read.
+            self._release(submission, sum(item.sample is not None for item in items))
             if not submission.put(items):
                 self.thread.post(partial(self._cancel, submission))
                 self._fail(

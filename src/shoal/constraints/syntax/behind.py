@@ -16,9 +16,8 @@ from shoal.constraints.syntax.grammars import Grammar
 
 GAP = -1
 Places = frozenset[int]
-Item = tuple[
-    int, int, int, tuple[int, int]
-]  # rule, symbols of its right side to the left, place, symbol and where it ends
+# Rule, number of symbols of its right side to the left, place, and the symbol with its end.
+Item = tuple[int, int, int, tuple[int, int]]
 
 
 class Behind:

@@ -13,9 +13,8 @@ from shoal.constraints.syntax.automata import Automaton, determinized
 from shoal.errors import RequestError
 
 Ranges = tuple[tuple[int, int], ...]
-_parser: Any = import_module(
-    "re._parser" if sys.version_info >= (3, 11) else "sre_parse"
-)  # that of `re` itself
+# The parser of `re` itself.
+_parser: Any = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _SURROGATES = (0xD800, 0xDFFF)
 _ALL = "".join(map(chr, (*range(_SURROGATES[0]), *range(_SURROGATES[1] + 1, 0x110000))))
 _CATEGORIES = {

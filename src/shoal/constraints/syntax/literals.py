@@ -95,7 +95,7 @@ def _expression_begins(
     if not closed(body[: field.start - 1] + " " + "}" * (field.depth - 1)):
         return False
     text = body[field.start :]
-    if text[-1:] in ("!", "="):  # of `!=` and `==`, or what follows the expression
+    if text[-1:] in ("!", "="):  # of `!=` and `==`, or the sign behind the expression
         if closed(body[:-1] + "}" * field.depth):
             return True
         text += "=" if text[-2:] not in ("==", "!=", "<=", ">=") else ""

@@ -105,6 +105,6 @@ def with_syntax(
     checks: list[Any] = (
         [_middle(found.language, tokenizer, left, right, healing)] if found.parses else []
     )
-    if found.members:  # behind the parser: jedi is slower, and not asked about what does not parse
+    if found.members:  # behind the parser: jedi is slower, and sees only texts that parse
         checks.append(Members(tokenizer, left, right, healing=healing))
     return replace(request, constraints=(*request.constraints, *checks))

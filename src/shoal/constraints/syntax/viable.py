@@ -113,10 +113,5 @@ def _parsed(source: str, flags: int) -> str:
         return "program"
     except SyntaxError as error:
         return "incomplete" if flags and "incomplete input" in str(error.msg) else "wrong"
-    except (
-        ValueError,
-        OverflowError,
-        MemoryError,
-        RecursionError,
-    ):  # a null character; nested too deep for the parser
-        return "wrong"
+    except (ValueError, OverflowError, MemoryError, RecursionError):
+        return "wrong"  # a null character; nested too deep for the parser

@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("shoal")
 
-Source = str | Path | nn.Module
+Source = str | Path | nn.Module  # a Hub id, a directory or a Transformers model
 AnyConstraint = Constraint[Any] | Check[Any] | Filter | Grammar
-"""A Hub id, a directory or a Transformers model."""
+"""A constraint of a request, of any kind."""
 
 
 def load(
@@ -339,8 +339,10 @@ class Shoal:
 
     @property
     def draft_model(self) -> Runner | None:
-        """The draft model's `Runner`; None = there is none. Raises RequestError once this is
-        closed."""
+        """The draft model's `Runner`; None = there is none.
+
+        Raises RequestError once this is closed.
+        """
         return self._open()[1]
 
     @property

@@ -1,4 +1,4 @@
-"""Earlier answers of an engine in one suffix automaton, and the places of the running rows in it."""
+"""Earlier answers of an engine in one suffix automaton, and the places of running rows in it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ class Answers:
         self._file, self._unopened = file, file is not None
         self._limit = limit
         self._automaton = SuffixAutomaton()
-        self._texts: deque[tuple[list[int], int]] = (
-            deque()
-        )  # the last ones, with the lengths of their prompts
-        self._held = self._unread = 0  # tokens of these; how many of these texts were not read yet
+        # The last texts, with the lengths of their prompts.
+        self._texts: deque[tuple[list[int], int]] = deque()
+        # The number of tokens of these texts, and the number of texts that were not read yet.
+        self._held = self._unread = 0
         self._changes = 0
-        self._rows: dict[
-            Row, tuple[int, int, int, int]
-        ] = {}  # state, matched tokens, tokens read, the `_changes` then
+        # For each row: its state, matched tokens, tokens read, and `_changes` at that time.
+        self._rows: dict[Row, tuple[int, int, int, int]] = {}
 
     @property
     def bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Whole rounds as captured functions, for rounds that need no more than these compute.
+"""The whole rounds that are captured functions: rounds that need no more than these compute.
 
 A captured round decides the same as its stages one after the other: it has the same uniforms,
 distributions and rule, and it asks the same questions of a controller that ends drafts by the
@@ -72,9 +72,8 @@ class CapturedRounds:
         self._target, self._kinds = target, RoundKinds(target, drafter, rule)
         self._drafter = self._kinds.drafter
         self._runner = None if self._drafter is None else self._drafter.runner
-        self._looked: deque[int] = deque(
-            maxlen=RECENT
-        )  # positions that the controller was asked about
+        # The numbers of positions that the controller was asked about, in the last rounds.
+        self._looked: deque[int] = deque(maxlen=RECENT)
 
     def decide(
         self,
@@ -183,7 +182,7 @@ class CapturedRounds:
         for runner, passes in ((target, 1), (self._runner, work.k)):
             if runner is not None and runner.captures is not None and passes:
                 runner.captures.ran[round_.kind] += passes
-        # Also of drafts that nobody asked for: they leave keys and values.
+        # Surplus drafts count as well: they leave keys and values.
         if not found.sound.all() or (found.drafts < 0).any():
             self._undo(work)
             return None

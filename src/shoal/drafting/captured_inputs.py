@@ -1,4 +1,4 @@
-"""The inputs of a captured round: the rows, their places in both caches, and the uploaded numbers."""
+"""The inputs of a captured round: the rows, their places in both caches, and uploaded numbers."""
 
 from __future__ import annotations
 

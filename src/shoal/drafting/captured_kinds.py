@@ -75,14 +75,11 @@ class RoundKinds:
         self._target, self._rule = target, rule
         chains = isinstance(drafter, ModelDrafter) and not drafter.shared and not drafter.max_nodes
         self.drafter = drafter if isinstance(drafter, ModelDrafter) and chains else None
-        self._longest, self._repeats = (
-            0,
-            0,
-        )  # the length last asked for, and rounds that have asked for it since
+        # The length last asked for, and the number of rounds that have asked for it since.
+        self._longest, self._repeats = (0, 0)
         self.last: Kind | None = None
-        self._wanted: dict[
-            Kind, int
-        ] = {}  # to be built when nothing runs, the most wanted last, and drafts of it
+        # The kinds to be built between rounds, the most wanted last, with their draft lengths.
+        self._wanted: dict[Kind, int] = {}
 
     def round_of(self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool) -> Round | None:
         """Returns the round to compute for these rows; None if it cannot be captured.
@@ -179,7 +176,17 @@ class RoundKinds:
         *,
         looks: bool,
     ) -> Kind:
-        """Returns the kind of rounds of so many rows, drafts and keys, over the present caches."""
+        """Returns the kind of rounds over the present caches, with buckets for these sizes.
+
+        Args:
+            rows: the number of rows.
+            k: the number of drafts.
+            target_keys: the keys that the target's pass spans.
+            draft_keys: the keys that the drafter's passes span.
+            style: the way in which tokens are drawn.
+            numbers: the number of uniforms per position.
+            looks: True if drafts end by the drafter's confidence.
+        """
         assert isinstance(self._rule, ChainRule)
         target, drafting = self._models(k)
         slots = target.cache.slots - 1
@@ -240,9 +247,8 @@ class RoundKinds:
         kind = self.last
         target, drafting = self._models(0 if kind is None else kind.k)
         consequence = target.passes.failed.note(kind and _as_failed(kind), error)
-        if (
-            target.passes.failed.pause
-        ):  # the graphs over a cache share their memory: it comes back when all are gone
+        # The graphs over a cache share their memory, which is freed when all are gone.
+        if target.passes.failed.pause:
             for model in (target, drafting):
                 if model is not None:
                     model.passes.forget(model.cache)
@@ -327,8 +333,10 @@ class RoundKinds:
 
 
 def _as_failed(kind: Kind) -> Kind:
-    """Returns the kind without its numbers of keys: a capture that fails over one cache fails over
-    all."""
+    """Returns the kind without its numbers of keys.
+
+    A capture that fails over one cache fails over all.
+    """
     return kind._replace(target_keys=0, draft_keys=0)
 
 

@@ -46,9 +46,8 @@ class Contexts:
         shared = vocabularies.shared
         self.same = {} if shared is None else dict(zip(shared.target, shared.draft, strict=True))
         self._of: dict[Row, Context] = {}
-        self._prompts: dict[
-            int, tuple[Request, Request]
-        ] = {}  # by identity: the request, and the same in the drafter's ids
+        # By the identity of the request: the request, and a copy in the drafter's ids.
+        self._prompts: dict[int, tuple[Request, Request]] = {}
 
     def of(self, row: Row) -> Context:
         """Returns the context of a row; begins it if the row is new."""

@@ -48,7 +48,7 @@ class Interval(NamedTuple):
         return low
 
     def goes_on(self, depth: int) -> bool:
-        """Returns True if some text has a token there. The end of a text comes before all tokens."""
+        """Returns True if some text has a token there; the end of a text precedes all tokens."""
         return (
             self.last > self.first
             and self.part.tokens[self.part.places[self.last - 1] + depth] != END

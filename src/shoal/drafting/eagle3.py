@@ -292,5 +292,5 @@ class Eagle3TreeDrafter(Eagle3Drafter, TreeDrafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         tree = super().propose(inputs)
-        self._fed = {}  # whose states are the layer's own: nothing of a tree stays in the cache
+        self._fed = {}  # no node stays in the cache: their states are the layer's own
         return tree

@@ -75,9 +75,8 @@ class EarlyExitDrafter(Drafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         exit, most = self._chosen(max(inputs.lengths))
-        if not most or not len(
-            self._target.cache
-        ):  # whose layers the target makes, all of them, in its own first pass
+        # A cache without layers gets all of them in the target's own first pass.
+        if not most or not len(self._target.cache):
             return tree_of([NOTHING] * len(inputs.rows), inputs)
         tree = self._drafter(exit).propose(
             replace(inputs, lengths=[min(length, most) for length in inputs.lengths])

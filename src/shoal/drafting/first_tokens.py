@@ -64,9 +64,8 @@ class FirstTokens:
         self._members = members
         self._all = [Tally() for _ in range(members)]
         self._rows: dict[Row, list[Tally]] = {}
-        self._round: dict[
-            Row, tuple[int, float]
-        ] = {}  # who proposed, and how many accepted tokens it expected
+        # For each row: the drafter that proposed, and the accepted tokens that it expected.
+        self._round: dict[Row, tuple[int, float]] = {}
 
     def takes(self, row: Row, member: int, confidence: float) -> bool:
         """Returns True if the row is left to a drafter with this confidence in its first token."""

@@ -122,16 +122,15 @@ class Growth:
         self._greedy = [row.request.sampling.greedy for row in inputs.rows]
         self.lengths = [shape.length(length) for length in inputs.lengths]
         self._numbers = count()
-        self._drawn = [0] * len(
-            inputs.rows
-        )  # draws of each row, dropped ones included: each has uniforms of its own
+        # The draws of each row, dropped ones included: each has uniforms of its own.
+        self._drawn = [0] * len(inputs.rows)
         self.roots = [
             Node(b, None, 0, next(self._numbers), token=row.tokens[-1])
             for b, row in enumerate(inputs.rows)
         ]
         self.nodes: list[Node] = []
         self.q: Tensor | None = None  # [contexts, vocab]
-        self._left: Tensor | None = None  # the same without what was drawn
+        self._left: Tensor | None = None  # q without the drawn tokens
         for root, length in zip(self.roots, self.lengths, strict=True):
             shape.root(root)
             if length:

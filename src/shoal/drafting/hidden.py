@@ -57,9 +57,8 @@ class PromptStates:
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
-        self._of: dict[
-            int, tuple[Request, list[Tensor], int]
-        ] = {}  # by identity, which holding the request keeps its own
+        # By the identity of the request, which is held so that no other takes it.
+        self._of: dict[int, tuple[Request, list[Tensor], int]] = {}
         self._left: dict[int, int] = {}
 
     def read(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:

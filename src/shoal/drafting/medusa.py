@@ -89,7 +89,7 @@ class MedusaHeads(nn.ModuleList):
             )
             for _ in range(heads)
         )
-        self._shared = [shared]  # in a list: it is the target's, no module of this one
+        self._shared = [shared]  # in a list, because it is the target's and no module of this one
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the logits [heads, ..., vocab] of hidden states [..., width]."""

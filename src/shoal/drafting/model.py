@@ -163,7 +163,7 @@ class ModelDrafter(Drafter):
         return DraftTree(drafted[:, :k].clamp(min=0), own, q, drafts, chains(drafts), steps)
 
     def clean(self, rows: Sequence[Row]) -> None:
-        """Zeroes values that are not finite in the cells of these rows, in their drafts or beside."""
+        """Zeroes values that are not finite in the cells of these rows, drafts or others."""
         for row in rows:
             self.runner.cache.zero_non_finite(self._slot(row))
         if rows and not self._warned:
@@ -312,11 +312,11 @@ def _drawable(tokens: Sequence[int]) -> list[int]:
 
 
 class OrdinarySteps:
-    """Steps by ordinary passes, for any settings, also for controls that read earlier drafts.
+    """The steps of a draft by ordinary passes, for any settings.
 
-    A step reads one value from the device, which says if each row has a distribution
-    (`probabilities`); a second one if drafts may be shortened, and one more if a control reads the
-    drafts.
+    Also for controls that read earlier drafts. A step reads one value from the device, which says
+    if each row has a distribution (`probabilities`); a second one if drafts may be shortened, and
+    one more if a control reads the drafts.
 
     Attributes:
         slots: the slots of the rows.
@@ -378,7 +378,7 @@ class OrdinarySteps:
         """Appends the drawn tokens, for controls that read them."""
         if self._reads_history:
             for history, drawn, length in zip(self._histories, last.tolist(), lengths, strict=True):
-                # What a row drafts beyond its own length is ignored, so no control may fail on it.
+                # Drafts beyond the row's own length are ignored, so no control may fail on them.
                 if self.steps < length:
                     history.append(drawn)
 

@@ -123,7 +123,7 @@ class MultiExitDrafter(ModelDrafter):
 
 
 class _ExitSteps(OrdinarySteps):
-    """Steps that leave by the first exit that is sure.
+    """The steps of a draft, each of which leaves by the first exit that is sure.
 
     Args:
         held: the tokens of each row in the cache before the round, which went through all layers.
@@ -143,10 +143,9 @@ class _ExitSteps(OrdinarySteps):
     ) -> None:
         super().__init__(drafter, inputs, faults)
         self._exits, self._held = drafter, held
-        self._fed = [list(tokens) for tokens in pending]  # of each row since then
-        self._valid = [
-            list(held) for _ in drafter.models
-        ]  # of each exit and row: tokens that went through its layers
+        self._fed = [list(tokens) for tokens in pending]  # the tokens of each row since then
+        # For each exit and row, the number of tokens that went through the exit's layers.
+        self._valid = [list(held) for _ in drafter.models]
 
     @property
     def whole(self) -> list[int]:
@@ -159,9 +158,8 @@ class _ExitSteps(OrdinarySteps):
             self.note_history(self.last, lengths)
         drafting = [row for row, length in enumerate(lengths) if length > self.steps]
         exits = self._exits
-        first = (
-            0 if len(exits.runner.cache) == exits.layers[-1] else len(exits.models) - 1
-        )  # whose cache has all layers
+        # The first pass of a cache must go through all layers.
+        first = 0 if len(exits.runner.cache) == exits.layers[-1] else len(exits.models) - 1
         found = self._pass(first, range(len(lengths)))
         self._count(first, len(drafting))
         for exit in range(first + 1, len(exits.models)):

@@ -14,7 +14,7 @@ from shoal.drafting.text import NOTHING, Guess, TextDrafter
 from shoal.types.requests import Request, Row
 
 Positions = dict[tuple[int, ...], int]
-"""n-grams -> the position of the token that followed each last time."""
+"""A map from n-grams to the position of the token that followed each last time."""
 
 PLACE_BYTES = 120
 """The most bytes of an entry of a dictionary, which grows to six times its content."""

@@ -211,7 +211,7 @@ class OtherVocabularyDrafter(ModelDrafter):
         """Does nothing: chunks hold the target's tokens."""
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Reads the committed tokens of the rows that were drafted for, and forgets the other rows."""
+        """Learns the outcome, and reads the committed tokens of the rows that drafted."""
         paths, _ = verdict.lists
         accepted = [len(path) for row, path in zip(rows, paths, strict=True) if row in self._asked]
         if accepted:
@@ -256,9 +256,12 @@ class OtherVocabularyDrafter(ModelDrafter):
 
 
 class OwnSlots(DraftSlots):
-    """Slots for the drafter's tokens; all sizes that the engine gives are in the target's tokens.
+    """The slots of the drafter's tokens.
+
+    All sizes that the engine gives are in the target's tokens.
 
     Args:
+        runner: the draft model with its cache.
         ratio: the number of the drafter's tokens per token of the target, in usual texts.
         beside: the number of tokens of a row beside its text and drafts.
     """

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from shoal.drafting.paths import independent
 
 Accuracies = tuple[tuple[float, ...], ...]
-"""For each prompt token, how often the target draws its most probable guess, its second one, ...
+"""The accuracies of prompt tokens, measured.
 
-The shares are measured.
+For each prompt token, they are the shares of positions at which the target draws its most probable
+guess, its second one, ...
 """
 Array = npt.NDArray[np.float64]
 LEAST = 0.005

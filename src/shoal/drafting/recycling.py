@@ -124,12 +124,10 @@ class RecyclingDrafter(TextDrafter):
         self.max_nodes = nodes
         self._scope, self._k = scope, k
         self.keeps = Keeps(PLACE_BYTES + getsizeof([0] * k) + 8 + k * (PAIR_BYTES + NUMBERS_BYTES))
-        self._tables: dict[
-            int, Table
-        ] = {}  # by the identity of the request or the row; one for the engine
-        self._roots: dict[
-            Row, tuple[int, ...]
-        ] = {}  # of the round, the last two tokens of each row
+        # By the identity of the request or the row; one for the engine.
+        self._tables: dict[int, Table] = {}
+        # The last two tokens of each row of the round.
+        self._roots: dict[Row, tuple[int, ...]] = {}
 
     @classmethod
     def for_target(cls, target: Runner, *, nodes: int = 8, **options: Any) -> RecyclingDrafter:

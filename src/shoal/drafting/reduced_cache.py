@@ -115,7 +115,7 @@ class _WithPart(ModelDrafter):
 
 
 class _PartSlots(DraftSlots):
-    """Slots in the order of the rows of a round, filled anew in each round.
+    """The slots of the rows of a round, in their order, filled anew in each round.
 
     Args:
         source: the runner whose cache is read.

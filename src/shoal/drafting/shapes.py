@@ -4,7 +4,7 @@
 |---|---|---|
 | rsd-c | `width` different children of the root, each the begin of a chain | recursive rejection |
 | rsd-s | the first `width` nodes of a level, by stochastic beam search | recursive rejection |
-| dyspec | the places most probably tried, with one budget of nodes for all rows | recursive rejection |
+| dyspec | the places most probably tried, with one budget for all rows | recursive rejection |
 | k-seq | `width` sequences, drawn independently | k-SEQ |
 """
 

@@ -45,16 +45,13 @@ class DraftSlots(KeyValueMemory):
     def __init__(self, runner: Runner, pending: int = 2) -> None:
         self._runner, self._cache, self._pending = runner, runner.cache, pending
         self._places: dict[Row, int] = {}
-        self._empty: set[Row] = (
-            set()
-        )  # rows in slots that were never drafted for: nothing of them was computed
-        self._prompts: dict[
-            int, int
-        ] = {}  # slot -> the group whose prompt it begins with, also when its row has left
+        # The rows in slots that were never drafted for: none of their tokens were computed.
+        self._empty: set[Row] = set()
+        # slot -> the group with whose prompt it begins, also when its row has left
+        self._prompts: dict[int, int] = {}
         self._stored: dict[Prefix, int] = {}  # prompts in the shared store -> their groups
-        self._partial: tuple[Prefix, int] | None = (
-            None  # a prompt on its way into the store, and how many tokens of it are there
-        )
+        # A prompt that is not completely in the store, and the number of its tokens there.
+        self._partial: tuple[Prefix, int] | None = None
         self._kept: KeptPrefixes | None = None
         self.seconds, self._taken = 0.0, 0.0
 

@@ -1,4 +1,4 @@
-"""Suffix decoding: looks up the longest end of a row elsewhere, and proposes what followed there.
+"""Suffix decoding: looks up the longest end of a row elsewhere, and proposes the tokens after it.
 
 It looks in the row's prompt, in the row itself, in the other rows of its group, in earlier answers
 and in a corpus, and follows the most frequent tokens. After Oliaro et al., "SuffixDecoding" (2024,
@@ -67,7 +67,7 @@ class SuffixDrafter(TextDrafter):
         self._corpus = corpus
         self.max_nodes = nodes
         self._scope, self._least, self._limit = scope, least, limit
-        self._texts: dict[int, GrowingTexts] = {}  # by the identity of the request, or of the row
+        self._texts: dict[int, GrowingTexts] = {}  # by the identity of the request or row
         remembers = scope == "engine" or answers is not None
         self._answers = Answers(limit, answers) if remembers else None
         self.keeps = Keeps(
@@ -158,7 +158,7 @@ class GrowingTexts:
         self.automaton = SuffixAutomaton()
         self._limit = limit
         self._prompt: int | None = None  # the state of the prompt, once it was read
-        self._rows: dict[Row, tuple[int, int]] = {}  # state, and how many tokens were read
+        self._rows: dict[Row, tuple[int, int]] = {}  # the state and the number of tokens read
 
     def enter(self, row: Row) -> None:
         """Adds a row that is to be drafted for; the prompt of all rows is read once."""

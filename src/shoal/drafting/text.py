@@ -86,7 +86,7 @@ class TextDrafter(Drafter):
         read = self.read(
             [row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length]
         )
-        # As of a model: prompts, and what was decoded plainly, are no part of a round.
+        # As for a model, prompts and tokens that were decoded plainly are no part of a round.
         if read > ROUND_TOKENS * len(inputs.rows):
             self._preparing += time.perf_counter() - started
             started = time.perf_counter()
@@ -133,8 +133,8 @@ def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:
 def _lengths(guesses: Sequence[Guess], inputs: DraftInputs) -> tuple[list[int], int]:
     """Returns the proposed length of each row's guess, and the number of positions looked at.
 
-    The first position is always looked at, because it tells what drafting costs and how often there
-    is no guess. After the end of a row's guess the confidence is 0.
+    The first position is always looked at, because it tells the cost of drafting and how often
+    there is no guess. After the end of a row's guess the confidence is 0.
     """
     lengths = [len(guess.confidence) for guess in guesses]
     if inputs.stop is None:

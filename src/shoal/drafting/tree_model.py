@@ -125,7 +125,7 @@ class TreeDrafter(ModelDrafter):
         requests: dict[int, Request] = {}
         rows = [
             _sampled(inputs.rows[node.row], requests) for node in asked
-        ]  # each its own, for its faults
+        ]  # each node has a copy, for its faults
         positions = Positions(rows, [node.path() for node in asked], first=asked[0].depth)
         q = probabilities(self.of_target(logits)[:, None], positions, faults)[:, 0]
         sound = [row not in faults for row in rows]

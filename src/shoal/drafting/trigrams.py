@@ -175,7 +175,8 @@ def explored(
     """Returns a tree of the nodes that most playouts went through.
 
     The search is that of ADED and AlphaZero: the worth of a child is the mean of the playouts
-    through it, and a bonus for its probability that shrinks as it is tried. Nothing is random.
+    through it, and a bonus for its probability that shrinks as it is tried. The search is
+    deterministic.
 
     Args:
         place: see `shoal.drafting.paths.probable`.

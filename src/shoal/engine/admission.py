@@ -1,4 +1,4 @@
-"""Decides if the next row of the queue gets a slot, which one, and how it gets its prompt.
+"""The admission of rows: the next row of the queue gets a slot and its prompt, or waits.
 
 Pure Python. A decision is made on data that does not change, and the scheduler carries it out.
 `decide` tries several states of the caches, from the one that keeps most prompts to the one that
@@ -39,7 +39,7 @@ class CacheState:
 
     @property
     def in_slots(self) -> list[Row]:
-        """Rows with a slot."""
+        """The rows with a slot."""
         return [row for row in self.rows if row is not None]
 
 
@@ -72,7 +72,7 @@ def decide(
     must_fit: bool,
     known: int = 0,
 ) -> Decision:
-    """Decides if the row gets a slot, and at what cost.
+    """Returns the decision about a row that asks for a slot.
 
     Args:
         row: the row.

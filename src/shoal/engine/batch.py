@@ -71,9 +71,8 @@ class Batch:
                     self._prefill(round_, drafting)
                 failure = None
             except ModelError as error:
-                failure = error.with_traceback(
-                    None
-                )  # its frames hold the tensors of the pass, and rows keep their error
+                # The frames hold the tensors of the pass, and rows keep their error.
+                failure = error.with_traceback(None)
             if failure is not None:
                 ended += self._refuse(round_, failure)
                 continue

@@ -51,7 +51,7 @@ class BatchSize(Protocol):
 
     Attributes:
         most: the largest number it ever gives; prompts are stored, and a server's queue is sized,
-            for so many rows.
+            for this number of rows.
         bounds_memory: True if rows beyond `FIRST` wait when the machine has too little memory for
             them, even without a limit in bytes.
     """
@@ -171,7 +171,7 @@ class AutoBatchSize:
     def _settle(self, rows: int) -> None:
         """Chooses the size by the costs of the tried sizes, while `rows` rows run."""
         tried = [size for size in self._sizes(MOST) if self._tried(size)]
-        if not tried:  # maybe more rows than that joined at once, and others come later
+        if not tried:  # more rows than the size may join at once
             self._size = max(
                 self._size, next(size for size in self._sizes(MOST) if size >= min(rows, MOST))
             )
@@ -184,9 +184,8 @@ class AutoBatchSize:
         wanted = min(2 * best, MOST) if best == tried[-1] <= self._size else best
         if wanted == self._size:
             self._against = 0
-        elif (
-            rounded(rows) == self._size
-        ):  # else its estimate is as old as the last round of that size
+        # Rounds of other sizes do not renew the estimate of this size.
+        elif rounded(rows) == self._size:
             self._against += 1
         if self._against >= CHANGE_ROUNDS or (wanted > self._size and not self._tried(wanted)):
             self._size, self._against = wanted, 0
@@ -217,7 +216,7 @@ class AutoBatchSize:
 
 
 class BatchSizes:
-    """Batch sizes that outlive engines, one for each pair and draft length rule.
+    """A set of batch sizes that outlive engines, one for each pair and draft length rule.
 
     With another pair or rule, rounds have other costs and acceptance. Another object may stand for
     the pair.

@@ -63,9 +63,8 @@ class Detokenizer:
         self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
         self._special = special if any(is_marked for _, is_marked in self._stops) else {}
         self._marked = ""
-        self._names: list[
-            tuple[int, int]
-        ] = []  # positions of special tokens in it, and their lengths
+        # The positions of special tokens in the marked text, and their lengths.
+        self._names: list[tuple[int, int]] = []
         self._ids = list(prompt[-CONTEXT - LONGEST + 1 :])
         self._prompt_length = len(self._ids)
         self._prefix, self._read = -1, 0  # nothing is decoded yet

@@ -169,9 +169,8 @@ class Engine:
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats = Stats(lossy=self.rule.lossy)
         self.estimates = Estimates()
-        self._drafting = (
-            not controller.adaptive
-        )  # whether the last round drafted, or the next will in any case
+        # True if the last round drafted, or the next one will in any case.
+        self._drafting = not controller.adaptive
         self._clock = clock or time.perf_counter
         self._batch = Batch(
             self.target,

@@ -1,4 +1,4 @@
-"""Log-probabilities of a round's tokens under the target, before and after processing."""
+"""The log-probabilities of a round's tokens under the target, before and after processing."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Memory:
         self._available, self._few, self._row_bytes = available, few, row_bytes
         if most is not None:
             for model in models:
-                model.cache_bytes(1, 1)  # what a token takes is found out before anything is asked
+                model.cache_bytes(1, 1)  # measures the bytes of a token before any request
 
     @property
     def used(self) -> int:
@@ -198,10 +198,8 @@ class Memory:
         """
         beyond = self._beyond(slots)
         sizes = [(slots, min(tokens, model.context) + beyond, 0) for model in self._models]
-        need, (most, beside) = (
-            self._grown_bytes(sizes),
-            self._limit(slots),
-        )  # what a token takes is known then
+        # `_grown_bytes` measures the bytes of a token, which the limit needs.
+        need, (most, beside) = (self._grown_bytes(sizes), self._limit(slots))
         if most is not None and need + beside > most // 2:
             return False
         for model, size in zip(self._models, sizes, strict=True):
@@ -239,7 +237,7 @@ class Memory:
         )
 
     def _limit(self, slots: int) -> tuple[int | None, int]:
-        """Returns the limit of caches with so many slots, and the bytes to leave free.
+        """Returns the limit of caches with this number of slots, and the bytes to leave free.
 
         The limit is the most bytes; None = no limit. The free bytes are beside the caches.
         """

@@ -111,9 +111,8 @@ def _table_sums(hf: Any) -> list[Tensor]:
 
     A table that is the head as well is left out, because a pass reads all of it.
     """
-    head = getattr(
-        hf.get_output_embeddings(), "weight", None
-    )  # a layer put around it may have none
+    # A layer that wraps the head may have no weight.
+    head = getattr(hf.get_output_embeddings(), "weight", None)
     weights = [module.weight for module in hf.modules() if isinstance(module, nn.Embedding)]
     tables = [
         weight.detach() for weight in weights if weight is not head and weight.is_contiguous()
@@ -146,7 +145,7 @@ class PrefixCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """The bytes allocated for kept tokens, the drafter's included, with room for more of them."""
+        """The bytes allocated for kept tokens, the drafter's included, with room for more."""
         return self._memory.allocated_bytes
 
     def known(self, row: Row) -> int:

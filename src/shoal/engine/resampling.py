@@ -49,9 +49,8 @@ def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
         The number of rows that became copies.
     """
     groups: dict[int, list[Row]] = {}
-    for row in sorted(
-        rows, key=lambda row: row.index
-    ):  # whatever slots they have, which depends on other requests
+    # By index: the order of the slots depends on other requests.
+    for row in sorted(rows, key=lambda row: row.index):
         if row.request.resampled:
             groups.setdefault(row.group, []).append(row)
     copies = [copy for group in groups.values() for copy in _copies(group)]
@@ -93,5 +92,5 @@ def systematic(logs: Sequence[float], uniform: float) -> list[int]:
     sums = [0.0, *accumulate(math.exp(each - mean) for each in logs)]
     ends = [math.floor(each - uniform) for each in sums]
     last = math.floor(len(logs) - uniform)
-    ends = [*(min(each, last) for each in ends[:-1]), last]  # whatever rounding says
+    ends = [*(min(each, last) for each in ends[:-1]), last]  # against rounding errors
     return [after - before for before, after in pairwise(ends)]

@@ -59,8 +59,10 @@ class Prefixes(Protocol):
     """
 
     def known(self, row: Row) -> int:
-        """Returns how many tokens at the beginning of the row's prompt are kept, at most all but
-        one."""
+        """Returns how many tokens at the beginning of the row's prompt are kept.
+
+        The prompt's last token does not count.
+        """
         raise NotImplementedError
 
     def awaited(self, row: Row, other: Row) -> int:
@@ -108,10 +110,10 @@ class Scheduler:
             if value < 1:
                 raise RequestError(f"{name} must be >= 1, got {value}")
         self._slots: list[Row | None] = []
-        self._slot_groups: list[int] = []  # whose complete prompt each slot holds
+        self._slot_groups: list[int] = []  # the group of the complete prompt in each slot
         self._store = PrefixStore(self.prefix_sharing)
         self._deadlines = Deadlines()
-        self._group_sizes: Counter[int] = Counter()  # rows of each group that are in slots or wait
+        self._group_sizes: Counter[int] = Counter()  # rows in slots or the queue
         self._prefilling: Row | None = None
         self._prefilled = 0
         self._calls = itertools.count()
@@ -119,17 +121,17 @@ class Scheduler:
 
     @property
     def in_slots(self) -> list[Row]:
-        """Rows in slots, in slot order."""
+        """The rows in slots, in slot order."""
         return [row for row in self._slots if row is not None]
 
     @property
     def running(self) -> list[Row]:
-        """Rows in slots whose prompts are complete."""
+        """The rows in slots whose prompts are complete."""
         return [row for row in self._slots if row is not None and row is not self._prefilling]
 
     @property
     def idle(self) -> bool:
-        """No row waits, and none is in a slot."""
+        """True if no row waits, and none is in a slot."""
         return not self.waiting and not any(self._slots)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -143,7 +145,7 @@ class Scheduler:
         self._deadlines.add(rows)
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Removes rows from the queue or from their slots; rows that have left before are ignored."""
+        """Removes rows from the queue or from their slots; rows that have left are ignored."""
         for row in rows:
             if row in self.waiting:
                 self.waiting.remove(row)
@@ -259,8 +261,7 @@ class Scheduler:
     def close_up(
         self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()
     ) -> Round:
-        """Returns a round of the rows that run now, with the moves that close the gaps between
-        them."""
+        """Returns a round of the running rows, with the moves that close the gaps between them."""
         slots = len(self._slots)
         moves = self._compact()
         return Round(

@@ -82,9 +82,8 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         try:
             return await asyncio.shield(round_)
         except asyncio.CancelledError:
-            await asyncio.wait(
-                [round_]
-            )  # a round cannot be interrupted, and its caches are in use until it ends
+            # A round cannot be interrupted, and its caches are in use until it ends.
+            await asyncio.wait([round_])
             round_.exception()  # otherwise asyncio reports it as never retrieved
             self.cancel()
             raise

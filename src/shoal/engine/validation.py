@@ -176,7 +176,10 @@ class RequestValidator:
         return [*found, *own]
 
     def _together(self, filters: Sequence[Filter]) -> Constraint[Any]:
-        """Returns one constraint for all filters, which shows at once if no text fits all of them."""
+        """Returns one constraint for all filters.
+
+        It shows at once if no text fits all of them.
+        """
         every = conjunction(filters)
         try:
             return grammars_of(self.tokenizer, self.vocab_size).constraint(every.grammar)

@@ -81,9 +81,9 @@ class Tried(NamedTuple):
 
 
 class Acceptance:
-    """Running estimates of the probability that a draft is accepted, if those before it were.
+    """A running estimate of the probability that a draft is accepted, if those before it were.
 
-    They learn only from positions that were decided: up to and including a row's first rejection.
+    It learns only from positions that were decided: up to and including a row's first rejection.
 
     Args:
         limit: the number of draft positions with an estimate of their own.
@@ -131,9 +131,8 @@ class Acceptance:
         fade = self.ROW_FADE ** len(rounds)
         self._rows = {row: self._rows.get(row, 0.0) * fade for row in rows}
         widths = [max(len(tried.confidence), max(tried.drafted)) for tried in rounds]
-        which = np.repeat(
-            np.arange(len(rounds)), widths
-        )  # the round of each line of what follows: a place in a draft
+        # The round of each line of the arrays below; a line is a position in a draft.
+        which = np.repeat(np.arange(len(rounds)), widths)
         place = np.concatenate([np.arange(width) for width in widths])[:, None]
         drafted, accepted = (
             np.array([getattr(tried, name) for tried in rounds])[which]

@@ -1,12 +1,12 @@
-"""Draft lengths by measured costs: every round maximises expected committed tokens per second, no
-draft at all included.
+"""Draft lengths by measured costs: every round maximises expected committed tokens per second.
 
-The gain of drafting follows from estimates of acceptance (`shoal.lookahead.acceptance`), its cost
-from passes that were made (`shoal.lookahead.costs`). Both are learned during a run and kept between
-runs of the same pair. `shoal.lookahead.plan` weighs them; a plan holds for several rounds, as
-making one takes time. `shoal.lookahead.stopping` ends drafts by it.
+The choice includes no draft at all. The gain of drafting follows from estimates of acceptance
+(`shoal.lookahead.acceptance`), its cost from passes that were made (`shoal.lookahead.costs`). Both
+are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them;
+a plan is kept for several rounds, as making one takes time. `shoal.lookahead.stopping` ends drafts
+by the plan.
 
-Whatever is believed, `shoal.lookahead.credit` bounds what drafting may lose against plain decoding.
+Even if the estimates are wrong, `shoal.lookahead.credit` bounds the loss against plain decoding.
 """
 
 from __future__ import annotations
@@ -72,15 +72,14 @@ class Auto:
         self._rows: list[int] = []  # serial numbers
         self._record = Record(())
         self._waiting = False
-        self._stopping: Stopping | None = None  # by the plan; None = there is none
+        self._stopping: Stopping | None = None  # None = there is no plan
         self._age = 0  # rounds since the plan was made
         self._unfed_tokens = 0
         self._longest: list[int] = []
-        self._confidence: list[Sequence[float]] = []  # of each row, at each position looked at
+        self._confidence: list[Sequence[float]] = []  # by position, then row
         self._weights: list[float] = []
-        self._plain: float | None = (
-            None  # seconds of a plain round of these rows; None = to be asked for
-        )
+        # The seconds of a plain round of these rows; None = to be computed.
+        self._plain: float | None = None
 
     @property
     def may_speculate(self) -> bool:
@@ -300,7 +299,7 @@ class Auto:
             else:
                 spent += preparing
         tokens = rows + sum(map(mul, self._weights, outcome.accepted))
-        if not learning:  # the first drafts are made to learn what they cost
+        if not learning:  # the first drafts are made to learn their cost
             costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
         self._record.add(
             Tried(outcome.drafted, outcome.accepted, self._known_confidence()),

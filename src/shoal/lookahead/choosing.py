@@ -94,11 +94,11 @@ class AutoChoice:
         if not choices.choices_join:
             for auto in self._autos[1:]:
                 auto.unfed = self._autos[0].unfed
-        for auto in self._autos[1:]:  # a plain round tells them nothing: its cost is that of all
+        for auto in self._autos[1:]:  # they learn nothing from plain rounds
             auto.costs.rounds = max(auto.costs.rounds, KNOWN)
         self._current = self._best = 0
         self._held = 0  # rounds that the choice still holds
-        self._pays = False  # whether any promised anything when they were last compared
+        self._pays = False  # True if some choice promised a gain in the last comparison
         self._wait, self._until_trial = AGAIN, AGAIN
         self._rows: set[int] = set()  # serial numbers of the last round
 

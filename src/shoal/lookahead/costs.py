@@ -66,9 +66,8 @@ class CostCurve:
         self._points: dict[int, list[float]] = {}  # size -> [seconds, weight]
         self._first: dict[int, list[float]] = {}  # size -> seconds of its first observations
         self._observed = 0
-        self._line: tuple[list[int], list[float]] | None = (
-            None  # sizes and seconds from (0, 0) on; None after an observation
-        )
+        # The sizes and their seconds, from (0, 0) on; None after an observation.
+        self._line: tuple[list[int], list[float]] | None = None
 
     def observe(self, size: int, seconds: float) -> float:
         """Adds an observation of one pass; returns the seconds that such a pass takes."""
@@ -131,7 +130,7 @@ class CostCurve:
     def _corners(self) -> tuple[list[int], list[float]]:
         if self._line is None:
             sizes = sorted(self._points)
-            seconds, lowest = [], math.inf  # lowest: by size, of the smaller ones
+            seconds, lowest = [], math.inf  # lowest: the least seconds / size of smaller sizes
             for size in sizes:
                 seconds.append(min(self._points[size][0], self.MOST_PER_SIZE * lowest * size))
                 lowest = min(lowest, seconds[-1] / size)
@@ -218,7 +217,7 @@ class PairCosts:
         return self._drafters[name]
 
     def seconds_preparing(self, tokens: int) -> float:
-        """Returns the seconds of the drafter over so many tokens.
+        """Returns the drafter's seconds over a number of tokens.
 
         Beyond the largest number observed they grow in proportion.
         """
@@ -254,12 +253,16 @@ class PairCosts:
         return self.seconds_starting(rows) + (steps - 1) * self.seconds_step(rows)
 
     def positions(self, drafted: Sequence[int]) -> int:
-        """Returns the positions of a target pass over so many drafted nodes of each row."""
+        """Returns the positions of a target pass.
+
+        Args:
+            drafted: the number of drafted nodes of each row.
+        """
         rows = len(drafted)
         return rows + (sum(drafted) if self.packed else rows * max(drafted))
 
     def calibration(self, rows: int) -> float:
-        """Returns the calibration of plans for about so many rows."""
+        """Returns the calibration of plans for about this number of rows."""
         return self.calibrations.get(rows.bit_length(), 1.0)
 
     def calibrate(self, rows: int, ratio: float, rounds: int) -> None:

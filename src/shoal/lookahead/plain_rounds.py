@@ -27,7 +27,7 @@ class PlainRounds:
         self._waits: dict[int, int] = {}
 
     def due(self, rows: int) -> bool:
-        """Returns True if the next round of so many rows should be plain."""
+        """Returns True if the next round of this number of rows should be plain."""
         size = rows.bit_length()
         return self._drafted.get(size, 0) >= self._waits.get(size, FIRST)
 

@@ -72,7 +72,7 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
     verify = costs.verify.table(int(positions.max()))
     start, step = costs.seconds_starting(rows), costs.seconds_step(rows)
     rates = (rows + gains[order].cumsum()) / (verify[positions] + start + step * (steps - 1))
-    # Of passes larger than any that was made nothing is known: a plan may grow by doubling.
+    # The cost of larger passes than any so far is unknown: a plan may grow by doubling.
     rates[positions > 2 * max(costs.verify.largest, rows)] = 0.0
     best = int(rates.argmax())
     rate = costs.calibration(rows) * float(rates[best])
@@ -119,9 +119,8 @@ def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Ar
     """
     rows, speed = len(remaining), 1 + survival.sum(axis=1)
     rounds = remaining / speed
-    last = np.exp(
-        (rounds - rounds.max()) / np.sqrt(rounds.max())
-    )  # counts of rounds differ by their square roots
+    # Numbers of rounds deviate by their square roots.
+    last = np.exp((rounds - rounds.max()) / np.sqrt(rounds.max()))
     typical = 1 + math.ceil(costs.trees.by_depth[TYPICAL])
     alone, together = (
         costs.verify.seconds(typical * n) + costs.seconds_drafting(n, TYPICAL) for n in (1, rows)

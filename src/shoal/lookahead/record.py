@@ -27,7 +27,8 @@ class Record:
         self.tried: list[Tried] = []
         self.seconds = self.tokens = 0.0
         self.full = 0
-        self._places: list[int] | None = None  # in `rows`, of those that are left; None = all
+        # The indices in `rows` of the rows that are left; None = all.
+        self._places: list[int] | None = None
 
     def narrow(self, rows: Sequence[int]) -> None:
         """Keeps only these of the rows, in this order."""

@@ -35,9 +35,8 @@ class Stopping:
         self.plan = plan
         self._weights, self._by_confidence, self._by_position = weights, by_confidence, by_position
         self._ends: list[int] = []
-        self._open: list[
-            float
-        ] = []  # of each row: its weight times the probability that all drafts so far are accepted
+        # For each row, its weight times the probability that all drafts so far are accepted.
+        self._open: list[float] = []
 
     def keep(self, places: Sequence[int]) -> None:
         """Keeps only these rows, in this order."""

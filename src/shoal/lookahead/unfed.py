@@ -18,14 +18,11 @@ class Unfed:
     """
 
     def __init__(self) -> None:
-        self._held: dict[
-            int, int
-            # tokens that the drafter had of a row when it was last drafted for, by serial number
-        ] = {}
-        self._current: set[int] = (
-            set()
-        )  # rows that the last round drafted for, with all their tokens but the last
-        self._groups: dict[int, int] = {}  # of the rows with tokens
+        # By serial number: the tokens that the drafter had of a row when it last drafted for it.
+        self._held: dict[int, int] = {}
+        # The rows that the last round drafted for; the drafter has all their tokens but the last.
+        self._current: set[int] = set()
+        self._groups: dict[int, int] = {}  # the groups of the rows with tokens
 
     def change(self, rows: Sequence[Row]) -> None:
         """Forgets rows that have left."""

@@ -84,7 +84,6 @@ def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Reque
     """Returns the request with a shorter prompt, and a constraint to write the removed bytes.
 
     Args:
-        request: the request.
         tokenizer: the target's.
         at: the place in the prompt where the text to be continued ends; None = the end of the
             prompt. If a suffix follows the text, the place is an earlier one.

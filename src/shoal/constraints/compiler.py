@@ -142,7 +142,6 @@ class Grammars:
         holds a reference to it.
 
         Args:
-            grammar: the grammar.
             limits: limits of llguidance's work, now and in rounds, by the names of its
                 `LLParserLimits`; the others keep llguidance's defaults.
 

@@ -38,7 +38,7 @@ _CHANGE = 1e-14
 
 
 class Seen(NamedTuple):
-    """The values of p, without constraints, where a row drew a token.
+    """The values of p, without constraints, at a position where a row drew a token.
 
     Attributes:
         mass: the probability that p gives to all allowed tokens.
@@ -241,8 +241,6 @@ def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]
     """Returns the natural logs of the weights of tokens that were drawn after a beginning.
 
     Args:
-        node: the beginning.
-        block: the tokens.
         inside: natural log of p at each token, [tokens, vocab]; -inf for tokens that are not
             allowed.
     """

@@ -71,7 +71,6 @@ def inward(keyword: str, bound: Any) -> Any:
 
     Args:
         keyword: one of `BOUNDS`.
-        bound: the bound.
     """
     if isinstance(bound, bool) or not isinstance(bound, (int, float)) or abs(bound) <= EXACT:
         return bound

@@ -3,9 +3,9 @@ of the new text.
 
 A filter is about text, never about single tokens: words and letters may be divided among tokens in
 any way. llguidance (the extra `grammar`) walks the bytes of the vocabulary along the states of the
-filter's automaton, which it keeps; a token may follow if some text of the set begins with it and
-the text before it, and the text may end if it is in the set. The boolean filters of Constrained
-Text Generation Studio (Roush et al. 2022, arXiv 2306.15926) look at tokens one by one instead.
+filter's automaton, which it keeps; a token may follow if some text of the set begins with the text
+up to this token, and the text may end if it is in the set. The boolean filters of Constrained Text
+Generation Studio (Roush et al. 2022, arXiv 2306.15926) look at tokens one by one instead.
 """
 
 from __future__ import annotations

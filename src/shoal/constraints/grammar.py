@@ -28,8 +28,8 @@ from shoal.types.requests import Row
 
 MASK_SECONDS = 0.05
 """The processor time that one mask of a row may take. Usual masks take some milliseconds at most,
-those of a very ambiguous grammar half a second within llguidance's own limits, and the other rows
-of the batch wait for them."""
+masks of a very ambiguous grammar half a second within llguidance's own limits. The other rows of
+the batch wait meanwhile."""
 TOO_SLOW = (
     f"a mask took more than {MASK_SECONDS} s of processor time; make the grammar smaller "
     f"or less ambiguous"

@@ -125,7 +125,6 @@ class _Reading:
         """Returns a schema, or a list or mapping of schemas, with bounds.
 
         Args:
-            schema: the schema.
             names: True if the keys are names of properties or definitions.
         """
         if isinstance(schema, list):

@@ -107,7 +107,6 @@ def allowed(positions: Positions, like: Tensor) -> Tensor | None:
     a drafted EOS.
 
     Args:
-        positions: the positions of the pass.
         like: [rows, q, vocab], for shape and device.
 
     Returns:

@@ -41,7 +41,6 @@ def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -
     """Returns the request with weights.
 
     Args:
-        request: the request.
         exact: one of `EXACT`.
         aligned: True if it was aligned; alignment limits nothing if the prompt ends with a token
             that cannot go on.

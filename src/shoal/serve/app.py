@@ -55,7 +55,6 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     Args:
         shoal: the pair.
         make_engine: makes engines of `shoal`, see `EngineThread`.
-        settings: the server's settings.
     """
     handler = ApiHandler(shoal, make_engine, settings)
     worker, metrics = handler.worker, handler.metrics

@@ -27,7 +27,6 @@ class Block:
     """The lines that one worker answers, all or none.
 
     Attributes:
-        lines: the lines.
         deaths: the number of workers that died with this block, if it has one line.
     """
 

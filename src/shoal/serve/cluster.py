@@ -1,7 +1,7 @@
 """The server in several processes on Ray, each with a pair of its own. Needs `shoal[ray]`.
 
-Ray Serve puts replicas behind one address, adds and removes them, and restarts those whose engine
-has stopped. `shoal.serve.pool` does the same for batches.
+Ray Serve puts replicas behind one address, adds and removes them, and restarts replicas whose
+engine has stopped. `shoal.serve.pool` does the same for batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one grammar of a request, by whichever field gives it."""
+"""The one grammar of a request, from any of the fields that can give it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,6 @@ class GrammarReader:
         As long as it is referenced, the engine finds the grammar compiled.
 
         Args:
-            grammar: the grammar.
             seconds: timeout; None = no timeout.
 
         Raises:
@@ -160,7 +159,6 @@ class Probe:
         """Compiles a grammar on trial.
 
         Args:
-            grammar: the grammar.
             written: the grammar as llguidance reads it.
 
         Raises:

@@ -36,7 +36,6 @@ class ApiHandler:
     Args:
         shoal: the pair.
         make_engine: makes engines of `shoal`, see `EngineThread`.
-        settings: the server's settings.
 
     Attributes:
         worker: the caller starts its thread, on its event loop.

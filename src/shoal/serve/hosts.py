@@ -18,9 +18,9 @@ ANY = "*"
 
 
 def hosts_of(bound: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Returns the allowed names: those given.
+    """Returns the allowed names: the given ones, if there are any.
 
-    Without any, only the loopback address itself is allowed if the server is bound to one, else all
+    Otherwise only the loopback address itself is allowed if the server is bound to one, else all
     names are.
     """
     return tuple(given) or ((bound,) if is_loopback(bound) else (ANY,))

@@ -45,7 +45,7 @@ def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequ
 
 @contextmanager
 def renamed() -> Iterator[None]:
-    """Renames the fields in the block's errors to those of /v1/responses."""
+    """Renames the fields in the block's errors as /v1/responses names them."""
     try:
         yield
     except ApiError as error:

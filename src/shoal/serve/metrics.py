@@ -112,7 +112,6 @@ class Metrics:
         """Adds the figures of the worker's engine.
 
         Args:
-            worker: the worker.
             model: the name that is served.
         """
         engine = worker.thread.engine
@@ -135,7 +134,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def next_tokens(self, seconds: float) -> None:
-        """Counts the next tokens of a row, `seconds` after those before."""
+        """Counts the next tokens of a row, `seconds` after its previous ones."""
         self._gap.observe(seconds)
 
     def row_ended(self, sample: Sample, pace: float | None) -> None:

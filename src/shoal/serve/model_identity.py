@@ -22,8 +22,8 @@ def identity(model: str | Path, revision: str | None = None) -> str:
 
     For a directory, or a GGUF file, it is a digest of the files' sizes and ends; for a Hub id it is
     the id and the revision. Two training runs of one model differ in nearly all weights, so also in
-    those at the ends of the files. A branch of the Hub may move to another commit; a revision that
-    is a commit does not.
+    the weights at the ends of the files. A branch of the Hub may move to another commit; a revision
+    that is a commit does not.
     """
     directory = directory_of(model)
     file = Path(model) if directory is None and Path(model).is_file() else None

@@ -40,7 +40,6 @@ class Offline:
         """Answers all lines, as many at a time as the batch has slots.
 
         Args:
-            lines: the lines.
             done: called with each output line as soon as it is complete.
 
         Raises:

@@ -30,7 +30,6 @@ class OutputFile:
     answered again. If the path is a symbolic link, its target is written.
 
     Args:
-        path: the file.
         lines: the lines of the input.
         settings: the settings that change tokens and are known before a model is loaded.
         clock: in seconds, for the syncs.
@@ -111,10 +110,9 @@ class OutputFile:
         self._count(named, entry)
 
     def require(self, settings: Mapping[str, Any], where: str = "") -> None:
-        """Compares settings with those of all answers so far, and stores settings that are new.
+        """Compares settings with the settings of all answers so far, and stores new ones.
 
         Args:
-            settings: the settings.
             where: file and line of the answer that has them; "" = this run.
 
         Raises:
@@ -138,7 +136,7 @@ class OutputFile:
                 after loading.
 
         Raises:
-            RequestError: its settings differ from those before.
+            RequestError: its settings differ from the earlier ones.
         """
         named = id_of(entry)
         if named is None or named in self.ids:

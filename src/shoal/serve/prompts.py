@@ -19,7 +19,7 @@ from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
 RESERVED = 8
-"""The tokens of the context that are kept for those that alignment adds."""
+"""The number of tokens of the context that are kept for alignment, which adds tokens."""
 
 
 class PromptEncoder:

@@ -69,7 +69,6 @@ class ReasoningReader:
         """Returns the reasoning and the other text that a piece adds.
 
         Args:
-            text: the piece.
             ended: True if it is the last piece.
         """
         self._waiting += text

@@ -34,7 +34,7 @@ LAST_SECONDS = 10.0
 class Relay:
     """The actor: replicas put lines, and one process takes them.
 
-    Replicas report metrics, and get those of all replicas.
+    Replicas report metrics, and get the metrics of all replicas.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Relay:
         return taken or None
 
     async def report(self, replica: str, metrics: bytes) -> dict[str, bytes]:
-        """Takes a replica's metrics; returns those of all replicas that have not ended."""
+        """Takes a replica's metrics; returns the metrics of all replicas that have not ended."""
         now = time.monotonic()
         self._reports[replica] = now, metrics
         self._reports = {

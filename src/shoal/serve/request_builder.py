@@ -26,7 +26,6 @@ class RequestBuilder:
         vocab_size: the size of the model's vocabulary.
         context: the number of tokens of the model's context.
         capacity: the most rows of a request.
-        settings: the server's settings.
     """
 
     def __init__(
@@ -52,17 +51,11 @@ class RequestBuilder:
         echo: Sequence[str] | None,
         headers: Mapping[str, str],
     ) -> ParsedRequest:
-        """Returns the request, with one of the engine for each prompt.
+        """Returns the request (see `ParsedRequest`), with one of the engine for each prompt.
 
         Args:
-            request: the request as it was sent.
             prompts: the token ids of the prompts.
             max_tokens: 0 = nothing is to be generated.
-            drawn: see `ParsedRequest`.
-            returned: see `ParsedRequest`.
-            top_logprobs: see `ParsedRequest`.
-            echo: see `ParsedRequest`.
-            headers: see `ParsedRequest`.
 
         Raises:
             ApiError: a number is out of range, or fields contradict each other.
@@ -137,7 +130,6 @@ class RequestBuilder:
         """Returns the last tokens of each prompt, as many as the request wants to be read.
 
         Args:
-            request: the request.
             prompts: the token ids of the prompts.
             new: the number of tokens that will follow, for requests that want as many tokens read
                 as the context leaves.

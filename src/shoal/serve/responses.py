@@ -227,7 +227,6 @@ class ApiResponse:
         """Returns an event with a choice.
 
         Args:
-            choice: the choice.
             unsent: the choices whose next chunk has the fields about the prompt; the choice is
                 removed from them.
         """

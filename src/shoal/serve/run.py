@@ -83,7 +83,6 @@ def run(
 
     Args:
         app: the application.
-        listening: the socket.
         drain: the seconds that open requests have to finish.
         log_level: see `shoal.serve.logs`.
         ready: called as soon as requests are answered.

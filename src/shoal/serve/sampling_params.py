@@ -47,7 +47,6 @@ def limits_of(
     """Returns the limits of the request's samples. Raises ApiError for a value that is not allowed.
 
     Args:
-        request: the request.
         max_tokens: the most new tokens of a sample.
         eos: end-of-text tokens of the model.
         vocab_size: the size of the model's vocabulary.

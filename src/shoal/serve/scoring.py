@@ -74,7 +74,6 @@ class Scoring:
     """The scoring of one prompt, a chunk at a time, so that rounds can run between two chunks.
 
     Args:
-        target: the target.
         ids: the prompt's token ids.
         top: the number of most probable tokens per position.
 

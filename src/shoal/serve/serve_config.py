@@ -34,7 +34,6 @@ class ServeConfig:
 
     Attributes:
         load: loads the pair.
-        settings: the server's settings.
         lookahead: see `Shoal.engine`.
         rule: a name of `shoal.sampling.acceptance.RULES`.
         kv_bytes: memory for keys and values; None = a fraction of the free memory, see

@@ -16,7 +16,7 @@ class Settings:
     Attributes:
         model: the name of the model in requests and answers.
         aliases: further names under which requests may ask for it.
-        queue: the number of rows that may wait beyond those that are decoded.
+        queue: the number of rows that may wait beside the decoded ones.
         max_n: the most samples of a prompt, `best_of` included.
         max_tokens: the most new tokens of a sample.
         max_logprobs: the most alternatives per token.

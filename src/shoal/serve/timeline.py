@@ -23,7 +23,6 @@ class Timeline:
         """Reports the slot and the tokens of a row in a round to the metrics.
 
         Args:
-            metrics: the metrics.
             index: the number of the row.
             commit: the row's commit.
             now: the end of the round, by the clock of `Request.submitted_at`.

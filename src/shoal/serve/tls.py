@@ -21,7 +21,7 @@ class Tls:
     """The encryption of connections. On creation the files are read as uvicorn will read them.
 
     Attributes:
-        certfile: the server's certificate and those between it and the authority, PEM.
+        certfile: the server's certificate and the certificates between it and the authority, PEM.
         keyfile: its private key; None = in `certfile`.
         password: opens an encrypted key.
         ca_certs: authorities whose clients are accepted, PEM.

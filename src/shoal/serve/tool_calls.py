@@ -130,7 +130,6 @@ class CallReader:
         """Returns the text of a piece that belongs to no call, and the calls that are complete.
 
         Args:
-            text: the piece.
             ended: True if it is the last piece.
         """
         pieces = self.pieces(text, ended)

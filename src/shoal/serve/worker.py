@@ -29,7 +29,7 @@ class Worker:
 
     Args:
         make_engine: see `EngineThread`.
-        queue: the number of rows that may wait beyond those that are decoded.
+        queue: the number of rows that may wait beside the decoded ones.
         metrics: the server's metrics.
 
     Attributes:

@@ -76,7 +76,6 @@ def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[in
 
     Args:
         encode: splits a text into tokens, without special ones around it.
-        text: the text.
     """
     before, whole = list(encode(ANCHOR)), list(encode(ANCHOR + text))
     if before and whole[: len(before)] == before:
@@ -90,7 +89,6 @@ def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
     Of several templates it returns the one for tools, or else the default, as in Transformers.
 
     Args:
-        tokenizer: the tokenizer.
         tools: True if the chat has tools.
 
     Raises:
@@ -109,7 +107,7 @@ def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
 
 
 def with_bad_words(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Returns the options, with token ids in place of those `bad_words` that are texts."""
+    """Returns the options, with token ids in place of the `bad_words` that are texts."""
     words = plain(options.get("bad_words"))
     words = [words] if isinstance(words, str) else words
     if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):

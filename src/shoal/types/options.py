@@ -86,7 +86,6 @@ def split_for_each(
     `sampling` and `limits` may be lists with one setting for each prompt; see `split_options`.
 
     Args:
-        options: the keyword options.
         prompts: the number of prompts.
 
     Raises:

@@ -147,9 +147,9 @@ class Row:
         constraints: its constraints (`shoal.constraints.protocol`), each with its state after the
             committed tokens.
         checks: the checks of its request, each with its state after the committed tokens.
-        cutting: the check among them that says where a text that did not end by itself may be cut,
-            if there is one.
-        beginning: the place of its new tokens among those that rows of its prompt have written, if
+        cutting: the one of the checks that finds the place to cut an unfinished text, if there is
+            one.
+        beginning: the node of its new tokens in the trie of all rows of its prompt, if
             `Request.estimated` (`shoal.constraints.estimates.Node`); None also once no constraint
             binds the tokens.
         end_logprobs: the natural log of the probability that the target gives to the row's EOS

@@ -73,7 +73,6 @@ def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str)
     """Returns the samples of these outputs on a device; no rows if there are no outputs.
 
     Args:
-        outputs: the outputs.
         pad_id: the id where a row has no token.
         device: the device of the tensors.
 

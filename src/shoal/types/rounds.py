@@ -96,7 +96,6 @@ class Commit:
     """The tokens that a round added to one row.
 
     Attributes:
-        row: the row.
         tokens: the tokens that the round appended, before a stop string cut the row's end; they are
             committed for good.
         accepted: the number of `tokens`, the first ones, that were drafted.

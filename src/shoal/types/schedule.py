@@ -30,7 +30,6 @@ class Admission:
     """The entry of a row into `row.slot`.
 
     Attributes:
-        row: the row.
         origin: the origin of its prompt.
         source: the slot to copy the prompt from, for the two origins that copy.
         restored: the number of tokens of a prompt to compute that are kept of earlier rows.

@@ -32,7 +32,7 @@ class Probes:
     Attributes:
         vectors: for each row, the vector numbers of its probes.
         after: for each row, the column that each probe follows: 0 is the root, 1 + i node i of n, 1
-            + n + j its probe j. Columns come before those that follow them.
+            + n + j its probe j. A column comes before the columns that follow it.
     """
 
     vectors: Sequence[Sequence[int]]

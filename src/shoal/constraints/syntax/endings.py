@@ -2,8 +2,8 @@
 
 A text begins in one of a few lexical states: in code, in a string, in a comment, behind a
 backslash. If the text goes on to the end of the file, the brackets that it closes and does not open
-are those that are open before it, so each state determines the ends of its lines. The lines after
-the first stand at known indentations, and the parser reads them behind headers of blocks.
+are open before it, so each state determines the ends of its lines. The lines after the first stand
+at known indentations, and the parser reads them behind headers of blocks.
 """
 
 from __future__ import annotations

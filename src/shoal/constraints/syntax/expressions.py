@@ -31,8 +31,8 @@ _CATEGORIES = {
 def automaton(pattern: str) -> Automaton:
     """Returns the automaton of the texts that a regular expression matches as a whole.
 
-    If a repetition is lazy (`.*?`), the texts are the shortest ones: those with no beginning that
-    matches too, as a lexer, which takes the first match, finds them.
+    If a repetition is lazy (`.*?`), the texts are the shortest ones, without a beginning that
+    matches too: a lexer takes the first match.
 
     Raises:
         RequestError: the pattern is no regular expression, or looks ahead, looks behind at more

@@ -3,9 +3,9 @@ f-strings that hold no expression.
 
 A tokenizer does not look into literals, and CPython 3.11 parses fields only once all tokens are
 there: it finds the error in `f"{1 +}"` behind the last quote. This module closes the literal in the
-shortest way and asks the parser about the result; it asks about an incomplete expression as one in
-brackets. From 3.12 on quotes of the literal's own kind may stand in a field; such strings are
-refused.
+shortest way and asks the parser about the result; it puts an incomplete expression into brackets,
+and asks about that. From 3.12 on quotes of the literal's own kind may stand in a field; such
+strings are refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def can_close(
 def _text(body: str, raw: bool) -> str:
     """Returns the text with its last escape completed, and a blank behind it.
 
-    The blank parts the text's last quotes from those that end the literal.
+    The blank separates the text's last quotes from the closing quotes.
     """
     found = None if raw else _ESCAPE.search(body)
     if found is None:

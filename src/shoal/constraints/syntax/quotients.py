@@ -54,7 +54,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Closure:
-    """The prediction behind certain items, whichever nodes they belong to.
+    """The prediction behind certain items, for any nodes that they belong to.
 
     Attributes:
         ends: for each new node, the places where it may end.

@@ -20,7 +20,7 @@ LANGUAGES = ("python", "json")
 
 @dataclass(frozen=True)
 class Syntax:
-    """The texts around the new text, and the checks of it.
+    """The texts around the new text, and the checks of the new text.
 
     Attributes:
         language: one of `LANGUAGES`, a grammar in lark's language, or the path of one, which ends

@@ -83,8 +83,7 @@ class Proofs:
         )
 
     def _impossible_choice(self, parts: Sequence[Part]) -> bool:
-        """Returns True if all alternatives of an `anyOf` or `oneOf` are impossible with the
-        rest."""
+        """Returns True if no alternative of some `anyOf` or `oneOf` is possible beside the rest."""
         for i, part in enumerate(parts):
             for keyword in ("anyOf", "oneOf"):
                 if alternatives := _list(part.get(keyword)):

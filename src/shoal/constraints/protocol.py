@@ -74,6 +74,8 @@ class Constraint(Protocol[State]):
 
     @property
     def batch_key(self) -> Hashable:
-        """A key. Constraints with equal keys are of one class, and `mask` of any takes all their
-        states."""
+        """A key; constraints with equal keys are of one class.
+
+        `mask` of any of these constraints takes the states of all.
+        """
         return id(self)

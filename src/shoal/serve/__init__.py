@@ -12,7 +12,7 @@ request_fields.py    the types of fields
 bodies.py            reads the bodies of requests
 response_models.py   the fields of answers
 vllm_fields.py       the fields of vLLM's API
-given_grammars.py    the one grammar of a request, by whichever field
+given_grammars.py    the one grammar of a request, from any field that can give it
 tools.py             the fields of tools
 tool_calls.py        calls in texts
 reasoning.py         the reasoning before an answer

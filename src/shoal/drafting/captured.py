@@ -1,4 +1,4 @@
-"""The whole rounds that are captured functions: rounds that need no more than these compute.
+"""The whole rounds that captured functions compute, if the rows' settings allow it.
 
 A captured round decides the same as its stages one after the other: it has the same uniforms,
 distributions and rule, and it asks the same questions of a controller that ends drafts by the

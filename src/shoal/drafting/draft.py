@@ -103,7 +103,7 @@ class Draft:
 
     @property
     def is_model(self) -> bool:
-        """True for a draft model that proposes chains, and nothing else."""
+        """True if the only drafter is a draft model that proposes chains."""
         return self.source is not None and self.name == MODEL.name
 
     @property

@@ -1,6 +1,6 @@
 """Hidden states of the target, for drafters that are heads on them.
 
-There are the hidden states of prompts, and those of the paths that rounds keep.
+They are the states of prompts, and of the paths that rounds keep.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class ModelDrafter(Drafter):
 def needs_q(inputs: DraftInputs) -> bool:
     """Returns True if drafts may be verified by their q.
 
-    Drafts of a race are not, nor those of greedy rows, which are point masses.
+    Drafts of a race are not verified by q, and drafts of greedy rows are point masses.
     """
     return not RACES.get(inputs.sampler) and not all(
         row.request.sampling.greedy for row in inputs.rows

@@ -87,7 +87,7 @@ def placed(
 ) -> list[int]:
     """Returns the number of prompt tokens behind each column.
 
-    They are placed one by one at the column where the next one brings most.
+    They are placed one by one, each at the column at which it brings most.
 
     Args:
         ending: see `ends`.

@@ -55,7 +55,7 @@ class Successors:
     def read_on(self, row: Row) -> int:
         """Reads the new tokens of a row as successors.
 
-        Successors that the target has named stay before them.
+        A token that is no successor yet becomes one, with probability `READ`.
 
         Returns:
             The number of tokens read.

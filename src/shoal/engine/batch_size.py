@@ -63,7 +63,7 @@ class BatchSize(Protocol):
     def bounds_memory(self) -> bool: ...
 
     def rows(self, running: int, waiting: int, seconds_per_token: float) -> int:
-        """Returns the most rows in slots in the coming round; rows in slots stay there.
+        """Returns the most rows in slots in the coming round; if more are there, they stay.
 
         Called only while rows wait.
 

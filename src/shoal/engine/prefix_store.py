@@ -16,9 +16,9 @@ from shoal.types.prefix import Prefix
 
 POLICIES = ("auto", "shared", "copied")
 MIN_SAVED_TOKENS = 2048
-"""The token slots that copies must cost more before `auto` shares a prompt.
+"""The token slots that sharing must save before `auto` shares a prompt.
 
-Below, the additional attention calls per layer cost as much as they save
+Below this number, the additional attention calls per layer cost as much as they save
 (docs/explanation/shared-prompts.md).
 """
 

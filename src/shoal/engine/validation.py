@@ -178,7 +178,7 @@ class RequestValidator:
     def _together(self, filters: Sequence[Filter]) -> Constraint[Any]:
         """Returns one constraint for all filters.
 
-        It shows at once if no text fits all of them.
+        Making it shows if no text fits all of them.
         """
         every = conjunction(filters)
         try:

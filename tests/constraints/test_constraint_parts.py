@@ -22,7 +22,7 @@ from shoal.constraints.estimates import Estimates, Seen, weigh
 from shoal.constraints.filters import containing, matching, only_words, without
 from shoal.constraints.fim import MiddlePrompt, middle_prompt, nearest
 from shoal.constraints.grammar import GrammarConstraint, TextState
-from shoal.constraints.json_schemas import WHITESPACE, numbers, prepared
+from shoal.constraints.json_schemas import ESCAPES, WHITESPACE, numbers, prepared
 from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.constraints.syntax.places import end_places
@@ -194,12 +194,12 @@ def test_blanks_of_json() -> None:
     assert all(re.fullmatch(pattern, blanks) for blanks in (" ", "\n", "\n" + " " * 20, "\n\t"))
     assert not any(re.fullmatch(pattern, blanks) for blanks in ("", "  ", "\n" + " " * 21, "\n\n", "\t"))
     assert [prepared("{}", name)[1] for name in ("bounded", "compact", "any")] == [
-        WHITESPACE["bounded"],
-        {"whitespace_flexible": False},
-        {},
+        ESCAPES | WHITESPACE["bounded"],
+        ESCAPES | {"whitespace_flexible": False},
+        ESCAPES,
     ]
-    assert prepared('{"x-guidance": {"whitespace_flexible": true}}', "compact")[1] == {}
-    assert prepared("true", "compact") == ("{}", {"whitespace_flexible": False})
+    assert prepared('{"x-guidance": {"whitespace_flexible": true}}', "compact")[1] == ESCAPES
+    assert prepared("true", "compact") == ("{}", ESCAPES | {"whitespace_flexible": False})
     assert prepared("no json", "compact") == ("no json", {})
 
 

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -141,6 +141,7 @@ class Named:
     """A drafting whose drafts are named by their tokens' last bit."""
 
     name: str = "named"
+    is_model: ClassVar[bool] = False
 
     def drafter(self, target: Runner, model: Drafter | None = None) -> Drafter:
         class Two(ModelDrafter):

@@ -85,13 +85,12 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
 class Drawn(NamedTuple):
     """The result of a step.
 
-    Where the logits are NaN or infinite the token is -1, and the confidence 0. Beside greedy rows
-    the confidence is the probability before processing, as a greedy q says nothing.
+    Where the logits are NaN or infinite the token is -1, and the confidence 0.
 
     Attributes:
         q: [rows, vocab], None for point masses.
         tokens: [rows] int64.
-        confidence: the drafter's highest probability, [rows].
+        confidence: the drafter's highest probability, [rows]; of greedy rows that at temperature 1.
     """
 
     q: Tensor | None
@@ -149,16 +148,18 @@ def stepped(
             if style.greedy
             else (on_device(style.draw, q) if captures.by_kernels else style.draw)(q, uniforms)
         )
-    confidence = None
-    if want_confidence:
-        confidence = (
-            q
-            if q is not None and style.greedy is False
-            else scores.to(temperature.dtype).softmax(-1)
-        ).amax(-1) * sound
+    confidence = _surest(scores, q, style, temperature) * sound if want_confidence else None
     known = logits.shape[-1]
     fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
     return Result(q if want_q else None, torch.where(sound, drawn, -1), confidence, logits, fed)
+
+
+def _surest(scores: Tensor, q: Tensor | None, style: Style, temperature: Tensor) -> Tensor:
+    """Returns the highest probability of each row, [rows]; of greedy rows that at temperature 1."""
+    if q is not None and style.greedy is False:
+        return q.amax(-1)
+    plain = scores.to(temperature.dtype).softmax(-1).amax(-1)
+    return plain if q is None or style.greedy else torch.where(temperature == 0, plain, q.amax(-1))
 
 
 def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:

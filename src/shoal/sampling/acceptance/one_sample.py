@@ -43,6 +43,8 @@ def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
             int64.
         probs: the probability of that token, same shape.
     """
+    if not tree.m:
+        return Verdict(torch.zeros_like(tree.lengths), said[:, 0], probs)
     if not tree.branches:
         accepted = accepted_lengths(said[:, : tree.m] == tree.tokens, tree.lengths)
         return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs)

@@ -58,6 +58,9 @@ def answered(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]
     )
     server = uvicorn.Server(config)
     own = listening.dup()  # uvicorn closes the sockets that it gets
+    own.listen(
+        config.backlog
+    )  # whoever comes before the thread has begun waits, and is not refused
     thread = threading.Thread(target=server.run, args=([own],), name="shoal-loading", daemon=True)
     thread.start()
     try:

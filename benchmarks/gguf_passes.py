@@ -81,7 +81,7 @@ def by_shoal(model: Shoal, prompt: list[int], rows: int, tokens: int) -> float:
 def near_ties(model: Shoal, prompt: list[int], rows: int, tokens: int, right: list[list[int]]) -> int:
     """Rows whose greedy ids differ from those of the bare loop."""
     result = model.generate([prompt], rows, temperature=0, max_new_tokens=tokens, eos=(), lookahead="off")
-    return sum(sample.token_ids != ids for sample, ids in zip(result[0].samples, right, strict=True))
+    return sum(list(sample.token_ids) != ids for sample, ids in zip(result[0].samples, right, strict=True))
 
 
 def main(

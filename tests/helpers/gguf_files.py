@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import smollm2
 
 END = "<|endoftext|>"
-MERGES = ("Ġ t", "h e", "i n", "Ġt he", "Ġ a", "o n")
+MERGES = ("1 2", "Ġ t", "h e", "i n", "Ġt he", "Ġ a", "o n")
 TOKENS = [*sorted(bytes_to_unicode().values()), *("".join(pair.split()) for pair in MERGES), END, "<|im_start|>"]
 NORMAL, CONTROL = 1, 3
 FORMATS = {"Q4_0": 2, "Q8_0": 7, "BF16": 32, "F32": 0}

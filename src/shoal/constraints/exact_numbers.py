@@ -24,10 +24,10 @@ BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum"
 
 def require_levels(root: Any) -> None:
     """Raises RequestError: a document has more levels than can be read."""
-    level, found = [root], 0
+    level, depth = [root], 0
     while level:
-        found += 1
-        if found > MOST_LEVELS + 1:
+        depth += 1
+        if depth > MOST_LEVELS + 1:
             raise too_deep()
         level = [one for whole in level for one in _parts(whole)]
 

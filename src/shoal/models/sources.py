@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -50,6 +51,7 @@ def gguf_of(
     return path
 
 
+@cache
 def _downloaded(hub: str, name: str, revision: str | None, local_files_only: bool) -> Path:
     """Returns a file of the Hub, or the first of a model's parts."""
     from huggingface_hub import constants, hf_hub_download

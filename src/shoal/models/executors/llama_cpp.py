@@ -16,7 +16,7 @@ from shoal.models.gguf.model import GgufModel
 from shoal.models.gguf.sequences import PASS_TOKENS, Feed, Sequences
 from shoal.models.lean.forward import known_tokens
 
-NO_ROOM, ABORTED, NO_MEMORY = 1, 2, -2
+NO_ROOM, NO_MEMORY = 1, -2
 """The numbers that `llama_decode` returns."""
 
 
@@ -31,7 +31,6 @@ class LlamaCpp:
     def __init__(self, model: GgufModel) -> None:
         self._model = model
         self._feed = Feed()
-        self._threads = 0
 
     def refuses(self, batch: Batch) -> str | None:
         """Returns the reason why llama.cpp does not compute the batch, or None.
@@ -52,7 +51,8 @@ class LlamaCpp:
         plan, cache = batch.plan, batch.cache
         if not isinstance(cache, Sequences):
             raise InternalError("llama.cpp got a cache that is not its own")
-        self._follow_threads(cache)
+        threads = torch.get_num_threads()
+        library().llama_set_n_threads(cache.context, threads, threads)
         counts = np.array(plan.counts)
         real = np.arange(plan.q) < counts[:, None]
         ids = known_tokens(plan, batch.tokens, self._model.vocab_size).numpy()[:, : plan.q][real]
@@ -79,12 +79,6 @@ class LlamaCpp:
             raise ModelError(
                 f"{self._model.file}: llama.cpp failed at a pass ({code}): {complaint('no reason')}"
             )
-
-    def _follow_threads(self, cache: Sequences) -> None:
-        """Makes llama.cpp use as many threads as PyTorch does."""
-        if self._threads != torch.get_num_threads():
-            self._threads = torch.get_num_threads()
-        library().llama_set_n_threads(cache.context, self._threads, self._threads)
 
 
 def _read_logits(cache: Sequences, logits: Tensor) -> None:

@@ -12,7 +12,7 @@ from shoal.errors import RequestError
 
 INSTALL = (
     "GGUF files need llama.cpp: pip install 'shoal[gguf]'. Where there is no wheel for this "
-    "machine, pip compiles it for some minutes (a C++ compiler and cmake, no questions asked)"
+    "machine, pip compiles it for some minutes with a C++ compiler"
 )
 WARNING = 3
 """The level of `ggml_log_level` from which on lines are kept."""

@@ -23,8 +23,8 @@ from shoal.types.load_stages import StageWatch, unwatched
 class GgufRunner(Runner):
     """A runner whose passes llama.cpp computes, over a cache of its own.
 
-    The bits of a token's logits depend on the shape of its pass, as llama.cpp's kernels do: greedy
-    ids equal those of plain decoding but for near ties.
+    Over quantised weights on a CPU a row's logits have the same bits in any company; in 16 and 32
+    bits they depend on the shape of a pass, and near ties may fall otherwise (docs/how-to/gguf.md).
     """
 
     has_modules = False
@@ -116,8 +116,8 @@ def load_gguf(
     """
     if strict:
         raise RequestError(
-            f"{name}: strict=True does not go with GGUF files: the bits of llama.cpp's passes "
-            f"depend on their shape"
+            f"{name}: strict=True does not go with GGUF files: shoal cannot prove the bits of "
+            f"llama.cpp's passes"
         )
     given = sorted(
         key for key, value in options.items() if value not in ("auto", "off", False, None)

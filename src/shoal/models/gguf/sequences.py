@@ -54,7 +54,7 @@ class Sequences(SlotCache):
         self._free: Any = None
         self._size = (0, 0)
         self._stored: list[int] = []
-        self._copied: set[int] = set()
+        self._copied = False
 
     @property
     def memory(self) -> Any:
@@ -107,7 +107,7 @@ class Sequences(SlotCache):
         """
         if not self._copied:
             return
-        slot = next(iter(self._copied))
+        slot = min(range(self.slots), key=self.lengths.__getitem__)  # one with room for it
         self._forget(slot)
         place = np.array([self.lengths[slot]])
         code = library().llama_decode(self.context, Feed(1).fill([0], place, [slot], False))
@@ -115,7 +115,7 @@ class Sequences(SlotCache):
         self._forget(slot)
         if code:
             raise OutOfMemory(f"llama.cpp cannot copy rows: {complaint('no reason')}")
-        self._copied.clear()
+        self._copied = False
 
     def state_of(self, slot: int) -> RowState:
         """Returns the keys and values of a slot's tokens."""
@@ -154,7 +154,7 @@ class Sequences(SlotCache):
         for slot, length in zip(plan.slots, plan.lengths, strict=True):
             self._forget(slot)
             self._stored[slot] = length  # fewer tokens, if the pass fails
-        self._copied.clear()
+        self._copied = False
 
     def _forget(self, slot: int) -> None:
         """Removes the cells of a slot beyond its length."""
@@ -176,7 +176,7 @@ class Sequences(SlotCache):
             lib.llama_memory_seq_rm(memory, target, -1, -1)
             lib.llama_memory_seq_cp(memory, source, target, -1, -1)
             self._stored[target] = self.lengths[source]
-            self._copied.add(target)
+            self._copied = True
         self.lengths[target], self.gaps[target] = length, self.gaps[source]
 
     def zero_tail(self, slot: int, length: int) -> None:

@@ -3,7 +3,7 @@
 Each sequence has a buffer of its own (`kv_unified` off). There its keys lie in the order of its
 tokens, whatever other rows are in the pass. So a row's sums have one order: passes over quantised
 weights give the same bits alone and in company. In one buffer for all sequences, which llama.cpp
-has too, passes give other bits in other company, and one greedy id in twenty changes
+has too, passes give other bits in other company, and some greedy ids change
 (docs/how-to/gguf.md).
 
 A slot's tokens beyond its length stay in the memory until the slot's next pass begins. Then they

@@ -26,7 +26,7 @@ from shoal.bench.shapes import shaped_pair
 from shoal.models import loading
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-MODULES = ("attention", "common", "identity", "passes", "requirements", "rounds", "run", "stages", "verdict")
+MODULES = ("attention", "common", "host", "identity", "passes", "requirements", "rounds", "run", "stages", "verdict")
 CPU = torch.device("cpu")
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -411,6 +411,15 @@ def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert all(line["ms"] > 0 and 0 < line["idle"] < 1 and line["kernels"] > 10 for line in lines)
     assert lines[1]["kernels"] > lines[0]["kernels"]
     assert {line["kind"] for line in lines_in(tmp_path, "kernels")} == {"kernel", "gap"}
+
+
+@pytest.mark.parametrize("script", ["host"], indirect=True)
+@pytest.mark.parametrize(("drafts", "calls"), [(0, 720), (6, 1180)])
+def test_the_host_calls_few_functions_in_a_round(script: Any, drafts: int, calls: int) -> None:
+    """The device waits for nearly all of them. The bounds may only fall."""
+    line = script.measured(drafts, rows=8, repeats=8)
+    assert 0 < line["calls waiting"] <= line["calls"] <= calls
+    assert all(line[f"{part} us"] > 0 for part in ("waiting", "before", "after", "hidden"))
 
 
 @pytest.mark.slow

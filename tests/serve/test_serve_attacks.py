@@ -115,6 +115,20 @@ def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatc
     assert server.worker.thread.alive
 
 
+def test_half_a_surrogate_pair_is_no_fault_of_the_server(server: Served) -> None:
+    """Where no text needs it, it comes back as it was sent; else the answer says what is wrong."""
+    half = "\ud83d"
+    schema = {"type": "json_schema", "name": "a", "description": half, "schema": {"type": "object"}}
+    for fields in ({"metadata": {"a": half}}, {"text": {"format": schema}}):
+        body = json.dumps({"input": "hi", "max_output_tokens": 1, **fields}).encode()
+        response = sent(server, body, "/v1/responses")
+        assert (response.status_code, "\\ud83d" in response.text) == (200, True), response.text
+    for given in ({"const": half}, {"type": "object", "description": half}):
+        body = json.dumps({"prompt": "x", "guided_json": given}).encode()
+        error = sent(server, body, "/v1/completions")
+        assert (error.status_code, "surrogate" in error.json()["error"]["message"]) == (400, True)
+
+
 def test_of_many_errors_ten_are_reported() -> None:
     from shoal.serve.api_errors import api_error_of
 

@@ -54,6 +54,10 @@ TEXTS = [
     (MISTRAL, "[①]", "", [ONE]),
     (MISTRAL, "Well. [TOOL_CALLS][②]", "Well.", [TWO]),
     (MISTRAL, "[1, 2] is a list", None, []),
+    (HERMES, '<tool_call>{"name" : "time", "arguments" : { "zone":1.10 , "a":"\\ud83d"} }</tool_call>', "",
+     [Call("time", '{ "zone":1.10 , "a":"\\ud83d"}')]),
+    (LLAMA, '{"parameters": {"zone": 1e999}, "name": "time"}', "", [Call("time", '{"zone": 1e999}')]),
+    (MISTRAL, '[TOOL_CALLS][ {"name":"time"} , {"arguments":{},"name":"time"}]', "", 2 * [Call("time", "{}")]),
 ]  # fmt: skip
 
 
@@ -204,6 +208,22 @@ def test_calls_that_a_model_makes_by_itself(free: Served) -> None:
     assert [call.function.arguments for call in final.message.tool_calls or ()] == ['{"city": "Rome"}', '{"zone": 1}']
     first = create(free, parallel_tool_calls=False).choices[0].message
     assert [call.function.name for call in first.tool_calls] == ["weather"]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', '{"city": 1e999, "x":1.10}', '{"city":\t"\u2028"}'])
+def test_arguments_are_the_text_of_the_model(arguments: str) -> None:
+    """Half a surrogate pair and a number beyond doubles too; whatever a reader of events takes for a line is escaped."""
+    said = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    item = {"input": "hi", "tools": [{"type": "function", **WEATHER["function"]}]}
+    with served(pair(speaks(said), TOKENIZER), chat_template=TEMPLATES[HERMES] + BODY) as server:
+        for stream in (False, True):
+            fields = {"messages": ASKED, "tools": [WEATHER], "stream": stream}
+            chat = httpx.post(f"{server.url}/v1/chat/completions", json=fields)
+            written = json.dumps(arguments, ensure_ascii=True)[1:-1]
+            assert (chat.status_code, written in chat.text) == (200, True), chat.text
+            response = httpx.post(f"{server.url}/v1/responses", json={**item, "stream": stream})
+            assert (response.status_code, written in response.text) == (200, True)
+            assert all(line.startswith(("data: ", "event: ", "{")) for line in chat.text.splitlines() if line)
 
 
 def test_without_tools_the_same_text_is_text(free: Served) -> None:

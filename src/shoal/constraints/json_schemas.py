@@ -93,9 +93,15 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
         require_levels(root)
         root = {} if root is True else root  # which no options can be given with
         own = root.get("x-guidance") if isinstance(root, dict) else None
-        text = json.dumps(_Reading(root).bounded(root), allow_nan=False)
+        text = json.dumps(_Reading(root).bounded(root), allow_nan=False, ensure_ascii=False)
+        text.encode()
     except RequestError:
         raise
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "the json_schema grammar cannot be used: it holds half of a surrogate pair, which no "
+            "text has"
+        ) from error
     except RecursionError as error:
         raise too_deep() from error
     except ValueError:

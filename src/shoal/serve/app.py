@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +20,7 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, logs, openapi, response_models
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_paths import CHAT, COMPLETIONS, INFILL, RESPONSES, Json
+from shoal.serve.api_paths import CHAT, COMPLETIONS, INFILL, RESPONSES, Json, written
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.exchanges import Exchanges
 from shoal.serve.freed_memory import give_back_freed_memory
@@ -183,7 +183,7 @@ async def _unless_gone(
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
         return (
-            JSONResponse(wanted.result(), headers=headers)
+            Response(written(wanted.result()), headers=headers, media_type="application/json")
             if wanted.done()
             else Response(status_code=CLIENT_GONE)
         )

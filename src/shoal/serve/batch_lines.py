@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, api_error_of
-from shoal.serve.api_paths import CHAT, COMPLETIONS, RESPONSES, Json
+from shoal.serve.api_paths import CHAT, COMPLETIONS, RESPONSES, Json, read_json
 
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 """The fields of OpenAI's batch lines; the API has no fields of these names."""
@@ -60,7 +60,7 @@ class BatchLine:
             ApiError: for any error outside of the fields.
         """
         try:
-            fields = json.loads(self.text)
+            fields = read_json(self.text)
         except (ValueError, RecursionError) as error:
             raise ApiError(
                 400, f"the line is not valid JSON: {error}", code="invalid_json"

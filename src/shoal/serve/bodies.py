@@ -5,7 +5,6 @@ The routes' handlers call this, after the key has been checked.
 
 from __future__ import annotations
 
-import json
 from typing import Any, TypeVar
 
 import anyio
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from shoal.serve.api_errors import ApiError
+from shoal.serve.api_paths import read_json
 
 T = TypeVar("T", bound=BaseModel)
 MAX_DISCARDED_BYTES = 64 * 2**20
@@ -50,7 +50,7 @@ async def read(request: Request, max_bytes: int) -> dict[str, Any]:
 def parse(body: bytes) -> dict[str, Any]:
     """Returns the JSON object of a body. Raises ApiError (400): the body is no JSON object."""
     try:
-        fields = json.loads(body)
+        fields = read_json(body)
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
     except ValueError as error:

@@ -213,9 +213,7 @@ class PromptEncoder:
                 tokenize=False,
                 **{"add_generation_prompt": True, **variables},
             )
-            self.encode_text(
-                str(text), special=False
-            )  # the template may have written half a character
+            str(text).encode()  # the template may have written half a character
             return str(text)
         except Exception as error:  # a template is a program that may raise anything
             raise ApiError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.serve.api_errors import ApiError, api_error_of, naming, public
 from shoal.serve.api_formats import ApiFormat, finite
-from shoal.serve.api_paths import Json
+from shoal.serve.api_paths import Json, written
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.scoring import Scoring, scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
@@ -321,4 +320,4 @@ def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
 
 def event(body: Json) -> bytes:
     """Returns a server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: " + written(body) + b"\n\n"

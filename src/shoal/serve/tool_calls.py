@@ -11,7 +11,9 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
+
+from shoal.serve.api_paths import no_constant
 
 
 class CallFormat(NamedTuple):
@@ -202,7 +204,7 @@ class CallReader:
             if isinstance(error, ValueError) and not ended and body[:1] in ("", "{", "["):
                 return "", []
             return self._refused(), []
-        calls = self._calls_of(value)
+        calls = self._calls_of(value, body)
         if calls is None:
             return self._refused(), []
         rest = body[size:]
@@ -221,23 +223,19 @@ class CallReader:
         self._inside, self._raw, self._at_start = False, "", False
         return text
 
-    def _calls_of(self, value: Any) -> list[Call] | None:
-        given = value if self._format.listed and isinstance(value, list) else [value]
+    def _calls_of(self, value: Any, text: str) -> list[Call] | None:
+        """Returns the calls of a value, with their arguments as the text of the value has them."""
+        listed = self._format.listed and isinstance(value, list)
+        given, written = (value, _elements(text)) if listed else ([value], [text])
         calls = []
-        for one in given:
+        for one, own in zip(given, written, strict=True):
             if not isinstance(one, dict) or one.get("name") not in self._rules.names:
                 return None
-            arguments: Any = next(
-                (
-                    one[name]
-                    for name in (self._format.arguments, "arguments", "parameters")
-                    if name in one
-                ),
-                {},
-            )
-            if not isinstance(arguments, dict):
+            fields = (self._format.arguments, "arguments", "parameters")
+            field = next((name for name in fields if name in one), None)
+            if field is not None and not isinstance(one[field], dict):
                 return None
-            calls.append(Call(one["name"], json.dumps(arguments, ensure_ascii=False)))
+            calls.append(Call(one["name"], "{}" if field is None else _members(own)[field]))
         return calls or None
 
     def _without_margins(self, shown: str, ended: bool) -> str:
@@ -253,11 +251,37 @@ class CallReader:
         return body
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+DECODER = json.JSONDecoder(parse_int=float, parse_constant=no_constant)
+BLANKS = re.compile(r"[ \t\r\n]*")
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_constant)
+def _elements(text: str) -> list[str]:
+    """Returns the elements of the JSON list that a text begins with, as they are written."""
+    return [*_items(text, "]").values()]
+
+
+def _members(text: str) -> dict[str, str]:
+    """Returns the values of the JSON object that a text begins with, as they are written."""
+    return _items(text, "}")
+
+
+def _items(text: str, end: str) -> dict[str, str]:
+    found, at = dict[str, str](), _past_blanks(text, 1)
+    while text[at] != end:
+        name = str(len(found))
+        if end == "}":
+            name, at = DECODER.raw_decode(text, at)
+            at = _past_blanks(text, _past_blanks(text, at) + 1)
+        _, stop = DECODER.raw_decode(text, at)
+        found[name], at = text[at:stop], _past_blanks(text, stop)
+        at = _past_blanks(text, at + 1) if text[at] == "," else at
+    return found
+
+
+def _past_blanks(text: str, at: int) -> int:
+    found = BLANKS.match(text, at)
+    assert found is not None
+    return found.end()
 
 
 def forced_schema(rules: CallRules, parameters: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -109,6 +109,8 @@ class Grammar:
         between: the separator between two texts of the grammar; empty = there is only one text.
         behind: the text behind the last text of the grammar. For a regular expression `before`,
             `between` and `behind` are empty: the expression covers the whole text by itself.
+        opening: the text before the first text of the grammar, behind `before`.
+        instead: another grammar, whose texts may stand in the place of this one's.
     """
 
     kind: str
@@ -117,6 +119,8 @@ class Grammar:
     before: str = ""
     between: str = ""
     behind: str = ""
+    opening: str = ""
+    instead: Grammar | None = None
 
     def __post_init__(self) -> None:
         _require(

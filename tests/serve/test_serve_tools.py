@@ -12,10 +12,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from transformers import AddedToken
 
 from serving import Served, legible, pair, served
+from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallReader, CallRules, forced_schema, format_of
+from shoal.testing import tiny_tokenizer
+from shoal.testing.scripted import scripted
 from tool_calls import BODY, TIME, TOKENIZER, WEATHER, speaks, tool
 
 TEMPLATES = {HERMES: "{# <tool_call> #}", LLAMA: "{# <|python_tag|> #}", MISTRAL: "{# [TOOL_CALLS] #}"}
@@ -224,6 +228,49 @@ def test_arguments_are_the_text_of_the_model(arguments: str) -> None:
             response = httpx.post(f"{server.url}/v1/responses", json={**item, "stream": stream})
             assert (response.status_code, written in response.text) == (200, True)
             assert all(line.startswith(("data: ", "event: ", "{")) for line in chat.text.splitlines() if line)
+
+
+ONE_CALL = '{"name": "weather", "KEY": {"city": "Rome"}}'
+
+
+@pytest.fixture(scope="module")
+def tagged() -> Any:
+    """A tokenizer whose tags of calls are special tokens, as those of Hermes, Mistral and Llama 3 are."""
+    tokenizer = tiny_tokenizer()
+    names = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return tokenizer
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("form", "said"), [
+    (HERMES, f"<tool_call>\n{ONE_CALL}\n</tool_call>\n<tool_call>\n{ONE_CALL}\n</tool_call>"),
+    (MISTRAL, f"[TOOL_CALLS] [{ONE_CALL}, {ONE_CALL}]"), (LLAMA, f"<|python_tag|>{ONE_CALL}"), (LLAMA, ONE_CALL),
+])  # fmt: skip
+def test_a_call_or_a_text_that_fits(form: CallFormat, said: str, special: bool, tagged: Any) -> None:
+    """A grammar beside tools leaves calls possible, in the model's own format, and binds the text."""
+    pytest.importorskip("llguidance")
+    tokenizer = tagged if special else TOKENIZER
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+    fields: Any = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    called = said.replace("KEY", form.arguments)
+    for text in (called, '{"a": 22}', '{"a": 3}'):
+        speaker = scripted(speaks(text, tokenizer=tokenizer), len(tokenizer), 2048)
+        with served(Shoal(speaker, speaker, tokenizer), chat_template=TEMPLATES[form] + BODY) as server:
+            choice = create(server, **fields).choices[0]
+            calls = [call.function.arguments for call in choice.message.tool_calls or ()]
+            if text == called:
+                assert calls == said.count("Rome") * ['{"city": "Rome"}']
+                assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+                pattern = create(server, extra_body={"guided_regex": "[/a]+"}).choices[0].message
+                assert bool(pattern.tool_calls) or said == ONE_CALL
+            else:
+                assert (json.loads(choice.message.content)["a"] in (1, 22), calls) == (True, [])
+    if special:
+        speaker = scripted(speaks(f"So: {called}", tokenizer=tokenizer), len(tokenizer), 2048)
+        with served(Shoal(speaker, speaker, tokenizer), chat_template=TEMPLATES[form] + BODY) as server:
+            choice = create(server).choices[0]
+            assert (choice.message.content, bool(choice.message.tool_calls)) == ("So:", True) or said == ONE_CALL
 
 
 def test_without_tools_the_same_text_is_text(free: Served) -> None:

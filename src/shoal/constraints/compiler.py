@@ -24,7 +24,7 @@ from shoal.config import Grammar
 from shoal.constraints.grammar import GrammarConstraint
 from shoal.constraints.json_schemas import numbers
 from shoal.constraints.library import llguidance_or_refuse
-from shoal.constraints.sources import reader, source_of, unusable
+from shoal.constraints.sources import around, reader, source_of, unusable
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.inputs import encoded_inside
@@ -128,8 +128,11 @@ class Grammars:
             for i, token in tokenizer.added_tokens_decoder.items()
             if alphabet.tokens[i] and not token.special
         }
+        self._special = {
+            token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         self._lock = threading.Lock()
-        self._bounds: dict[str, Any] = {}
+        self._bounds: dict[Any, Any] = {}
         self._reading: OrderedDict[Grammar, Future[GrammarConstraint]] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[Grammar, GrammarConstraint] = (
             weakref.WeakValueDictionary()
@@ -177,7 +180,7 @@ class Grammars:
         """
         if grammar.kind == "lark" and self._numbers_of:
             grammar = replace(grammar, text=LARK.sub(self._numbered, grammar.text))
-        return source_of(grammar)
+        return source_of(grammar, self._special)
 
     def _numbered(self, found: re.Match[str]) -> str:
         number = self._numbers_of.get(found["name"] or "")
@@ -187,24 +190,30 @@ class Grammars:
         """Compiles a grammar: its matcher, and for JSON the matcher of the numbers."""
         starts = [self._started(grammar, self.source(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
-            starts.append(self._numbers(grammar.before).deep_copy())
+            starts.append(self._numbers(grammar).deep_copy())
         constraint = GrammarConstraint(starts, self._end, self._alphabet.vocab_size)
         self._alive[grammar] = constraint
         return constraint
 
-    def _numbers(self, before: str) -> Any:
+    def _numbers(self, grammar: Grammar) -> Any:
         """Returns the matcher of the numbers, behind the text before the grammar.
 
-        Only the one thread that compiles calls this method.
+        Between the numbers may stand the special tokens of the texts around the grammar's. Only the
+        one thread that compiles calls this method.
         """
-        if before not in self._bounds:
+        special = sorted(i for name, i in self._special.items() if name in around(grammar))
+        key = (grammar.before, *special)
+        if key not in self._bounds:
             if len(self._bounds) == KEPT:
                 self._bounds.clear()
-            text = f"(?:{before}){numbers()}" if before else numbers()
-            self._bounds[before] = self._started(
-                Grammar("regex", text), self._library.LLMatcher.grammar_from_regex(text)
-            )
-        return self._bounds[before]
+            text = f"(?:{grammar.before}){numbers()}" if grammar.before else numbers()
+            source = self._library.LLMatcher.grammar_from_regex(text)
+            if special:
+                marks = " | ".join(f"<[{token}]>" for token in special)
+                first, more = (part.replace("/", r"\/") for part in (text, numbers()))
+                source = f"start: /{first}/ (({marks}) /{more}/)*"
+            self._bounds[key] = self._started(Grammar("regex", text), source)
+        return self._bounds[key]
 
     def _started(self, grammar: Grammar, source: str, **limits: int) -> Any:
         """Returns a matcher, tried on the first token."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -19,18 +20,24 @@ STACK = 2**28
 and without a limit: on a stack of 8 MB a grammar of 20 KB ends the process."""
 
 
-def source_of(grammar: Grammar) -> str:
+def source_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> str:
     """Returns the grammar as llguidance reads it.
+
+    Args:
+        grammar: the grammar.
+        special: the special tokens that stand for their names in the texts around the grammar's.
 
     Raises:
         RequestError: llguidance is not installed.
     """
-    source = _without_surroundings(grammar)
-    return (
-        source
-        if not (grammar.before or grammar.between or grammar.behind)
-        else _surrounded(grammar, source)
-    )
+    whole = not (grammar.before or grammar.instead or around(grammar))
+    return _without_surroundings(grammar) if whole else _surrounded(grammar, special or {})
+
+
+def around(grammar: Grammar) -> str:
+    """Returns the texts around those of a grammar, and of the grammars in its place."""
+    own = grammar.opening + grammar.between + grammar.behind
+    return own + (around(grammar.instead) if grammar.instead else "")
 
 
 def require_readable(grammar: Grammar) -> None:
@@ -90,25 +97,33 @@ def _without_surroundings(grammar: Grammar) -> str:
     return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
 
 
-def _surrounded(grammar: Grammar, source: str) -> str:
-    """Returns the source with the parts before, between and behind its texts."""
-    between, behind = (
-        json.dumps(text, ensure_ascii=False) for text in (grammar.between, grammar.behind)
-    )
-    texts = (
-        "@text"
-        + (f" ({between} @text)*" if grammar.between else "")
-        + (f" {behind}" if grammar.behind else "")
-    )
-    parts = [
-        {"lark_grammar": f"start: {'@before ' if grammar.before else ''}{texts}"},
-        _part("text", source),
-    ]
+def _surrounded(grammar: Grammar, special: Mapping[str, int]) -> str:
+    """Returns the grammar and those in its place, with the parts around their texts."""
+    choices, parts, one = list[str](), list[dict[str, Any]](), grammar
+    while one is not None:
+        text = f"text{len(parts)}"
+        opening, between, behind = (
+            _literal(part, special) for part in (one.opening, one.between, one.behind)
+        )
+        more = f"({between} @{text})*" if between else ""
+        choices.append(" ".join((opening, f"@{text}", more, behind)))
+        parts.append(_part(text, _without_surroundings(one)))
+        one = one.instead
     if grammar.before:
         parts.append(
             _part("before", llguidance_or_refuse().LLMatcher.grammar_from_regex(grammar.before))
         )
-    return json.dumps({"grammars": parts})
+    start = f"start: {'@before ' if grammar.before else ''}({' | '.join(choices)})"
+    return json.dumps({"grammars": [{"lark_grammar": start}, *parts]})
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """Returns a text in Lark's syntax, with the numbers of special tokens for their names."""
+    name = next((name for name in special if name in text), None)
+    if name is None:
+        return json.dumps(text, ensure_ascii=False) if text else ""
+    head, _, rest = text.partition(name)
+    return f"{_literal(head, special)} <[{special[name]}]> {_literal(rest, special)}"
 
 
 def _part(name: str, source: str) -> dict[str, Any]:

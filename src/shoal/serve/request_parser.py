@@ -15,7 +15,7 @@ from shoal.serve.reasoning import rules_of as reasoning_of
 from shoal.serve.request_builder import RequestBuilder
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.tool_calls import CallRules
-from shoal.serve.tools import call_rules, forced_grammar, shown_tools
+from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools
 from shoal.types.requests import Request
 
 DEFAULT_MAX_TOKENS = 16
@@ -101,13 +101,15 @@ class RequestParser:
         max_tokens, headers = self._builder.clamped(wanted, [ids])
         self._builder.require_context("messages", [ids], max_tokens)
         parsed = self._builder.build(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
-        grammar = (
-            forced_grammar(request, rules, self._settings.max_grammar)
-            if rules and rules.forced
-            else None
+        grammar = grammar_with_calls(request, rules, self._settings.max_grammar) if rules else None
+        field = "tools" if rules and rules.forced else parsed.grammar_field
+        tags = self._encoder.tokens_of(
+            *((rules.format.opening, rules.format.closing) if rules else ())
         )
-        field = "tools" if grammar is not None else parsed.grammar_field
-        requests = [_under(one, grammar) for one in parsed.requests]
+        requests = [
+            _under(replace(one, shown_tokens=one.shown_tokens | tags), grammar)
+            for one in parsed.requests
+        ]
         parsed = replace(parsed, rules=rules, requests=requests, grammar_field=field)
         return parsed if reasoning is None else self._reasoned(parsed, reasoning, rules)
 

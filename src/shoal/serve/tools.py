@@ -4,9 +4,11 @@ forced call."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from shoal.config import Grammar
+from shoal.constraints.filters import matching
 from shoal.serve.api_errors import ApiError
 from shoal.serve.given_grammars import given_grammar
 from shoal.serve.message_models import NamedTool
@@ -60,23 +62,43 @@ def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
 
 
-def forced_grammar(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
-    """Returns the grammar of a sample that is a call.
+def grammar_with_calls(
+    request: ChatRequest, rules: CallRules, max_characters: int
+) -> Grammar | None:
+    """Returns the grammar of a sample that is a call, or may be one in the place of its text.
 
-    The sample may have several calls if any tool may be called and the format allows several.
+    It is None if the sample may be any text.
 
     Raises:
-        ApiError: the grammar is too long, or the request has another grammar.
+        ApiError: the grammar is too long, or a forced call's request has another grammar.
     """
-    if given_grammar(request) is not None:
+    _, given = given_grammar(request) or ("", None)
+    if rules.forced and given is not None:
         raise ApiError(
             400, "a forced call of a tool does not go with another grammar", param="tool_choice"
         )
+    if rules.forced:
+        return _calls(request, rules, max_characters)
+    if given is None:
+        return None
+    calls = _calls(request, rules, max_characters)
+    marked = replace(calls, opening=rules.format.begun or rules.format.opening)
+    if given.kind == "regex":
+        given = matching(given.text).grammar
+    return replace(given, instead=replace(marked, instead=calls) if rules.format.bare else marked)
+
+
+def _calls(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
+    """Returns the grammar of calls, of several if any tool may be called and the format has several.
+
+    Raises:
+        ApiError: the grammar is too long.
+    """
     functions = [tool.function for tool in request.tools or () if tool.function.name in rules.names]
     schema = forced_schema(rules, {one.name: one.parameters or NO_ARGUMENTS for one in functions})
     text = json.dumps(schema)
     require_size(text, max_characters, "tools")
-    if rules.parallel and request.tool_choice == "required":
+    if rules.parallel and not isinstance(request.tool_choice, NamedTool):
         return Grammar(
             "json_schema", text, between=rules.format.between, behind=rules.format.behind
         )

@@ -42,7 +42,7 @@ TEXTS = [
     (HERMES, "Let me see.\n<tool_call>\n①\n</tool_call>\n<tool_call>\n②\n</tool_call>", "Let me see.", [ONE, TWO]),
     (HERMES, "<tool_call>①</tool_call> and <tool_call>②", " and", [ONE, TWO]),
     (HERMES, "a < b <tool_ca", "a < b <tool_ca", []),
-    (HERMES, "<tool_call>①</tool_call>\n<to", "\n<to", [ONE]),
+    (HERMES, "<tool_call>①</tool_call>\n<to", "", [ONE]),
     (HERMES, "a <tool_call>①</tool_call> \n ", "a", [ONE]),
     (HERMES, "<tool_call>①\n</tool_", "", [ONE]),
     (HERMES, "①", RAW[0].replace("KEY", "arguments"), []),
@@ -183,8 +183,18 @@ def test_several_calls_are_forced_where_the_format_has_several(forced: tuple[Ser
 
 def test_a_call_that_is_cut_is_no_call(forced: tuple[Served, CallFormat]) -> None:
     choice = create(forced[0], tool_choice="required", max_tokens=5, seed=1).choices[0]
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert choice.message.content
+    assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, "")
+
+
+def test_a_call_that_is_cut_behind_another_is_no_content() -> None:
+    one = '{"name": "time", "arguments": {"zone": 2}}'
+    whole = f"{one}{HERMES.between}{one}"
+    for forced in (True, False):
+        before = "" if forced else HERMES.begun
+        for end in range(len(one), len(whole)):
+            rules = CallRules(HERMES, {"time"}, forced=forced, parallel=True)
+            shown, calls = read(rules, before + whole[:end], 3)
+            assert (shown, calls) == ("", [TWO]), whole[:end]
 
 
 TWO_CALLS = 'Both.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n' \

@@ -115,8 +115,8 @@ class CallRules:
 class CallReader:
     """A reader that takes one sample's text piece by piece, and separates calls from other text.
 
-    A call is returned when it is complete. A text that begins like a call and is none comes out as
-    text, character for character.
+    A call is returned when it is complete; one that the sample's end cuts is neither call nor text.
+    A text that begins like a call and is none comes out as text, character for character.
 
     Attributes:
         found: the number of calls so far.
@@ -126,6 +126,7 @@ class CallReader:
         self._rules, self._format = rules, rules.format
         self._waiting, self._inside, self._at_start = "", rules.forced and not rules.begins, True
         self._raw, self._blank = "", ""
+        self._called = rules.forced  # behind it nothing but calls can be meant
         self.found = 0
 
     def feed(self, text: str, ended: bool) -> tuple[str, list[Call]]:
@@ -179,18 +180,11 @@ class CallReader:
             return ""
         if self._at_start and not text.strip() and not ended:
             return ""
-        kept = (
-            0
-            if ended
-            else next(
-                (
-                    k
-                    for k in range(min(len(opening) - 1, len(text)), 0, -1)
-                    if opening.startswith(text[-k:])
-                ),
-                0,
-            )
-        )
+        sizes = range(min(len(opening) - 1, len(text)), 0, -1)
+        kept = next((k for k in sizes if opening.startswith(text[-k:])), 0)
+        if ended:
+            begun = kept if self._called else 0  # behind a call another one
+            text, kept = text[: len(text) - begun], 0
         self._waiting = text[len(text) - kept :]
         self._at_start = self._at_start and not text[: len(text) - kept].strip()
         return text[: len(text) - kept]
@@ -203,6 +197,9 @@ class CallReader:
         except (ValueError, RecursionError) as error:
             if isinstance(error, ValueError) and not ended and body[:1] in ("", "{", "["):
                 return "", []
+            if ended and self._is_cut(body, error):
+                self._waiting, self._inside = "", False
+                return "", []
             return self._refused(), []
         calls = self._calls_of(value, body)
         if calls is None:
@@ -214,8 +211,15 @@ class CallReader:
             return "", []  # the closing may follow
         cut = ended and closing.startswith(blanks)  # of the closing there is the beginning at most
         self._waiting = "" if cut else blanks.removeprefix(closing) if closing else rest
-        self._inside, self._at_start = False, True
+        self._inside, self._at_start, self._called = False, True, True
         return "", calls
+
+    def _is_cut(self, body: str, error: Exception) -> bool:
+        """Returns True if a text is the beginning of a call, by the error of reading it."""
+        unread = isinstance(error, json.JSONDecodeError) and (
+            error.pos >= len(body.rstrip()) or error.msg.startswith("Unterminated")
+        )
+        return self._rules.forced or bool(unread and self._raw and (body or self._called))
 
     def _refused(self) -> str:
         """Returns the text that was held back, which is no call."""

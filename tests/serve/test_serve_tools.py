@@ -318,7 +318,27 @@ def test_what_cannot_be_called_is_refused(free: Served, fields: dict[str, Any], 
 
 
 def test_a_template_without_tools_is_told() -> None:
-    with served(pair(), chat_template=BODY) as server:
-        body = {"messages": ASKED, "tools": [WEATHER]}
+    """Calls that the grammar alone can make are made: the tools, calls and their results are told as texts."""
+    pytest.importorskip("llguidance")
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    call = {"id": "x", "type": "function", "function": {"name": "time", "arguments": '{"zone": 1}'}}
+    past = [{"role": "system", "content": "S"}, *ASKED, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "x", "content": "12"}]  # fmt: skip
+    shown = "\n".join(json.dumps(one) for one in (WEATHER, TIME))
+    told = f"Functions that may be called:\n<tools>\n{shown}\n</tools>\nA call is written so:\n<tool_call>\n" \
+        '{"name": FUNCTION, "arguments": OBJECT}\n</tool_call>'  # fmt: skip
+    said = '<tool_call>\n{"name": "time", "arguments": {"zone": 1}}\n</tool_call>'
+    with served(pair(), chat_template=plain) as server:
+        body = {"messages": ASKED, "tools": [WEATHER, TIME]}
         error = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["error"]
         assert (error["param"], "--chat-template" in error["message"]) == ("tools", True)
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            for messages, prompt in (
+                (ASKED, f"<system>{told}<user>hi"),
+                (past, f"<system>S\n\n{told}<user>hi<assistant>{said}<user><tool_response>\n12\n</tool_response>"),
+            ):
+                fields = {**body, "messages": messages, "tool_choice": choice, "seed": 4, "max_tokens": 400}
+                answer = httpx.post(f"{server.url}/v1/chat/completions", json=fields)
+                assert answer.headers["x-shoal-told"] == "tools"
+                assert answer.json()["choices"][0]["message"]["tool_calls"], answer.text
+                assert answer.json()["usage"]["prompt_tokens"] == len(prompt + "<assistant><tool_call>\n")

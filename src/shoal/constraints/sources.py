@@ -99,7 +99,8 @@ def _without_surroundings(grammar: Grammar) -> str:
 
 def _surrounded(grammar: Grammar, special: Mapping[str, int]) -> str:
     """Returns the grammar and those in its place, with the parts around their texts."""
-    choices, parts, one = list[str](), list[dict[str, Any]](), grammar
+    choices, parts = list[str](), list[dict[str, Any]]()
+    one: Grammar | None = grammar
     while one is not None:
         text = f"text{len(parts)}"
         opening, between, behind = (

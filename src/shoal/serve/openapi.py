@@ -16,6 +16,10 @@ HEADERS: dict[str, dict[str, Any]] = {
         "description": "Fields that were sent and have no effect.",
         "schema": {"type": "string"},
     },
+    "x-shoal-told": {
+        "description": "Fields that a system message tells: the chat template does not know them.",
+        "schema": {"type": "string"},
+    },
     "x-request-id": {
         "description": "The request's own, or one made for it.",
         "schema": {"type": "string"},

@@ -15,7 +15,7 @@ from shoal.serve.reasoning import rules_of as reasoning_of
 from shoal.serve.request_builder import RequestBuilder
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.tool_calls import CallRules
-from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools
+from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told
 from shoal.types.requests import Request
 
 DEFAULT_MAX_TOKENS = 16
@@ -99,6 +99,8 @@ class RequestParser:
         if wanted is None:
             wanted = max(min(self._settings.max_tokens, self._builder.context - len(ids)), 1)
         max_tokens, headers = self._builder.clamped(wanted, [ids])
+        if rules and rules.told:
+            headers = {"x-shoal-told": "tools", **headers}
         self._builder.require_context("messages", [ids], max_tokens)
         parsed = self._builder.build(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
         grammar = grammar_with_calls(request, rules, self._settings.max_grammar) if rules else None
@@ -120,9 +122,10 @@ class RequestParser:
         encoder = self._encoder
         rules = call_rules(request, encoder.template(tools=bool(request.tools)))
         variables = (request.chat_template_kwargs or {}) | (
-            {"tools": shown_tools(request)} if rules else {}
+            {"tools": shown_tools(request)} if rules and not rules.told else {}
         )
-        written = encoder.write(request.messages, variables)
+        messages = told(request) if rules and rules.told else request.messages
+        written = encoder.write(messages, variables)
         reasoning = reasoning_of(encoder.template(tools=rules is not None), written)
         if rules is not None:
             rules = replace(rules, reasons=reasoning is not None)

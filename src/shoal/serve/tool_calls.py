@@ -90,6 +90,7 @@ class CallRules:
         parallel: True if a sample may have several calls; otherwise the first one counts.
         reasons: True if a forced sample may reason first, so that nothing of the call stands in the
             prompt.
+        told: True if the chat template knows no tools, and a system message tells them.
     """
 
     format: CallFormat
@@ -97,6 +98,7 @@ class CallRules:
     forced: bool
     parallel: bool
     reasons: bool = False
+    told: bool = False
 
     @property
     def begun(self) -> str:

@@ -11,10 +11,10 @@ from shoal.config import Grammar
 from shoal.constraints.filters import matching
 from shoal.serve.api_errors import ApiError
 from shoal.serve.given_grammars import given_grammar
-from shoal.serve.message_models import NamedTool
+from shoal.serve.message_models import Message, NamedTool
 from shoal.serve.request_models import ChatRequest
 from shoal.serve.sampling_params import require_size
-from shoal.serve.tool_calls import CallRules, forced_schema, format_of
+from shoal.serve.tool_calls import HERMES, CallRules, forced_schema, format_of
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without `parameters`."""
@@ -24,7 +24,8 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
     """Returns the rules for calls in the request's samples; None if the samples have no calls.
 
     Raises:
-        ApiError: the choice names no tool that there is, or the chat template writes no calls.
+        ApiError: the choice names no tool that there is, or the chat template writes no calls and
+            none is forced.
     """
     names = [tool.function.name for tool in request.tools or ()]
     choice = request.tool_choice
@@ -46,20 +47,49 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         return None
     if len(set(names)) < len(names):
         raise ApiError(400, "two tools have the same name", param="tools", code="invalid_value")
+    forced = choice == "required" or isinstance(choice, NamedTool)
     found = format_of(template)
-    if found is None:
+    if found is None and not forced:
         message = (
             "this model's chat template writes no calls of tools; one that does is "
             "--chat-template hermes"
         )
         raise ApiError(400, message, param="tools", code="invalid_value")
-    forced = choice == "required" or isinstance(choice, NamedTool)
-    return CallRules(found, frozenset(chosen), forced, request.parallel_tool_calls is not False)
+    several = request.parallel_tool_calls is not False
+    return CallRules(found or HERMES, frozenset(chosen), forced, several, told=found is None)
 
 
 def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
     """Returns the tools in the form of chat templates."""
     return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+
+
+def told(request: ChatRequest) -> list[Message]:
+    """Returns the messages for a chat template that knows no tools.
+
+    The tools are told in a system message; calls and their results are texts.
+    """
+    tools = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in shown_tools(request))
+    call = f'{HERMES.begun}{{"name": FUNCTION, "arguments": OBJECT}}{HERMES.behind}'
+    text = f"Functions that may be called:\n<tools>\n{tools}</tools>\nA call is written so:\n{call}"
+    messages = [_as_text(message) for message in request.messages]
+    if messages[0].role in ("system", "developer"):
+        text = f"{messages.pop(0).plain()['content']}\n\n{text}"
+    return [Message(role="system", content=text), *messages]
+
+
+def _as_text(message: Message) -> Message:
+    content = message.plain()["content"]
+    if message.role == "tool":
+        response = f"<tool_response>\n{content}\n</tool_response>"
+        return Message(role="user", content=response)
+    calls = [
+        f'{HERMES.begun}{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}'
+        f"{HERMES.behind}"
+        for call in message.tool_calls or ()
+    ]
+    fields = {"content": "\n".join(filter(None, [content, *calls])), "tool_calls": None}
+    return message.model_copy(update=fields) if calls else message
 
 
 def grammar_with_calls(

@@ -1,4 +1,8 @@
-"""A plain and a speculative round under the profiler: top kernels, gaps, copies, and the share of a round in which nothing runs.
+"""Plain and speculative rounds in four ways, under the profiler: kernels, gaps, copies, the share in which nothing runs.
+
+The ways: rounds captured with Triton layers (what a user gets), Triton layers launched one by one, rounds captured with the model's
+modules, and modules launched one by one. Greedy tokens of the ways are compared first: in 16 bit, sums in another order may part
+rows, so the line tells how many tokens are the same before the first difference, and nothing fails for it.
 
 The rounds are timed without the profiler first. Kernel times are the device's own (CUPTI). "idle" is the share of a round's time in
 which the device computes nothing: what the host keeps it waiting for. The floor is that of a plain round: weights, keys and values
@@ -10,8 +14,9 @@ Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/rounds.py
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +36,19 @@ WARM_UPS = 8
 """Rounds in which prompts are computed and rounds are captured."""
 PROMPT = 512
 TOP = 12
+COMPARED = 32
+"""Greedy tokens of each row by which the ways are compared."""
+WAYS: dict[str, dict[str, tuple[str | None, bool]]] = {
+    "cuda": {
+        "captured": ("graphed", True),
+        "Triton layers": (None, True),
+        "captured modules": ("graphed", False),
+        "modules": (None, False),
+    },
+    "cpu": {"captured modules": ("eager", False), "modules": (None, False)},
+}
+"""The executor of captured rounds, and whether Triton layers compute, by the name of the way."""
+LOOKAHEADS = ("off", "fixed:6")
 Line = dict[str, Any]
 
 
@@ -72,24 +90,69 @@ def recorded(events: Any, device: torch.device) -> list[Interval]:
     return [Interval(event.time_range.start, event.time_range.end, event.name) for event in kept]
 
 
+def switch(pair: Shoal) -> Callable[[str], None]:
+    """A function that lets both models of the pair compute in a way from now on."""
+    models = [model for model in (pair.target, pair.draft_model) if model is not None]
+    layers = [model.fused_layers for model in models]
+
+    def use(way: str) -> None:
+        executor, wanted = WAYS[pair.target.device.type][way]
+        for model, own in zip(models, layers, strict=True):
+            model.fused_layers = own if wanted else None
+            model.capture_rounds(executor)
+
+    return use
+
+
+def greedy(pair: Shoal, rows: int, prompt: int) -> list[Sequence[int]]:
+    """The first greedy tokens of rows with prompts of their own, decoded with drafts."""
+    prompts = _prompts(pair, rows, prompt)
+    result = pair.generate(prompts, 1, temperature=0.0, max_new_tokens=COMPARED, lookahead=LOOKAHEADS[-1], eos=())
+    return [sample.token_ids for output in result for sample in output.samples]
+
+
+def agreement(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> float:
+    """The share of tokens before the first difference of each row."""
+    same = sum(
+        next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
+        for a, b in zip(one, other, strict=True)
+    )
+    return same / sum(map(len, one))
+
+
+def _prompts(pair: Shoal, rows: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(pair.target.vocab_size, (length,), generator=generator).tolist() for _ in range(rows)]
+
+
 def started(pair: Shoal, lookahead: str, rows: int, prompt: int, tokens: int) -> Engine:
     """An engine whose rows all run, its passes built."""
     pair = imposing(pair, 0.8)
     assert pair.rule is not None
     engine = pair.engine(lookahead, pair.rule)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(rows):
-        ids = torch.randint(pair.target.vocab_size, (prompt,), generator=generator).tolist()
+    for ids in _prompts(pair, rows, prompt):
         engine.submit(Request(tuple(ids), 1, Sampling(temperature=0.8, seed=1), Limits(max_new_tokens=tokens)))
     for _ in range(WARM_UPS):
         engine.step()
     return engine
 
 
-def measured(pair: Shoal, lookahead: str, rows: int, prompt: int, rounds: int, bandwidth: float) -> tuple[Line, list[Line]]:
+def floor_seconds(pair: Shoal, drafts: int, tokens: float, bandwidth: float) -> float:
+    """Weights, keys and values of the target once, those of the drafter once per draft."""
+    target, drafter = Load.of(pair.target), None if pair.draft_model is None else Load.of(pair.draft_model)
+    assert target is not None
+    moved = target.weights + target.kv * tokens
+    if drafter is not None:
+        moved += drafts * (drafter.weights + drafter.kv * tokens)
+    return moved / bandwidth
+
+
+def measured(
+    pair: Shoal, way: str, lookahead: str, options: Any, bandwidth: float, trace: Path | None
+) -> tuple[Line, list[Line]]:
     """The line of a kind of round, and the lines of its kernels and gaps."""
-    device = pair.target.device
-    engine = started(pair, lookahead, rows, prompt, tokens=8 * (WARM_UPS + 2 * rounds + 2))
+    device, rounds, rows = pair.target.device, options.rounds, options.rows
+    engine = started(pair, lookahead, rows, options.prompt_tokens, tokens=8 * (WARM_UPS + 2 * rounds + 2))
     before, lengths = engine.stats.committed, sum(engine.target.cache.lengths[:rows])
     with timed(device) as watch:
         for _ in range(rounds):
@@ -99,47 +162,42 @@ def measured(pair: Shoal, lookahead: str, rows: int, prompt: int, rounds: int, b
     with profile(activities=[activity], acc_events=True) as profiler, timed(device):
         for _ in range(rounds):
             engine.step()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
     intervals = recorded(profiler.events(), device)
     union = busy_intervals(intervals)
     busy = sum(one.end - one.start for one in union) / rounds
     span = (union[-1].end - union[0].start) / rounds if union else 0.0
     copies = Counter(one.name for one in intervals if one.is_copy)
-    load = Load.of(pair.target)
-    assert load is not None
-    floor = (load.weights + load.kv * (lengths + rounds / 2 * committed)) / bandwidth
+    floor = floor_seconds(pair, int(lookahead.partition(":")[2] or 0), lengths + rounds / 2 * committed, bandwidth)
     failures = failures_of([pair.target, pair.draft_model])
     line = {
-        "lookahead": lookahead, "ms": 1000 * each, "ms per token": 1000 * each * rows / committed if committed else 0.0,
+        "way": way, "lookahead": lookahead, "ms": 1000 * each, "ms per token": 1000 * each * rows / committed if committed else 0.0,
         "busy ms": busy / 1000, "idle": 1 - busy / span if span else 1.0, "floor / time": floor / each,
         "kernels": sum(not one.is_copy for one in intervals) / rounds,
         "uploads": sum(n for name, n in copies.items() if "HtoD" in name) / rounds,
         "downloads": sum(n for name, n in copies.items() if "DtoH" in name) / rounds,
         "failure": "; ".join(failures) or "-",
     }  # fmt: skip
-    return line, [*_top(intervals, lookahead, rounds), *_longest(union, lookahead, rounds)]
+    name = f"{way}, {lookahead}"
+    return line, [*_top(intervals, name, rounds), *_longest(union, name, rounds)]
 
 
-def _top(intervals: Sequence[Interval], lookahead: str, rounds: int) -> list[Line]:
+def _top(intervals: Sequence[Interval], name: str, rounds: int) -> list[Line]:
     times: dict[str, list[float]] = defaultdict(list)
     for one in intervals:
         times[one.name].append(one.end - one.start)
     ranked = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
     return [
-        {
-            "lookahead": lookahead,
-            "kind": "kernel",
-            "name": name[:90],
-            "count": len(us) / rounds,
-            "us per round": sum(us) / rounds,
-        }
-        for name, us in ranked
+        {"round": name, "kind": "kernel", "name": kernel[:90], "count": len(us) / rounds, "us per round": sum(us) / rounds}
+        for kernel, us in ranked
     ]
 
 
-def _longest(union: Sequence[Interval], lookahead: str, rounds: int) -> list[Line]:
+def _longest(union: Sequence[Interval], name: str, rounds: int) -> list[Line]:
     return [
-        {"lookahead": lookahead, "kind": "gap", "name": name[:90], "count": 1 / rounds, "us per round": us / rounds}
-        for us, name in gaps(union)[:TOP]
+        {"round": name, "kind": "gap", "name": between[:90], "count": 1 / rounds, "us per round": us / rounds}
+        for us, between in gaps(union)[:TOP]
     ]
 
 
@@ -149,14 +207,25 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--ways", help="WAY,...: of captured, Triton layers, captured modules, modules (default: all)")
     options = parser.parse_args()
     device = device_or_exit(options.device)
     pair = shaped_pair(options.shape, dtype="auto", device=options.device, max_batch=options.rows)
     bandwidth, lines, details = ceilings(device, pair.target.dtype).bytes, [], []
-    for lookahead in ("off", "fixed:6"):
-        line, detail = measured(pair, lookahead, options.rows, options.prompt_tokens, options.rounds, bandwidth)
-        lines.append(line)
-        details += detail
+    if options.results:
+        options.results.mkdir(parents=True, exist_ok=True)
+    use, first = switch(pair), None
+    for way in options.ways.split(",") if options.ways else WAYS[device.type]:
+        use(way)
+        tokens = greedy(pair, options.rows, options.prompt_tokens)
+        first = first or tokens
+        for lookahead in LOOKAHEADS:
+            trace = (
+                options.results and options.results / f"{way.replace(' ', '-')}-{lookahead.replace(':', '-')}-trace.json.gz"
+            )
+            line, detail = measured(pair, way, lookahead, options, bandwidth, trace)
+            lines.append({**line, "greedy as the first way": agreement(first, tokens)})
+            details += detail
     title = f"a round of {options.rows} rows, {pair.target.name}, {pair.target.dtype}, acceptance 0.8 imposed"
     deliver("kernels and gaps of these rounds", list(details[0]), details, device, options.results, "kernels")
     deliver(title, list(lines[0]), lines, device, options.results, "rounds")

@@ -1,18 +1,19 @@
 """Checks the kernels on this machine's GPU, then measures, and ends with a table: target, measured, verdict.
 
-Takes less than nine minutes on an H100 or H200, with --quick (correctness, and decoding at 8 rows) less than three. Uses the Python
-that runs it, installs nothing and needs no network. Every stage has a time limit; one that fails or is stopped does not keep the
-next ones from running. Where correctness was not shown, the figures are marked.
+With --quick: correctness, and rounds of 8 rows; with --stages those that are named, so that a machine that is lent for minutes does
+a part in one command. Uses the Python that runs it, installs nothing and needs no network. Every stage has a time limit; one that
+fails or is stopped does not keep the next ones from running. Where correctness was not shown, the figures are marked.
 
-Writes three files, DATE-DEVICE-gpu.json, .md and .log, into $RESULTS (default: benchmarks/results; where that may not be, because
-the tree is no committed state, into a temporary folder). Exit codes: 0 all stages passed, 1 not all, 3 no CUDA device, 4 packages
-are missing.
+Writes three files, DATE-DEVICE-gpu.json, .md and .log, rewritten after each stage, and traces of rounds, into $RESULTS (default:
+benchmarks/results; where that may not be, because the tree is no commit, into a temporary folder). Exit codes: 0 all stages
+passed, 1 not all, 3 no CUDA device, 4 packages are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -29,8 +30,8 @@ ROOT = HERE.parents[1]
 NO_PACKAGES = 4
 PYTHON = sys.executable
 TESTS = ("pytest", "hypothesis")
-SECONDS, QUICK_SECONDS = 535.0, 175.0
-"""For all stages; starting and writing take the rest of nine minutes, or three."""
+SECONDS, QUICK_SECONDS = 740.0, 390.0
+"""The most for all stages; starting and writing come on top."""
 SHOWN = 40
 """Last lines of a stage's output that the run itself shows; the log has all."""
 
@@ -70,6 +71,7 @@ def stages(device: str) -> list[Stage]:
         for name in ("fused_cases.py", "layers_cases.py", "layer_models_cases.py", "steps_cases.py")
     ]
     return [
+        Stage("check", "the device, and whether anything can be captured", 40, _script("check", device), True, True),
         Stage(
             "kernels", "the kernels against float64", 85, _pytest(*kernels, *few), True, True, (*TESTS, "triton"), variables
         ),
@@ -78,21 +80,34 @@ def stages(device: str) -> list[Stage]:
             _pytest(str(ROOT / "tests" / "gpu" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2"))),
             True, True, TESTS, variables,
         ),
-        Stage("identity", "greedy tokens of whole runs", 30, _script("identity", device), True, True),
-        Stage("attention", "attention of one layer alone", 40, _script("attention", device)),
-        Stage("passes", "passes against the floor", 80, _script("passes", device, "--shape", on["shape"], *contexts)),
+        Stage("identity", "greedy tokens of whole runs", 75, _script("identity", device), True, True),
+        Stage(
+            "rounds", "rounds in four ways under the profiler", 90,
+            _script("rounds", device, "--shape", on["shape"], *(() if gpu else ("--rounds", "2"))), quick=True,
+        ),
+        Stage("attention", "attention of one layer at real shapes", 60, _script("attention", device)),
+        Stage("products", "products and small kernels at real shapes", 75, _script("products", device)),
+        Stage("passes", "passes against the floor", 60, _script("passes", device, "--shape", on["shape"], *contexts)),
         *(
-            Stage(
-                f"bench-{batch}", f"speculative against plain decoding, batch {batch}", limit,
-                _bench(batch, on, tokens, repeats), quick=batch == 8,
-            )
+            Stage(f"bench-{batch}", f"speculative against plain decoding, batch {batch}", limit, _bench(batch, on, tokens, repeats))
             for batch, limit in ((8, 75), (1, 55), (32, 60))
         ),
-        Stage(
-            "profile", "a plain and a speculative round under the profiler", 45,
-            _script("rounds", device, "--shape", on["shape"], *(() if gpu else ("--rounds", "2"))),
-        ),
     ]  # fmt: skip
+
+
+def chosen(every: Sequence[Stage], names: str | None, quick: bool) -> list[Stage]:
+    """The stages of a run, in their order.
+
+    Raises:
+        SystemExit: a name is none of theirs.
+    """
+    if names is None:
+        return [stage for stage in every if stage.quick or not quick]
+    wanted = names.split(",")
+    unknown = set(wanted) - {stage.name for stage in every}
+    if unknown:
+        raise SystemExit(f"benchmarks/gpu/run.sh: no stage {', '.join(sorted(unknown))}: {', '.join(s.name for s in every)}")
+    return [stage for stage in every if stage.name in wanted]
 
 
 def require_packages() -> list[str]:
@@ -147,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="correctness, and decoding at 8 rows")
     parser.add_argument("--device", default="cuda", help="cpu tries the stages out on tiny shapes (default: cuda)")
+    parser.add_argument("--stages", help="NAME,...: only these stages (default: all)")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     missing = require_packages()
@@ -160,11 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = {**machine(torch.device(options.device)), "trial": options.device == "cpu"}
     place = place_for_results(os.environ.get("RESULTS"))
     print(f"{where['device']}, torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}")
-    chosen = [stage for stage in stages(options.device) if stage.quick or not options.quick]
+    selected = chosen(stages(options.device), options.stages, options.quick)
     outcomes, page = [], ""
     with tempfile.TemporaryDirectory(prefix="shoal-stages-") as folder:
-        for outcome in run(chosen, Path(folder), missing, seconds=QUICK_SECONDS if options.quick else SECONDS):
+        for outcome in run(selected, Path(folder), missing, seconds=QUICK_SECONDS if options.quick else SECONDS):
             outcomes.append(outcome)
+            for trace in Path(folder, outcome.stage.name).glob("*-trace.json.gz"):
+                shutil.copy(trace, place)
             print("\n".join(outcome.output.splitlines()[-SHOWN:]))
             print(f"   {outcome.stage.name}: {outcome.result}, {outcome.seconds:.0f} s", flush=True)
             page = write(outcomes, where, place)

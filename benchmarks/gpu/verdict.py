@@ -104,7 +104,7 @@ def _pass(context: str) -> Callable[[Reports], float | None]:
 
 def _round(lookahead: str, name: str) -> Callable[[Reports], float | None]:
     def figure(reports: Reports) -> float | None:
-        found = [line[name] for line in _lines(reports, "profile", lookahead=lookahead) if name in line]
+        found = [line[name] for line in _lines(reports, "rounds", way="captured", lookahead=lookahead) if name in line]
         return found[0] if found else None
 
     return figure

@@ -26,7 +26,20 @@ from shoal.bench.shapes import shaped_pair
 from shoal.models import loading
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-MODULES = ("attention", "common", "host", "identity", "passes", "requirements", "rounds", "run", "stages", "verdict")
+MODULES = (
+    "attention",
+    "check",
+    "common",
+    "host",
+    "identity",
+    "passes",
+    "products",
+    "requirements",
+    "rounds",
+    "run",
+    "stages",
+    "verdict",
+)
 CPU = torch.device("cpu")
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -76,7 +89,7 @@ def test_the_run_is_refused_without_a_device() -> None:
 
 
 @needs_no_cuda
-@pytest.mark.parametrize("script", ["attention", "identity", "passes", "rounds"], indirect=True)
+@pytest.mark.parametrize("script", ["attention", "check", "identity", "passes", "products", "rounds"], indirect=True)
 def test_a_script_is_refused_without_a_device(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["script.py"])
     with pytest.raises(SystemExit) as ended:
@@ -203,13 +216,17 @@ def test_a_stage_at_its_limit_may_deliver_and_is_then_killed_with_all_that_it_st
 @pytest.mark.parametrize("script", ["run"], indirect=True)
 def test_the_stages_fit_their_time(script: Any) -> None:
     every = script.stages("cuda")
-    assert sum(stage.limit for stage in every) <= 9 * 60 - 10
-    assert script.SECONDS <= 9 * 60 - 5
-    assert script.QUICK_SECONDS <= 3 * 60 - 5
+    quick = script.chosen(every, None, quick=True)
+    assert sum(stage.limit for stage in every) <= script.SECONDS
+    assert sum(stage.limit for stage in quick) <= script.QUICK_SECONDS <= 600  # one command of a lent machine
+    proofs = ["check", "kernels", "captured", "identity"]
     names = [stage.name for stage in every]
-    assert [stage.name for stage in every if stage.proves] == names[:3] == ["kernels", "captured", "identity"]
+    assert [stage.name for stage in every if stage.proves] == names[:4] == proofs
     assert [name for name in names if name.startswith("bench")] == ["bench-8", "bench-1", "bench-32"]
-    assert [stage.name for stage in every if stage.quick] == ["kernels", "captured", "identity", "bench-8"]
+    assert [stage.name for stage in quick] == [*proofs, "rounds"]
+    assert script.chosen(every, "rounds,check", quick=False) == [every[0], every[4]]
+    with pytest.raises(SystemExit, match="no stage speed: check, kernels"):
+        script.chosen(every, "check,speed", quick=False)
     for stage in every:  # what it runs is there
         files = [part for part in stage.command if part.endswith(".py")]
         assert all(Path(file).exists() for file in files)
@@ -281,11 +298,13 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
         return stages.Outcome(stages.Stage(name, name, 1.0, (), proves=proves), result, 1.0, reports, "")
 
     rounds = [
-        {"lookahead": "off", "floor / time": 0.9, "idle": 0.01},
-        {"lookahead": "fixed:6", "floor / time": 0.3, "idle": 0.2, "uploads": 1.0, "downloads": 3.0},
+        {"way": "modules", "lookahead": "off", "floor / time": 0.1, "idle": 0.5},
+        {"way": "captured", "lookahead": "off", "floor / time": 0.9, "idle": 0.01},
+        {"way": "captured", "lookahead": "fixed:6", "floor / time": 0.3, "idle": 0.2, "uploads": 1.0, "downloads": 3.0},
     ]
     outcomes = [
-        outcome("kernels", proves=True), outcome("profile", {"lines": [{"kind": "gap", "lookahead": "off"}]}, {"lines": rounds}),
+        outcome("kernels", proves=True),
+        outcome("rounds", {"lines": [{"kind": "gap", "round": "captured, off"}]}, {"lines": rounds}),
         outcome("bench-8", bench(8, off=1000.0, hf=800.0, **{"fixed:6": 2500.0, "auto": 4000.0})),
         outcome("passes", {"lines": [{"context": "short", "new tokens": 1, "attention": "fused", "executor": "Triton layers"}]}),
         outcome("bench-1", bench(1, off=100.0, hf=180.0, auto=160.0)),
@@ -328,8 +347,42 @@ def test_attention_is_timed_and_checked(script: Any, monkeypatch: pytest.MonkeyP
     assert script.read_bytes(inputs) == (32 + 42 - 20) * 2 * (16 + 16) * 4  # lengths 30 + 2 and 40 + 2, 20 of them once
 
     monkeypatch.setitem(script.METHODS, "fused", lambda inputs: 1.001 * script.METHODS["pad"](inputs))
-    lines = script.measured(shape, ["pad", "fused"], CPU, bandwidth=1e9)
-    assert [line["verified"] for line in lines] == [True, False]
+    lines = script.measured(script.SHAPES["cpu"][0], ["pad", "fused", "varlen"], CPU, bandwidth=1e9)
+    assert [line["verified"] for line in lines] == [True, False, True]
+    assert lines[2]["microseconds"] == "-"  # FlashAttention is refused on a CPU, which ends nothing
+
+
+@pytest.mark.parametrize("script", ["check"], indirect=True)
+def test_a_replay_that_differs_ends_the_check(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run_script(script, monkeypatch, tmp_path) == 0
+    first: list[torch.Tensor] = []
+
+    def stuck(device: torch.device) -> Any:
+        def build(run: Any) -> Any:
+            first[:] = [run()]
+            return lambda: first[0]
+
+        return build
+
+    monkeypatch.setitem(script.EXECUTORS, "eager", stuck)
+    assert run_script(script, monkeypatch, tmp_path) == 1
+    assert lines_in(tmp_path, "check")[0]["replayed product"].startswith("differs by ")
+
+
+@pytest.mark.parametrize("script", ["products"], indirect=True)
+def test_products_are_checked_and_timed(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run_script(script, monkeypatch, tmp_path, "--repeats", "1") == 0
+    lines = lines_in(tmp_path, "products")
+    assert {line["tokens"] for line in lines} == {8, 56}
+    assert {line["operation"] for line in lines if line["error"] != "-"} == {
+        "small, float32",
+        "inverse_transform of 600, torch",
+        "exponential_race of 600, torch",
+    }
+    wrong = script.Operation("wrong", [lambda: torch.ones(2)], torch.zeros(2).double() + 1.1, 8.0)
+    assert script.line_of(wrong, CPU, 1, 1e9, 1)["verified"] is False
+    refused = script.Operation("refused", [lambda: torch.ones(2) @ torch.ones(3)], None, 8.0)
+    assert script.line_of(refused, CPU, 1, 1e9, 1)["microseconds"] == "-"
 
 
 def run_script(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> int:
@@ -407,10 +460,14 @@ def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     options = ["--shape", "tiny", "--rows", "2", "--rounds", "2", "--prompt-tokens", "9"]
     assert run_script(script, monkeypatch, tmp_path, *options) == 0
     lines = lines_in(tmp_path, "rounds")
-    assert [line["lookahead"] for line in lines] == ["off", "fixed:6"]
+    ways = ["captured modules", "modules"]
+    assert [(line["way"], line["lookahead"]) for line in lines] == [(way, k) for way in ways for k in ("off", "fixed:6")]
     assert all(line["ms"] > 0 and 0 < line["idle"] < 1 and line["kernels"] > 10 for line in lines)
+    assert all(line["greedy as the first way"] == 1 for line in lines)
     assert lines[1]["kernels"] > lines[0]["kernels"]
     assert {line["kind"] for line in lines_in(tmp_path, "kernels")} == {"kernel", "gap"}
+    assert len(list(tmp_path.glob("*-trace.json.gz"))) == 4
+    assert script.agreement([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 6]]) == 4 / 6
 
 
 @pytest.mark.parametrize("script", ["host"], indirect=True)

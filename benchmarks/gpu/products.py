@@ -1,0 +1,213 @@
+"""The products and small kernels of a pass at the shapes of real models: error against float64, time, share of a copy's bandwidth.
+
+A line is one operation at a number of tokens. Times are of a CUDA graph that launches it over several sets of weights in turn, so
+that none is found in the cache of the GPU, divided by their number: the gaps between kernels of a graph are part of it. The error
+is ||found - right|| / ||right||.
+
+Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/products.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common import arguments, deliver, device_or_exit
+from shoal.bench.roofline import ceilings
+from shoal.models.compiled.executors import EXECUTORS
+from shoal.sampling import drawing
+from shoal.sampling.uniforms import BUCKETS
+
+TOKENS = (8, 56)
+"""Plain decoding of eight rows, and verifying six drafts of each."""
+PRODUCTS = {
+    "cuda": {
+        "qkv of 7.8B": (4096, 12288), "out of 7.8B": (4096, 4096), "gate and up of 7.8B": (4096, 27648),
+        "down of 7.8B": (13824, 4096), "head of 7.8B": (4096, 51200), "qkv of 310M": (2048, 6144), "out of 310M": (2048, 2048),
+        "gate and up of 310M": (2048, 11264), "down of 310M": (5632, 2048), "head of 310M": (2048, 51200),
+        "head of Llama 3 8B": (4096, 128256),
+    },
+    "cpu": {"small": (48, 96)},
+}  # fmt: skip
+VOCABULARIES = {"cuda": (51200, 151936), "cpu": (600,)}
+CACHE = 256 << 20
+"""Bytes of the sets of weights together, several times the cache of a GPU."""
+MOST_SETS = 16
+LIMIT = 1e-2
+"""The largest error that rounding in 16 bit explains."""
+Call = Callable[[], Tensor]
+Line = dict[str, Any]
+
+
+class Operation(NamedTuple):
+    """An operation over several sets of weights.
+
+    Attributes:
+        name: for the table.
+        calls: one per set.
+        right: what the first should give, in float64; None: it has no right value of its own.
+        bytes: that one call must move.
+    """
+
+    name: str
+    calls: Sequence[Call]
+    right: Tensor | None
+    bytes: float
+
+
+def microseconds(calls: Sequence[Call], device: torch.device, repeats: int) -> float:
+    """The median time of a call among the others, in a graph on CUDA."""
+    run = EXECUTORS["graphed" if device.type == "cuda" else "eager"](device)(lambda: [call() for call in calls])
+    taken = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            taken.append(1000 * begin.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            run()
+            taken.append(1e6 * (time.perf_counter() - started))
+    return median(taken) / len(calls)
+
+
+def sets_of(size: int) -> int:
+    return max(2, min(MOST_SETS, -(-CACHE // size)))
+
+
+def products(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Operation]:
+    """Matrices in the model's format, and on CUDA in bytes by the kernel."""
+    for name, (inputs, outputs) in PRODUCTS[device.type].items():
+        x = torch.randn(tokens, inputs, device=device, dtype=dtype)
+        weights = [
+            torch.randn(outputs, inputs, device=device, dtype=dtype) / inputs**0.5
+            for _ in range(sets_of(outputs * inputs * dtype.itemsize))
+        ]
+        right = x.double() @ weights[0].double().t()
+        moved = (weights[0].numel() + x.numel() + tokens * outputs) * dtype.itemsize
+        yield Operation(
+            f"{name}, {str(dtype).removeprefix('torch.')}", [partial(F.linear, x, w) for w in weights], right, moved
+        )
+        if device.type == "cuda":
+            yield from bytes_of(name, x, weights)
+
+
+def bytes_of(name: str, x: Tensor, weights: Sequence[Tensor]) -> Iterator[Operation]:
+    """The product kernel over weights of one byte, and torch's product of fp8 with rounded activations beside it."""
+    from shoal.models.layers.eight_bit import product
+
+    scales = torch.full((len(weights[0]),), 1 / 448, device=x.device)
+    moved = weights[0].numel() + (x.numel() + len(x) * len(weights[0])) * x.element_size()
+    for form in (torch.int8, torch.float8_e4m3fn):
+        # twice as many sets, as they are half as large
+        small = [(weight.float() * 100).to(form) for weight in weights for _ in range(2)]
+        right = x.double() @ (small[0].double() * scales.double()[:, None]).t()
+        yield Operation(
+            f"{name}, {str(form).removeprefix('torch.')}",
+            [partial(product, x, w, scales, None) for w in small],
+            right,
+            moved,
+        )
+        if form is torch.float8_e4m3fn:
+            rounded = partial(_rounded_product, x, scales)
+            yield Operation(f"{name}, fp8 by torch", [partial(rounded, w) for w in small], None, moved)
+
+
+def _rounded_product(x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """torch's product of fp8: the activations are rounded to it, too."""
+    one = torch.ones(len(x), 1, device=x.device)
+    return torch._scaled_mm(x.to(weight.dtype), weight.t(), scale_a=one, scale_b=scales[None, :], out_dtype=x.dtype)
+
+
+def small_kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Operation]:
+    """What stands between the products of a layer of 7.8B, and the draws of a step."""
+    if device.type == "cuda":
+        from shoal.models.layers.operations import add_norm, silu_mul
+        from shoal.models.lean.decoder import Norm
+
+        norm = Norm(torch.randn(4096, device=device, dtype=dtype), 1e-6)
+        x, other = torch.randn(2, tokens, 4096, device=device, dtype=dtype)
+        wide = x.double()
+        right = wide / (wide.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+        yield Operation("norm of 4096", [lambda: add_norm(x, None, norm)] * MOST_SETS, right, 2 * x.nbytes)
+        yield Operation("norm and sum of 4096", [lambda: add_norm(x.clone(), other, norm)] * MOST_SETS, None, 6 * x.nbytes)
+        both = torch.randn(tokens, 2 * 13824, device=device, dtype=dtype)
+        gate, up = both.double().chunk(2, dim=1)
+        yield Operation("silu and product", [lambda: silu_mul(both)] * MOST_SETS, F.silu(gate) * up, 1.5 * both.nbytes)
+    for vocabulary in VOCABULARIES[device.type]:
+        logits = torch.randn(tokens, vocabulary, device=device, dtype=dtype)
+        yield Operation(
+            f"softmax of {vocabulary}",
+            [partial(torch.softmax, logits, -1, torch.float32)] * 4,
+            None,
+            logits.nbytes + 4 * logits.numel(),
+        )
+        weights = logits.float().softmax(-1)
+        uniforms = torch.rand(tokens, 1 + BUCKETS, device=device, dtype=torch.float64)
+        for draw in (drawing.inverse_transform, drawing.exponential_race):
+            yield from draws(draw, weights, uniforms if draw is drawing.exponential_race else uniforms[:, :1].contiguous())
+
+
+def draws(draw: Any, weights: Tensor, uniforms: Tensor) -> Iterator[Operation]:
+    """A draw by the operations of torch, and by the kernels where they run."""
+    from shoal.models.layers.drawing import on_device
+
+    right, name = draw(weights, uniforms).double(), f"{draw.__name__} of {weights.shape[1]}"
+    made = on_device(draw, weights)
+    if made is not draw:
+        yield Operation(f"{name}, kernels", [lambda: made(weights, uniforms)] * 4, right, weights.nbytes)
+    yield Operation(f"{name}, torch", [lambda: draw(weights, uniforms)] * 4, right, weights.nbytes)
+
+
+def line_of(operation: Operation, device: torch.device, tokens: int, bandwidth: float, repeats: int) -> Line:
+    """An operation that fails is told, and does not keep the next from running."""
+    line: Line = {"operation": operation.name, "tokens": tokens}
+    try:
+        found = operation.calls[0]().double()
+        right = operation.right
+        error = None if right is None else float((found - right).norm() / right.norm().clamp(min=1e-12))
+        taken = microseconds(operation.calls, device, repeats)
+    except Exception as failure:  # a shape that a library refuses
+        return {
+            **line,
+            "microseconds": "-",
+            "of bandwidth": "-",
+            "error": str(failure).partition("\n")[0][:60],
+            "verified": False,
+        }
+    return {
+        **line, "microseconds": taken, "of bandwidth": operation.bytes / (taken / 1e6) / bandwidth,
+        "error": "-" if error is None else error, "verified": "-" if error is None else error <= LIMIT,
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    device = device_or_exit(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bandwidth, lines = ceilings(device, dtype).bytes, []
+    for tokens in TOKENS:
+        for make in (products, small_kernels):
+            lines += [
+                line_of(operation, device, tokens, bandwidth, options.repeats) for operation in make(device, dtype, tokens)
+            ]
+    title = f"products and small kernels, {dtype}; a copy moves {bandwidth / 1e9:.0f} GB/s"
+    deliver(title, list(lines[0]), lines, device, options.results, "products")
+    raise SystemExit(0 if all(line["verified"] in (True, "-") for line in lines) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from fused_launches import of_a_round
 from pretend import Pretend, moved
+from recorder import Recorder
 from shoal.bench.shapes import SHAPES, Shape
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
@@ -82,7 +83,7 @@ def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int) -> Budge
 def crossings(lookahead: Any, drafts: int) -> Counter[str]:
     """What a round asks of the host."""
     device = Pretend()
-    before, EXECUTORS["graphed"] = EXECUTORS["graphed"], device.executor
+    before, EXECUTORS["graphed"] = EXECUTORS["graphed"], Recorder.on(device)
     try:
         with device:
             runners = [_runner(seed) for seed in (0, 1)]

@@ -18,6 +18,7 @@ import torch
 
 import pretend
 from captured_models import ARCHITECTURES, DEVICE, PRETENDED, STATIC, on_device
+from recorder import Recorder
 from shoal.api import Shoal
 from shoal.models import loading
 from shoal.models.attention import fused, methods
@@ -42,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
         return
     with torch.inference_mode(), pretend.Pretend() as made:
-        monkeypatch.setitem(EXECUTORS, "graphed", made.executor)
+        monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(made))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 33, 1 << 34))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         monkeypatch.setattr(fused, "available", lambda query: False)

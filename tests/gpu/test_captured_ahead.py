@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from captured_models import FakeGraphs, K, hf, ids, pair, runner
+from captured_models import K, hf, ids, pair, runner
 from policies import Confident
+from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
 from shoal.engine.engine import Engine
@@ -38,7 +39,7 @@ LOOKAHEADS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
 
 
 def engine(lookahead: Any, **options: Any) -> Engine:

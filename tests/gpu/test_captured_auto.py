@@ -18,9 +18,10 @@ import torch
 from by_pairs import by_pairs
 from captured_device import runner as runner_on
 from captured_device import waits
-from captured_models import FakeGraphs, hf, runner
+from captured_models import hf, runner
 from policies import LIMIT, Confident, with_known_costs
 from pretend import Pretend
+from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
 from shoal.drafting.captured import RECENT, CapturedRounds
@@ -116,7 +117,7 @@ def rounds_run(made: Engine) -> int:
 def test_tokens_counts_and_questions_are_those_of_the_stages(
     rule: str, settings: str, few: int, ragged: bool, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
 ) -> None:  # fmt: skip
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     monkeypatch.setattr(captured_kinds, "AT_ONCE", 0 if ragged else captured_kinds.AT_ONCE)  # 0: built within rounds
     least = SETTINGS[settings][1]
     ours, theirs, controllers = compared(rule, settings, "graphed", stages, lambda: Confident(least, ragged, few))
@@ -132,7 +133,7 @@ def test_auto_decides_what_it_decides_by_stages(
     rule: str, executor: str, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
 ) -> None:
     """With costs that stay what they are: trials, plans, drafts that end by confidence."""
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     ours, _, controllers = compared(rule, "sampled", executor, stages, with_known_costs)
     assert rounds_run(ours) == ours.stats.rounds
     assert ours.stats.accepted > 10
@@ -207,7 +208,7 @@ def test_what_is_wrong_is_found(sabotage: str, monkeypatch: pytest.MonkeyPatch, 
     owner, name, wrong = SABOTAGES[sabotage]
     monkeypatch.setattr(captured_kinds, "AT_ONCE", 0)  # functions are built within rounds
     monkeypatch.setattr(owner, name, wrong)
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     with warnings.catch_warnings(), pytest.raises((AssertionError, IndexError)):  # noqa: PT012
         warnings.simplefilter("ignore")
         ours, _, controllers = compared("rejection", "sampled", "graphed", stages)
@@ -221,7 +222,7 @@ def test_what_is_wrong_is_found(sabotage: str, monkeypatch: pytest.MonkeyPatch, 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     pretend = Pretend()
-    monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(pretend))
     return pretend
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from captured_models import FakeGraphs, hf, runner
+from captured_models import hf, runner
 from policies import Confident
+from recorder import Recorder
 from shoal.bench.imposed import Imposed
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
@@ -61,7 +62,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], Settings, Settings]] = {
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay runs the function that was captured, with its settings."""
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     monkeypatch.setattr(captured_kinds, "STEADY", 1)  # no longer round serves a shorter one
 
 

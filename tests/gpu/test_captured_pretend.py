@@ -19,6 +19,7 @@ import torch
 
 from captured_device import MODELS, device, engine, waits
 from pretend import DEVICE, InCapture, Mixed, Pretend, moved
+from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
@@ -115,7 +116,7 @@ def test_launches_of_a_captured_round(
 
     def launches(target: int, drafter: int) -> int:
         pretend = Pretend()
-        monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+        monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(pretend))
         monkeypatch.setitem(MODELS, "target", (0, target))
         monkeypatch.setitem(MODELS, "drafter", (1, drafter))
         return of_a_round(k, rule, pretend, SETTINGS[settings])["captured"]
@@ -190,8 +191,8 @@ def test_a_host_read_in_a_captured_step_is_found(device: Pretend, monkeypatch: p
         tokens(made)
     target = runners_of(made)[0].captures
     assert target is not None
-    assert "read by aten._local_scalar_dense" in target.failures[0]
-    assert [str(one.message) for one in seen if "read by aten._local_scalar_dense" in str(one.message)]
+    assert "read by aten.is_nonzero" in target.failures[0]
+    assert [str(one.message) for one in seen if "read by aten.is_nonzero" in str(one.message)]
 
 
 def test_a_device_that_is_lost_ends_the_run_with_its_own_error(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from by_pairs import by_pairs
-from captured_models import FakeGraphs, K, decode, hf, ids, pair, rows_of, runner
+from captured_models import K, decode, hf, ids, pair, rows_of, runner
+from recorder import Recorder
 from shoal.api import Shoal
 from shoal.bench.imposed import Imposed
 from shoal.config import Limits, Sampling
@@ -87,7 +88,7 @@ SETTINGS: dict[str, list[Sampling]] = {
 def test_tokens_and_counts_are_those_of_the_stages(
     rule: Rule, settings: str, lookahead: Any, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
 ) -> None:
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     made = lambda: lookahead() if lookahead is Ragged else lookahead  # noqa: E731
     engine, found = tokens_of(rule, SETTINGS[settings], "graphed", made())
     stages()
@@ -125,7 +126,7 @@ def test_an_imposed_rate_is_kept_by_captured_rounds(stages: Callable[[], None]) 
 
 
 def test_rounds_outlive_an_engine_and_end_with_either_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     made = pair("graphed", draft_seed=1)
     assert made.draft_model is not None
     target, draft = made.target.captures, made.draft_model.captures
@@ -144,7 +145,7 @@ def test_rounds_outlive_an_engine_and_end_with_either_cache(monkeypatch: pytest.
 
 def test_few_rounds_are_captured_for_a_batch_that_ends_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture takes as long as many rounds: rows that end, and ask for fewer drafts at their ends, find one that serves them."""
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     models_ = runner(hf(), "graphed"), runner(hf(seed=1, layers=1), "graphed")
     made = engine_of(*models_, Fixed(K), rule=Rejection(), max_batch=8)
     for i in range(8):
@@ -160,7 +161,7 @@ def test_few_rounds_are_captured_for_a_batch_that_ends_row_by_row(monkeypatch: p
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_draft_length_that_stays_is_captured_even_where_a_longer_one_is(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     target, draft = runner(hf(), "graphed"), runner(hf(seed=1, layers=1), "graphed")
     rows_of(engine_of(target, draft, Fixed(K), max_batch=8), SETTINGS["sampled"])
     gc.collect()
@@ -230,7 +231,7 @@ def test_rounds_look_at_more_candidates_where_there_are_too_few(
 ) -> None:
     """A round in which 4 candidates are too few is left to the stages, and the next looks at 16, and so on. What the drafter's
     candidates leave out costs acceptance and no exactness: drafts of another q are rejected more often."""
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     monkeypatch.setattr(drafting, "first_candidates", lambda _: 4)
     samplings = [Sampling(seed=i, **cut) for i in range(3)] + [Sampling(temperature=0.0, **cut)]
     made, found = flat(k, rule, samplings)
@@ -246,7 +247,7 @@ def test_rounds_look_at_more_candidates_where_there_are_too_few(
 
 def test_what_too_few_candidates_say_is_noticed(monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]) -> None:
     """Negative control: rounds that go on with what the candidates hold."""
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
     monkeypatch.setattr(drafting, "first_candidates", lambda _: 4)
     monkeypatch.setattr(truncation, "_lowest", lambda kept: torch.full_like(kept[:, 0], torch.inf))
     samplings = [Sampling(seed=i, top_p=0.9) for i in range(3)]

@@ -25,7 +25,6 @@ from captured_models import (
     CPU,
     NEW,
     PROMPTS,
-    FakeGraphs,
     K,
     decode,
     hf,
@@ -34,6 +33,7 @@ from captured_models import (
     rows_of,
     runner,
 )
+from recorder import Recorder
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured_kinds import RoundKinds
@@ -243,8 +243,8 @@ def test_the_model_is_its_owners_between_passes() -> None:
 
 @pytest.fixture
 def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
-    monkeypatch.setattr(FakeGraphs, "log", [])
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
+    monkeypatch.setattr(Recorder, "log", [])
 
 
 @pytest.mark.usefixtures("_graphs")
@@ -257,8 +257,8 @@ def test_a_function_is_captured_once_and_replayed_after() -> None:
     assert target is not None
     (generation,) = target._of.values()
     functions = sum(len(one.built) for one in generation.rounds.values())
-    assert FakeGraphs.log.count("capture") == functions
-    assert FakeGraphs.log.count("replay") > 3 * functions
+    assert Recorder.log.count("capture") == functions
+    assert Recorder.log.count("replay") > 3 * functions
 
 
 @pytest.mark.usefixtures("_graphs")
@@ -472,27 +472,10 @@ def test_another_capture_of_a_failed_kind_is_noticed(monkeypatch: pytest.MonkeyP
     assert len(told) > 1
 
 
-class Graph:
-    """Stands in for a replay of a graph: computes as the model was when it was captured, and never looks at it."""
-
-    def __call__(self, device: torch.device) -> Executor:
-        def execute(run: Run) -> Run:
-            run()
-
-            def replay() -> Any:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("shoal.models.bridge.Bridge.require_same_weights", lambda self: None)
-                    return run()
-
-            return replay
-
-        return execute
-
-
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_replaced_weights_end_captured_rounds(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay reads the tensors that it was captured with, and never runs Python that could look."""
-    monkeypatch.setitem(EXECUTORS, "graph", Graph())
+    monkeypatch.setitem(EXECUTORS, "graph", Recorder)
     models = [copy.deepcopy(hf()), copy.deepcopy(hf(seed=1, layers=1))]
     made = Shoal(*(runner(model, "graph") for model in models), max_batch=6)
     decode(made)

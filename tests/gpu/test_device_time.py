@@ -14,6 +14,7 @@ import torch
 from captured_device import engine
 from policies import Confident
 from pretend import Pretend
+from recorder import Recorder
 from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.models import device_time
@@ -33,6 +34,9 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self.stream = stream
+        self._device.after(self._note)
+
+    def _note(self) -> None:
         self.at = self._device.counts["launch"] + self._device.counts["captured"]
 
     def elapsed_time(self, other: Event) -> float:
@@ -45,7 +49,7 @@ class Event:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     pretend = Pretend()
-    monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(pretend))
     monkeypatch.setattr(device_time, "event_for", lambda _: Event(pretend))
     return pretend
 

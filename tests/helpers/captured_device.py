@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pretend import Pretend, moved
+from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
@@ -25,7 +26,7 @@ MODELS = {"target": (0, 2), "drafter": (1, 1)}
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     pretend = Pretend()
-    monkeypatch.setitem(EXECUTORS, "graphed", pretend.executor)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(pretend))
     return pretend
 
 

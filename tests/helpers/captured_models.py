@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import pretend
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.models import loading
-from shoal.models.compiled.executors import Run
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
 from shoal.types.requests import Request
@@ -69,29 +67,3 @@ def rows_of(engine: Engine, samplings: Sequence[Sampling]) -> list[list[int]]:
     while engine.step():
         pass
     return [row.tokens for row in rows]
-
-
-class FakeGraphs:
-    """Captures by remembering; a replay runs the function again and writes the result over the last one, as a graph does."""
-
-    log: ClassVar[list[str]] = []
-
-    def __init__(self, device: torch.device) -> None:
-        self.generation = object()
-
-    def __call__(self, run: Run) -> Run:
-        run()
-        self.log.append("capture")
-        result = run()
-
-        def replay() -> Any:
-            self.log.append("replay")
-            for old, new in zip(_tensors(result), _tensors(run()), strict=True):
-                old.copy_(new)
-            return result
-
-        return replay
-
-
-def _tensors(result: Any) -> Sequence[Tensor]:
-    return [result] if isinstance(result, Tensor) else result

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretend import WHOLE, _free
+from pretend import WHOLE, is_free
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured
 from shoal.models import loading
@@ -56,7 +56,7 @@ class Launches(TorchDispatchMode):
         result, name = function(*args, **kwargs), function._schema.name.split("::")[1]
         if name.startswith(("empty", "new_empty")):
             result.zero_()
-        elif not _free(function) and name not in CONSTANTS:
+        elif not is_free(function) and name not in CONSTANTS:
             self.names[name] += 1
         return result
 

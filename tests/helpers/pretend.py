@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("cuda:0")
 aten = torch.ops.aten
-READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+READS = {aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_nonzero.default}
 """Give a value to the host."""
 SIZES = {aten.nonzero.default, aten.unique_consecutive.default, aten._unique2.default, aten.masked_select.default}
 """Have a result whose size the host must wait for."""
@@ -95,6 +95,9 @@ class Pretend(TorchDispatchMode):
             function), "replay" (of such a function).
         where: the operations behind crossings, and the lines of shoal that they are of.
         lost: the device fails whenever somebody waits for it.
+
+    Asynchronous copies and replays happen at the next wait, or where another operation is launched: a buffer of the host that is
+    written before is what the device gets, and one that is read before has what it had.
     """
 
     def __init__(self) -> None:
@@ -104,6 +107,8 @@ class Pretend(TorchDispatchMode):
         self.capturing = False
         self.lost = False
         self._depth = 0
+        self._queue: list[Callable[[], None]] = []
+        self._pinned: list[Tensor] = []
 
     def count(self, what: str, function: Any) -> None:
         if self.capturing:
@@ -111,25 +116,24 @@ class Pretend(TorchDispatchMode):
         self.counts[what] += 1
         self.where.append((what, f"{function} at {_line()}"))
 
-    def executor(self, device: torch.device) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-        """Stands in for `shoal.models.compiled.executors.Graphs`: a replay runs the function again, writes over what the one before
-        returned, as a graph does, and is one launch."""
+    def later(self, work: Callable[[], None]) -> None:
+        """Puts off a copy or a replay until the host waits for the device, or launches an operation of another kind."""
+        self._queue.append(work)
 
-        def execute(run: Callable[[], Any]) -> Callable[[], Any]:
-            run()
-            with self.capture():
-                result = run()
+    def after(self, work: Callable[[], None]) -> None:
+        """Does it once the device has done what it was given before."""
+        if self._queue:
+            self.later(work)
+        else:
+            work()
 
-            def replay() -> Any:
-                self.counts["replay"] += 1
-                with self.capture():
-                    for old, new in zip(_tensors(result), _tensors(run()), strict=True):
-                        old.held.copy_(new.held)
-                return result
-
-            return replay
-
-        return execute
+    def flush(self) -> None:
+        """The device does what it was given."""
+        queue, self._queue = self._queue, []
+        if queue:
+            with self:
+                for work in queue:
+                    work()
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -142,6 +146,7 @@ class Pretend(TorchDispatchMode):
 
     def synchronize(self) -> None:
         """Waits for the device's only stream."""
+        self.flush()
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -150,6 +155,7 @@ class Pretend(TorchDispatchMode):
             torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # torch.tensor makes it on the host, then moves it
             self._lazy_init, torch.cuda._lazy_init = torch.cuda._lazy_init, lambda: None
             self._current_stream, torch.cuda.current_stream = torch.cuda.current_stream, lambda device=None: self
+            self._is_pinned, Tensor.is_pinned = Tensor.is_pinned, lambda tensor, *_: self._pins(tensor)  # type: ignore[method-assign]
         self._depth += 1
         super().__enter__()
         return self
@@ -160,6 +166,7 @@ class Pretend(TorchDispatchMode):
         if not self._depth:
             torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
             torch.cuda._lazy_init, torch.cuda.current_stream = self._lazy_init, self._current_stream
+            Tensor.is_pinned = self._is_pinned  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -171,26 +178,38 @@ class Pretend(TorchDispatchMode):
         if function is aten.alias.default and isinstance(args[0], OnDevice):
             return OnDevice(args[0].held)
         tensors: list[Tensor] = []
-        _map(tensors.append, (args, kwargs))
+        mapped(tensors.append, (args, kwargs))
         devices = {isinstance(tensor, OnDevice) for tensor in tensors}
         asked = kwargs.get("device")
         to_device = torch.device(asked).type == "cuda" if asked is not None else True in devices
         if asked is not None:
             kwargs["device"] = torch.device("cpu")
-        kwargs.pop("pin_memory", None)
+        pinned = kwargs.pop("pin_memory", None)
         if function is aten._to_copy.default and to_device not in devices:
             self.count("upload" if to_device else "download", function)
         elif function is aten.copy_.default and len(devices) == 2:
             self.count("upload" if isinstance(args[0], OnDevice) else "download", function)
+            asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            if asynchronous and any(self._pins(tensor) for tensor in tensors):
+                self.later(lambda: held(args[0]).copy_(held(args[1])))
+                return args[0]
         elif True in devices:
             self._check(function, args, tensors)
+        if True in devices and not is_free(function):
+            self.flush()
         if function is aten.histc.default:
             args = (args[0].held.float() if True in devices else args[0].float(), *args[1:])  # a CPU has none of integers
-        result = function(*_map(_held, args), **_map(_held, kwargs))
+        result = function(*mapped(held, args), **mapped(held, kwargs))
+        if pinned:
+            self._pinned.append(result)
         if not to_device:
             return result
         given = {id(tensor.held): tensor for tensor in tensors if isinstance(tensor, OnDevice)}
-        return _map(lambda tensor: given[id(tensor)] if id(tensor) in given else OnDevice(tensor), result)
+        return mapped(lambda tensor: given[id(tensor)] if id(tensor) in given else OnDevice(tensor), result)
+
+    def _pins(self, tensor: Tensor) -> bool:
+        """Whether it is of pinned memory: copies between it and the device go on while the host does."""
+        return any(tensor.untyped_storage()._cdata == one.untyped_storage()._cdata for one in self._pinned)
 
     def _check(self, function: Any, args: Any, tensors: list[Tensor]) -> None:
         """An operation on the device."""
@@ -204,11 +223,7 @@ class Pretend(TorchDispatchMode):
             self.count("read", function)
         elif function in SIZES or by_truth:
             self.count("size", function)
-        self.counts["captured" if self.capturing else "launch"] += not _free(function)
-
-
-def _tensors(result: Any) -> list[Any]:
-    return [result] if isinstance(result, Tensor) else [value for value in result if value is not None]
+        self.counts["captured" if self.capturing else "launch"] += not is_free(function)
 
 
 def _line() -> str:
@@ -216,20 +231,20 @@ def _line() -> str:
     return f"{frames[-1].filename.split('/shoal/')[-1]}:{frames[-1].lineno} {frames[-1].line}" if frames else "outside"
 
 
-def _map(change: Callable[[Tensor], Any], values: Any) -> Any:
+def mapped(change: Callable[[Tensor], Any], values: Any) -> Any:
     """The same with all tensors changed."""
     if isinstance(values, Tensor):
         return change(values)
     if isinstance(values, (list, tuple)):
-        return type(values)(_map(change, value) for value in values)
-    return {name: _map(change, value) for name, value in values.items()} if isinstance(values, dict) else values
+        return type(values)(mapped(change, value) for value in values)
+    return {name: mapped(change, value) for name, value in values.items()} if isinstance(values, dict) else values
 
 
-def _held(tensor: Tensor) -> Tensor:
+def held(tensor: Tensor) -> Tensor:
     return tensor.held if isinstance(tensor, OnDevice) else tensor
 
 
-def _free(function: Any) -> bool:
+def is_free(function: Any) -> bool:
     """Whether it only makes a view, or memory."""
     name = function._schema.name.split("::")[1]
     returns = function._schema.returns

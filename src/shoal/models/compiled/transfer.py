@@ -59,9 +59,7 @@ class Upload:
 
 def host_buffer(size: int, device: torch.device) -> Tensor:
     """Returns zeros [size] int64 on the host, pinned where that makes copies faster."""
-    return torch.zeros(
-        size, dtype=torch.long, pin_memory=device.type == "cuda" and torch.cuda.is_available()
-    )
+    return torch.zeros(size, dtype=torch.long, pin_memory=device.type == "cuda")
 
 
 def packed(*parts: Tensor) -> Tensor:

@@ -311,3 +311,10 @@ def test_a_grammar_that_is_kept_is_not_read_again(fresh: Any, monkeypatch: pytes
     assert sum(known.known(Grammar("regex", f"r{number}")) is not None for number in range(reading.KEPT + 1)) == reading.KEPT
     known.constraint(Grammar("regex", "q+"))
     assert len(read) == before + 1
+
+
+@pytest.mark.parametrize("field", [{"grammar": {"type": "regex", "text": "ab"}}, {"guided_choice": ["yes", "no"]}])
+def test_an_error_of_the_engine_speaks_of_the_request(server: Served, field: dict[str, Any]) -> None:
+    """Not of rows, draft positions and the names of the library."""
+    error = server.post(min_tokens=40, max_tokens=60, **field).json()["error"]
+    assert error["message"] == "no token is left possible by min_tokens=40, the grammar; relax one of them"

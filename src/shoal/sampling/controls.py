@@ -179,7 +179,7 @@ def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
     if not math.isfinite(top):
         return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {top}")
     controls = [
-        f"{f.name}={_short(getattr(sampling, f.name))}"
+        "the grammar" if f.name == "grammar" else f"{f.name}={_short(getattr(sampling, f.name))}"
         for f in fields(sampling)
         if f.name != "seed" and getattr(sampling, f.name) != getattr(Sampling(), f.name)
     ]

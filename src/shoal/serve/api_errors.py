@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from shoal.config import PARAMETERS
 from shoal.errors import OutOfMemory, RequestError, ShoalError
 from shoal.serve import absent_routes
 
@@ -22,6 +23,8 @@ MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 800, 100
 PATH = re.compile(
     r"(?<![\w:/.~])(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][^\s/\\:'\",;]+)*[/\\]([^\s/\\:'\",;]+)"
 )
+PLACE = re.compile(r"^row \d+ of request \d+, draft position \d+: ")
+NAME = re.compile(rf"\b({'|'.join(name for name, one in PARAMETERS.items() if one.api)})=")
 ERROR_TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -48,6 +51,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = spoken(message)
         super().__init__(
             status,
             cut(public(message) if status >= 500 else message, MAX_MESSAGE_CHARACTERS),
@@ -74,6 +78,11 @@ class ApiError(HTTPException):
 def public(message: str) -> str:
     """Returns a message with each path cut to its last part, to hide the server's directories."""
     return PATH.sub(r"\1", message)
+
+
+def spoken(message: str) -> str:
+    """Returns a message of the engine in the names of requests, without the place of a row."""
+    return NAME.sub(lambda found: f"{PARAMETERS[found[1]].api}=", PLACE.sub("", message))
 
 
 def cut(text: str, most: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from shoal.serve.api_errors import public
+from shoal.serve.api_errors import public, spoken
 from shoal.serve.api_paths import CHAT, COMPLETIONS, Json
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.reasoning import ReasoningReader
@@ -97,7 +97,7 @@ class ApiFormat(ABC):
         }
         self._text_offset += sum(len(token.text) for token in tokens)
         if update.error is not None:
-            choice["error"] = public(str(update.error))
+            choice["error"] = public(spoken(str(update.error)))
         if self._parsed.token_ids:
             choice["token_ids"] = [token.id for token in update.tokens]
         if self._parsed.details:

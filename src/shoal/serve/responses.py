@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import BadLogits, RequestError, ShoalError
-from shoal.serve.api_errors import ApiError, api_error_of, naming, public
+from shoal.serve.api_errors import ApiError, api_error_of, naming, public, spoken
 from shoal.serve.api_formats import ApiFormat, finite
 from shoal.serve.api_paths import Json, written
 from shoal.serve.parsed_request import ParsedRequest
@@ -290,7 +290,7 @@ class ApiResponse:
                         if sample.log_weight is None
                         else {"log_weight": finite(sample.log_weight)}
                     ),
-                    "error": sample.error and public(sample.error),
+                    "error": sample.error and public(spoken(sample.error)),
                 }
                 for index, sample in enumerate(returned)
             ],

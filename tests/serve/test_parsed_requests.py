@@ -30,7 +30,7 @@ from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.settings import Settings
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallRules
-from shoal.serve.tools import call_rules, forced_grammar, shown_tools
+from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
 from shoal.testing.tiny import END
@@ -261,7 +261,7 @@ def test_what_is_just_allowed(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"temperature": -0.01}, "temperature"), ({"top_p": 0}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"min_p": 1.01}, "min_p"),
+    ({"temperature": -0.01}, "temperature"), ({"top_p": -0.01}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"min_p": 1.01}, "min_p"),
     ({"min_p": -0.01}, "min_p"), ({"typical_p": 0}, "typical_p"), ({"top_k": -2}, "top_k"),
     ({"repetition_penalty": 0}, "repetition_penalty"), ({"seed": 2**63}, "seed"), ({"seed": -(2**63) - 1}, "seed"),
     ({"stop": "x" * 513}, "stop"), ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"), ({"n": 7}, "n"), ({"n": 0}, "n"),
@@ -331,10 +331,24 @@ def test_a_request_takes_what_sampling_takes(name: str) -> None:
             continue
         with pytest.raises(RequestError, match=f"{name} must be {re.escape(one.range)}, got"):
             Sampling(**{name: given})
-        if value == one.off:
+        if one.api == "top_p" and value == 0:  # the most probable token, as OpenAI's API takes it
+            assert parse(top_p=given).requests[0].sampling.top_p == 1e-9
+        elif value == one.off:
             assert getattr(parse(**{one.api: given}).requests[0].sampling, name) == getattr(Sampling, name)
         else:
             assert refused(**{one.api: given}) == (one.api, 400)
+
+
+def test_minus_one_means_as_many_and_any_seed() -> None:
+    """As vLLM and llama.cpp read it, in chats too."""
+    prompt = "x" * (CONTEXT - 6)
+    assert parse(max_tokens=-1).requests[0].limits.max_new_tokens == LIMITS["max_tokens"]
+    assert parse(prompt=prompt, max_tokens=-1).requests[0].limits.max_new_tokens == 6
+    for fields in ({"max_tokens": -1}, {"max_completion_tokens": -1}, {"max_tokens": -1, "max_completion_tokens": 20}):
+        assert parse(ChatRequest, **fields).requests[0].limits.max_new_tokens == LIMITS["max_tokens"]
+    assert parse(seed=-1).requests[0].sampling.seed is None
+    assert parse(seed=-2).requests[0].sampling.seed == -2
+    assert parse(suffix="").prompts == parse().prompts
 
 
 # ── /infill and /v1/responses ───────────────────────────────────────────────────────────────────────────────────────
@@ -516,14 +530,14 @@ def tools(*names: str, **fields: Any) -> ChatRequest:
 def test_a_tool_without_parameters_takes_no_arguments() -> None:
     for form in (HERMES, LLAMA, MISTRAL):
         rules = CallRules(form, {"f"}, forced=True, parallel=True)
-        schema = json.loads(forced_grammar(tools("f"), rules, 10**6).text)
+        schema = json.loads(grammar_with_calls(tools("f"), rules, 10**6).text)
         assert schema["$defs"]["tool0"] == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_list_of_calls_has_one_where_no_more_are_wanted(parallel: bool) -> None:
     rules = CallRules(MISTRAL, {"f", "g"}, forced=True, parallel=parallel)
-    schema = json.loads(forced_grammar(tools("f", "g"), rules, 10**6).text)
+    schema = json.loads(grammar_with_calls(tools("f", "g"), rules, 10**6).text)
     assert (schema["type"], schema["minItems"], schema.get("maxItems")) == ("array", 1, None if parallel else 1)
     for own, name in zip(schema["items"]["anyOf"], ("f", "g"), strict=True):
         assert own["properties"]["name"] == {"const": name}
@@ -532,14 +546,14 @@ def test_a_list_of_calls_has_one_where_no_more_are_wanted(parallel: bool) -> Non
 
 def test_several_calls_where_any_tool_may_be_called() -> None:
     rules = CallRules(HERMES, {"f", "g"}, forced=True, parallel=True)
-    several = forced_grammar(tools("f", "g", tool_choice="required"), rules, 10**6)
+    several = grammar_with_calls(tools("f", "g", tool_choice="required"), rules, 10**6)
     assert (several.between, several.behind) == (HERMES.between, HERMES.behind)
     named = {"type": "function", "function": {"name": "g"}}
-    one = forced_grammar(tools("f", "g", tool_choice=named), CallRules(HERMES, {"g"}, True, True), 10**6)
+    one = grammar_with_calls(tools("f", "g", tool_choice=named), CallRules(HERMES, {"g"}, True, True), 10**6)
     assert (one.between, one.behind) == ("", "")
     assert json.loads(one.text)["properties"]["name"] == {"const": "g"}
     with pytest.raises(ApiError, match="characters"):
-        forced_grammar(tools("f"), rules, 10)
+        grammar_with_calls(tools("f"), rules, 10)
 
 
 def test_templates_see_what_a_tool_says() -> None:

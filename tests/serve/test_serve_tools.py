@@ -304,17 +304,94 @@ def test_a_conversation_goes_on_with_what_the_tool_said(free: Served) -> None:
     ({"tools": [tool("bad name")]}, "tools.0.function.name"),
     ({"tools": [tool("f", x={"not": {}})], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [
         {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]}, "messages.0.tool_calls"),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [
-        {"id": "x", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
-     "messages.0.tool_calls.0.function.arguments"),
 ])  # fmt: skip
 def test_what_cannot_be_called_is_refused(free: Served, fields: dict[str, Any], param: str) -> None:
     body = {"messages": ASKED, "tools": [WEATHER, TIME], **fields}
     response = httpx.post(f"{free.url}/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def prompt_of(server: Served, messages: list[Any], **fields: Any) -> tuple[str, str]:
+    """The prompt that the template makes, and the header that names what was passed over."""
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **fields}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return TOKENIZER.decode(answer.json()["prompt_token_ids"]), answer.headers.get("x-shoal-ignored", "")
+
+
+def called(arguments: Any, **more: Any) -> Any:
+    function = {"name": "f", "arguments": arguments, **more}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(("arguments", "shown"), [
+    ('{"city": "Ro', ""), ("[1]", ""), ("not json", ""), ("", ""), ('{"city": 1e999}', ""), ("[" * 9000, ""), ('{"city": NaN}', ""),
+    ('{"city": "\\ud83d!"}', "?!"), ({"city": "Ro"}, "Ro"), ('{"city": "Ro"}', "Ro"),
+])  # fmt: skip
+def test_a_broken_call_ends_no_conversation(free: Served, arguments: Any, shown: str) -> None:
+    """The template gets an object, whatever the model has written, or a client made of it."""
+    prompt, _ = prompt_of(free, [*ASKED, called(arguments)])
+    assert prompt == f"<user>hi<assistant>f:{shown}<assistant>"
+    item = {"type": "function_call", "call_id": "x", "name": "f", "arguments": arguments}
+    back = httpx.post(f"{free.url}/v1/responses", json={"input": [{"role": "user", "content": "x"}, item]})
+    assert back.status_code == 200, back.text
+
+
+def test_an_answer_may_be_sent_back_with_all_that_it_has(free: Served) -> None:
+    """Fields that no template reads are passed over and named, of other providers too."""
+    call = {"index": 0, **called("{}", parsed_arguments={})["tool_calls"][0]}
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "developer", "content": [part, {"type": "refusal", "refusal": "y"}], "id": "m1"},
+        {"role": "assistant", "content": "a", "refusal": None, "parsed": {}, "reasoning_details": [], "finish_reason": "stop",
+         "tool_calls": [], "tim\u00e9\r\nx: y": 1},
+        {"role": "assistant", "content": None}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": None, "tool_call_id": "x", "is_error": True},
+    ]  # fmt: skip
+    tools = [{**TIME, "cache_control": {}, "function": {**TIME["function"], "x": 1}}]
+    prompt, ignored = prompt_of(free, messages, tools=tools)
+    assert prompt == "(time)<system>xy<assistant>a<assistant><assistant>f:<tool><assistant>"
+    names = {"content.cache_control", "finish_reason", "id", "is_error", "parsed", "reasoning_details", "tim???x??y",
+             "tool_calls.function.parsed_arguments", "tool_calls.index"}  # fmt: skip
+    assert {*ignored.split(", ")} == {*(f"messages.{name}" for name in names), "tools.cache_control", "tools.function.x"}
+    item = {"role": "user", "content": [{"type": "input_text", "text": "x", "cache_control": 1}], "at": 1}
+    thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "x"}], "encrypted_content": "x"}
+    back = httpx.post(f"{free.url}/v1/responses", json={"input": [thought, item]})
+    assert back.status_code == 200, back.text
+    assert back.headers["x-shoal-ignored"] == "input.at, input.content.cache_control, input.encrypted_content"
+
+
+def test_a_template_that_knows_developers_sees_them() -> None:
+    with served(pair(), chat_template="{# developer #}" + BODY) as server:
+        assert prompt_of(server, [{"role": "developer", "content": "x"}])[0] == "<developer>x<assistant>"
+
+
+def test_a_message_may_be_continued(free: Served) -> None:
+    """By vLLM's fields, and by the mark that Mistral's and DeepSeek's clients send."""
+    messages = [*ASKED, {"role": "assistant", "content": "So be"}]
+    for fields in ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+        assert prompt_of(free, messages, **fields)[0] == "<user>hi<assistant>So be"
+    assert prompt_of(free, [*ASKED, {**messages[1], "prefix": True}])[0] == "<user>hi<assistant>So be"
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    with served(pair(), chat_template=template) as server:
+        assert prompt_of(server, ASKED)[0] == "<user>hi<a>"
+        assert prompt_of(server, ASKED, add_generation_prompt=False)[0] == "<user>hi"
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    refused = httpx.post(f"{free.url}/v1/chat/completions", json=both)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_every_chunk_has_the_usage_so_far(free: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"messages": ASKED, "n": 2, "stream": True, "stream_options": options, "max_tokens": 9}
+    text = httpx.post(f"{free.url}/v1/chat/completions", json=fields).text
+    chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert (counts[0], counts[-1], counts == sorted(counts)) == (0, 18, True)
+    assert all(one["usage"]["total_tokens"] == count + 19 for one, count in zip(chunks, counts, strict=True))
 
 
 def test_a_template_without_tools_is_told() -> None:

@@ -21,14 +21,17 @@ from shoal.serve.message_models import (
     ToolName,
 )
 from shoal.serve.request_fields import (
+    MOST_NAMED,
     EmptyList,
     Ignored,
     NonNegative,
+    OpenModel,
     Positive,
     StrictModel,
     Text,
     error_at,
     optional,
+    passed_over,
     text_or_list,
 )
 from shoal.serve.request_models import (
@@ -76,7 +79,7 @@ def _pairs(value: Any) -> Any:
     return value
 
 
-class ContentPart(StrictModel):
+class ContentPart(OpenModel):
     """A piece of a message, of a request or of an answer that is sent back."""
 
     type: Literal["input_text", "output_text"]
@@ -107,7 +110,7 @@ def _joined(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class MessageItem(StrictModel):
+class MessageItem(OpenModel):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -136,7 +139,7 @@ class CallItem(SentFunction):
         return Message(role="assistant", tool_calls=[SentCall(id=self.call_id, function=function)])
 
 
-class CallOutputItem(StrictModel):
+class CallOutputItem(OpenModel):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
@@ -150,19 +153,19 @@ class CallOutputItem(StrictModel):
         return Message(role="tool", tool_call_id=self.call_id, content=_joined(self.output))
 
 
-class ReasoningPart(StrictModel):
+class ReasoningPart(OpenModel):
     """A piece of reasoning."""
 
     type: Literal["reasoning_text"]
     text: Text
 
 
-class ReasoningItem(StrictModel):
+class ReasoningItem(OpenModel):
     """Reasoning of the assistant, as an answer has it."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], Field(fail_fast=True)]
-    summary: EmptyList | None = None
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+    summary: Annotated[list[Any] | None, Field(description="Passed over.")] = None
     id: Text | None = None
     status: Status | None = None
 
@@ -172,7 +175,7 @@ class ReasoningItem(StrictModel):
         The reasoning belongs to the message that follows.
         """
         return Message(
-            role="assistant", reasoning_content="".join(part.text for part in self.content)
+            role="assistant", reasoning_content="".join(part.text for part in self.content or ())
         )
 
 
@@ -307,7 +310,9 @@ class ResponsesRequest(SampledRequest):
             if part is not None
             for field in part.ignored_fields()
         ]
-        return [*self.ignored_fields(), *inner, *(["store"] if self.store else [])]
+        sent = {*passed_over("input", self.input), *passed_over("tools", self.tools)}
+        stored = ["store"] if self.store else []
+        return [*self.ignored_fields(), *inner, *stored, *sorted(sent)[:MOST_NAMED]]
 
     def messages(self) -> list[Message]:
         """Returns the conversation.

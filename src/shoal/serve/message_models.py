@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from shoal.serve.api_paths import read_json
 from shoal.serve.request_fields import (
     EmptyList,
+    OpenModel,
     StrictModel,
     Text,
     error_at,
@@ -22,36 +24,47 @@ from shoal.serve.request_fields import (
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class TextPart(StrictModel):
+class TextPart(OpenModel):
     """A piece of a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "refusal"]
     text: Text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "refusal":
+            return {"type": "refusal", "text": given.get("refusal", given.get("text"))}
+        return given
 
-class SentFunction(StrictModel):
+
+def _written(arguments: Any) -> Any:
+    """Returns arguments that came as an object as a text."""
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
+class SentFunction(OpenModel):
     """What a call called."""
 
     name: Text
-    arguments: Text = Field(description="A JSON object, as a text.")
-
-    @model_validator(mode="after")
-    def _object(self) -> SentFunction:
-        try:
-            given = isinstance(json.loads(self.arguments or "{}"), dict)
-        except (ValueError, RecursionError):
-            given = False
-        if not given:
-            raise error_at("arguments", "json_invalid", "Input should be a JSON object, as a text")
-        return self
+    arguments: Annotated[Text, BeforeValidator(_written)] = Field(
+        description="A JSON object, as a text; templates get {} for any other text."
+    )
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments as an object."""
-        return dict(json.loads(self.arguments or "{}"))
+        """The arguments as an object, which is empty if the model wrote no object."""
+        try:
+            found = read_json(self.arguments or "{}")
+            if not isinstance(found, dict):
+                return {}
+            # Half a surrogate pair becomes a question mark: no prompt has it.
+            return dict(json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace")))
+        except (ValueError, RecursionError):
+            return {}
 
 
-class SentCall(StrictModel):
+class SentCall(OpenModel):
     """A call of a tool, as an answer has it."""
 
     id: Text
@@ -59,7 +72,7 @@ class SentCall(StrictModel):
     function: SentFunction
 
 
-class Function(StrictModel):
+class Function(OpenModel):
     """A function that the model may call."""
 
     name: ToolName
@@ -72,7 +85,7 @@ class Function(StrictModel):
     )
 
 
-class Tool(StrictModel):
+class Tool(OpenModel):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -92,7 +105,7 @@ class NamedTool(StrictModel):
     function: FunctionName
 
 
-class Message(StrictModel):
+class Message(OpenModel):
     """One message of a conversation, in the form of an answer's message too: clients send those
     back."""
 
@@ -104,7 +117,7 @@ class Message(StrictModel):
             Discriminator(text_or_list),
         ]
         | None
-    ) = optional("May be missing only beside tool_calls.")
+    ) = optional("May be missing in messages of the assistant and of tools.")
     name: Text | None = None
     tool_calls: Annotated[list[SentCall], Field(fail_fast=True)] | None = optional(
         "Calls that the assistant made."
@@ -115,10 +128,13 @@ class Message(StrictModel):
     )
     reasoning: Text | None = optional("Another name of reasoning_content.")
     annotations: EmptyList | None = None
+    prefix: bool | None = optional(
+        "True in the last message, of the assistant: it goes on, as with continue_final_message."
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Message:
-        if self.content is None and not self.tool_calls and self.reasoned is None:
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise error_at("content", "missing", "Field required")
         if self.tool_calls and self.role != "assistant":
             raise error_at("tool_calls", "not_allowed", "Only messages of the assistant have calls")

@@ -28,6 +28,7 @@ class ParsedRequest:
         prompt_logprobs: alternatives per token of the prompts, if these are scored for the answer.
         grammar_field: the field of the request that its grammar came from.
         reasoning: the rules for the samples' reasoning; None = they do not reason.
+        continuous_usage: True if each chunk has the usage so far, if there is usage at all.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -47,6 +48,7 @@ class ParsedRequest:
     prompt_logprobs: int | None = None
     grammar_field: str = "grammar"
     reasoning: ReasoningRules | None = None
+    continuous_usage: bool = False
 
     @property
     def rows(self) -> int:

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.constraints.dressing import Dressing
-from shoal.constraints.fim import MiddlePrompt, fill_in_middle, middle_prompt, nearest, repository
+from shoal.constraints.fim import (
+    MiddlePrompt,
+    fill_in_middle,
+    middle_prompt,
+    middle_tokens,
+    nearest,
+    repository,
+)
 from shoal.constraints.syntax.requests import Syntax
 from shoal.engine.detokenizer import special_tokens
 from shoal.errors import RequestError
@@ -34,6 +41,11 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, vocab_size: int, chat_template: str | None) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._given_template = chat_template
+
+    @property
+    def fills_in(self) -> bool:
+        """True if the model is trained to fill in."""
+        return middle_tokens(self._tokenizer) is not None
 
     def encode(self, prompt: Prompt, suffix: str | None) -> tuple[int, ...]:
         """Returns the ids of a text, or checked ids; with a suffix, of a fill-in-the-middle prompt.
@@ -206,6 +218,9 @@ class PromptEncoder:
                 "--chat-template NAME or FILE"
             )
         plain = [message.plain() for message in messages]
+        if "developer" not in template:  # which would leave them out, or refuse them
+            for message in plain:
+                message["role"] = message["role"].replace("developer", "system")
         try:
             text = self._tokenizer.apply_chat_template(
                 plain,

@@ -90,6 +90,9 @@ class RequestBuilder:
             echo,
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            continuous_usage=bool(
+                request.stream_options and request.stream_options.continuous_usage_stats
+            ),
             details=bool(request.shoal and (request.shoal.details or request.shoal.rounds)),
             rounds=bool(request.shoal and request.shoal.rounds),
             headers={"x-shoal-ignored": ", ".join(request.ignored), **headers}

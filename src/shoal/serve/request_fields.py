@@ -7,7 +7,8 @@ grows with its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 from pydantic import (
@@ -23,6 +24,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 IGNORED = "Accepted and ignored."
+MOST_NAMED = 32
+"""The most unknown fields that a header names."""
+NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def _encodable(text: str) -> str:
@@ -67,6 +71,7 @@ def _numbers(value: Any) -> Any:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+Limit = Annotated[int, Field(ge=-1, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Bias = Annotated[dict[str, float], BeforeValidator(_numbers)]
 Stop = Annotated[Text, Field(max_length=512)]
@@ -118,3 +123,35 @@ class StrictModel(BaseModel):
             for name, field in fields
             if field.description == IGNORED and getattr(self, name) is not None
         )
+
+
+class OpenModel(StrictModel):
+    """A JSON object whose unknown fields are passed over, and kept for `passed_over`.
+
+    Clients send back what answers of others contain: marks of caches, ids, times.
+    """
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: Any) -> Any:
+        """Removes unknown fields that are null."""
+        if not isinstance(given, dict):
+            return given
+        names = cls.model_fields
+        return {name: value for name, value in given.items() if name in names or value is not None}
+
+    def passed_over(self, path: str) -> Iterator[str]:
+        """Yields the paths of the unknown fields that were sent, without numbers of list items."""
+        for name in self.model_extra or ():
+            yield f"{path}.{NOT_IN_HEADERS.sub('?', name)[:64]}"
+        for name in type(self).model_fields:
+            yield from passed_over(f"{path}.{name}", getattr(self, name))
+
+
+def passed_over(path: str, value: Any) -> Iterator[str]:
+    """Yields the paths of the unknown fields of a value, which may be a list; see `OpenModel`."""
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, OpenModel):
+            yield from one.passed_over(path)

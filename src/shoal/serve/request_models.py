@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, create_model
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
 from shoal.config import PARAMETERS, Parameter, Sampling
 from shoal.serve.message_models import Message, NamedTool, Tool
 from shoal.serve.request_fields import (
+    MOST_NAMED,
     Bias,
     Ignored,
+    Limit,
     NonNegative,
     Positive,
     Prompts,
@@ -22,6 +24,7 @@ from shoal.serve.request_fields import (
     StrictModel,
     Text,
     optional,
+    passed_over,
 )
 from shoal.serve.vllm_fields import VllmFields
 
@@ -30,6 +33,7 @@ class StreamOptions(StrictModel):
     """Options of a streamed answer."""
 
     include_usage: bool | None = optional("End with a chunk that has no choices but the usage.")
+    continuous_usage_stats: bool | None = optional("And every chunk has the usage so far.")
     include_obfuscation: Ignored = None
 
 
@@ -93,6 +97,11 @@ class SchemaFormat(JsonText):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
+def _above_zero(value: Any) -> Any:
+    """Returns the smallest mass, which only the most probable token has, for 0."""
+    return 1e-9 if type(value) in (int, float) and value == 0 else value
+
+
 def _field_of(parameter: Parameter, default: float) -> tuple[Any, Any]:
     """Returns the type and the field of a request for a parameter of `shoal.Sampling`."""
     least = parameter.least if parameter.off is None else parameter.off
@@ -100,6 +109,8 @@ def _field_of(parameter: Parameter, default: float) -> tuple[Any, Any]:
         ge=least, gt=parameter.above, le=parameter.most, lt=2**63 if parameter.whole else None
     )
     number: Any = int if parameter.whole else float
+    if parameter.api == "top_p":
+        number = Annotated[number, BeforeValidator(_above_zero)]
     also = "" if parameter.off is None else f" {parameter.off} = the default, which is {default:g}."
     shown = parameter.help if "= off" in parameter.help else f"{parameter.help[:-1]}; {default:g}."
     return Annotated[number, bounds] | None, optional(shown + also)
@@ -164,8 +175,8 @@ class BaseRequest(VllmFields, SampledRequest):
     """Fields of completions and chats: OpenAI's, vLLM's and shoal's own."""
 
     n: Positive | None = optional("Samples per prompt; 1.")
-    max_tokens: NonNegative | None = optional(
-        "Most new tokens of a sample; clamped to what the server allows."
+    max_tokens: Limit | None = optional(
+        "Most new tokens of a sample; clamped to what the server allows. -1 = as many as it allows."
     )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = optional(
@@ -183,8 +194,11 @@ class BaseRequest(VllmFields, SampledRequest):
         """The names of fields without effect that were sent, `stream_options` included."""
         options = self.stream_options.ignored_fields() if self.stream_options else ()
         structured = self.structured_outputs.ignored_fields() if self.structured_outputs else ()
+        parts = {name: getattr(self, name, None) for name in ("messages", "tools")}
+        sent = {path for name, part in parts.items() for path in passed_over(name, part)}
         return [
             *self.ignored_fields(),
+            *sorted(sent)[:MOST_NAMED],
             *(f"stream_options.{name}" for name in options),
             *(f"structured_outputs.{name}" for name in structured),
         ]
@@ -228,13 +242,19 @@ class ChatRequest(BaseRequest):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = optional(
         "Text is all there is."
     )
-    max_completion_tokens: NonNegative | None = optional("Another name of max_tokens.")
+    max_completion_tokens: Limit | None = optional("Another name of max_tokens.")
     logprobs: bool | None = optional("Log-probabilities of the tokens.")
     top_logprobs: NonNegative | None = optional(
         "And of that many most probable tokens; with logprobs."
     )
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables of the chat template."
+    )
+    add_generation_prompt: bool | None = optional(
+        "False: the prompt ends behind the last message; true, unless that message is continued."
+    )
+    continue_final_message: bool | None = optional(
+        "The samples go on with the last message, whose turn the prompt leaves open."
     )
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = optional(
         "What the model may call."

@@ -42,6 +42,8 @@ class RequestParser:
             requests = [self._encoder.dressed(one, request) for one in parsed.requests]
         else:
             assert isinstance(request, CompletionRequest)
+            if request.suffix == "" and not self._encoder.fills_in:
+                request = request.model_copy(update={"suffix": None})
             parsed, given = self._completion(request)
             pairs = zip(parsed.requests, given, strict=False)
             requests = [
@@ -56,7 +58,7 @@ class RequestParser:
         given = _as_list(request.prompt)
         self._builder.require_capacity(drawn, len(given))
         encoded = [self._encoder.encode(prompt, request.suffix) for prompt in given]
-        wanted = request.max_tokens
+        wanted = self._settings.max_tokens if request.max_tokens == -1 else request.max_tokens
         prompts = self._builder.truncated(
             request, encoded, DEFAULT_MAX_TOKENS if wanted is None else wanted
         )
@@ -64,6 +66,8 @@ class RequestParser:
             min(DEFAULT_MAX_TOKENS, self._settings.max_tokens) if wanted is None else wanted,
             prompts,
         )
+        if request.max_tokens == -1:
+            max_tokens = max(min(max_tokens, self._builder.context - max(map(len, prompts))), 1)
         self._builder.require_context(
             "prompt", prompts, min(max_tokens, 1) if wanted is None else max_tokens
         )
@@ -81,7 +85,7 @@ class RequestParser:
     def _chat(self, request: ChatRequest) -> ParsedRequest:
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        given = {request.max_tokens, request.max_completion_tokens} - {None}
+        given = {request.max_tokens, request.max_completion_tokens} - {None, -1}
         if len(given) > 1:
             raise ApiError(
                 400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens"
@@ -124,6 +128,7 @@ class RequestParser:
         variables = (request.chat_template_kwargs or {}) | (
             {"tools": shown_tools(request)} if rules and not rules.told else {}
         )
+        variables |= _turn(request)
         messages = told(request) if rules and rules.told else request.messages
         written = encoder.write(messages, variables)
         reasoning = reasoning_of(encoder.template(tools=rules is not None), written)
@@ -181,6 +186,21 @@ def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:
         )
     if request.echo and request.suffix is not None:
         raise ApiError(400, "echo does not go with suffix", param="echo")
+
+
+def _turn(request: ChatRequest) -> dict[str, bool]:
+    """Returns the variables of the chat template that say whose turn the prompt ends in.
+
+    Raises:
+        ApiError: they contradict each other, or there is no message to go on with.
+    """
+    last, begins = request.messages[-1], request.add_generation_prompt
+    if not (request.continue_final_message or (last.prefix and last.role == "assistant")):
+        return {} if begins is None else {"add_generation_prompt": begins}
+    if begins:
+        message = "continue_final_message does not go with add_generation_prompt: leave one out"
+        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Any]:

@@ -53,6 +53,7 @@ class ApiResponse:
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = field(default_factory=lambda: secrets.token_hex(12))
     _submitted: Submission | None = None
+    _committed: dict[int, int] = field(default_factory=dict)
 
     async def whole(self) -> Json:
         """Returns the answer, once all rows have ended.
@@ -108,7 +109,8 @@ class ApiResponse:
                     if update is None:
                         yield KEEP_ALIVE
                         continue
-                    yield self._chunk(choices[update.index].chunk(update), unsent)
+                    choice = choices[update.index].chunk(update)
+                    yield self._chunk(choice, unsent, update.committed)
                     if update.sample is not None:
                         samples[update.index] = update.sample
             except Exception as error:  # the status has been sent
@@ -222,13 +224,15 @@ class ApiResponse:
         ]
         return b"".join(self._chunk(chunk, unsent) for chunk in chunks if chunk is not None)
 
-    def _chunk(self, choice: Json, unsent: set[int]) -> bytes:
+    def _chunk(self, choice: Json, unsent: set[int], committed: int = 0) -> bytes:
         """Returns an event with a choice.
 
         Args:
             unsent: the choices whose next chunk has the fields about the prompt; the choice is
                 removed from them.
+            committed: the number of tokens of the choice so far.
         """
+        self._committed[choice["index"]] = committed
         index, of_prompt = choice["index"], Json()
         if index in unsent:
             unsent.remove(index)
@@ -236,11 +240,15 @@ class ApiResponse:
         body = self._body(
             self.api.chunk_name, [choice | of_prompt if self.api.prompt_in_choice else choice]
         )
-        return event(body | ({} if self.api.prompt_in_choice else of_prompt) | self._no_usage)
+        return event(body | ({} if self.api.prompt_in_choice else of_prompt) | self._usage_so_far)
 
     @property
-    def _no_usage(self) -> Json:
-        return {"usage": None} if self.parsed.include_usage else {}
+    def _usage_so_far(self) -> Json:
+        if not (self.parsed.include_usage and self.parsed.continuous_usage):
+            return {"usage": None} if self.parsed.include_usage else {}
+        prompt, completion = sum(map(len, self.parsed.prompts)), sum(self._committed.values())
+        totals = {"completion_tokens": completion, "total_tokens": prompt + completion}
+        return {"usage": {"prompt_tokens": prompt, **totals}}
 
     def _body(self, kind: str, choices: Sequence[Json]) -> Json:
         key = self.api.id_prefix + self.key

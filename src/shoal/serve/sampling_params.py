@@ -25,7 +25,8 @@ def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sa
         for name, one in PARAMETERS.items()
         if one.api and (value := getattr(request, one.api)) is not None and value != one.off
     }
-    if request.seed is not None and not settings.seeds and request.temperature != 0:
+    seed = None if request.seed == -1 else request.seed  # as vLLM and llama.cpp read it
+    if seed is not None and not settings.seeds and request.temperature != 0:
         raise ApiError(
             400,
             "this server runs under a --rule by which a seed cannot bring the same tokens",
@@ -35,7 +36,7 @@ def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sa
     param, grammar = given_grammar(request) or ("", None)
     if grammar is not None:
         require_size(grammar.text, settings.max_grammar, param)
-    sampling = Sampling(**given, logit_bias=bias, grammar=grammar, seed=request.seed)
+    sampling = Sampling(**given, logit_bias=bias, grammar=grammar, seed=seed)
     with naming("logit_bias"):
         require_ids(sampling, vocab_size)
     return sampling

@@ -11,7 +11,7 @@ from shoal.config import Grammar
 from shoal.constraints.filters import matching
 from shoal.serve.api_errors import ApiError
 from shoal.serve.given_grammars import given_grammar
-from shoal.serve.message_models import Message, NamedTool
+from shoal.serve.message_models import Function, Message, NamedTool
 from shoal.serve.request_models import ChatRequest
 from shoal.serve.sampling_params import require_size
 from shoal.serve.tool_calls import HERMES, CallRules, forced_schema, format_of
@@ -61,7 +61,14 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
 
 def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
     """Returns the tools in the form of chat templates."""
-    return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    known = Function.model_fields
+    return [
+        {
+            "type": "function",
+            "function": {k: v for k, v in tool.function if k in known and v is not None},
+        }
+        for tool in request.tools or ()
+    ]
 
 
 def told(request: ChatRequest) -> list[Message]:
@@ -119,7 +126,7 @@ def grammar_with_calls(
 
 
 def _calls(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
-    """Returns the grammar of calls, of several if any tool may be called and the format has several.
+    """Returns the grammar of calls, of several if the choice and the format leave them possible.
 
     Raises:
         ApiError: the grammar is too long.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from rich.table import Table
 
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
+from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 
 NO_DEVICE = 3
@@ -43,6 +46,25 @@ def failures_of(models: Sequence[Runner | None]) -> list[str]:
     return [
         reason for model in models if model is not None and model.captures is not None for reason in model.captures.failures
     ]
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> float:
+    """The median time of a call among the others, in one CUDA graph; on a CPU one after the other."""
+    run = EXECUTORS["graphed" if device.type == "cuda" else "eager"](device)(lambda: [call() for call in calls])
+    taken = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            taken.append(1000 * begin.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            run()
+            taken.append(1e6 * (time.perf_counter() - started))
+    return median(taken) / len(calls)
 
 
 def deliver(

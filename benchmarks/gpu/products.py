@@ -9,19 +9,16 @@ Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/products.py
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common import arguments, deliver, device_or_exit
+from common import arguments, deliver, device_or_exit, microseconds
 from shoal.bench.roofline import ceilings
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.sampling import drawing
 from shoal.sampling.uniforms import BUCKETS
 
@@ -60,25 +57,6 @@ class Operation(NamedTuple):
     calls: Sequence[Call]
     right: Tensor | None
     bytes: float
-
-
-def microseconds(calls: Sequence[Call], device: torch.device, repeats: int) -> float:
-    """The median time of a call among the others, in a graph on CUDA."""
-    run = EXECUTORS["graphed" if device.type == "cuda" else "eager"](device)(lambda: [call() for call in calls])
-    taken = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            taken.append(1000 * begin.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            run()
-            taken.append(1e6 * (time.perf_counter() - started))
-    return median(taken) / len(calls)
 
 
 def sets_of(size: int) -> int:

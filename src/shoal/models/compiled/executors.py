@@ -4,15 +4,16 @@ The function takes nothing, reads and writes buffers whose address and shape nev
 returns tensors. The tensors are good until the function is run again.
 
 An executor serves one *generation* of captures: those over one cache of one size. Its graphs share
-a pool of memory, as they never run at the same time, and they end together. A pool is never used
-again after that: an object that still holds memory of the pool would keep it alive without users,
-and the allocator refuses a capture into such a pool.
+a pool of memory, as they never run at the same time. A pool whose last graph has ended is never
+used again: its memory is there until the allocator frees it, and until then the allocator refuses a
+capture into a pool without users.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -48,6 +49,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, run: Run) -> Run:
         """Runs the function a few times outside the graph, records one run, and returns its replay.
@@ -78,13 +80,16 @@ class Graphs:
             for _ in range(WARM_UPS):
                 run()
             torch.cuda.synchronize()
-            if self._pool is None:
-                gc.collect()  # graphs of the generation before, and their memory
+            users = list(self._graphs)  # held, so that the pool has users until the capture ends
+            if not users:
+                gc.collect()  # graphs that have ended, and their memory
                 torch.cuda.empty_cache()
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with _without_workspaces(), _without_collections():
                 result = self._recorded(graph, run)
+            self._graphs.add(graph)
+            users.clear()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, result
 

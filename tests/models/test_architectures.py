@@ -30,7 +30,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.divergence import LIMITS
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
-from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing import ARCHITECTURES, RECURRENT, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.engines import engine_of
 from shoal.testing.tiny import WINDOW
 from shoal.types.requests import Request
@@ -50,12 +50,14 @@ ERROR = 1e-4
 2^-23 * 64 * 2 = 1.5e-5 of a value, and the softmax of large scores multiplies that. A wrong mask or position costs 0.1."""
 
 
-KINDS = ("llama", "qwen2-moe-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen", "falcon", "mpt")
-"""Rotary and learned positions and none, windows in some layers, soft caps, experts, sinks, MLA, and those that attend by their own
-code: whatever of a cache and of a pass an architecture can do in its own way."""
+KINDS = (
+    "llama", "qwen2-moe-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen", "falcon", "mpt", "qwen3-next", "jamba",
+)  # fmt: skip
+"""Rotary and learned positions and none, windows in some layers, soft caps, experts, sinks, MLA, recurrent states, and those that
+attend by their own code: whatever of a cache and of a pass an architecture can do in its own way."""
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
+@pytest.fixture(params=sorted(ARCHITECTURES | RECURRENT))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -313,10 +315,8 @@ REASONS = {
     "bloom": "ALiBi biases are built from a 2D mask shared by all rows",
     "gpt-neo": "local layers slice keys at an offset common to all rows",
     "falcon-alibi": "ALiBi: its position biases are built from a 2D mask",
-    "mamba": "recurrent state",
-    "lfm2": "conv layers keep a recurrent state",
-    "qwen3-next": "linear_attention layers keep a recurrent state",
-    "rwkv": "recurrent state",
+    "recurrent-gemma": "recurrent layers keep their states in themselves",
+    "rwkv": "recurrent states in an object of its own kind",
     "t5": "encoder-decoder",
     "llama4": "chunked attention is not implemented for ragged rows",
 }
@@ -326,7 +326,7 @@ def test_every_refused_architecture_has_a_reason() -> None:
     assert REASONS.keys() == REFUSED.keys()
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"recurrent-gemma"}))  # whose one pass shows it
 def test_refused_before_any_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tiny_model(name)
     monkeypatch.setattr(type(hf), "forward", _no_pass)
@@ -338,7 +338,7 @@ def _no_pass(*_: Any, **__: Any) -> None:
     raise AssertionError("a refused model ran")
 
 
-@pytest.mark.parametrize("name", ["bloom", "mamba", "t5"])
+@pytest.mark.parametrize("name", ["bloom", "recurrent-gemma", "t5"])
 def test_refused_when_loaded(name: str, tmp_path: Path) -> None:
     tiny_model(name).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -182,12 +182,20 @@ class ModelDrafter(Drafter):
         A row is outgrown if it has more tokens than the drafter holds.
         """
         for row in self._slots.known(rows):
-            self.runner.cache.rollback(self._slot(row), min(self._held(row), self._kept(row)))
+            self.roll_back(row, self._kept(row))
 
     def roll_back(self, row: Row, tokens: int) -> None:
-        """Forgets the tokens of a row beyond the first `tokens`."""
-        if row in self._slots.known([row]):
-            self.runner.cache.rollback(self._slot(row), min(self._held(row), tokens))
+        """Forgets the tokens of a row beyond the first `tokens`.
+
+        All are forgotten if the model's states cannot go back that far.
+        """
+        if row not in self._slots.known([row]):
+            return
+        slot, length = self._slot(row), min(self._held(row), tokens)
+        if self.runner.cache.reaches(slot, length):
+            self.runner.cache.rollback(slot, length)
+        else:
+            self._slots.leave([self.read_as(row)])
 
     def pause(self, rows: Sequence[Row]) -> None:
         """Frees the slots of rows; the prompts in them stay usable."""

@@ -342,6 +342,7 @@ def require_trees(target: Runner, drafter: Drafter) -> None:
         )
     if drafter.max_nodes and not target.takes_trees:
         raise UnsupportedModel(
-            f"{target.name} takes no position for each token, which draft trees need: give a "
-            f"drafter that proposes chains"
+            f"{target.name} cannot verify draft trees: "
+            f"{target.cut_obstacle or 'it takes no position for each token'}; give a drafter that "
+            f"proposes chains"
         )

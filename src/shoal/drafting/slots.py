@@ -196,7 +196,9 @@ class DraftSlots(KeyValueMemory):
         The row begins with its prompt if the row before it has left the same prompt there.
         """
         self._places[row] = slot
-        if self._prompts.get(slot) == row.group:
+        if self._prompts.get(slot) == row.group and self._cache.reaches(
+            slot, row.prompt_length - 1
+        ):
             self._cache.copy(slot, slot, row.prompt_length - 1)
         else:
             self._cache.enter(slot)
@@ -224,8 +226,13 @@ class DraftSlots(KeyValueMemory):
                 computed.append((slot, row.tokens[self._restore(row, row.tokens[:-1]) : -1]))
                 new.append(row)
         feed_prompts(self._runner, computed)
+        late: list[tuple[int, Sequence[int]]] = []
         for row, source in copied:
-            self._cache.copy(source, self._places[row], row.prompt_length - 1)
+            if self._cache.reaches(source, row.prompt_length - 1):
+                self._cache.copy(source, self._places[row], row.prompt_length - 1)
+            else:
+                late.append((self._places[row], row.tokens[:-1]))
+        feed_prompts(self._runner, late)
         for row in rows:
             self._empty.discard(row)
             self._prompts[self._places[row]] = row.group if row.prefix is None else NO_GROUP

@@ -164,6 +164,7 @@ class Engine:
             fits=self.memory.fits,
             rows_now=self.batch_size.rows,
             kept=self.kept_prefixes,
+            copies_later=self.target.mixers is None,
             fairness=Fairness(quantum),
         )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)

@@ -44,6 +44,8 @@ class PrefixMemory:
     """
 
     def __init__(self, target: Runner, draft_model: Runner | None, nbytes: int) -> None:
+        if draft_model is not None and not draft_model.can_keep_prefixes:
+            draft_model = None
         self.draft_model = None if draft_model is None else draft_model.hf
         self._tokens = nbytes // (
             target.token_bytes + (0 if draft_model is None else draft_model.token_bytes)

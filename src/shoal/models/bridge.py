@@ -179,7 +179,7 @@ class Bridge:
                 None,
                 embedded(tokens, self.hf.get_input_embeddings(), vectors),
             )
-        with self._switched(NAME), forward_context:
+        with self._switched(NAME), forward_context, cache.attached():
             before = _ordinary.set(_Ordinary(method, masks, cache))
             try:
                 found = self.hf(ids, use_cache=True, **{self._cache_name: cache}, **options)

@@ -6,6 +6,7 @@ They are its attention path, its context, and whether its rows can have differen
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from shoal.errors import UnsupportedModel
@@ -40,23 +41,24 @@ def capabilities(hf: Any, name: str) -> tuple[str, int]:
     return attention_path, _context(config)
 
 
+def keeps_states(hf: Any) -> bool:
+    """Returns True if layers of a model keep a recurrent state."""
+    layers = getattr(hf.config.get_text_config(), "layer_types", None) or ()
+    recurrent = any(word in layer for layer in layers for word in RECURRENT)
+    return recurrent or getattr(hf, "_is_stateful", False)
+
+
 def _refusal(hf: Any, config: Any) -> str | None:
     if getattr(hf.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; shoal decodes causal language models"
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
     layers = set(getattr(config, "layer_types", None) or ())
-    recurrent = sorted(layer for layer in layers if any(word in layer for word in RECURRENT))
-    if recurrent:
-        return (
-            f"its {', '.join(recurrent)} layers keep a recurrent state that cannot be rolled "
-            f"back to an earlier length"
-        )
-    if getattr(hf, "_is_stateful", False):
-        return (
-            "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an "
-            "earlier length"
-        )
+    if (
+        keeps_states(hf)
+        and not {"cache", "past_key_values"} & signature(hf.forward).parameters.keys()
+    ):
+        return "it keeps recurrent states in an object of its own kind, not in Transformers' cache"
     if "chunked_attention" in layers or getattr(config, "attention_chunk_size", None):
         return "its chunked attention is not implemented for ragged rows"
     if getattr(config, "alibi", False):

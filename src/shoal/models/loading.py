@@ -15,9 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
-from shoal.models.capabilities import capabilities
+from shoal.models.capabilities import capabilities, keeps_states
 from shoal.models.gguf.runner import load_gguf
 from shoal.models.gguf.tokenizer import tokenizer_of
+from shoal.models.mixers import use_mixers
 from shoal.models.quantize import Int8Linear, quantized
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
@@ -73,6 +74,10 @@ def wrap(
     if strict and attention_path != "interface":
         raise UnsupportedModel(f"{name} cannot be strict: it attends by its own code")
     runner = Runner(hf, name, attention_path, context, "strict" if strict else attention)
+    if keeps_states(hf):
+        if strict:
+            raise UnsupportedModel(f"{name} cannot be strict: its layers keep recurrent states")
+        use_mixers(runner)
     if checked:
         self_check(runner)
     return make_strict(runner, ROWWISE) if strict else runner

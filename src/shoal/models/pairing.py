@@ -41,6 +41,11 @@ def compared(
         return None
     if same_tokens(tokenizer, draft_tokenizer):
         return None
+    if draft.mixers is not None:
+        raise PairMismatch(
+            f"{draft.name} cannot draft for {target.name}: their tokenizers differ, so a text's "
+            f"last tokens may change, and its layers keep recurrent states, which cannot go back"
+        )
     spellings = Spelling.of(tokenizer, target.name), Spelling.of(draft_tokenizer, draft.name)
     return vocabularies(*spellings, target.vocab_size, draft.known_ids)
 

@@ -20,7 +20,9 @@ from shoal.models.attention.native import takes
 from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.kept import KeptPrefixes
+from shoal.models.cache.mixing import Mixers
 from shoal.models.cache.plan import PACK_FROM
+from shoal.models.cache.states import StateCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.drafting import Drawn
@@ -62,7 +64,8 @@ class Runner:
         packs: True if blocks with many unused columns are fed without them, as one sequence.
         shares: True if rows of a group may read one stored prompt.
         takes_trees: True if a block's tokens may be draft trees; False if the model finds positions
-            itself.
+            itself, or keeps recurrent states.
+        mixers: the modules that keep recurrent states (`shoal.models.mixers`); None if none does.
         hidden_layers: the numbers of the hidden states that each pass keeps in `hidden`, as
             Transformers numbers them: 0 is the embeddings, i the output of layer i, and the number
             of layers is the input of the head. The tuple is empty until a drafter asks for hidden
@@ -99,6 +102,7 @@ class Runner:
         # a dozen.
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
+        self.mixers: Mixers | None = None
         self.vocab_size = int(hf.get_output_embeddings().weight.shape[0])
         self.known_ids = self.vocab_size
         self.cache = self.new_cache()
@@ -123,7 +127,7 @@ class Runner:
 
     def new_cache(self) -> SlotCache:
         """Returns an empty cache of the kind that the executors take."""
-        return SlotCache()
+        return SlotCache() if self.mixers is None else StateCache(self.mixers)
 
     def new_kept(self, tokens: int) -> KeptPrefixes:
         """Returns memory for tokens of rows that have left (`shoal.models.cache.kept`)."""
@@ -143,12 +147,13 @@ class Runner:
         """Returns the number of bytes that a cache of that size takes."""
         if self.captures is not None:
             slots, capacity = compiled.reservation(slots, capacity)
-        return (slots * self._whole(capacity) + cells) * self.token_bytes
+        tokens = slots * self._whole(capacity) + cells
+        return tokens * self.token_bytes + slots * self.cache.bytes_per_slot()
 
     @property
     def token_bytes(self) -> int:
         """The number of bytes of the keys and values of one token of one row, over all layers."""
-        if not self.cache.bytes_per_token():
+        if not self.cache.measured:
             self._learn_bytes()
         return self.cache.bytes_per_token()
 
@@ -203,15 +208,16 @@ class Runner:
     @property
     def cut_obstacle(self) -> str | None:
         """The reason why the model's first layers cannot be computed alone; None if they can."""
-        return None
+        return None if self.mixers is None else "its layers keep recurrent states"
 
     @property
     def can_keep_prefixes(self) -> bool:
         """True if prompts may be copied in part from tokens that earlier rows have left.
 
-        Prompts are not copied if a drafter wants the hidden states of all tokens.
+        Prompts are not copied if a drafter wants the hidden states of all tokens, or if layers keep
+        recurrent states: those of earlier tokens are gone.
         """
-        return not self.hidden_layers
+        return not self.hidden_layers and self.mixers is None
 
     @property
     def can_be_lean(self) -> bool:
@@ -234,6 +240,8 @@ class Runner:
         reason = compiled.obstacle(self.hf) if executor == "graphed" else None
         if self.attention_path != "interface":
             reason = "the model attends by its own code"
+        elif self.mixers is not None:
+            reason = self.cut_obstacle
         elif self.attention not in compiled.ATTENTION:
             reason = f"attention={self.attention!r}"
         if reason is None:
@@ -423,10 +431,8 @@ class Runner:
         """
         plan = self.plan(slots, counts, packed=self.packs, parents=parents)
         if plan.parents is not None and not self.takes_trees:
-            raise UnsupportedModel(
-                f"{self.name} cannot verify draft trees: it does not attend by the positions it "
-                f"is given"
-            )
+            why = self.cut_obstacle or "it does not attend by the positions it is given"
+            raise UnsupportedModel(f"{self.name} cannot verify draft trees: {why}")
         with self._counted():
             return self._computed(self._batch(plan, tokens, want_logits))
 
@@ -565,6 +571,7 @@ class Runner:
         return taken
 
     def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Batch:
+        plan.final = not want_logits
         return Batch(
             plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors
         )

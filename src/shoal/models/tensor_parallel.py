@@ -76,7 +76,14 @@ def lead(runner: Runner) -> Runner:
     Args:
         runner: a runner of a model that Transformers sharded; all ranks call this at the same
             point.
+
+    Raises:
+        UnsupportedModel: the model's layers keep recurrent states.
     """
+    if runner.mixers is not None:
+        raise UnsupportedModel(
+            f"{runner.name} cannot be shared by processes: {runner.cut_obstacle}"
+        )
     ranks = Ranks()
     if dist.get_rank() > 0:
         Served(runner, ranks).serve()

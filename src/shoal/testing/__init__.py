@@ -6,6 +6,7 @@ nothing is downloaded. `shoal.testing.tokenizers` has tokenizers like those of r
 
 from shoal.testing.tiny import (
     ARCHITECTURES,
+    RECURRENT,
     REFUSED,
     VOCABULARY,
     save_pair,
@@ -13,4 +14,12 @@ from shoal.testing.tiny import (
     tiny_tokenizer,
 )
 
-__all__ = ["ARCHITECTURES", "REFUSED", "VOCABULARY", "save_pair", "tiny_model", "tiny_tokenizer"]
+__all__ = [
+    "ARCHITECTURES",
+    "RECURRENT",
+    "REFUSED",
+    "VOCABULARY",
+    "save_pair",
+    "tiny_model",
+    "tiny_tokenizer",
+]

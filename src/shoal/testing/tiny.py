@@ -160,7 +160,129 @@ ARCHITECTURES: dict[str, Spec] = {
 }
 """The architectures that shoal decodes."""
 
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+SSM: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+NO_FLOOR = 1e-9
+"""The floor of time steps, which Transformers leaves out of single steps: too low to count."""
+
+RECURRENT: dict[str, Spec] = {
+    "lfm2": Spec("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "lfm2-moe": Spec(
+        "Lfm2MoeConfig",
+        EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "lfm3": Spec("Lfm3Config", HEAD | {"layer_types": ["conv", "full_attention"]}),
+    "mamba": Spec("MambaConfig", {"hidden_size": 32, "state_size": 8}, names=""),
+    "falcon-mamba": Spec("FalconMambaConfig", {"hidden_size": 32, "state_size": 8}, names=""),
+    "mamba2": Spec(
+        "Mamba2Config",
+        {
+            "hidden_size": 32,
+            "state_size": 8,
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+        names="",
+    ),
+    "qwen3-next": Spec(
+        "Qwen3NextConfig", EXPERTS | HEAD | DELTA | {"shared_expert_intermediate_size": 24}
+    ),
+    "qwen3.5": Spec("Qwen3_5TextConfig", HEAD | DELTA),
+    "qwen3.5-moe": Spec(
+        "Qwen3_5MoeTextConfig", EXPERTS | HEAD | DELTA | {"shared_expert_intermediate_size": 24}
+    ),
+    "olmo-hybrid": Spec("OlmoHybridConfig", DELTA),
+    "kimi-linear": Spec(
+        "KimiLinearConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_heads": 2,
+            "linear_head_dim": 8,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "mlp_layer_types": ["dense", "dense"],
+        },
+    ),
+    "jamba": Spec(
+        "JambaConfig",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "bamba": Spec("BambaConfig", SSM | {"attn_layer_indices": [1]}),
+    "zamba2": Spec(
+        "Zamba2Config",
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 16,
+            "time_step_min": NO_FLOOR,
+        },
+    ),
+    "falcon-h1": Spec("FalconH1Config", SSM | {"mamba_d_ssm": 64}),
+    "granite-hybrid": Spec(
+        "GraniteMoeHybridConfig",
+        SSM
+        | {
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 48,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+        },
+    ),
+    "nemotron-h": Spec(
+        "NemotronHConfig",
+        HEAD
+        | {
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "time_step_min": NO_FLOOR,
+        },
+    ),
+}
+"""The architectures whose layers keep recurrent states in Transformers' cache."""
+
 REFUSED: dict[str, Spec] = {
+    "recurrent-gemma": Spec(
+        "RecurrentGemmaConfig",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "lru_width": 32,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        },
+        names="",
+    ),
     "bloom": Spec("BloomConfig", {"hidden_size": 32, "n_head": 4}, names=""),
     "gpt-neo": Spec(
         "GPTNeoConfig",
@@ -175,21 +297,6 @@ REFUSED: dict[str, Spec] = {
         names="",
     ),
     "falcon-alibi": Spec("FalconConfig", {"alibi": True}, names="mha"),
-    "mamba": Spec("MambaConfig", {"hidden_size": 32, "state_size": 4}, names=""),
-    "lfm2": Spec("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "qwen3-next": Spec(
-        "Qwen3NextConfig",
-        EXPERTS
-        | HEAD
-        | {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "shared_expert_intermediate_size": 24,
-        },
-    ),
     "rwkv": Spec(
         "RwkvConfig",
         {"hidden_size": 32, "context_length": 128, "attention_hidden_size": 32},
@@ -226,7 +333,7 @@ def tiny_model(
     """Makes a random Transformers model of that architecture in float32, ready to decode.
 
     Args:
-        architecture: a name in `ARCHITECTURES` or `REFUSED`.
+        architecture: a name in `ARCHITECTURES`, `RECURRENT` or `REFUSED`.
         seed: the seed of the weights.
         layers: the number of layers; architectures that mix layer types need two.
         overrides: further arguments of the config.
@@ -235,7 +342,7 @@ def tiny_model(
         A `PreTrainedModel` in evaluation mode, without EOS, so that only limits and stop strings
         end a row.
     """
-    spec = {**ARCHITECTURES, **REFUSED}[architecture]
+    spec = {**ARCHITECTURES, **RECURRENT, **REFUSED}[architecture]
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shape = {"vocab_size": vocab_size, LAYERS[spec.names]: layers, "tie_word_embeddings": False}
     config = getattr(transformers, spec.config)(

@@ -40,11 +40,10 @@ class Layer:
         """
         size, kept = (slots, capacity), (slots, min(used, capacity))
         self.keys, self.values = (
-            _resized(tensor, size, kept) for tensor in (self.keys, self.values)
+            resized(tensor, size, kept) for tensor in (self.keys, self.values)
         )
         self.shared_keys, self.shared_values = (
-            _resized(tensor, (cells,), (cells,))
-            for tensor in (self.shared_keys, self.shared_values)
+            resized(tensor, (cells,), (cells,)) for tensor in (self.shared_keys, self.shared_values)
         )
 
 
@@ -53,23 +52,23 @@ def allocated(states: Tensor, *size: int) -> Tensor:
 
     The cells must be zero because a masked key is multiplied by 0, and 0 * NaN would be NaN.
     """
-    return _zeros(states, (*size, states.shape[1], states.shape[3]))
+    return zeros(states, (*size, states.shape[1], states.shape[3]))
 
 
-def _resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
+def resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
     """Returns the tensor with its first dimensions enlarged or cut; itself where nothing changes.
 
     The old elements within `kept` are copied.
     """
     if tensor.shape[: len(size)] == size:
         return tensor
-    resized = _zeros(tensor, (*size, *tensor.shape[len(size) :]))
+    resized = zeros(tensor, (*size, *tensor.shape[len(size) :]))
     part = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, kept, strict=False))
     resized[part] = tensor[part]
     return resized
 
 
-def _zeros(like: Tensor, size: tuple[int, ...]) -> Tensor:
+def zeros(like: Tensor, size: tuple[int, ...]) -> Tensor:
     """Returns zeros of a tensor's dtype on its device.
 
     On a CPU the system makes a page when something is first written there, so that room which no

@@ -64,6 +64,7 @@ class Plan:
         tails: lengths - offsets: keys in the slot that the row's last query sees.
         kv: keys per slot that the pass spans.
         positions: absolute positions of the block, [rows, q] int64.
+        final: True if none of the tokens is taken back later; set by who feeds them.
         parents: None where no row's tree branches.
         depths: depths of the columns, [rows, q] int64 on the host; None without parents.
         tree_words: words of the columns, [rows, q] int64 on the host; None without parents.
@@ -90,6 +91,7 @@ class Plan:
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
         self.prefixes = [None] * self.rows if prefixes is None else list(prefixes)
         self.into, self.device = into, device
+        self.final = False
         self.gaps = list(gaps) if gaps is not None and any(gaps) else None
         self.q = max(self.counts)
         self.lengths = [s + c for s, c in zip(self.starts, self.counts, strict=True)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -206,6 +207,10 @@ class SlotCache(Cache):
             for tensor in layer.tensors():
                 tensor[slot, start : start + len(cells)] = tensor[slot, index]
 
+    def reaches(self, slot: int, length: int) -> bool:
+        """Returns True if the slot can be cut or copied to its first `length` tokens."""
+        return length <= self.lengths[slot]
+
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Makes the first `length` tokens of slot `target` those of slot `source`.
@@ -290,9 +295,19 @@ class SlotCache(Cache):
             for t in layer.tensors()
         )
 
+    @property
+    def measured(self) -> bool:
+        """True if a pass has shown how many bytes rows take."""
+        return bool(self._layers)
+
+    def bytes_per_slot(self) -> int:
+        """Returns the bytes that a row takes beside those of its tokens."""
+        return 0
+
     def nbytes(self) -> int:
         """Returns the number of allocated bytes."""
-        return (self.slots * self.capacity + self.cells) * self.bytes_per_token()
+        tokens = self.slots * self.capacity + self.cells
+        return tokens * self.bytes_per_token() + self.slots * self.bytes_per_slot()
 
     # ── during a pass ─────────────────────────────────────────────────────────────────────────────
 
@@ -370,6 +385,10 @@ class SlotCache(Cache):
         if self._layer is None or self.plan is None or not self.plan.shares:
             return None, None
         return self._layer.shared_keys, self._layer.shared_values
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Returns a context that a model's own modules compute the pass in."""
+        return nullcontext()
 
     # ── for a Transformers model ──────────────────────────────────────────────────────────────────
 

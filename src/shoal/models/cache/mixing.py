@@ -1,0 +1,166 @@
+"""The calls of mixers in a pass: the rows with equal numbers of tokens together, others apart.
+
+A *mixer* is a module that keeps a recurrent state of each row: a short convolution, a state-space
+model, a gated delta net. It reads and writes the state through Transformers' cache. Padding would
+enter the states, so a call has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import InternalError
+from shoal.models.cache.plan import Plan
+
+Call = Callable[[Tensor], Tensor]
+"""A function that passes inputs [rows, tokens, width] through a mixer."""
+Key = tuple[str, int, int]
+"""The kind of a state ("conv" or "recurrent"), the number of its layer, and its own number."""
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """The mixers of a model.
+
+    Attributes:
+        modules: the mixers by name.
+        stepwise: True if a row that has a state must pass a mixer token by token, because a call
+            with several tokens begins without a state.
+    """
+
+    modules: Mapping[str, nn.Module]
+    stepwise: bool = False
+
+
+@dataclass
+class RowStates:
+    """The states of a slot (`shoal.models.cache.states`).
+
+    Attributes:
+        base: the number of tokens in the base state.
+        ahead: the number of tokens in the state ahead; None if it is not to be read.
+        side: the side of the stores that has the base state, 0 or 1.
+        inputs: the inputs of the mixers for the tokens from the base on, [tokens, width] each.
+    """
+
+    base: int = 0
+    ahead: int | None = None
+    side: int = 0
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EqualRows:
+    """The rows with equal numbers of tokens in a pass.
+
+    Attributes:
+        slots: the slots of the rows.
+        count: the number of tokens of each row.
+        read: the stored states that the rows begin with, [rows] int64; None = no state.
+        write: the places of the states after the tokens, [rows] int64.
+        columns: the places of the tokens in the block, [rows * count] int64; None if they are all
+            of it.
+    """
+
+    slots: Sequence[int]
+    count: int
+    read: Tensor | None
+    write: Tensor
+    columns: Tensor | None
+
+
+@dataclass
+class Passing:
+    """The states of the rows that pass a mixer.
+
+    Attributes:
+        read: the stored states that the rows begin with, [rows] int64; None = no state.
+        states: the states that the mixer has read or written, [rows, ...] each.
+    """
+
+    read: Tensor | None = None
+    states: dict[Key, Tensor] = field(default_factory=dict)
+
+
+class Calls:
+    """The calls of each mixer in one pass.
+
+    Args:
+        plan: the plan of the pass.
+        rows: the states of all slots.
+
+    Attributes:
+        replays: the groups of rows whose accepted tokens follow their base again.
+        feeds: the groups of rows with the tokens of the pass.
+        firsts: the first column of each row in the block.
+        inputs: the block of each mixer, [columns, width], once it has been called.
+    """
+
+    def __init__(self, plan: Plan, rows: Sequence[RowStates]) -> None:
+        self.plan, self._rows = plan, rows
+        ends = np.cumsum(plan.counts) if plan.packed else (1 + np.arange(plan.rows)) * plan.q
+        self.firsts: list[int] = [0, *ends.tolist()]
+        self.inputs: dict[str, Tensor] = {}
+        replays: dict[tuple[int, bool], list[int]] = {}
+        feeds: dict[tuple[int, bool], list[int]] = {}
+        for b, (slot, start) in enumerate(zip(plan.slots, plan.starts, strict=True)):
+            row = rows[slot]
+            if not self.follows(b):
+                replays.setdefault((start - row.base, row.base == 0), []).append(b)
+            feeds.setdefault((plan.counts[b], start == 0), []).append(b)
+        self.replays = [self._replay(*key, group) for key, group in replays.items()]
+        self.feeds = [self._feed(*key, group) for key, group in feeds.items()]
+
+    def follows(self, b: int) -> bool:
+        """Returns True if a stored state of row b has all its tokens before the pass.
+
+        Raises:
+            InternalError: no state is early enough.
+        """
+        row, start = self._rows[self.plan.slots[b]], self.plan.starts[b]
+        if start < row.base:
+            raise InternalError(f"a row of {start} tokens has the states of {row.base}")
+        return start in (row.base, row.ahead)
+
+    def _replay(self, count: int, empty: bool, group: Sequence[int]) -> EqualRows:
+        slots = [self.plan.slots[b] for b in group]
+        base = self._places(slots, [self._rows[slot].side for slot in slots])
+        return EqualRows(slots, count, None if empty else base, base, None)
+
+    def _feed(self, count: int, empty: bool, group: Sequence[int]) -> EqualRows:
+        plan = self.plan
+        slots = [plan.slots[b] for b in group]
+        ahead = [1 - self._rows[slot].side for slot in slots]
+        read = None if empty else self._places(slots, [self._side(b) for b in group])
+        columns = None
+        if len(group) < plan.rows or count < plan.q:
+            firsts = np.array([self.firsts[b] for b in group])[:, None]
+            columns = torch.from_numpy((firsts + np.arange(count)).reshape(-1)).to(plan.device)
+        return EqualRows(slots, count, read, self._places(slots, ahead), columns)
+
+    def _side(self, b: int) -> int:
+        """Returns the side of the state that the tokens of row b follow."""
+        row = self._rows[self.plan.slots[b]]
+        return 1 - row.side if self.plan.starts[b] == row.ahead else row.side
+
+    def _places(self, slots: Sequence[int], sides: Sequence[int]) -> Tensor:
+        places = [side * len(self._rows) + slot for slot, side in zip(slots, sides, strict=True)]
+        return torch.tensor(places, device=self.plan.device)
+
+    def states_after(self, b: int) -> RowStates:
+        """Returns the states of row b once the pass has ended."""
+        plan = self.plan
+        row, end = self._rows[plan.slots[b]], plan.lengths[b]
+        if plan.final:
+            return RowStates(end, None, 1 - row.side)
+        own = slice(self.firsts[b], self.firsts[b] + plan.counts[b])
+        inputs = {name: block[own] for name, block in self.inputs.items()}
+        if plan.starts[b] != row.ahead:
+            return RowStates(plan.starts[b], end, row.side, inputs)
+        inputs = {name: torch.cat([row.inputs[name], new]) for name, new in inputs.items()}
+        return RowStates(row.base, end, row.side, inputs)

@@ -1,0 +1,262 @@
+"""The slot cache of models whose layers keep a recurrent state (`shoal.models.cache.mixing`).
+
+A state cannot be cut to an earlier length, so a slot has two of each. The *base* is the state after
+tokens that are never taken back. The state *ahead* is the one after all tokens that were fed since.
+Beside them lie the inputs that the mixers got for these tokens.
+
+If all drafts of a row are accepted, the state ahead becomes its base. Otherwise the row's next pass
+begins with its accepted tokens: each mixer gets their inputs again, from the base on. The rest of
+the model does not compute them again, and their keys stay. A state after each draft would take one
+call of a mixer per draft; this takes one call for all accepted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import InternalError
+from shoal.models.cache.layer import resized, zeros
+from shoal.models.cache.mixing import Call, Calls, EqualRows, Key, Mixers, Passing, RowStates
+from shoal.models.cache.plan import Plan
+from shoal.models.cache.slots import SlotCache
+from shoal.types.prefix import Prefix
+
+
+class StateCache(SlotCache):
+    """The keys, values and recurrent states of rows of unequal lengths.
+
+    Args:
+        mixers: the modules that keep states.
+    """
+
+    def __init__(self, mixers: Mixers) -> None:
+        super().__init__()
+        self.mixers = mixers
+        self._row_states: list[RowStates] = []
+        self._tensors: dict[Key, Tensor] = {}
+        self._places: dict[int, int] = {}
+        self._calls: Calls | None = None
+        self._passing = Passing()
+
+    # ── for the engine ────────────────────────────────────────────────────────────────────────────
+
+    def _resize(self, slots: int, capacity: int, cells: int) -> None:
+        size = (2, slots)
+        stores = {key: resized(store, size, size) for key, store in self._tensors.items()}
+        super()._resize(slots, capacity, cells)
+        new = [RowStates() for _ in range(slots - len(self._row_states))]
+        self._tensors, self._row_states = stores, self._row_states[:slots] + new
+
+    def enter(self, slot: int, prefix: Prefix | None = None) -> None:
+        """Lets a new row take the slot, without tokens."""
+        super().enter(slot, prefix)
+        self._row_states[slot] = RowStates()
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Forgets all tokens from `length` on; those before it are never taken back.
+
+        Raises:
+            InternalError: the states after `length` tokens are gone.
+        """
+        super().rollback(slot, length)
+        self._settle(slot, length)
+
+    def _settle(self, slot: int, length: int) -> None:
+        """Makes the first `length` tokens of a slot final."""
+        row = self._row_states[slot]
+        if length == row.ahead:
+            row = RowStates(length, None, 1 - row.side)
+        elif not length:
+            row = RowStates()
+        elif not self.reaches(slot, length):
+            raise InternalError(
+                f"slot {slot} has recurrent states of {row.base} tokens and none of {length}"
+            )
+        else:
+            row = replace(row, ahead=None)
+        self._row_states[slot] = row
+
+    def reaches(self, slot: int, length: int) -> bool:
+        """Returns True if the states after the slot's first `length` tokens can be computed."""
+        return not length or self._row_states[slot].base <= length <= self.lengths[slot]
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Makes the first `length` tokens of slot `target` those of slot `source`."""
+        row = self._row_states[source]
+        super().copy(source, target, length)
+        if source != target:
+            for store in self._tensors.values():
+                store[:, target] = store[:, source]
+            self._row_states[target] = row
+        self._settle(target, length)
+
+    @torch.inference_mode()
+    def zero_non_finite(self, slot: int) -> None:
+        """Zeroes all NaN and infinite values of the slot, those of its states included."""
+        super().zero_non_finite(slot)
+        for tensor in [*self.states_of(slot), *self._row_states[slot].inputs.values()]:
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+    def states_of(self, slot: int) -> list[Tensor]:
+        """Returns the two stored states of each kind of a slot, [2, ...] each."""
+        return [store[:, slot] for store in self._tensors.values()]
+
+    @property
+    def measured(self) -> bool:
+        return super().measured or bool(self._tensors)
+
+    def bytes_per_slot(self) -> int:
+        """Returns the bytes of a row's states; 0 before the first pass."""
+        return sum(
+            store.element_size() * 2 * store.shape[2:].numel() for store in self._tensors.values()
+        )
+
+    # ── during a pass ─────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, plan: Plan) -> None:
+        """Announces a forward pass."""
+        super().begin(plan)
+        self._calls = Calls(plan, self._row_states)
+
+    def wrote(self, plan: Plan) -> None:
+        """Notes that the plan's tokens are in their cells, and in the states."""
+        super().wrote(plan)
+        assert self._calls is not None
+        after = [self._calls.states_after(b) for b in range(plan.rows)]
+        for slot, row in zip(plan.slots, after, strict=True):
+            self._row_states[slot] = row
+        self._calls = None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Lets the mixers compute by groups of rows within the context.
+
+        Afterwards it puts a `forward` back that an owner had set on a mixer.
+        """
+        modules = self.mixers.modules
+        owned = [module.__dict__.get("forward") for module in modules.values()]
+        for name, module in modules.items():
+            module.__dict__["forward"] = partial(self._forward, name, module.forward)
+        try:
+            yield
+        finally:
+            for module, before in zip(modules.values(), owned, strict=True):
+                if before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = before
+
+    def _forward(self, name: str, forward: Any, *args: Any, **options: Any) -> Any:
+        """Computes a mixer in a pass; in another thread's call the mixer computes by itself."""
+        given = (*args, *options.values())
+        if not any(value is self for value in given):
+            return forward(*args, **options)
+        block = next(value for value in given if isinstance(value, Tensor))
+
+        def call(part: Tensor) -> Tensor:
+            return forward(  # type: ignore[no-any-return]
+                *(part if value is block else value for value in args),
+                **{key: part if value is block else value for key, value in options.items()},
+            )
+
+        return self._mix(name, block, call)
+
+    def _mix(self, name: str, block: Tensor, call: Call) -> Tensor:
+        """Passes a block of tokens through a mixer, packed or padded as the pass."""
+        calls = self._calls
+        assert calls is not None
+        for group in calls.replays:
+            inputs = [self._row_states[slot].inputs[name][: group.count] for slot in group.slots]
+            self.through(group, torch.stack(inputs), call)
+        flat = calls.inputs[name] = block.flatten(0, 1)
+        mixed: Tensor | None = None
+        for group in calls.feeds:
+            if group.columns is None:
+                return self.through(group, block, call)
+            own = flat.index_select(0, group.columns).view(len(group.slots), group.count, -1)
+            part = self.through(group, own, call).flatten(0, 1)
+            mixed = part.new_zeros(len(flat), part.shape[1]) if mixed is None else mixed
+            mixed.index_copy_(0, group.columns, part)
+        assert mixed is not None
+        return mixed.view(*block.shape[:2], -1)
+
+    def through(self, group: EqualRows, block: Tensor, call: Call) -> Tensor:
+        """Passes a group's tokens, [rows, count, width], through a mixer, and stores its states."""
+        self._passing = passing = Passing(group.read)
+        if self.mixers.stepwise and group.read is not None:
+            mixed = torch.cat([call(token) for token in block.split(1, dim=1)], dim=1)
+        else:
+            mixed = call(block)
+        for key, states in passing.states.items():
+            if key not in self._tensors:
+                self._tensors[key] = zeros(states, (2, self.slots, *states.shape[1:]))
+            store = self._tensors[key]
+            store.flatten(0, 1).index_copy_(0, group.write, states.to(store.dtype))
+        self._passing = Passing()
+        return mixed
+
+    # ── for a Transformers model ──────────────────────────────────────────────────────────────────
+
+    def _state(self, key: Key) -> Tensor | None:
+        """Returns the states of the group that passes a mixer; None if its rows have none.
+
+        Mixers may change the tensor in place.
+        """
+        read, states = self._passing.read, self._passing.states
+        if key not in states and read is not None:
+            states[key] = self._tensors[key].flatten(0, 1).index_select(0, read)
+        return states.get(key)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the last inputs of a convolution, [rows, width, kernel], or None."""
+        return self._state(("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Returns the states of a recurrence, [rows, ...], or None."""
+        return self._state(("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Appends inputs to those of a convolution, and returns all that it may read."""
+        key = "conv", layer_idx, state_idx
+        before = self._state(key)
+        if before is not None:
+            size, inputs = before.shape[-1], torch.cat([before, conv_states], dim=-1)
+        else:
+            size = conv_kernel_size or conv_states.shape[-1]
+            lacking = max(size - conv_states.shape[-1], 0)
+            inputs = torch.nn.functional.pad(conv_states, (lacking, 0))
+        self._passing.states[key] = inputs[..., -size:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Replaces the states of a recurrence."""
+        self._passing.states["recurrent", layer_idx, state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Returns False: a convolution keeps no more inputs than it reads."""
+        return False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends keys and values, see `SlotCache.update`; some layers have none."""
+        place = self._places.setdefault(layer_idx, len(self._places))
+        return super().update(key_states, value_states, place)

@@ -1,0 +1,442 @@
+"""Models whose layers keep recurrent states: rows of unequal lengths, drafts that are taken back, and the faults that must show.
+
+Tests of: models.mixers, models.cache.mixing, models.cache.states.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from laws import ALPHA, declared_law, joint
+from laws import run as sampled
+from shoal.config import Limits, Sampling
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.ngram import NGramDrafter
+from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.suffix import SuffixDrafter
+from shoal.engine.engine import Engine
+from shoal.errors import InternalError, PairMismatch, UnsupportedModel
+from shoal.lookahead.controller import by_name
+from shoal.lookahead.fixed import Fixed
+from shoal.models.cache import mixing, states
+from shoal.models.cache.mixing import Calls, EqualRows, RowStates
+from shoal.models.cache.states import StateCache
+from shoal.models.compiled.captures import CAPTURED
+from shoal.models.loading import wrap
+from shoal.models.pairing import compared
+from shoal.models.runner import Runner
+from shoal.models.tensor_parallel import lead
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import RECURRENT, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing.scripted import adversary, mixed, says, scripted
+from shoal.testing.significance import chi_square
+from shoal.testing.tokenizers import large_tokenizer
+from shoal.types.requests import Request
+from shoal.types.trees import DraftTree
+
+FAMILIES = ("lfm2", "qwen3-next", "jamba")
+"""A convolution alone; a gated delta net among experts; a state-space model that must be fed token by token."""
+STEPWISE = {"mamba", "falcon-mamba", "jamba"}
+K, NEW = 3, 20
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(100 * seed + length))
+    return tuple(ids.tolist())
+
+
+PROMPTS = (prompt(1), prompt(13), prompt(4), prompt(13, seed=1))
+
+
+@cache
+def target(family: str) -> Runner:
+    return wrap(tiny_model(family), family)
+
+
+@cache
+def stock_ids(family: str, ids: tuple[int, ...], new: int = NEW) -> list[int]:
+    """What Transformers' own `generate` says, this prompt alone."""
+    block = torch.tensor([ids])
+    out = target(family).hf.generate(block, attention_mask=torch.ones_like(block), max_new_tokens=new, do_sample=False)
+    return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
+
+
+def half_right(family: str) -> Runner:
+    """A drafter that says the target's tokens in two places of three: without states, so that the target's alone are at stake."""
+    right = says([ids + tuple(stock_ids(family, ids)) for ids in PROMPTS], VOCABULARY)
+    return scripted(mixed(right, adversary(right, VOCABULARY), every=3), VOCABULARY, dtype=torch.float32)
+
+
+def run(
+    engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, n: int = 1, new: int = NEW, **sampling: Any
+) -> list[list[int]]:
+    """The new tokens of all rows."""
+    wanted = Sampling(**{"temperature": 0.0, **sampling})
+    rows = [row for ids in prompts for row in engine.submit(Request(tuple(ids), n, wanted, Limits(max_new_tokens=new)))]
+    while engine.step():
+        pass
+    return [row.tokens[row.prompt_length :] for row in rows]
+
+
+def engine(family: str, drafter: Drafter | Runner | None, k: int = K, **options: Any) -> Engine:
+    if isinstance(drafter, Runner):
+        drafter = ModelDrafter(drafter.fork(), VOCABULARY)
+    return Engine(target(family), drafter, Fixed(k if drafter else 0), **{"max_batch": 3, **options})
+
+
+def expected(family: str) -> list[list[int]]:
+    return [stock_ids(family, ids) for ids in PROMPTS]
+
+
+# ── which modules keep states ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", sorted(RECURRENT))
+def test_the_modules_that_keep_states_are_found(family: str) -> None:
+    mixers = target(family).mixers
+    assert mixers is not None
+    layers = {name.split("layers.")[1].split(".")[0] for name in mixers.modules}
+    assert "0" in layers
+    assert mixers.stepwise == (family in STEPWISE)
+
+
+def test_a_module_without_states_is_none() -> None:
+    runner = wrap(tiny_model("llama"), "llama")
+    assert runner.mixers is None
+    assert not isinstance(runner.cache, StateCache)
+
+
+# ── greedy ids ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _noisy(family: str) -> Runner:
+    hf = copy.deepcopy(tiny_model(family))
+    head = hf.get_output_embeddings().weight.data
+    head.add_(0.15 * float(head.std()) * torch.randn(head.shape, generator=torch.Generator().manual_seed(7)))
+    return wrap(hf, family)
+
+
+DRAFTERS: dict[str, Callable[[str], Drafter | Runner | None]] = {
+    "none": lambda family: None,
+    "its own family": _noisy,
+    "another family": lambda family: wrap(tiny_model("lfm2" if family != "lfm2" else "mamba2", seed=5), "draft"),
+    "without states": half_right,
+    "ngram": lambda family: NGramDrafter(),
+    "suffix": lambda family: SuffixDrafter(),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_drafter_leaves_the_greedy_ids(family: str, kind: str) -> None:
+    made = engine(family, DRAFTERS[kind](family))
+    assert run(made, n=2) == [ids for ids in expected(family) for _ in range(2)]
+    if kind in ("its own family", "without states"):
+        assert 0 < made.stats.accepted < made.stats.drafted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_drafter_with_states_leaves_the_ids_of_a_target_without(family: str) -> None:
+    plain = wrap(tiny_model("llama"), "llama")
+    drafter = ModelDrafter(target(family).fork(), VOCABULARY)
+    drafted = run(Engine(plain, drafter, Fixed(K), max_batch=3), n=2)
+    assert drafted == run(Engine(plain, None, Fixed(0), max_batch=3), n=2)
+
+
+@pytest.mark.parametrize("rule", [Coupled, Rejection])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_tokens_of_a_seed_are_those_of_plain_decoding(family: str, rule: type[Rule]) -> None:
+    """The coupled rule says so; rejection sampling is equal where every draft is right."""
+    draft = _noisy(family) if rule is Coupled else None
+    made = engine(family, draft, rule=rule())
+    seen = run(made, n=2, temperature=0.8, seed=3)
+    assert seen == run(engine(family, None, rule=rule()), n=2, temperature=0.8, seed=3)
+    assert (draft is None) == (not made.stats.drafted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_300_tokens(family: str) -> None:
+    hf = tiny_model(family, max_position_embeddings=512) if family != "mamba" else tiny_model(family)
+    runner = wrap(hf, family)
+    drafter = ModelDrafter(_noisy(family).fork(), VOCABULARY)
+    drafter.runner.context = 512
+    made = Engine(runner, drafter, Fixed(K), max_batch=2)
+    ids = torch.tensor([PROMPTS[1]])
+    out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False)
+    assert run(made, PROMPTS[1:2], n=2, new=300) == [out[0, ids.shape[1] :].tolist()] * 2
+    assert 0 < made.stats.accepted < made.stats.drafted
+
+
+def test_from_disk(tmp_path: Path) -> None:
+    """With packed weights, through the public entry."""
+    places = save_pair(tmp_path, "lfm2", draft_architecture="mamba")
+    pair = shoal.load(*places)
+    plain, drafted = (pair.generate("a b a b a", n=3, max_new_tokens=12, temperature=0, lookahead=k)[0] for k in ("off", 3))
+    assert [s.token_ids for s in plain.samples] == [s.token_ids for s in drafted.samples]
+
+
+# ── negative controls: what these tests would see ───────────────────────────────────────────────────────────────────
+
+
+def keeps_rejected(self: StateCache, slot: int, length: int) -> None:
+    """The state of a rejected draft is kept."""
+    row = self._row_states[slot]
+    self._row_states[slot] = RowStates(length, None, row.side if row.ahead is None else 1 - row.side)
+
+
+def loses_accepted(self: StateCache, slot: int, length: int) -> None:
+    """Accepted tokens never enter the state."""
+    self._row_states[slot] = RowStates(length, None, self._row_states[slot].side)
+
+
+def padded(plan: Any, rows: Sequence[RowStates]) -> Calls:
+    """Padding enters the states."""
+    wider = copy.copy(plan)
+    wider.counts = [plan.q] * plan.rows
+    return Calls(wider, rows)
+
+
+def other_rows(self: StateCache, group: EqualRows, *rest: Any) -> Tensor:
+    """Rows begin with the states of their neighbours."""
+    read = group.read
+    return THROUGH(self, group if read is None else replace(group, read=read.roll(1)), *rest)
+
+
+def one_too_many(self: Calls, count: int, *rest: Any) -> EqualRows:
+    """A token more than the accepted ones enters the state."""
+    return REPLAY(self, count + 1, *rest)
+
+
+def one_too_few(self: Calls, count: int, *rest: Any) -> EqualRows:
+    return REPLAY(self, max(count - 1, 1), *rest)
+
+
+THROUGH, REPLAY = StateCache.through, Calls._replay
+SABOTAGES: dict[str, tuple[Any, str, Any]] = {
+    "a rejected draft stays": (StateCache, "_settle", keeps_rejected),
+    "an accepted draft is lost": (StateCache, "_settle", loses_accepted),
+    "padding enters": (states, "Calls", padded),
+    "another row's state": (StateCache, "through", other_rows),
+    "one step too many": (Calls, "_replay", one_too_many),
+    "one step too few": (Calls, "_replay", one_too_few),
+}
+
+
+@pytest.fixture(params=sorted(SABOTAGES))
+def sabotage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Breaks the states when called."""
+    return lambda: monkeypatch.setattr(*SABOTAGES[request.param])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrong_state_is_seen(family: str, sabotage: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(family, half_right(family), max_batch=4)
+    monkeypatch.setattr(made.target, "packs", False)
+    right = expected(family)
+    assert run(made) == right
+    sabotage()
+    try:
+        seen = run(made)
+    except (InternalError, RuntimeError):
+        return
+    assert seen != right
+
+
+def test_the_self_check_sees_a_wrong_state(sabotage: Callable[[], None], request: pytest.FixtureRequest) -> None:
+    """All but those that need rows of equal counts, or a pass after the check's last one."""
+    hf = tiny_model("lfm2")
+    sabotage()
+    if request.node.callspec.params["sabotage"] in ("padding enters", "another row's state"):
+        return
+    with pytest.raises((UnsupportedModel, InternalError)):
+        wrap(hf, "lfm2")
+
+
+# ── the law ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("fault", [None, "a rejected draft stays"])
+def test_the_law_of_three_tokens(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By enumeration: the third token follows a round that took drafts back."""
+    hf, draft = (tiny_model("qwen3-next", vocab_size=4, seed=seed) for seed in (0, 3))
+    runner, drafter = wrap(hf, "target"), wrap(draft, "draft")
+
+    def step(tokens: tuple[int, ...]) -> Tensor:
+        with torch.inference_mode():
+            logits = hf(torch.tensor([[0, 0, *tokens]]), use_cache=False).logits[0, -1]
+        return (logits.double() / 2).softmax(-1)
+
+    law = declared_law(step, 4, 3)
+    if fault is not None:
+        monkeypatch.setattr(*SABOTAGES[fault])
+    made, rows = sampled(runner, drafter, by_name(2), horizon=3, samples=3000, temperature=2.0)
+    assert 0 < made.stats.accepted < made.stats.drafted
+    assert (chi_square(joint(rows, 4), law) > ALPHA) == (fault is None)
+
+
+# ── rows come and go ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_paused_rows_go_on(family: str) -> None:
+    made = engine(family, half_right(family), max_batch=2, quantum=4)
+    first = made.submit(Request(PROMPTS[1], 2, Sampling(temperature=0.0), Limits(max_new_tokens=NEW)))
+    made.step()
+    late = run(made, PROMPTS[2:3])
+    assert made.stats.pauses > 0
+    assert [row.tokens[row.prompt_length :] for row in first] == [stock_ids(family, PROMPTS[1])] * 2
+    assert late == [stock_ids(family, PROMPTS[2])]
+
+
+def test_a_prompt_of_several_passes() -> None:
+    """The chunks of a prompt follow each other's states, and rows run in between."""
+    ids = prompt(40)
+    made = engine("qwen3-next", None, chunk=7)
+    made.submit(Request(PROMPTS[0], 1, Sampling(temperature=0.0), Limits(max_new_tokens=60)))
+    made.step()
+    assert run(made, [ids]) == [stock_ids("qwen3-next", ids)]
+    assert made.stats.prefill_chunks > 3
+
+
+def test_a_prompt_is_copied_within_a_round_and_computed_again_later() -> None:
+    made = engine("lfm2", None, max_batch=3)
+    assert run(made, PROMPTS[1:2], n=7) == [stock_ids("lfm2", PROMPTS[1])] * 7
+    assert made.stats.prefill_tokens == 3 * 12  # three rows at once, then three, then one
+
+
+class Says(Drafter):
+    """Proposes one token again and again."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        return DraftTree.of([[self.token] * length for length in inputs.lengths], device=inputs.uniforms.device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_whose_states_are_nan_ends_alone(family: str) -> None:
+    """And the rows that take its slot begin without them."""
+    hf = copy.deepcopy(target(family).hf)
+    damaged = next(i for i in range(VOCABULARY) if all(i not in (*ids, *stock_ids(family, ids)) for ids in PROMPTS))
+    head = hf.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # which may be the table itself
+    hf.get_input_embeddings().weight.data[damaged] = torch.nan
+    made = Engine(wrap(hf, family), Says(PROMPTS[0][0]), Fixed(K), max_batch=2)
+    ended, *others = run(made, [(5, damaged, 6), *PROMPTS])
+    assert not ended
+    assert others == expected(family)
+
+
+# ── what it costs ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pass_calls_a_mixer_once_for_rows_of_equal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more for each number of accepted tokens that rejected drafts came after."""
+    counts: list[tuple[int, int]] = []
+
+    def through(self: StateCache, group: EqualRows, *rest: Any) -> Tensor:
+        counts.append((len(group.slots), group.count))
+        return THROUGH(self, group, *rest)
+
+    monkeypatch.setattr(StateCache, "through", through)
+    made = engine("lfm2", None, max_batch=4)
+    run(made, PROMPTS[1:2], n=4)
+    assert counts == [(1, 12)] + [(4, 1)] * NEW
+    counts.clear()
+    made = engine("lfm2", Says(stock_ids("lfm2", PROMPTS[1])[0]), 2, max_batch=4)
+    made.submit(Request(PROMPTS[1], 4, Sampling(temperature=0.0), Limits(max_new_tokens=9)))
+    made.step()
+    made.step()
+    assert made.stats.committed == 4 * 3  # one draft of two was right, then none
+    assert counts == [(1, 12), (4, 3), (4, 2), (4, 3)]
+
+
+def test_states_are_counted_in_memory() -> None:
+    runner = target("lfm2").fork()
+    state = 2 * 32 * 3 * 4  # two states of 32 features and 3 inputs in float32
+    assert runner.cache_bytes(2, 10) - runner.cache_bytes(1, 10) == 10 * runner.token_bytes + state
+    runner = target("mamba").fork()
+    assert runner.token_bytes == 0
+    state = 2 * 2 * 64 * (4 + 8) * 4  # two layers
+    assert (runner.cache_bytes(3, 10), runner.cache_bytes(3, 1000)) == (3 * state, 3 * state)
+    runner.reserve(3, 10)
+    assert runner.allocated_bytes == 3 * state
+
+
+def test_the_model_is_its_owners_again_after_a_pass() -> None:
+    hf = target("lfm2").hf
+    assert not any("forward" in vars(module) for module in hf.modules())
+    mine = hf.model.layers[0].conv
+    mine.forward = own = mine.forward
+    try:
+        assert run(engine("lfm2", None)) == expected("lfm2")
+        assert vars(mine)["forward"] is own
+    finally:
+        del mine.forward
+
+
+# ── refused by name ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+STATES = "its layers keep recurrent states"
+
+
+class Branches(Says):
+    max_nodes = 4
+
+
+def test_what_is_refused_says_why(tmp_path: Path) -> None:
+    runner = target("lfm2")
+    with pytest.raises(UnsupportedModel, match=f"cannot verify draft trees: {STATES}"):
+        engine("lfm2", Branches(1))
+    with pytest.raises(UnsupportedModel, match=f"cannot be strict: {STATES}"):
+        wrap(runner.hf, "lfm2", strict=True)
+    with pytest.raises(UnsupportedModel, match=f"cannot be shared by processes: {STATES}"):
+        lead(runner)
+    with pytest.raises(PairMismatch, match="its layers keep recurrent states, which cannot go back"):
+        compared(wrap(tiny_model("llama"), "llama"), runner, large_tokenizer(), tiny_tokenizer())
+    tiny_model("lfm2").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"cannot draft for itself: {STATES}"):
+        shoal.load(tmp_path, "self:exit=1")
+    fork = runner.fork()
+    fork.capture_rounds("eager")
+    assert (fork.captures, fork.absent[CAPTURED]) == (None, STATES)
+    assert not runner.can_keep_prefixes
+
+
+def test_a_state_that_is_gone_is_not_made_up() -> None:
+    runner = target("lfm2").fork()
+    runner.reserve(2, 8)
+    runner.feed([0], torch.tensor([[1, 2, 3]]), [3], want_logits=False)
+    with pytest.raises(InternalError, match="states of 3 tokens and none of 2"):
+        runner.cache.rollback(0, 2)
+    with pytest.raises(InternalError, match="states of 3 tokens and none of 2"):
+        runner.cache.copy(0, 1, 2)
+    assert mixing  # the groups have no other door
+
+
+def test_a_mixer_that_takes_more_than_its_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny_model("lfm2")
+    conv = hf.model.layers[0].conv
+    real = type(hf.model.layers[0]).forward
+
+    def forward(self: Any, hidden_states: Tensor, **options: Any) -> Any:
+        return real(self, hidden_states, extra=hidden_states, **options)
+
+    monkeypatch.setattr(type(hf.model.layers[0]), "forward", forward)
+    with pytest.raises(
+        UnsupportedModel, match=r"recurrent module model\.layers\.0\.conv takes more than the states of its tokens"
+    ):
+        wrap(hf, "lfm2")
+    assert conv is hf.model.layers[0].conv

@@ -18,6 +18,7 @@ from shoal.bench import methods
 from shoal.cli import run
 from shoal.cli.check import prompt_sets
 from shoal.cli.check_case import Case, Measured
+from shoal.cli.check_model import turn_end
 from shoal.cli.check_pair import WORTHWHILE, _speed_up, _tenths
 from shoal.cli.check_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, built_in, check_prompts
 from shoal.cli.files import listed_prompts
@@ -231,3 +232,18 @@ def test_chat_goes_through_the_template_of_the_tokenizer() -> None:
     assert calls == [
         ([{"role": "user", "content": "Hi."}], {"chat_template": "x", "add_generation_prompt": True, "tokenize": False})
     ]
+
+
+def test_a_tokenizer_that_ends_texts_by_another_token_is_told() -> None:
+    """A fine-tune's commonest fault: both end texts here, and other programs go on behind the turn."""
+    tokenizer = tiny_tokenizer()
+    own = tokenizer.eos_token_id
+
+    def told(*named: int, ends: tuple[int, ...] = (7, own)) -> list[tuple[str, str, bool]]:
+        hf = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=list(named) or None), config=SimpleNamespace())
+        model: Any = SimpleNamespace(tokenizer=tokenizer, target=SimpleNamespace(hf=hf), eos=ends)
+        return [(found.name, found.status, "both end texts" in found.figure) for found in turn_end(model)]
+
+    assert told(own) == told(7, own) == told() == []
+    assert told(7) == [("end of text", "warn", True)]
+    assert told(7, ends=(7,)) == [("end of text", "warn", False)]

@@ -406,6 +406,10 @@ def test_where_they_are_looked_for() -> None:
     assert loading.eos_ids(hf, tokenizer) == (7,)
     hf.generation_config.eos_token_id = [8, 9]
     assert loading.eos_ids(hf, tokenizer) == (8, 9)
+    tokenizer.chat_template = "{{ messages }}"  # whose turns end by the tokenizer's
+    assert loading.eos_ids(hf, tokenizer) == (8, 9, END)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(9)
+    assert loading.eos_ids(hf, tokenizer) == (8, 9)
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -384,6 +384,17 @@ def test_a_message_may_be_continued(free: Served) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
 
 
+def test_the_tokenizers_end_ends_a_turn_whatever_the_config_names() -> None:
+    model = scripted(speaks("Yes.", ends=True), len(TOKENIZER), 2048)
+    model.hf.config.eos_token_id = 7
+    for given, own in ((BODY, None), (None, BODY)):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = own
+        with served(Shoal(model, model, tokenizer), chat_template=given) as server:
+            choice = create(server, tools=openai.NOT_GIVEN, max_tokens=99).choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("Yes.", "stop")
+
+
 def test_every_chunk_has_the_usage_so_far(free: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"messages": ASKED, "n": 2, "stream": True, "stream_options": options, "max_tokens": 9}

@@ -6,6 +6,7 @@ Each is a function from a `Case` or a model to a `CheckResult`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.check_case import Case
@@ -142,6 +143,24 @@ def self_check(runner: Runner, role: str) -> CheckResult:
     limit = tolerance(runner)
     figure = f"ragged v plain forward: {error:.1e} nats of divergence (limit {limit:g})"
     return CheckResult(name, "ok", figure, data={"error": error, "limit": limit})
+
+
+def turn_end(model: Shoal) -> Iterator[CheckResult]:
+    """Yields a result if the tokenizer ends texts by another token than the model's configs."""
+    from shoal.models.loading import named_eos
+
+    own, named = model.tokenizer.eos_token_id, named_eos(model.target.hf) or ()
+    if own is None or own in named or not named:
+        return
+    first, others = (model.tokenizer.convert_ids_to_tokens(ids) for ids in (own, list(named)))
+    both = "; both end texts" if own in model.eos else ""
+    yield CheckResult(
+        "end of text",
+        "warn",
+        f"{first} by the tokenizer, {', '.join(map(str, others))} by generation_config{both}",
+        f"add {own} to eos_token_id in generation_config.json: other programs go on behind it",
+        {"tokenizer": own, "generation_config": list(named)},
+    )
 
 
 def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:

@@ -370,11 +370,19 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
 def eos_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
     """Returns the token ids that end a text.
 
-    The sources are the model's generation config first, then its config, then the tokenizer.
+    The sources are the model's generation config first, then its config, then the tokenizer. The
+    tokenizer's end also ends the turns of its chat template, whatever the config names.
     """
-    generation = getattr(hf, "generation_config", None)
-    for owner in (generation, hf.config, tokenizer):
+    own = getattr(tokenizer, "eos_token_id", None)
+    ends = named_eos(hf) or ()
+    also = own is not None and (not ends or getattr(tokenizer, "chat_template", None))
+    return tuple(dict.fromkeys((*ends, own))) if also else ends
+
+
+def named_eos(hf: Any) -> tuple[int, ...] | None:
+    """Returns the ends that the model's configs name; None if they name none."""
+    for owner in (getattr(hf, "generation_config", None), hf.config):
         value = getattr(owner, "eos_token_id", None)
         if value is not None:
             return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
-    return ()
+    return None

@@ -51,8 +51,11 @@ class ApiHandler:
         self.encoder = PromptEncoder(
             shoal.tokenizer, engine.target.vocab_size, settings.chat_template
         )
+        own = getattr(shoal.tokenizer, "eos_token_id", None)
+        also = settings.chat_template is not None and own is not None
+        ends = tuple(dict.fromkeys((*shoal.eos, own))) if also else shoal.eos
         self._builder = RequestBuilder(
-            self.encoder, shoal.eos, engine.target.vocab_size, engine.context, capacity, settings
+            self.encoder, ends, engine.target.vocab_size, engine.context, capacity, settings
         )
         self._parser = RequestParser(self._builder)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.files import read_text, template_names
 from shoal.config import require_text
 from shoal.errors import RequestError
-from shoal.types.inputs import chat_template_of
+from shoal.types.inputs import as_plain, chat_template_of, encoded_plain
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -83,7 +84,7 @@ class ChatWriter:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages),
+                    [self._plain(one) for one in messages],
                     chat_template=self.template,
                     add_generation_prompt=True,
                     tokenize=False,
@@ -99,6 +100,12 @@ class ChatWriter:
             RequestError: it is no text.
         """
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return encoded_plain(partial(self._tokenizer.encode, add_special_tokens=False), text)
         except Exception as error:  # the template may have written an invalid text
             raise RequestError(f"the chat template refused the messages: {error}") from error
+
+    def _plain(self, one: Message) -> Message:
+        """Returns a message; names of special tokens in the text of a user are text."""
+        if one["role"] != "user":
+            return one
+        return {**one, "content": as_plain(self._tokenizer, one["content"])}

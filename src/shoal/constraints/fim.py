@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shoal.errors import RequestError
-from shoal.types.inputs import encoded_inside
+from shoal.types.inputs import as_plain, encoded_inside, encoded_plain
 
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, the bundled pair
@@ -64,7 +64,7 @@ def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -
 def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> MiddlePrompt:
     """Returns the prompt whose continuation belongs between prefix and suffix.
 
-    The order is PSM (Bavarian et al. 2022).
+    Names of special tokens in these texts are text: a file about tokenizers is a file. The order is PSM (Bavarian et al. 2022).
 
     Args:
         tokenizer: the target's.
@@ -84,7 +84,9 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
     vocabulary = tokenizer.get_vocab()
     first, between, last = (vocabulary[token] for token in found)
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    context, left, right = encode(before), encode(prefix), encoded_inside(encode, suffix)
+    prefix, suffix = as_plain(tokenizer, prefix), as_plain(tokenizer, suffix)
+    context, left = encoded_plain(encode, before), encoded_plain(encode, prefix)
+    right = encoded_inside(partial(encoded_plain, encode), suffix)
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
     head = [*start, *context, first, *left]
     return MiddlePrompt((*head, between, *right, last), len(head))
@@ -109,6 +111,7 @@ def repository(
     )
     if found is None:
         return "".join(f"{text}\n\n" for _, text in excerpts)
+    excerpts = [(file, as_plain(tokenizer, text)) for file, text in excerpts]
     files = "".join(f"{found[1]}{file}\n{text}" for file, text in excerpts)
     return f"{found[0]}{name}\n{files}{found[1]}{own}\n"
 
@@ -156,7 +159,8 @@ def nearest(tokenizer: Any, prefix: str, suffix: str, space: int) -> tuple[str, 
     """
 
     def tokens(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        return len(encoded_plain(encode, as_plain(tokenizer, text)))
 
     prefix, suffix = prefix[-CHARACTERS * space :], suffix[: CHARACTERS * space]
     left, right = tokens(prefix), tokens(suffix)

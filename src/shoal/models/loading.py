@@ -375,8 +375,9 @@ def eos_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
     """
     own = getattr(tokenizer, "eos_token_id", None)
     ends = named_eos(hf) or ()
-    also = own is not None and (not ends or getattr(tokenizer, "chat_template", None))
-    return tuple(dict.fromkeys((*ends, own))) if also else ends
+    if own is None or (ends and not getattr(tokenizer, "chat_template", None)):
+        return ends
+    return (*ends, *({int(own)} - {*ends}))
 
 
 def named_eos(hf: Any) -> tuple[int, ...] | None:

@@ -51,9 +51,10 @@ class ApiHandler:
         self.encoder = PromptEncoder(
             shoal.tokenizer, engine.target.vocab_size, settings.chat_template
         )
+        ends = shoal.eos
         own = getattr(shoal.tokenizer, "eos_token_id", None)
-        also = settings.chat_template is not None and own is not None
-        ends = tuple(dict.fromkeys((*shoal.eos, own))) if also else shoal.eos
+        if settings.chat_template is not None and own is not None:
+            ends = (*ends, *({int(own)} - {*ends}))
         self._builder = RequestBuilder(
             self.encoder, ends, engine.target.vocab_size, engine.context, capacity, settings
         )

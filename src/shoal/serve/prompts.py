@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from shoal.constraints.dressing import Dressing
@@ -21,7 +23,7 @@ from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.message_models import Message
 from shoal.serve.request_models import BaseRequest
-from shoal.types.inputs import chat_template_of, encoded
+from shoal.types.inputs import MARK, as_plain, chat_template_of, encoded, encoded_plain
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
@@ -71,7 +73,9 @@ class PromptEncoder:
         return (
             encoded(self._tokenizer, text)
             if special
-            else tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            else tuple(
+                encoded_plain(partial(self._tokenizer.encode, add_special_tokens=False), text)
+            )
         )
 
     def decode(self, ids: Sequence[int], field: str) -> str:
@@ -204,8 +208,15 @@ class PromptEncoder:
         """
         return self.encode_text(self.write(messages, variables), special=False)
 
-    def write(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
-        """Returns a conversation as the chat template writes it.
+    def write(
+        self, messages: Sequence[Message], variables: dict[str, Any], special: bool = False
+    ) -> str:
+        """Returns a conversation as the chat template writes it, for `encode_text`.
+
+        Args:
+            messages: the conversation.
+            variables: further variables of the template.
+            special: True if the texts of users and tools may spell special tokens.
 
         Raises:
             RequestError: there is no template.
@@ -221,6 +232,9 @@ class PromptEncoder:
         if "developer" not in template:  # which would leave them out, or refuse them
             for message in plain:
                 message["role"] = message["role"].replace("developer", "system")
+        for message in plain:
+            if message["role"] in ("user", "tool") and not special:
+                message["content"] = as_plain(self._tokenizer, message["content"])
         try:
             text = self._tokenizer.apply_chat_template(
                 plain,
@@ -229,7 +243,7 @@ class PromptEncoder:
                 **{"add_generation_prompt": True, **variables},
             )
             str(text).encode()  # the template may have written half a character
-            return str(text)
+            return str(text).replace(json.dumps(MARK)[1:-1], MARK)
         except Exception as error:  # a template is a program that may raise anything
             raise ApiError(
                 400, f"the chat template refused the messages: {error}", param="messages"

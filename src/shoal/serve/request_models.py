@@ -250,6 +250,9 @@ class ChatRequest(BaseRequest):
     chat_template_kwargs: dict[str, Any] | None = optional(
         "Further variables of the chat template."
     )
+    split_special_tokens: bool | None = optional(
+        "Names of special tokens in the texts of users and tools are text; true."
+    )
     add_generation_prompt: bool | None = optional(
         "False: the prompt ends behind the last message; true, unless that message is continued."
     )

@@ -130,7 +130,7 @@ class RequestParser:
         )
         variables |= _turn(request)
         messages = told(request) if rules and rules.told else request.messages
-        written = encoder.write(messages, variables)
+        written = encoder.write(messages, variables, request.split_special_tokens is False)
         reasoning = reasoning_of(encoder.template(tools=rules is not None), written)
         if rules is not None:
             rules = replace(rules, reasons=reasoning is not None)

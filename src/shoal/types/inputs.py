@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import index
@@ -81,6 +83,34 @@ def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[in
     if before and whole[: len(before)] == before:
         return whole[len(before) :]
     return list(encode(text))
+
+
+MARK = "\ufdd0"
+"""A character that no text has (Unicode keeps it for programs): tokens do not reach across it."""
+CONTROL = re.compile(r"<[|｜].+[|｜]>|</?(?:fim|file|repo)[-_]?\w*>", re.DOTALL)
+"""The names of tokens that are controls of a model, though some tokenizers do not call them so."""
+_names: weakref.WeakKeyDictionary[Any, re.Pattern[str]] = weakref.WeakKeyDictionary()
+
+
+def as_plain(tokenizer: Any, text: str) -> str:
+    """Returns a text with a mark inside each name of a special token, for `encoded_plain`."""
+    if tokenizer not in _names:
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        names = {str(one) for one in added if one.special or CONTROL.fullmatch(str(one))}
+        names |= set(getattr(tokenizer, "all_special_tokens", ()))
+        longest = sorted(map(re.escape, filter(None, names)), key=len, reverse=True)
+        _names[tokenizer] = re.compile("|".join(longest) or "(?!)")
+    return _names[tokenizer].sub(lambda found: found[0][:1] + MARK + found[0][1:], text)
+
+
+def encoded_plain(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
+    """Returns the ids of a text in which marks keep names from being special tokens.
+
+    Args:
+        encode: splits a text into tokens, without special ones around it.
+    """
+    first, *others = text.split(MARK)
+    return [*encode(first), *(token for part in others for token in encoded_inside(encode, part))]
 
 
 def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:

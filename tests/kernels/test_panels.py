@@ -62,7 +62,7 @@ def test_products(dtype: torch.dtype, out: int, inputs: int, tokens: int, biased
 def test_the_bits_of_a_token_do_not_depend_on_the_others(dtype: torch.dtype, out: int, inputs: int) -> None:
     matrix, x, other = PanelMatrix(some(out, inputs, dtype=dtype)), some(43, inputs, dtype=dtype), some(43, out, dtype=dtype)
     alone = [matrix.linear_mul(x[i : i + 1], other[i : i + 1]) for i in range(43)]
-    for tokens in (2, 3, 7, 8, 15, 43):
+    for tokens in (2, 3, 5, 7, 8, 13, 17, 43):
         assert torch.equal(matrix.linear_mul(x[:tokens].clone(), other[:tokens].clone()), torch.cat(alone[:tokens]))
     threads = torch.get_num_threads()
     try:
@@ -115,14 +115,14 @@ def test_which_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(packs=both))
     assert [packing(dtype) for dtype in (*TYPES, torch.float64)] == [PanelMatrix, PanelMatrix, None]
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu({torch.bfloat16: "AMX-BF16"}, packs=both))
-    assert [packing(dtype) for dtype in TYPES] == [PanelMatrix, Matrix]
+    assert [packing(dtype) for dtype in TYPES] == [PanelMatrix, PanelMatrix]
     monkeypatch.setattr("shoal.models.weights.packing.missing", lambda: "no C compiler")
     assert [packing(dtype) for dtype in TYPES] == [Matrix, Matrix]
 
 
 def sums_are_wrong(made: ctypes.CDLL) -> bool:
-    weight, bias = some(56, 24, dtype=torch.float32), some(56, dtype=torch.float32)
-    x, other = some(11, 24, dtype=torch.float32), some(11, 56, dtype=torch.float32)
+    weight, bias = some(88, 24, dtype=torch.float32), some(88, dtype=torch.float32)
+    x, other = some(11, 24, dtype=torch.float32), some(11, 88, dtype=torch.float32)
     expected = x.double() @ weight.double().t() + bias.double() + other.double()
 
     def spoiled(self: Tensor, *shape: int) -> Tensor:
@@ -136,12 +136,13 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong"), [
-    ("sum[i][p] += x[i * width] * weights[p]", "sum[i][p] += x[i * width] * weights[0]"),
-    ("case 3: NAME(tiles)(3", "case 3: NAME(tiles)(2"),
-    ("for (; first < last; first += LANES)", "if (first < last)"),
-    ("last < a->outputs ? last : a->outputs);", "a->outputs / LANES * LANES);"),
-    ("if (a->kind == NAME(ADD)) result += NAME(lanes)(other);", ""),
-    ("result += NAME(lanes)(bias);", ""),
+    ("sum[i][p] += feature * weights[p]", "sum[i][p] += feature * weights[0]"),
+    ("sums_of(m, n, w, panel, x,", "sums_of(1, n, w, panel, x,"),
+    ("panel < end; panel += n)", "panel + n <= end; panel += n)"),
+    ("? first + n * LANES : a->outputs;", "? first + n * LANES : a->outputs / LANES * LANES;"),
+    ("if (a->kind == NAME(ADD)) sums += NAME(some_lanes)((const T *)a->other + place, lanes);", ""),
+    ("if (a->bias) sums += NAME(some_lanes)((const T *)a->bias + first, lanes);", ""),
+    ("by.x + from * a->width * by.feature", "by.x"),
     ("a->y_rows[token + i] : token + i)", "a->y_rows[token + i] : token)"),
 ])  # fmt: skip
 def test_sabotage_is_seen(right: str, wrong: str) -> None:

@@ -151,7 +151,7 @@ NO_INSTRUCTIONS = ("#if defined(__AVX512VNNI__)", "#if 0"), ("#elif defined(__AV
 WRONG_BYTES = {
     "zeros": ("__builtin_convertvector(sum - shift, vec)", "__builtin_convertvector(sum, vec)"),
     "another token's scale": ("a->token_scales[token + i], left", "a->token_scales[token], left"),
-    "another panel's scales": ("a->scales + at, a->token_scales", "a->scales + first, a->token_scales"),
+    "another panel's scales": ("a->scales + at, a->token_scales", "a->scales + panel * LANES, a->token_scales"),
     "scales of few outputs": ("memcpy(scale, scales, lanes", "memcpy(scale, scales, lanes / 2"),
     "rounded towards zero": ("(NAME(lanes)(part) / scale + 12582912.0f) - 12582912.0f", "NAME(lanes)(part) / scale"),
     "ties away from zero": (
@@ -160,7 +160,7 @@ WRONG_BYTES = {
     ),
     "largest, not largest in size": ("(vec)((ivec)v & 0x7fffffff)", "v"),
     "NaN is nothing": ("strange += v - v;", ""),
-    "bytes of the first tokens": ("a->bytes + token * width", "a->bytes"),
+    "bytes of the first tokens": ("by.x + from * a->width * by.feature", "by.x"),
 }  # fmt: skip
 
 

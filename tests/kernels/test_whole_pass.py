@@ -239,7 +239,7 @@ def test_which_decoders_have_passes_in_one_call() -> None:
 
 # ── negative controls ───────────────────────────────────────────────────────────────────────────────────────────────
 
-LOOP = "for (; panel < end; panel += PANELS) {"
+LOOP = "for (int64_t n = panels; panel < end; panel += n) {"
 LATE = (LOOP, LOOP + " if (!panel) for (volatile int i = 0; i < 20000; i++) {}")
 """The thread that has the first outputs of a product is late."""
 # What they read and write is inside the arrays, as the process goes on with what they leave.

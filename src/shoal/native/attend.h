@@ -74,14 +74,6 @@ INLINE void NAME(block)(const T *rows[LANES], const NAME(Tokens) *a, int64_t fir
     }
 }
 
-/* LANES elements, or n and zeros behind them. */
-INLINE vec NAME(some_lanes)(const T *from, int64_t n) {
-    if (n >= LANES) return NAME(lanes)(from);
-    T some[LANES] = {0};
-    memcpy(some, from, n * sizeof(T));
-    return NAME(lanes)(some);
-}
-
 /* scores [queries, span] of a block of keys; query: [queries, width]. */
 INLINE void NAME(score)(const T *rows[LANES], int64_t queries, const float *query, float *scores, int64_t dim,
                         int64_t width, int64_t span) {

@@ -39,6 +39,8 @@ Sums and softmax are always float32.
 """
 SOURCES = (
     "kernels.c",
+    "tile.h",
+    "pairs.h",
     "bytes.h",
     "typed.h",
     "attend.h",
@@ -252,7 +254,7 @@ def loaded(place: Path) -> ctypes.CDLL:
                 function = getattr(made, f"{name}_{suffix}")
                 function.argtypes, function.restype = (
                     arguments,
-                    ctypes.c_int if name in ("attend", "decode") else None,
+                    ctypes.c_int if name in ("product", "attend", "decode") else None,
                 )
             getattr(made, f"draft_{suffix}").argtypes = [ctypes.POINTER(DraftStep)]
             getattr(made, f"draft_{suffix}").restype = ctypes.c_int64

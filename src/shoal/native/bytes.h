@@ -5,7 +5,7 @@
 typedef uint8_t bvec __attribute__((vector_size(LANES)));
 
 /* One step along the inputs of `panels` panels for m tokens: 16 groups of four weights. */
-INLINE void step_bytes(int m, int panels, ivec sum[TOKENS][PANELS], const int8_t *w, int64_t panel, const uint8_t *x, int64_t width) {
+INLINE void step_bytes(int m, int panels, ivec sum[TOKENS][PANELS], const char *w, int64_t panel, const char *x, int64_t width) {
     ivec weights[PANELS];
     for (int p = 0; p < panels; p++) memcpy(&weights[p], w + p * panel, sizeof weights[p]);
     for (int i = 0; i < m; i++) {
@@ -27,6 +27,15 @@ INLINE void step_bytes(int m, int panels, ivec sum[TOKENS][PANELS], const int8_t
     }
 }
 
+/* The sums of m tokens by n panels, as the bits of integers. */
+INLINE void sums_of_bytes(int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums) {
+    ivec sum[TOKENS][PANELS] = {{{0}}};
+    for (int64_t k = 0; k < width; k += 4) step_bytes(m, n, sum, w + k * LANES, panel, x + k, width);
+    for (int i = 0; i < m; i++)
+        for (int p = 0; p < n; p++) store(sums + (i * n + p) * LANES, (vec)sum[i][p]);
+}
+TILE(tile_of_bytes, sums_of_bytes)
+
 /* What sums of bytes stand for. A function of its own: no sum that follows may be fused with these products. */
 static NOINLINE vec scaled(ivec sum, const int32_t *zeros, const float *scales, float token_scale, int64_t lanes) {
     int32_t zero[LANES] = {0};
@@ -38,16 +47,11 @@ static NOINLINE vec scaled(ivec sum, const int32_t *zeros, const float *scales, 
     return __builtin_convertvector(sum - shift, vec) * load(scale) * token_scale;
 }
 
-/* The products of m tokens from `token` on by some panels from output `first` on. */
-INLINE void products_of_bytes(int m, int panels, vec result[TOKENS][PANELS], const Product *a, int64_t token, int64_t first) {
-    int64_t width = a->width, panel = width * LANES;
-    const int8_t *w = (const int8_t *)a->weight + first * width;
-    const uint8_t *x = a->bytes + token * width;
-    ivec sum[TOKENS][PANELS] = {{{0}}};
-    for (int64_t k = 0; k < width; k += 4) step_bytes(m, panels, sum, w + k * LANES, panel, x + k, width);
-    for (int i = 0; i < m; i++)
-        for (int p = 0; p < panels; p++) {
-            int64_t at = first + p * LANES, left = a->outputs - at;
-            result[i][p] = scaled(sum[i][p], a->zeros + at, a->scales + at, a->token_scales[token + i], left < LANES ? left : LANES);
+/* The sums [m, n * 16] of `tile_of_bytes` become products of m tokens from `token` on by panels from `panel` on. */
+static void scale_bytes(const Product *a, int64_t token, int64_t m, int64_t panel, int64_t n, float *sums) {
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t p = 0; p < n; p++, sums += LANES) {
+            int64_t at = (panel + p) * LANES, left = a->outputs - at;
+            store(sums, scaled((ivec)load(sums), a->zeros + at, a->scales + at, a->token_scales[token + i], left < LANES ? left : LANES));
         }
 }

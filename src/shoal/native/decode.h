@@ -75,10 +75,11 @@ static Product NAME(product_of)(const Weights *w, int64_t tokens, int64_t thread
     };
 }
 
-static void NAME(multiply)(const Pass *a, NAME(Between) at, const Weights *w, int64_t kind, const T *x, const T *other, T *y) {
+static void NAME(multiply)(const Pass *a, NAME(Between) at, const Weights *w, int64_t kind, const T *x, const T *other, T *y,
+                            int *failed) {
     Product product = NAME(product_of)(w, a->tokens, a->threads, at);
     product.kind = kind, product.x = x, product.other = other, product.y = y;
-    NAME(share_of_product)(&product);
+    NAME(share_of_product)(&product, failed);
 }
 
 /* Rotates, writes keys and values to the cache, and attends. */
@@ -110,13 +111,13 @@ static void NAME(attend_layer)(const Pass *a, int64_t index, NAME(Between) at, i
 static void NAME(layer)(const Pass *a, int64_t index, NAME(Between) at, int *failed) {
     const Layer *layer = a->model->layers + index;
     NAME(norm)(a, &layer->attention_norm, at.x, at.normed);
-    NAME(multiply)(a, at, &layer->states, NAME(PLAIN), at.normed, NULL, at.states);
+    NAME(multiply)(a, at, &layer->states, NAME(PLAIN), at.normed, NULL, at.states, failed);
     NAME(attend_layer)(a, index, at, failed);
-    NAME(multiply)(a, at, &layer->out, NAME(ADD), at.attended, at.x, at.x);
+    NAME(multiply)(a, at, &layer->out, NAME(ADD), at.attended, at.x, at.x, failed);
     NAME(norm)(a, &layer->mlp_norm, at.x, at.normed);
-    NAME(multiply)(a, at, &layer->gate, NAME(SILU), at.normed, NULL, at.gated);
-    NAME(multiply)(a, at, &layer->up, NAME(MUL), at.normed, at.gated, at.gated);
-    NAME(multiply)(a, at, &layer->down, NAME(ADD), at.gated, at.x, at.x);
+    NAME(multiply)(a, at, &layer->gate, NAME(SILU), at.normed, NULL, at.gated, failed);
+    NAME(multiply)(a, at, &layer->up, NAME(MUL), at.normed, at.gated, at.gated, failed);
+    NAME(multiply)(a, at, &layer->down, NAME(ADD), at.gated, at.x, at.x, failed);
 }
 
 /* Columns that a packed pass leaves out get the logits of the row's last. */
@@ -132,7 +133,7 @@ static void NAME(repeat_last)(const Pass *a) {
 }
 
 /* Norm and head. */
-static void NAME(predict)(const Pass *a, NAME(Between) at) {
+static void NAME(predict)(const Pass *a, NAME(Between) at, int *failed) {
     const Model *model = a->model;
     const T *x = at.x;
     T *normed = at.normed;
@@ -149,7 +150,7 @@ static void NAME(predict)(const Pass *a, NAME(Between) at) {
     NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);
     Product head = NAME(product_of)(&model->head, tokens, a->threads, at);
     head.x = normed, head.y = a->logits, head.y_rows = rows;
-    NAME(share_of_product)(&head);
+    NAME(share_of_product)(&head, failed);
     if (rows && a->packed) NAME(repeat_last)(a);
 }
 
@@ -169,7 +170,7 @@ int NAME(decode)(const Pass *a) {
     {
         NAME(embed)(a, at);
         for (int64_t index = 0; index < model->layer_count; index++) NAME(layer)(a, index, at, &failed);
-        if (a->logits) NAME(predict)(a, at);
+        if (a->logits) NAME(predict)(a, at, &failed);
     }
     return failed;
 }

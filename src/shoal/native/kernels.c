@@ -3,6 +3,7 @@
 
    Plain C with OpenMP, for float32 and bfloat16; sums are float32 always. The file is compiled on the machine it runs on. The
    types come by including the other files once for each. No -ffast-math: NaN and infinity must come out as PyTorch has them. */
+#define _GNU_SOURCE /* syscall */
 #include "kernels.h"
 #include <math.h>
 #include <stdlib.h>
@@ -10,8 +11,12 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__AVX512BF16__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #define PARALLEL 65536 /* least work worth a second thread */
@@ -142,54 +147,18 @@ INLINE void put_bfloat16(uint16_t *to, vec x) {
     memcpy(to, &half, sizeof half);
 }
 
-/* One step along the inputs of `panels` panels for m tokens: what an element of a panel is depends on the type. float32: 16 weights
-   of one input. bfloat16: 16 pairs of weights of two inputs, and so are the tokens' features. */
-#ifdef __AVX512F__
-#define SUMS 16 /* what the registers hold: 32 of 16 lanes, or fewer or narrower ones */
-#define TOKENS 8 /* most tokens of a tile */
-#else
-#define SUMS 4
-#define TOKENS 4
-#endif
-#define PANELS 4 /* most panels of a tile */
-#define PANELS_OF(m) (SUMS / (m) >= 4 ? 4 : SUMS / (m) >= 2 ? 2 : 1)
-INLINE void step_float32(int m, int panels, vec sum[TOKENS][PANELS], const float *w, int64_t panel, const float *x, int64_t width) {
-    vec weights[PANELS];
-    for (int p = 0; p < panels; p++) weights[p] = load(w + p * panel);
-    for (int i = 0; i < m; i++)
-        for (int p = 0; p < panels; p++) sum[i][p] += x[i * width] * weights[p];
-}
-INLINE void step_bfloat16(int m, int panels, vec sum[TOKENS][PANELS], const uint16_t *w, int64_t panel, const uint16_t *x,
-                          int64_t width) {
-    ivec weights[PANELS];
-    for (int p = 0; p < panels; p++) memcpy(&weights[p], w + p * panel, sizeof weights[p]);
-    for (int i = 0; i < m; i++) {
-        int32_t pair;
-        memcpy(&pair, x + i * width, sizeof pair);
-        for (int p = 0; p < panels; p++) {
-#ifdef __AVX512BF16__
-            sum[i][p] = (vec)_mm512_dpbf16_ps((__m512)sum[i][p], (__m512bh)weights[p], (__m512bh)_mm512_set1_epi32(pair));
-#else
-            sum[i][p] += (vec)(weights[p] & (int32_t)0xffff0000) * bits_to_float((uint32_t)pair & 0xffff0000u);
-            sum[i][p] += (vec)(weights[p] << 16) * bits_to_float((uint32_t)pair << 16);
-#endif
-        }
-    }
-}
-
+#include "tile.h"
+#include "pairs.h"
 #include "bytes.h"
 
 #define SUFFIX float32
-#define GROUP 1 /* inputs of a step */
 #define T float
 #include "typed.h"
 #include "attend.h"
 #include "decode.h"
 #undef SUFFIX
 #undef T
-#undef GROUP
 #define SUFFIX bfloat16
-#define GROUP 2
 #define T uint16_t
 #include "typed.h"
 #ifndef ONLY_FLOAT32 /* tests compile wrong kernels without, which is faster */

@@ -11,6 +11,14 @@ INLINE void NAME(widened)(float *to, const T *from, int64_t n) {
     }
 }
 
+/* LANES elements, or n and zeros behind them. */
+INLINE vec NAME(some_lanes)(const T *from, int64_t n) {
+    if (n >= LANES) return NAME(lanes)(from);
+    T some[LANES] = {0};
+    memcpy(some, from, n * sizeof(T));
+    return NAME(lanes)(some);
+}
+
 /* Asks for n elements that will be read later; the address need not be valid. */
 INLINE void NAME(fetch)(const T *from, int64_t n) {
     for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + i);
@@ -43,61 +51,26 @@ void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens
 /* What a product does with its result. */
 enum { NAME(PLAIN), NAME(SILU), NAME(ADD), NAME(MUL) };
 
-/* The products of m tokens from `token` on by some panels of weights from output `first` on. */
-INLINE void NAME(products)(int m, int panels, vec result[TOKENS][PANELS], const Product *a, int64_t token, int64_t first) {
-    int64_t width = a->width, panel = width * LANES;
-    const T *w = (const T *)a->weight + first * width, *x = (const T *)a->x + token * width;
-    vec sum[TOKENS][PANELS] = {{{0}}}; /* in registers: nothing else has its address */
-    for (int64_t k = 0; k < width; k += GROUP) NAME(step)(m, panels, sum, w + k * LANES, panel, x + k, width);
-    for (int i = 0; i < m; i++)
-        for (int p = 0; p < panels; p++) result[i][p] = sum[i][p];
+/* What the product does with the sums of `lanes` outputs of one token, at `place` in y. */
+INLINE void NAME(finish_lanes)(const Product *a, vec sums, int64_t first, int64_t place, int64_t lanes) {
+    T *y = (T *)a->y + place, made[LANES];
+    if (a->bias) sums += NAME(some_lanes)((const T *)a->bias + first, lanes);
+    if (a->kind == NAME(SILU)) sums = silu(sums);
+    if (a->kind == NAME(ADD)) sums += NAME(some_lanes)((const T *)a->other + place, lanes);
+    if (a->kind == NAME(MUL)) sums *= NAME(some_lanes)((const T *)a->other + place, lanes);
+    NAME(put)(made, sums);
+    if (lanes == LANES) memcpy(y, made, sizeof made);
+    else memcpy(y, made, lanes * sizeof(T));
 }
 
-/* m tokens by some panels of weights, and what the product does with the result; `outputs`: of these panels. */
-INLINE void NAME(tile)(int m, int panels, const Product *a, int64_t token, int64_t first, int64_t outputs) {
-    vec results[TOKENS][PANELS];
-    if (a->scales) products_of_bytes(m, panels, results, a, token, first);
-    else NAME(products)(m, panels, results, a, token, first);
-    for (int i = 0; i < m; i++)
-        for (int p = 0; p < panels; p++) {
-            int64_t place = (a->y_rows ? a->y_rows[token + i] : token + i) * a->outputs + first + p * LANES;
-            int64_t lanes = outputs - p * LANES < LANES ? outputs - p * LANES : LANES;
-            T bias[LANES] = {0}, other[LANES] = {0}, y[LANES];
-            vec result = results[i][p];
-            if (a->bias) {
-                memcpy(bias, (const T *)a->bias + first + p * LANES, lanes * sizeof(T));
-                result += NAME(lanes)(bias);
-            }
-            if (a->kind >= NAME(ADD)) memcpy(other, (const T *)a->other + place, lanes * sizeof(T));
-            if (a->kind == NAME(SILU)) result = silu(result);
-            if (a->kind == NAME(ADD)) result += NAME(lanes)(other);
-            if (a->kind == NAME(MUL)) result *= NAME(lanes)(other);
-            NAME(put)(y, result);
-            memcpy((T *)a->y + place, y, lanes * sizeof(T));
-        }
-}
-
-/* m tokens by the outputs from `first` to `last`, as many panels at once as there are sums for. */
-INLINE void NAME(tiles)(int m, const Product *a, int64_t token, int64_t first, int64_t last) {
-    const int most = PANELS_OF(m);
-    for (; first + most * LANES <= last; first += most * LANES) NAME(tile)(m, most, a, token, first, most * LANES);
-    if (most > 2 && first + 2 * LANES <= last) NAME(tile)(m, 2, a, token, first, 2 * LANES), first += 2 * LANES;
-    for (; first < last; first += LANES) NAME(tile)(m, 1, a, token, first, last - first);
-}
-
-/* The compiler needs to know how many tokens there are: fewer than TOKENS cost less. */
-static void NAME(few_tokens)(int64_t tokens, const Product *a, int64_t token, int64_t first, int64_t last) {
-    switch (tokens) {
-    case 1: NAME(tiles)(1, a, token, first, last); break;
-    case 2: NAME(tiles)(2, a, token, first, last); break;
-    case 3: NAME(tiles)(3, a, token, first, last); break;
-    case 4: NAME(tiles)(4, a, token, first, last); break;
-#if TOKENS > 4
-    case 5: NAME(tiles)(5, a, token, first, last); break;
-    case 6: NAME(tiles)(6, a, token, first, last); break;
-    case 7: NAME(tiles)(7, a, token, first, last); break;
-    case 8: NAME(tiles)(8, a, token, first, last); break;
-#endif
+/* The same with the sums [m, n * 16] of m tokens by n panels from output `first` on. */
+static NOINLINE void NAME(finish)(const Product *a, int64_t token, int64_t m, int64_t first, int64_t n, const float *sums) {
+    int64_t last = first + n * LANES < a->outputs ? first + n * LANES : a->outputs;
+    for (int64_t i = 0; i < m; i++) {
+        int64_t row = (a->y_rows ? a->y_rows[token + i] : token + i) * a->outputs;
+        const float *from = sums + i * n * LANES;
+        for (int64_t out = first; out < last; out += LANES, from += LANES)
+            NAME(finish_lanes)(a, load(from), out, row + out, last - out < LANES ? last - out : LANES);
     }
 }
 
@@ -129,9 +102,39 @@ static NOINLINE float NAME(round_token)(uint8_t *to, const T *x, int64_t n) {
     return scale;
 }
 
-/* x W^T + b, and what follows it. Each sum runs over the inputs in their order, so that its bits do not depend on the other tokens.
-   A thread has whole panels, and reads each from memory once. */
-static void NAME(share_of_product)(const Product *a) {
+/* Who multiplies `count` tokens from `token` on. `x` NULL: no memory. */
+static Tiling NAME(tiling)(const Product *a, int64_t token, int64_t count) {
+    const T *x = (const T *)a->x + token * a->width;
+    if (a->scales) return (Tiling){tile_of_bytes, TOKENS, 0, (const char *)a->bytes + token * a->width, 1, 1};
+#ifdef PAIR_TOKENS
+    if (sizeof(T) == 2 && multiplies_pairs()) return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_PANELS, (const char *)x, 2, 2};
+#endif
+    return (Tiling){NAME(tile), TOKENS, 0, (const char *)NAME(floats)(x, count * a->width), 4, sizeof(T)};
+}
+
+/* `count` tokens from `token` on by panels `panel` to `end`, in tiles of nearly equal numbers of tokens. */
+static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count, int64_t panel, int64_t end, int *failed) {
+    Tiling by = NAME(tiling)(a, token, count);
+    int64_t tiles = (count + by.tokens - 1) / by.tokens, largest = (count + tiles - 1) / tiles, bytes = a->width * LANES * by.size;
+    int64_t panels = by.panels ? by.panels : PANELS_OF(largest);
+    float sums[16 * PANELS * LANES] __attribute__((aligned(64)));
+    if (!by.x) {
+        *failed = 1;
+        return;
+    }
+    for (int64_t n = panels; panel < end; panel += n) {
+        if (n > end - panel) n = end - panel;
+        for (int64_t i = 0; i < tiles; i++) {
+            int64_t from = count * i / tiles, m = count * (i + 1) / tiles - from;
+            by.tile(m, n, (const char *)a->weight + panel * bytes, bytes, by.x + from * a->width * by.feature, a->width, sums);
+            if (a->scales) scale_bytes(a, token + from, m, panel, n, sums);
+            NAME(finish)(a, token + from, m, panel * LANES, n, sums);
+        }
+    }
+}
+
+/* x W^T + b, and what follows it. A thread has whole panels, and reads each from memory once. `failed`: 1, no memory. */
+static void NAME(share_of_product)(const Product *a, int *failed) {
     int64_t panels = (a->outputs + LANES - 1) / LANES, panel = panels * own_thread() / all_threads();
     int64_t end = panels * (own_thread() + 1) / all_threads();
     if (a->scales) {
@@ -139,17 +142,17 @@ static void NAME(share_of_product)(const Product *a) {
         for (int64_t t = 0; t < a->tokens; t++)
             a->token_scales[t] = NAME(round_token)(a->bytes + t * a->width, (const T *)a->x + t * a->width, a->width);
     }
-    for (; panel < end; panel += PANELS) {
-        int64_t last = (panel + PANELS < end ? panel + PANELS : end) * LANES;
-        for (int64_t t = 0; t < a->tokens; t += TOKENS)
-            NAME(few_tokens)(a->tokens - t < TOKENS ? a->tokens - t : TOKENS, a, t, panel * LANES, last < a->outputs ? last : a->outputs);
-    }
+    for (int64_t t = 0; t < a->tokens; t += BLOCK)
+        NAME(multiply_block)(a, t, a->tokens - t < BLOCK ? a->tokens - t : BLOCK, panel, end, failed);
 #pragma omp barrier
 }
 
-void NAME(product)(const Product *a) {
+/* Returns 0, or 1: no memory. */
+int NAME(product)(const Product *a) {
+    int failed = 0;
 #pragma omp parallel num_threads(a->threads) if (a->tokens * a->width * a->outputs > PARALLEL / 4)
-    NAME(share_of_product)(a);
+    NAME(share_of_product)(a, &failed);
+    return failed;
 }
 
 /* x cos + rotate_half(x) sin over the first `rotary` features (Su et al. 2021). */

@@ -1,7 +1,7 @@
 """The choice between the packing of the kernels in C and that of oneDNN, by facts.
 
-Panels cost less per call and read the weights once, in order. Tiles (AMX), which only oneDNN's
-kernels use, multiply many tokens in the time of one.
+Panels cost less per call and read the weights once, in order. oneDNN packs weights where there is
+no C compiler, and those of bytes for tiles (AMX), which its kernels use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, missing
 from shoal.native.processor import cpu_flags
 
-TILES, BYTE_TILES = "AMX-BF16", "amx_int8"
+BYTE_TILES = "amx_int8"
 
 
 def packing(dtype: torch.dtype) -> type[Matrix] | None:
@@ -24,14 +24,9 @@ def packing(dtype: torch.dtype) -> type[Matrix] | None:
 
     Returns None where weights of that dtype are not packed.
     """
-    cpu = formats.cpu()
-    if dtype not in cpu.packs:
+    if dtype not in formats.cpu().packs:
         return None
-    return (
-        PanelMatrix
-        if dtype in SUFFIXES and cpu.products.get(dtype) != TILES and not missing()
-        else Matrix
-    )
+    return PanelMatrix if dtype in SUFFIXES and not missing() else Matrix
 
 
 def packed(weight: Tensor, bias: Tensor | None, *, table: bool = False) -> Matrix:

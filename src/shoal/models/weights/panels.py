@@ -129,11 +129,9 @@ class Panels:
         read = (self.weight, self.bias, self.scales, self.zeros, token_scales, q, rows, other, y)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in read)
         kernel: Any = getattr(library(), f"product_{SUFFIXES[rows.dtype]}")
-        kernel(
-            ctypes.byref(
-                Product(len(rows), self.width, outputs, kind, torch.get_num_threads(), *addresses)
-            )
-        )
+        numbers = len(rows), self.width, outputs, kind, torch.get_num_threads()
+        if kernel(ctypes.byref(Product(*numbers, *addresses))):
+            raise MemoryError("no memory for the features of a product")
         return y.view(*x.shape[:-1], outputs)
 
 

@@ -63,7 +63,7 @@ def test_float32_weights_move_where_mkl_multiplies_them(
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=mkl))
     hf = tiny_model("llama").to(dtype)
     before = {name: weight.clone() for name, weight in hf.named_parameters()}
-    assert weights.lay_out(hf, weights.by_facts) == ("input-major" if expected else "as-is")
+    assert weights.lay_out(hf, weights.without_packing) == ("input-major" if expected else "as-is")
     assert moved(hf) == expected
     assert all(torch.equal(weight, before[name]) for name, weight in hf.named_parameters())
     assert hf.model.embed_tokens.weight.is_contiguous()
@@ -72,7 +72,7 @@ def test_float32_weights_move_where_mkl_multiplies_them(
 def test_tied_weights_stay_tied_and_the_model_says_the_same() -> None:
     hf = tiny_model("llama", tie_word_embeddings=True)
     expected = logits(hf)
-    weights.lay_out(hf, weights.by_facts)
+    weights.lay_out(hf, weights.without_packing)
     assert hf.lm_head.weight is hf.model.embed_tokens.weight
     assert hf.lm_head.weight.t().is_contiguous()
     torch.testing.assert_close(logits(hf), expected, rtol=0, atol=1e-4)
@@ -85,7 +85,7 @@ def test_tied_weights_stay_tied_and_the_model_says_the_same() -> None:
 @pytest.fixture(params=[INPUT_MAJOR, PACKED])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == PACKED:
-        monkeypatch.setattr(weights, "by_measurement", always_packed)
+        monkeypatch.setattr(weights, "by_facts", always_packed)
     return str(request.param)
 
 
@@ -193,7 +193,7 @@ def test_dropping_a_model_frees_its_weights_at_once(tmp_path: Path) -> None:
     import weakref
 
     hf = tiny_model("llama", tie_word_embeddings=True)
-    weights.lay_out(hf, weights.by_facts)
+    weights.lay_out(hf, weights.without_packing)
     gc.collect()
     gc.disable()
     try:

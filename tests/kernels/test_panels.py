@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,12 +20,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+import shoal
 from native_kernels import needs_compiler
 from shoal.models import formats
 from shoal.models.weights import panels
 from shoal.models.weights.matrix import PACKED, Matrix
 from shoal.models.weights.packing import packing
 from shoal.models.weights.panels import PanelMatrix
+from shoal.testing import save_pair
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = needs_compiler
@@ -118,6 +122,23 @@ def test_which_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [packing(dtype) for dtype in TYPES] == [PanelMatrix, PanelMatrix]
     monkeypatch.setattr("shoal.models.weights.packing.missing", lambda: "no C compiler")
     assert [packing(dtype) for dtype in TYPES] == [Matrix, Matrix]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "packed"),
+        ({"strict": True}, "input-major"),
+        ({"compile": "off"}, "packed"),
+        ({"quantize": "target=int8"}, "input-major"),
+    ],
+)
+def test_models_are_packed_where_passes_can_use_it(
+    options: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True, packs=frozenset(TYPES)))
+    target, _ = save_pair(tmp_path / "pair")
+    assert shoal.load(target, **options).target.notes["weights"] == expected
 
 
 def sums_are_wrong(made: ctypes.CDLL) -> bool:

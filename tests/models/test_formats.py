@@ -157,7 +157,7 @@ def test_no_choice_reads_a_clock(bf16_pair: tuple[Path, Path], monkeypatch: pyte
     for cpu in (AMX, AVX, PLAIN):
         monkeypatch.setattr(formats, "cpu", lambda cpu=cpu: cpu)
         loading._auto_dtype(config, bf16_pair[0], torch.device("cpu"), None, sharded=False)
-        weights.lay_out(hf, weights.by_measurement)
+        weights.lay_out(hf, weights.by_facts)
         quantize.quantized(hf, "off")
 
 

@@ -37,7 +37,7 @@ def directory() -> Path:
 
 def all_packed(keys: Collection[Key]) -> dict[Key, str]:
     """The forms of weights where every measurement says that they are packed."""
-    return {key: PACKED if packing(key[1]) is not None else form for key, form in weights.by_facts(keys).items()}
+    return {key: PACKED if packing(key[1]) is not None else form for key, form in weights.without_packing(keys).items()}
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def pair(directory: Path) -> Iterator[Pair]:
             with pytest.MonkeyPatch.context() as patch:
                 if compile == "auto":
                     patch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset(DTYPES.values())))
-                    patch.setattr(weights, "by_measurement", all_packed)
+                    patch.setattr(weights, "by_facts", all_packed)
                 loaded[dtype, compile] = shoal.load(directory, dtype=dtype, compile=compile, max_batch=256)
         return loaded[dtype, compile]
 

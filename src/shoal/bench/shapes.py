@@ -89,7 +89,7 @@ def shaped_pair(
     for i, (role, shape) in enumerate(zip(("target", "draft"), SHAPES[name], strict=True)):
         hf = _random(shape.config(), loading.DTYPES[dtype], place, seed + i)
         order = weights.lay_out(
-            hf, weights.by_facts if formats[role] != "off" else weights.by_measurement
+            hf, weights.without_packing if formats[role] != "off" else weights.by_facts
         )
         hf, how = quantized(hf, formats[role])
         runner = loading.wrap(hf, f"{name} {role}, random weights", attention)

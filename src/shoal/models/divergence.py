@@ -7,8 +7,6 @@ position.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -47,12 +45,3 @@ def divergences(logits: Tensor, right: Tensor) -> Tensor:
     below = true - own
     # A sum of terms that are never negative.
     return (true.exp() * (torch.expm1(-below) + below)).sum(dim=-1)
-
-
-def mean_divergence(logits: Tensor, right: Tensor) -> float:
-    """Returns the mean over all positions; infinite if a logit is NaN or infinite.
-
-    A NaN compares as neither larger nor smaller than a limit.
-    """
-    mean = float(divergences(logits, right).mean())
-    return mean if math.isfinite(mean) else math.inf

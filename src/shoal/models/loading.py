@@ -199,7 +199,7 @@ def load_runner(
         order = (
             "sharded"
             if sharding
-            else weights.lay_out(hf, weights.by_facts if plain else weights.by_measurement)
+            else weights.lay_out(hf, weights.without_packing if plain else weights.by_facts)
         )
         hf, how = quantized(hf, quantize, pack and not strict)
     with watch("checking"):

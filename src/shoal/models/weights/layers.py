@@ -60,7 +60,7 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
     of the model keeps working, also through `push_to_hub` (see `SavePretrained`).
 
     Args:
-        choose: returns the forms for shapes and dtypes; see `shoal.models.weights.choice`.
+        choose: returns the forms for shapes and dtypes; see `shoal.models.weights.packing`.
 
     Returns:
         The forms and the numbers of their weights, in words.

@@ -1,4 +1,6 @@
-"""The choice between the packing of the kernels in C and that of oneDNN, by facts.
+"""The choice of the form of weights and of their packing, by facts.
+
+The form changes the rounding, and with it the tokens of a seed, so no clock decides.
 
 Panels cost less per call and read the weights once, in order. oneDNN packs weights where there is
 no C compiler, and those of bytes for tiles (AMX), which its kernels use.
@@ -6,17 +8,33 @@ no C compiler, and those of bytes for tiles (AMX), which its kernels use.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from shoal.models import formats
 from shoal.models.weights.int8 import Int8Matrix, Int8PanelMatrix
-from shoal.models.weights.matrix import PACKED, Matrix
+from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, missing
 from shoal.native.processor import cpu_flags
 
 BYTE_TILES = "amx_int8"
+
+
+def by_facts(keys: Collection[Key]) -> dict[Key, str]:
+    """Returns the forms with packing wherever weights of the dtype can be packed."""
+    plain = without_packing(keys)
+    return {key: plain[key] if packing(key[1]) is None else PACKED for key in keys}
+
+
+def without_packing(keys: Collection[Key]) -> dict[Key, str]:
+    """Returns the forms without packing: input-major where MKL multiplies, which is in float32."""
+    return {
+        (shape, dtype): INPUT_MAJOR if dtype == torch.float32 and formats.cpu().mkl else AS_IS
+        for shape, dtype in keys
+    }
 
 
 def packing(dtype: torch.dtype) -> type[Matrix] | None:

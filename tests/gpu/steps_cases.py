@@ -96,6 +96,46 @@ def test_tokens_have_the_weights_that_they_are_drawn_by() -> None:
     assert on_gpu.inverse_transform(weights, uniforms).bincount(minlength=5).tolist() == [12, 0, 4, 0, 16]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("known", "vocabulary"), [(1, 1), (70, 70), (70, 90), (90, 70), (2048, 2048), (4500, 4500)])
+def test_the_softmax_is_that_of_float64(known: int, vocabulary: int, dtype: torch.dtype) -> None:
+    assert softmax_error(known, vocabulary, dtype) < 1
+
+
+def softmax_error(known: int = 4500, vocabulary: int = 4500, dtype: torch.dtype = torch.float32) -> float:
+    """In units of what rounding may do; infinite where a token, a mark or an unsound row is wrong. Rows are not side by side."""
+    generator = torch.Generator().manual_seed(known + vocabulary)
+    logits = (4 * torch.randn(7, 2, known, generator=generator)).to(dtype).to(DEVICE)[:, 1]
+    logits[1, : known // 2] = -torch.inf
+    logits[2, known // 3 :] = logits[2, known // 3 :].amax()  # equals: the first is meant
+    logits[4] = -torch.inf
+    logits[5, known // 2], logits[6, known - 1] = torch.nan, torch.inf
+    heats = torch.linspace(0.3, 2.0, 7, device=DEVICE)
+    worst = 0.0
+    for heat in (heats, None):
+        found = on_gpu.softmax(logits, heat, vocabulary)
+        read = logits[:, :vocabulary].double()
+        unsound = ~(read.amax(-1).abs() < torch.inf)
+        assert found.probs is not None
+        exact = torch.nn.functional.pad(read, (0, max(0, vocabulary - known)), value=-torch.inf)
+        exact = (exact / (1.0 if heat is None else heat.double()[:, None])).softmax(-1)
+        exact[unsound] = 1 / vocabulary
+        only = on_gpu.softmax(logits, heat, vocabulary, want_probs=False)
+        same = torch.equal(found.sound, ~unsound) and torch.equal(found.best[~unsound], read.argmax(-1)[~unsound])
+        if (
+            not same
+            or only.probs is not None
+            or not all(torch.equal(a, b) for a, b in zip(found[1:], only[1:], strict=True))
+        ):
+            return torch.inf
+        errors = [
+            (found.probs - exact).abs() / exact.amax(-1, keepdim=True),
+            (found.surest - exact.amax(-1)).abs() / exact.amax(-1),
+        ]
+        worst = max(worst, *(float(error.nan_to_num(torch.inf).amax()) / 4e-6 for error in errors))
+    return worst
+
+
 def fed(advances: bool = True) -> list[Any]:
     """All that the kernel has written."""
     drawn = torch.tensor([5, 6, 7], device=DEVICE)
@@ -159,6 +199,36 @@ def test_a_wrong_feed_is_caught(right: str, wrong: str, tmp_path: Path, monkeypa
     assert fed() != [[5, 6, 7], KEPT, MOVED]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")
+@pytest.mark.parametrize(
+    ("kernel", "right", "wrong"),
+    [
+        ("parts_of_softmax", "tl.max((held != held).to(tl.int32), 0)", "0"),
+        ("parts_of_softmax", "tl.exp(held / heat - origin)", "tl.exp(held - origin * heat)"),
+        ("parts_of_softmax", "tl.min(tl.where(held == top, token, known), 0)", "tl.max(tl.where(held == top, token, 0), 0)"),
+        (
+            "parts_of_softmax",
+            'row * row_stride + token, mask=token < known, other=-float("inf"))\n    held = held',
+            'row * known + token, mask=token < known, other=-float("inf"))\n    held = held',
+        ),
+        ("softmax", "tl.exp(each / heat - origin))", "1.0)"),
+        (
+            "softmax",
+            'mask=token < known, other=-float("inf"))\n        weight',
+            "mask=token < known, other=0.0)\n        weight",
+        ),
+        ("softmax", "tl.where(real, total, vocabulary.to(tl.float32))", "total"),
+        ("softmax", "tl.where(each == top, place, known)", "tl.where(each < top, place, known)"),
+        ("softmax", "1.0 / total)", "total)"),
+    ],
+)
+def test_a_wrong_softmax_is_caught(
+    kernel: str, right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_kernels, kernel, getattr(mutant(draw_kernels, right, wrong, tmp_path), kernel))
+    assert max(softmax_error(known, vocabulary) for known, vocabulary in ((4500, 4500), (70, 90))) > 1
+
+
 # ── whole rounds ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -184,6 +254,14 @@ def test_rounds_decide_what_their_stages_decide(rule: str, monkeypatch: pytest.M
 
     for name, (definition, kernel) in DRAWS.items():
         monkeypatch.setitem(on_gpu.KERNELS, definition, noting(name, kernel))
+    softmax = on_gpu.softmax
+    for module in (on_gpu, round_functions):
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            used.append("softmax")
+            return softmax(*arguments, **options)
+
+        monkeypatch.setattr(module, "softmax", counted)
 
     def result() -> tuple[list[list[int]], int, int]:
         made = engine_of(*models, Fixed(2), rule=RULES[rule](), max_batch=2)
@@ -202,7 +280,7 @@ def test_rounds_decide_what_their_stages_decide(rule: str, monkeypatch: pytest.M
 
     found, accepted, rounds = result()
     assert rounds
-    assert set(used) == {"inverse_transform" if rule != "coupled" else "exponential_race"}
+    assert set(used) == {"softmax", "inverse_transform" if rule != "coupled" else "exponential_race"}
     monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
     assert result()[:2] == (found, accepted)
 

@@ -18,7 +18,7 @@ from shoal.models.compiled.block import Block
 from shoal.models.compiled.captures import Captures, compare
 from shoal.models.compiled.view import View
 from shoal.models.layers import drawing
-from shoal.models.layers.drawing import on_device
+from shoal.models.layers.drawing import Peaked, on_device
 from shoal.sampling.distributions import pure_probabilities
 from shoal.sampling.truncation import first_candidates
 
@@ -44,6 +44,11 @@ class Style(NamedTuple):
     vocab_size: int
     draw: Draw
     candidates: int
+
+    @property
+    def draws_from_softmax(self) -> bool:
+        """True if all rows draw from the softmax of their logits, no token cut away."""
+        return self.greedy is False and not _sampling(self.cut).truncates
 
     def probabilities(self, scores: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the declared distribution of scores [rows, vocab] at temperatures [rows].
@@ -137,21 +142,43 @@ def stepped(
         logits = every[
             torch.arange(every.shape[0], device=every.device), (block.bounds[1] - 1).clamp(min=0)
         ]
-    scores, best, sound = _of_target(logits, style)
-    if style.greedy and not want_q:
-        q, drawn = None, best
-    else:
-        # Drafts are drawn from q also where candidates are too few.
-        q, _ = style.probabilities(scores, temperature)
-        drawn = (
-            best
-            if style.greedy
-            else (on_device(style.draw, q) if captures.by_kernels else style.draw)(q, uniforms)
-        )
-    confidence = _surest(scores, q, style, temperature) * sound if want_confidence else None
+    found = _peaked(logits, style, temperature, captures.by_kernels, want_q, want_confidence)
+    drawn = found.best
+    if found.probs is not None and not style.greedy:
+        draw = on_device(style.draw, found.probs) if captures.by_kernels else style.draw
+        drawn = draw(found.probs, uniforms)
+    confidence = found.surest * found.sound if want_confidence else None
     known = logits.shape[-1]
     fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
-    return Result(q if want_q else None, torch.where(sound, drawn, -1), confidence, logits, fed)
+    q, tokens = found.probs if want_q else None, torch.where(found.sound, drawn, -1)
+    return Result(q, tokens, confidence, logits, fed)
+
+
+def _peaked(
+    logits: Tensor,
+    style: Style,
+    temperature: Tensor,
+    by_kernels: bool,
+    want_q: bool,
+    want_confidence: bool,
+) -> Peaked:
+    """Computes the distribution of logits [rows, vocab], as the rows declare it.
+
+    The probabilities are None if all rows are greedy and nobody asked for them; the highest one may
+    be nonsense unless the confidence is asked for.
+    """
+    only_best = bool(style.greedy) and not want_q
+    known = style.draws_from_softmax or only_best
+    if known and by_kernels and drawing.softmax_runs(logits):
+        heats = None if style.greedy else temperature
+        return drawing.softmax(logits, heats, style.vocab_size, want_probs=not only_best)
+    scores, best, sound = _of_target(logits, style)
+    # Drafts are drawn from q also where candidates are too few.
+    q = None
+    if want_q or not style.greedy:
+        q, _ = style.probabilities(scores, temperature)
+    surest = _surest(scores, q, style, temperature) if want_confidence else temperature
+    return Peaked(q, best, sound, surest)
 
 
 def _surest(scores: Tensor, q: Tensor | None, style: Style, temperature: Tensor) -> Tensor:

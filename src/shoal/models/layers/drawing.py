@@ -1,12 +1,13 @@
-"""The draws of a drafter's steps on a GPU, two launches each instead of thirty.
+"""The distributions and draws of a round on a GPU, two launches each instead of seven and thirty.
 
-The functions are those of `shoal.sampling.drawing`: a token may differ only where sums in another
-order round across a uniform. `feed` passes the drawn tokens on in one launch.
+The draws are those of `shoal.sampling.drawing`: a token may differ only where sums in another order
+round across a uniform. `feed` passes the drawn tokens on in one launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ SIZE = 256
 """The number of weights of a block, whose sum decides whether the token is one of them."""
 DEPTH = 64
 """The number of tokens of each bucket that a program sums."""
+PART = 2048
+"""The number of logits of a program of `softmax`."""
 MOST_TOKENS = 1 << 18
 """The largest vocabulary for which a program searches the sums of all blocks, or a bucket."""
 
@@ -112,6 +115,76 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
             num_warps=16,
         )
     return tokens
+
+
+class Peaked(NamedTuple):
+    """The softmax of logits, and their highest.
+
+    Attributes:
+        probs: [rows, vocabulary] float32; None if not asked for.
+        best: the token of the highest logit, the lowest of equal ones, [rows] int64.
+        sound: True where the highest logit is finite and none is NaN, [rows] bool; elsewhere all
+            tokens have the same probability.
+        surest: the highest probability, [rows] float32.
+    """
+
+    probs: Tensor | None
+    best: Tensor
+    sound: Tensor
+    surest: Tensor
+
+
+def softmax_runs(logits: Tensor) -> bool:
+    """Returns True if `softmax` computes such logits."""
+    fits = logits.shape[-1] <= MOST_TOKENS and logits.stride(-1) == 1
+    return fits and logits.dtype != torch.float64 and available(logits)
+
+
+def softmax(
+    logits: Tensor, heats: Tensor | None, vocabulary: int, *, want_probs: bool = True
+) -> Peaked:
+    """Computes the softmax of logits in two launches; a function of tensors.
+
+    Args:
+        logits: [rows, known], the last stride 1.
+        heats: the temperatures by which logits are divided, [rows] float32, contiguous; None = 1.
+        vocabulary: the number of tokens; logits beyond it are not read, and tokens without a logit
+            have no probability.
+        want_probs: False if only the highest logits matter.
+    """
+    from shoal.models.layers import draw_kernels as kernels
+
+    rows, known = len(logits), min(logits.shape[1], vocabulary)
+    parts = -(-known // PART)
+    tops = logits.new_empty(rows, parts, dtype=torch.float32)
+    totals, places = torch.empty_like(tops), torch.empty_like(tops, dtype=torch.int32)
+    probs = logits.new_empty(rows, vocabulary, dtype=torch.float32) if want_probs else None
+    best, surest = tops.new_empty(rows, dtype=torch.long), tops.new_empty(rows)
+    sound = tops.new_empty(rows, dtype=torch.bool)
+    stride = logits.stride(0)
+    with torch.cuda.device_of(logits):
+        kernels.parts_of_softmax[(rows, parts)](
+            logits, heats, tops, places, totals, known, stride, parts, SIZE=PART, num_warps=4
+        )
+        kernels.softmax[(rows, -(-vocabulary // PART) if want_probs else 1)](
+            logits,
+            heats,
+            tops,
+            places,
+            totals,
+            probs,
+            best,
+            sound,
+            surest,
+            known,
+            vocabulary,
+            stride,
+            parts,
+            PARTS=_power(parts),
+            SIZE=PART,
+            num_warps=4,
+        )
+    return Peaked(probs, best, sound, surest)
 
 
 KERNELS: dict[Draw, Draw] = {

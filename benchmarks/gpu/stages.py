@@ -1,5 +1,7 @@
 """Stages of a run: processes with a time limit each, one after the other. What one leaves behind, the next ones do not touch.
 
+Neighbours whose times say nothing run together.
+
 Standard library only.
 """
 
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ class Stage:
         name: short, unique. what: for the reader. limit: seconds.
         command: of the process; "{results}" stands for the folder in which it may leave JSON files.
         quick: part of the quick run. proves: figures are worth nothing unless it passed.
+        together: it measures nothing, so that it may run beside its neighbours of this kind.
         needs: packages that it cannot do without. variables: of its environment.
     """
 
@@ -40,6 +44,7 @@ class Stage:
     command: tuple[str, ...]
     quick: bool = False
     proves: bool = False
+    together: bool = False
     needs: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,19 +83,34 @@ def run(
         seconds: for all of them; a stage gets what its own limit and the others have left. grace: see `GRACE`.
     """
     end = time.monotonic() + seconds
+    for group in _groups(stages):
+        limits = [min(stage.limit, end - time.monotonic() - grace) for stage in group]
+        with ThreadPoolExecutor(len(group)) as pool:
+            jobs = [pool.submit(_outcome, *job, folder, missing, grace) for job in zip(group, limits, strict=True)]
+            yield from (job.result() for job in jobs)
+
+
+def _groups(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """The stages in order, those that run together in one list."""
+    groups: list[list[Stage]] = []
     for stage in stages:
-        lacking = [name for name in stage.needs if name in missing]
-        if lacking:
-            yield Outcome(stage, f"not run: needs {', '.join(lacking)}", 0.0, [], "")
-            continue
-        limit = min(stage.limit, end - time.monotonic() - grace)
-        if limit <= 0:
-            yield Outcome(stage, "not run: no time left", 0.0, [], "")
-            continue
-        place = folder / stage.name
-        place.mkdir(parents=True)
-        print(f"\n── {stage.name}: {stage.what} (at most {limit:.0f} s)", flush=True)
-        yield _run(stage, limit, place, grace)
+        if groups and stage.together and groups[-1][-1].together:
+            groups[-1].append(stage)
+        else:
+            groups.append([stage])
+    return groups
+
+
+def _outcome(stage: Stage, limit: float, folder: Path, missing: Sequence[str], grace: float) -> Outcome:
+    lacking = [name for name in stage.needs if name in missing]
+    if lacking:
+        return Outcome(stage, f"not run: needs {', '.join(lacking)}", 0.0, [], "")
+    if limit <= 0:
+        return Outcome(stage, "not run: no time left", 0.0, [], "")
+    place = folder / stage.name
+    place.mkdir(parents=True)
+    print(f"\n── {stage.name}: {stage.what} (at most {limit:.0f} s)", flush=True)
+    return _run(stage, limit, place, grace)
 
 
 def _run(stage: Stage, limit: float, place: Path, grace: float) -> Outcome:

@@ -169,6 +169,24 @@ def test_the_last_stages_get_the_time_that_is_left(script: Any, tmp_path: Path) 
     assert second.result == "not run: no time left"
 
 
+@pytest.mark.parametrize("script", ["stages"], indirect=True)
+def test_stages_that_measure_nothing_run_together(script: Any, tmp_path: Path) -> None:
+    """Each of two waits for the other; the one that measures comes after them."""
+    meets = """
+import pathlib, sys, time
+folder, own = pathlib.Path(sys.argv[1]).parent, pathlib.Path(sys.argv[1]).name
+(folder / f"{own}.there").touch()
+other = {"one": "two", "two": "one"}.get(own)
+while other and not (folder / f"{other}.there").exists():
+    time.sleep(0.01)
+print(sorted(file.name for file in folder.glob("*.there")))
+"""
+    chosen = [stage(script, name, meets, together=name != "alone") for name in ("one", "two", "alone")]
+    outcomes = list(script.run(chosen, tmp_path))
+    assert [(outcome.stage.name, outcome.result) for outcome in outcomes] == [(s.name, "passed") for s in chosen]
+    assert outcomes[2].output == "['alone.there', 'one.there', 'two.there']\n"
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)

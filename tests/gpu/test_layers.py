@@ -209,8 +209,8 @@ def test_weights_of_8_bits_on_cuda_are_ours_where_the_kernel_runs(monkeypatch: p
 
 LAUNCHES: dict[tuple[int, str], tuple[int, int]] = {
     (0, "rejection"): (0, 27),
-    (4, "rejection"): (13, 65),
-    (4, "coupled"): (13, 36),
+    (4, "rejection"): (9, 65),
+    (4, "coupled"): (9, 36),
 }
 """By drafts and rule: launches besides layers of each draft, and of the rest of a round."""
 

@@ -236,9 +236,10 @@ class RoundFunctions:
             probs = torch.ones(said.shape, dtype=self._width(), device=said.device)
             return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
         temperatures, flat = self.temperatures.repeat_interleave(k + 1), logits.flatten(0, 1)
+        enough, p = None, None
         if by_kernels and self._style.draws_from_softmax and softmax_runs(flat):
-            p, enough = softmax(flat, temperatures, flat.shape[1]).probs, None
-        else:
+            p = softmax(flat, temperatures, flat.shape[1]).probs
+        if p is None:
             p, enough = self._style.probabilities(flat, temperatures)
         q = [found.q for found in self._of_steps(k) if found.q is not None]
         sampler = on_device(kind.style.draw, p) if by_kernels else None

@@ -97,13 +97,25 @@ def draws(
         want_highest: True to return the highest probabilities beside the tokens.
     """
     samplings = [row.request.sampling for row in positions.rows]
-    known = sampler is None or sampler in RACES
-    if not (known and native.takes(logits, samplings)):
-        return _by_torch(logits, positions, sampler, uniforms, faults, want_p, want_highest)
+    wanted = _Wanted(sampler, faults, want_p, want_highest)
+    if not (wanted.by_kernels and native.takes(logits, samplings)):
+        return _by_torch(logits, positions, uniforms, wanted)
     scores = all_controlled(logits, positions, faults)
-    return _by_kernels(
-        scores, samplings, logits, positions, sampler, uniforms, faults, want_p, want_highest
-    )
+    return _by_kernels(scores, samplings, logits, positions, uniforms, wanted)
+
+
+class _Wanted(NamedTuple):
+    """The arguments of `draws` that are the same for all rows."""
+
+    sampler: Sampler | None
+    faults: Faults | None
+    p: bool
+    highest: bool
+
+    @property
+    def by_kernels(self) -> bool:
+        """True if the kernels in C know the sampler."""
+        return self.sampler is None or self.sampler in RACES
 
 
 def _by_kernels(
@@ -111,19 +123,16 @@ def _by_kernels(
     samplings: Sequence[Sampling],
     logits: Tensor,
     positions: Positions,
-    sampler: Sampler | None,
     uniforms: Tensor | None,
-    faults: Faults | None,
-    want_p: bool,
-    want_highest: bool,
+    wanted: _Wanted,
 ) -> Draws:
     """Computes `draws` from the scores after all other controls, by the kernels in C."""
-    race = sampler is not None and RACES[sampler]
+    race = wanted.sampler is not None and RACES[wanted.sampler]
     drawn = native.drawn(
-        scores, samplings, uniforms, race=race, want_p=want_p, want_highest=want_highest
+        scores, samplings, uniforms, race=race, want_p=wanted.p, want_highest=wanted.highest
     )
     if drawn.impossible:
-        report(drawn.tokens < 0, logits, positions, faults)
+        report(drawn.tokens < 0, logits, positions, wanted.faults)
     return Draws(
         drawn.tokens.clamp_(min=0) if drawn.impossible else drawn.tokens,
         drawn.probs,
@@ -175,34 +184,24 @@ def _one_hot(scores: Tensor) -> Tensor:
 
 
 def _by_torch(
-    logits: Tensor,
-    positions: Positions,
-    sampler: Sampler | None,
-    uniforms: Tensor | None,
-    faults: Faults | None,
-    want_p: bool,
-    want_highest: bool,
+    logits: Tensor, positions: Positions, uniforms: Tensor | None, wanted: _Wanted
 ) -> Draws:
     """Computes `draws` by operations of torch, for rows of the same settings at a time."""
     allowed, rows = masks.allowed(positions, logits), groups(positions.rows)
     if len(rows) == 1:
-        return _of_group(
-            logits, rows[0][0], positions, sampler, uniforms, allowed, faults, want_p, want_highest
-        )
+        return _of_group(logits, rows[0][0], positions, uniforms, allowed, wanted)
     shape, dtype = logits.shape[:2], width(logits)
     every = Draws(
         torch.empty(shape, dtype=torch.long, device=logits.device),
         torch.empty(shape, dtype=dtype, device=logits.device),
-        torch.empty(shape, dtype=dtype, device=logits.device) if want_highest else None,
-        torch.empty(logits.shape, dtype=dtype, device=logits.device) if want_p else None,
+        torch.empty(shape, dtype=dtype, device=logits.device) if wanted.highest else None,
+        torch.empty(logits.shape, dtype=dtype, device=logits.device) if wanted.p else None,
     )
     for sampling, members in rows:
         index = torch.tensor(members, device=logits.device)
         mask, own = (None if values is None else values[index] for values in (allowed, uniforms))
         some = positions.of_rows(members)
-        found = _of_group(
-            logits[index], sampling, some, sampler, own, mask, faults, want_p, want_highest
-        )
+        found = _of_group(logits[index], sampling, some, own, mask, wanted)
         for values, part in zip(every, found, strict=True):
             if values is not None and part is not None:
                 values[index] = part
@@ -213,28 +212,24 @@ def _of_group(
     logits: Tensor,
     sampling: Sampling,
     positions: Positions,
-    sampler: Sampler | None,
     uniforms: Tensor | None,
     allowed: Tensor | None,
-    faults: Faults | None,
-    want_p: bool,
-    want_highest: bool,
+    wanted: _Wanted,
 ) -> Draws:
     """Computes `draws` of rows with the same `Sampling` except seed and grammar."""
+    faults, sampler = wanted.faults, wanted.sampler
     scores = controlled(logits, sampling, positions, allowed, faults)
-    if (sampler is None or sampler in RACES) and native.takes(scores, [sampling]):
+    if wanted.by_kernels and native.takes(scores, [sampling]):
         # The bits of these rows must not depend on the settings of other rows.
-        return _by_kernels(
-            scores, [sampling], logits, positions, sampler, uniforms, faults, want_p, want_highest
-        )
+        return _by_kernels(scores, [sampling], logits, positions, uniforms, wanted)
     if sampling.greedy:
         tokens = _best(scores, logits, positions, faults)
         p = None
-        if want_p:
+        if wanted.p:
             p = torch.zeros(logits.shape, dtype=width(logits), device=logits.device).scatter_(
                 -1, tokens[..., None], 1.0
             )
-        top = scores.softmax(-1, dtype=width(logits)).amax(-1) if want_highest else None
+        top = scores.softmax(-1, dtype=width(logits)).amax(-1) if wanted.highest else None
         return Draws(
             tokens, torch.ones(tokens.shape, dtype=width(logits), device=logits.device), top, p
         )
@@ -245,13 +240,13 @@ def _of_group(
         positions,
         faults,
     )
-    top = p.amax(-1) if want_highest else None
+    top = p.amax(-1) if wanted.highest else None
     if sampler is None or uniforms is None:
         return Draws(
             torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device), p[..., 0], top, p
         )
     tokens = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(logits.shape[:2])
-    return Draws(tokens, p.gather(-1, tokens[..., None]).squeeze(-1), top, p if want_p else None)
+    return Draws(tokens, p.gather(-1, tokens[..., None]).squeeze(-1), top, p if wanted.p else None)
 
 
 def _distribution(

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
-from captured_models import FakeGraphs
 from laws import joint, shifted
+from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Auto, Controller, Fixed, PairCosts
@@ -96,7 +96,7 @@ def test_drafters_of_unequal_vocabularies(width: int) -> None:
 
 @pytest.fixture
 def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXECUTORS, "graphed", FakeGraphs)
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
 
 
 @pytest.mark.usefixtures("_graphs")

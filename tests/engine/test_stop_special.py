@@ -13,7 +13,7 @@ import torch
 
 from endings import DRAFTERS, PROMPT, TOKENIZER, encode, only, stream_of
 from shoal.api import Shoal
-from shoal.engine.detokenizer import Detokenizer
+from shoal.engine.detokenizer import Detokenizer, Stops
 from shoal.testing.scripted import one_hot, says, scripted
 from shoal.testing.tiny import BEGIN, END, PAD, VOCABULARY
 
@@ -64,7 +64,7 @@ def test_the_earliest_of_both_kinds_wins() -> None:
 
 def test_what_may_become_a_stop_string_is_held_back() -> None:
     """The line's end waits for the next token, and is shown once it can no longer belong to a stop string."""
-    text = Detokenizer(TOKENIZER, (), ["\n\n<|begin|>"])
+    text = Detokenizer(TOKENIZER, (), Stops(["\n\n<|begin|>"]))
     shown = []
     for token in [*encode("a\n\nb\n\n"), PAD, *encode("\n\n"), BEGIN]:
         text.push(token)

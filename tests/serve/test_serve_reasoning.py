@@ -126,6 +126,32 @@ def test_closed_thinking_is_none(says: Served) -> None:
     assert "reasoning_content" not in choice["message"]
 
 
+def test_stop_strings_are_for_the_answer(says: Served) -> None:
+    """Not for the reasoning before it, nor for calls behind it; and not before `min_tokens`."""
+    for stop in ("a zone", "Hm", "zone", "arguments", "\n}", "time"):
+        message = asked(says, tools=[TIME], stop=[stop])["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm, a zone.", "So:"), stop
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"zone": 1}
+    choice = asked(says, tools=[TIME], stop=["So"])["choices"][0]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm, a zone.", None)
+    choice = asked(says, stop=["</think>"])["choices"][0]  # the end of the reasoning is no part of it
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm, a zone.", None)
+    with served(pair(speaks("<think>\nso a b\n</think>\nc a b"), TOKENIZER),
+                chat_template=OPENED) as server:  # fmt: skip
+        message = asked(server, stop=["b"])["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("so a b", "c a ")
+
+
+def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
+    with served(pair(speaks("ab ab ab"), TOKENIZER), chat_template=BODY, turn_ends=("ab",)) as server:
+        for least, text in ((0, ""), (1, ""), (2, "ab "), (4, "ab "), (5, "ab ab "), (8, "ab ab ab")):
+            for stream in (False, True):
+                fields = {"messages": ASKED, "min_tokens": least, "stream": stream}
+                got = httpx.post(f"{server.url}/v1/chat/completions", json=fields).text
+                parts = re.findall(r'"content":"([^"]*)"', got)
+                assert "".join(parts) == text, (least, stream)
+
+
 # ── grammars behind reasoning ───────────────────────────────────────────────────────────────────────────────────────
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}

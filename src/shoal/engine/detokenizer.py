@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 CONTEXT = 8
@@ -21,6 +23,33 @@ that belongs to no character.
 """
 LONGEST = 4
 """The bytes of the longest character, and so the most tokens of one character."""
+
+
+@dataclass(frozen=True)
+class Stops:
+    """The stop strings of a row.
+
+    Attributes:
+        texts: the strings.
+        least: the number of tokens before which they end nothing.
+        unstopped: see `shoal.types.requests.Request`.
+    """
+
+    texts: Sequence[str] = ()
+    least: int = 0
+    unstopped: tuple[tuple[str, str], ...] = ()
+
+    def hold(self, text: str, start: int, end: int) -> bool:
+        """Returns True if a stop string at this place of the text ends it."""
+        for opening, closing in self.unstopped:
+            for begin in re.finditer(opening, text[:start]):
+                close = text.find(closing, begin.end()) if closing else -1
+                if begin.end() <= start and not -1 < close < end:
+                    return False
+        return True
+
+
+NO_STOPS = Stops()
 
 
 class Detokenizer:
@@ -52,15 +81,18 @@ class Detokenizer:
         self,
         tokenizer: Any,
         prompt: Sequence[int],
-        stops: Sequence[str] = (),
+        stops: Stops = NO_STOPS,
         visible_from: int = 0,
         shown: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer, self.visible_from = tokenizer, visible_from
-        special = special_tokens(tokenizer) if stops or shown else {}
+        self._rules = stops
+        special = special_tokens(tokenizer) if stops.texts or shown else {}
         special = {token: name for token, name in special.items() if token not in shown}
         self._left_out = special.keys() if shown else None
-        self._stops = [(stop, any(name in stop for name in special.values())) for stop in stops]
+        self._stops = [
+            (stop, any(name in stop for name in special.values())) for stop in stops.texts
+        ]
         self._special = special if any(is_marked for _, is_marked in self._stops) else {}
         self._marked = ""
         # The positions of special tokens in the marked text, and their lengths.
@@ -91,7 +123,8 @@ class Detokenizer:
             marked = len(self._marked)
             if self._special:
                 self._mark(self.text[before:], token)
-            self._look_for_stop(before, marked, held_back)
+            if len(self.ends) > self._rules.least:
+                self._look_for_stop(before, marked, held_back)
 
     def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
         """Returns the text of a row that has ended, and how many of its tokens cover it.
@@ -202,6 +235,8 @@ class Detokenizer:
             # No special token writes what the user has already, so `visible_from` counts alike in
             # both texts.
             at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
+            while at >= 0 and not self._rules.hold(within, at, at + len(stop)):
+                at = within.find(stop, at + 1)
             if at >= 0:
                 found.append(self._unmarked(at) if is_marked else at)
         if found:

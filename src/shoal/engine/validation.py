@@ -12,7 +12,7 @@ from shoal.constraints.check import Check, Cutting
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.filters import Filter, conjunction, matching
 from shoal.constraints.protocol import Constraint
-from shoal.engine.detokenizer import Detokenizer, characters
+from shoal.engine.detokenizer import Detokenizer, Stops, characters
 from shoal.engine.memory import Memory
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
@@ -68,7 +68,7 @@ class RequestValidator:
                 eos,
                 self._target.context,
                 deadline,
-                detokenizer=Detokenizer(self.tokenizer, prompt, limits.stop, visible_from, shown)
+                detokenizer=self._detokenizer(request, prompt, visible_from, shown)
                 if self.tokenizer
                 else None,
                 needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
@@ -89,6 +89,14 @@ class RequestValidator:
             )
         self._require_a_beginning(rows[0])
         return rows
+
+    def _detokenizer(
+        self, request: Request, prompt: Sequence[int], visible_from: int, shown: frozenset[int]
+    ) -> Detokenizer:
+        stops = Stops(
+            request.limits.stop, request.sampling.min_new_tokens, tuple(request.unstopped)
+        )
+        return Detokenizer(self.tokenizer, prompt, stops, visible_from, shown)
 
     def _visible_from(self, request: Request, shown: frozenset[int]) -> int:
         before = request.prompt_ids[: request.removed_from]

@@ -23,6 +23,11 @@ class ReasoningRules:
 
     opened: bool
 
+    @property
+    def unstopped(self) -> tuple[str, str]:
+        """The reasoning, as `Request.unstopped` has it."""
+        return r"\A" if self.opened else rf"\A\s*{OPENING}", CLOSING
+
     def allowed_before(self, grammar: Grammar, opening: str = "") -> Grammar:
         """Returns the grammar of a sample whose answer alone is of a grammar.
 

@@ -112,8 +112,12 @@ class RequestParser:
         tags = self._encoder.tokens_of(
             *((rules.format.opening, rules.format.closing) if rules else ())
         )
+        unstopped = (
+            *((reasoning.unstopped,) if reasoning else ()),
+            *(rules.unstopped if rules else ()),
+        )
         requests = [
-            _under(replace(one, shown_tokens=one.shown_tokens | tags), grammar)
+            _under(replace(one, shown_tokens=one.shown_tokens | tags, unstopped=unstopped), grammar)
             for one in parsed.requests
         ]
         parsed = replace(parsed, rules=rules, requests=requests, grammar_field=field)

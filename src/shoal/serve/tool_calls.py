@@ -106,6 +106,16 @@ class CallRules:
         return self.format.begun if self.forced and not self.reasons else ""
 
     @property
+    def unstopped(self) -> tuple[tuple[str, str], ...]:
+        """The calls of a text, as `Request.unstopped` has them."""
+        own = self.format
+        if self.forced:
+            return ((r"\A", ""),)
+        bare = r"\A\s*\[?\s*\{\s*\"name\""
+        ends = own.closing if own is HERMES else ""  # the others close their calls by any mark
+        return ((re.escape(own.opening), ends), *(((bare, ""),) if own.bare else ()))
+
+    @property
     def begins(self) -> str:
         """The text that a sample writes itself before a forced call.
 

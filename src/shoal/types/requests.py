@@ -54,6 +54,8 @@ class Request:
             for all requests of a call.
         shown_tokens: special tokens that the text shows; the token that ends a row is always left
             out.
+        unstopped: parts of the text in which stop strings end nothing: regular expressions of their
+            beginnings, and the texts behind them; "" = the rest of the text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -75,6 +77,7 @@ class Request:
     owner: str = ""
     weight: float = 1.0
     shown_tokens: frozenset[int] = frozenset()
+    unstopped: tuple[tuple[str, str], ...] = ()
     submitted_at: float = field(default_factory=time.perf_counter)
 
     @property

@@ -207,9 +207,9 @@ def test_log_probabilities_of_a_completion_have_their_offsets() -> None:
     assert logprobs["text_offset"] == [*range(8)]
     assert logprobs["token_logprobs"][5:] == [-1.0] * 3
     assert logprobs["top_logprobs"][5:] == [{"a": -1.0, "b": -2.0}, {"b": -1.0, "c": -2.0}, {"c": -1.0, "d": -2.0}]
-    assert [len(top or ()) for top in logprobs["top_logprobs"][:5]] == [0, 2, 2, 2, 2]
+    assert [len(top or ()) for top in logprobs["top_logprobs"][:5]] == [0, 3, 3, 3, 3]  # and the token itself
     plain = whole(CompletionFormat, parsed(["hello"], top_logprobs=0), [ended(0, "abc", tops=5)])
-    assert plain["choices"][0]["logprobs"]["top_logprobs"] is None
+    assert [len(top or ()) for top in plain["choices"][0]["logprobs"]["top_logprobs"]] == [1, 1, 1]
     assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2]
 
 
@@ -553,7 +553,10 @@ def test_what_was_computed_counts_all_rows() -> None:
 
 
 def test_an_event_is_json_whatever_is_in_it() -> None:
-    assert event({"a": "é\u2028", "b": None}) == 'data: {"a":"é\u2028","b":null}\n\n'.encode()
+    """Readers of lines take U+2028 and its like for ends of lines."""
+    ends = "\u2028\u2029\x85\x0b\x1c"
+    written = event({"a": "é" + ends, "b": None})
+    assert written == b'data: {"a":"\xc3\xa9\\u2028\\u2029\\u0085\\u000b\\u001c","b":null}\n\n'
     with pytest.raises(ValueError, match="JSON"):
         event({"a": math.nan})
 

@@ -174,6 +174,7 @@ def test_one_client_goes_and_another_gets_all_of_its_own() -> None:
         b'{"prompt": NaN}',
         b'{"prompt": "x", "user": [-Infinity]}',
         b'{"prompt": "x", "user": 1e999}',
+        b'{"prompt": "x", "temperature": NaN}',
         b'{"n": ' + 5000 * b"9" + b"}",
     ],
     ids=repr,

@@ -167,7 +167,10 @@ class ApiFormat(ABC):
         return None if self._top_logprobs is None else self._logprob_fields(tokens)
 
     def _alternatives(self, token: TokenUpdate) -> Sequence[tuple[int, float]]:
-        return token.top.raw[: self._top_logprobs] if token.top else ()
+        """Returns the most probable tokens; the token itself has the same number as elsewhere."""
+        own = {} if token.logprob is None else {token.id: token.logprob}
+        found = token.top.raw[: self._top_logprobs] if token.top else ()
+        return [(other, own.get(other, logprob)) for other, logprob in found]
 
     @abstractmethod
     def _first_fields(self, echo: str | None) -> Json | None: ...
@@ -206,9 +209,7 @@ class CompletionFormat(ApiFormat):
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._by_name(token) or None for token in tokens]
-            if self._top_logprobs
-            else None,
+            "top_logprobs": [self._by_name(token) or None for token in tokens],
             "text_offset": self._offsets(tokens),
         }
 
@@ -228,11 +229,12 @@ class CompletionFormat(ApiFormat):
         ]
 
     def _by_name(self, token: TokenUpdate) -> dict[str, float | None]:
-        """Returns the alternatives of a token; of tokens with one name the most probable."""
+        """Returns the alternatives of a token, and the token; of others with one name the best."""
         named: dict[str, float | None] = {}
         for other, logprob in self._alternatives(token):
             named.setdefault(self._name(other), finite(logprob))
-        return named
+        own = {} if token.logprob is None else {self._name(token.id): finite(token.logprob)}
+        return named | own
 
     def _name(self, token: int) -> str:
         return name_and_bytes(self._tokenizer, token)[0]

@@ -16,9 +16,11 @@ def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
     r"""Returns a token's name, and its bytes in a text; None if the tokenizer does not have them.
 
     The name is its text, spaces and special tokens included; for a part of a character, as OpenAI
-    writes it, "bytes:\xe2\x82".
+    writes it, "bytes:\xe2\x82"; for an id without a text, as vLLM writes it, "token_id:7".
     """
     text = _decoded(tokenizer, token)
+    if not text:
+        return f"token_id:{token}", b""
     if BROKEN not in text:
         return text, text.encode()
     piece = tokenizer.convert_ids_to_tokens(token)

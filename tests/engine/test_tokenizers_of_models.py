@@ -10,10 +10,12 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AddedToken
 
+from shoal.api import Shoal
 from shoal.cli.messages import ChatWriter, message
 from shoal.constraints.fim import middle_prompt, repository
 from shoal.constraints.token_bytes import token_bytes
@@ -25,7 +27,8 @@ from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.serve.token_names import name_and_bytes
 from shoal.testing import tiny_tokenizer
-from shoal.testing.tokenizers import CHAT, CHATML, TAGS, TEXTS, tagged_tokenizer
+from shoal.testing.scripted import one_hot, scripted
+from shoal.testing.tokenizers import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
 from shoal.types.inputs import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_bad_words
 from shoal.types.samples import Sample
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, saying, tokenizer, written
@@ -289,3 +292,58 @@ def test_users_cannot_spell_the_end_of_a_turn() -> None:
     quoted = "{% for m in messages %}{{ m.content | tojson }}<|im_end|>{% endfor %}"
     written = PromptEncoder(tokenizer, len(tokenizer), quoted)
     assert tokenizer.decode(written.encode_messages(messages[:1], {})) == json.dumps(said) + "<|im_end|>"
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "as Qwen adds them"])
+@pytest.mark.parametrize("name", ["<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|fim_prefix|>"])
+def test_a_middle_ends_where_another_part_would_begin(name: str, special: bool) -> None:
+    tokenizer = tagged_tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=special, normalized=False) for one in (*FIM, "<|fim_pad|>")])
+    said = [*tokenizer.encode("return x"), tokenizer.convert_tokens_to_ids(name), *tokenizer.encode("import os")]
+    mark = tokenizer.convert_tokens_to_ids("<|fim_middle|>")
+
+    def script(ids: tuple[int, ...]) -> torch.Tensor:
+        at = len(ids) - ids.index(mark) - 1 if mark in ids else 0
+        return one_hot(said[min(at, len(said) - 1)], len(tokenizer))
+
+    model = scripted(script, len(tokenizer), 512)
+    pair = Shoal(model, model, tokenizer)
+    for stop in ((), ("zzz",)):
+        sample = pair.generate("def f(x):\n    ", suffix="\n", align=False, max_new_tokens=99, stop=stop)[0].samples[0]
+        assert (sample.text, sample.finish_reason) == ("return x", "eos")
+    pieces = [event.text for event in pair.stream("def f(x):\n    ", suffix="\n", align=False, max_new_tokens=99)]
+    assert "".join(pieces) == "return x"
+    plain = pair.generate([tokenizer.encode("def f(x):")], max_new_tokens=4, eos=())[0].samples[0]
+    assert plain.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_bytes_that_become_no_character_are_shown_soon(kind: str) -> None:
+    """And are not decoded again and again; the text is that of all tokens at once."""
+    own = tiny_tokenizer() if kind == "byte level" else sentence_piece_tokenizer()
+    euro = "€".encode()
+    byte = {
+        value: own.convert_tokens_to_ids(f"<0x{value:02X}>")
+        if kind == "byte fallback"
+        else next(i for i, text in enumerate(token_bytes(own)) if text == bytes([value]))
+        for value in (0xFF, 0xE2, *euro, 0x80)
+    }
+    for values in ([0xFF] * 400, [0xFF] * 9 + [*euro] + [0xFF] * 300, [0xE2] * 300, [0x80, 0xFF] * 150 + [*euro] + [0xE2]):
+        text, decoded = Detokenizer(own, ()), 0
+        real = text._decode
+
+        def counted(ids: Any, real: Any = real) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return str(real(ids))
+
+        text._decode = counted  # type: ignore[method-assign]
+        taken = ""
+        for place, value in enumerate(values):
+            text.push(byte[value])
+            taken += text.take(final=False)
+            assert len(taken) >= (place + 1) / 3 - 8
+        whole, _ = text.finished([], len(values))
+        assert whole.startswith(taken)
+        assert decoded < 120 * len(values)
+        assert whole.count("€") == (1 if 0xAC in values and kind == "byte level" else whole.count("€"))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.constraints.alignment import aligned, bound_from_start
+from shoal.constraints.fim import middle_ends
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.weights import read_exact, weighed
 from shoal.types.requests import Request
@@ -63,6 +64,8 @@ class Dressing:
             RequestError: there is no tokenizer, an unknown value, or settings that do not go
                 together.
         """
+        if suffix is not None and (request.limits.eos is None or request.limits.eos):
+            request = replace(request, ends=middle_ends(tokenizer))
         align = self.align
         if align is None:
             align = suffix is not None and not bound_from_start(

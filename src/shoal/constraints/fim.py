@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from shoal.errors import RequestError
@@ -26,6 +27,8 @@ FILE_TOKENS = (
 )
 """The tokens before a repository's name and before each of its files, for models that have read
 several files at once."""
+PADS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>")
+"""The tokens that fill up, or end, middles that models were trained on."""
 SUFFIX_SHARE = 4
 """The divisor of a prompt's tokens that gives the least share of a suffix, if the prompt does not
 hold all (as in llama.cpp's server)."""
@@ -54,6 +57,13 @@ def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
     """
     vocabulary = tokenizer.get_vocab()
     return next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
+
+
+def middle_ends(tokenizer: Any) -> frozenset[int]:
+    """Returns the tokens behind which no middle goes on: another part or file would begin."""
+    vocabulary = tokenizer.get_vocab()
+    names = (*chain(*TOKENS, *FILE_TOKENS), *PADS)
+    return frozenset(vocabulary[name] for name in names if name in vocabulary)
 
 
 def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> list[int]:

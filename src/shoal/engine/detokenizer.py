@@ -65,6 +65,7 @@ class Detokenizer:
         stops: the stop strings.
         visible_from: the number of characters of the new text that the user has already.
         shown: the special tokens that the text shows.
+        hidden: other tokens that the text does not show.
 
     Attributes:
         visible_from: the number of characters of the new text that the user has already; stop
@@ -84,12 +85,13 @@ class Detokenizer:
         stops: Stops = NO_STOPS,
         visible_from: int = 0,
         shown: frozenset[int] = frozenset(),
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer, self.visible_from = tokenizer, visible_from
         self._rules = stops
-        special = special_tokens(tokenizer) if stops.texts or shown else {}
+        special = special_tokens(tokenizer) if stops.texts or shown or hidden else {}
         special = {token: name for token, name in special.items() if token not in shown}
-        self._left_out = special.keys() if shown else None
+        self._left_out = special.keys() | hidden if shown or hidden else None
         self._stops = [
             (stop, any(name in stop for name in special.values())) for stop in stops.texts
         ]
@@ -169,11 +171,26 @@ class Detokenizer:
         if self._cut_prompt is not None and grown.startswith(self._cut_prompt):
             known = self._cut_prompt  # the new tokens did not complete the character
         if not final and grown.endswith(REPLACEMENT):
-            return grown[len(known) :]
+            flushed = len(self._ids) - self._read > 2 * LONGEST and self._flush(known, grown)
+            return self._extend(final=False) if flushed else grown[len(known) :]
         if len(grown) > len(known):
             self.text += grown[len(known) :]
             self._prefix, self._read, self._cut_prompt = self._read, len(self._ids), None
         return ""
+
+    def _flush(self, known: str, grown: str) -> bool:
+        """Adds the text of bytes that can no longer become a character; False if there are none.
+
+        The last ones wait: they may be the beginning of one.
+        """
+        last = len(self._ids) - LONGEST
+        for cut in range(last + 1, last - LONGEST, -1):
+            text = self._decode(self._ids[self._prefix : cut])
+            if len(text) > len(known) and text + self._decode(self._ids[cut:]) == grown:
+                self.text += text[len(known) :]
+                self._prefix, self._read, self._cut_prompt = self._read, cut, None
+                return True
+        return False
 
     def _begin(self) -> None:
         """Finds the places in the prompt where decoding begins, and where the user's text ends.

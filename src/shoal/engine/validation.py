@@ -96,14 +96,15 @@ class RequestValidator:
         stops = Stops(
             request.limits.stop, request.sampling.min_new_tokens, tuple(request.unstopped)
         )
-        return Detokenizer(self.tokenizer, prompt, stops, visible_from, shown)
+        return Detokenizer(self.tokenizer, prompt, stops, visible_from, shown, request.ends)
 
     def _visible_from(self, request: Request, shown: frozenset[int]) -> int:
         before = request.prompt_ids[: request.removed_from]
         return characters(self.tokenizer, before, request.removed, shown) if request.removed else 0
 
     def _ends(self, request: Request) -> frozenset[int]:
-        return frozenset(self._eos if request.limits.eos is None else request.limits.eos)
+        own = self._eos if request.limits.eos is None else request.limits.eos
+        return frozenset(own) | request.ends
 
     def _check(self, request: Request) -> None:
         if not isinstance(request.n, int) or request.n < 1:

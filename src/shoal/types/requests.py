@@ -56,6 +56,7 @@ class Request:
             out.
         unstopped: parts of the text in which stop strings end nothing: regular expressions of their
             beginnings, and the texts behind them; "" = the rest of the text.
+        ends: tokens that end the text beside those of its limits, and are not shown.
     """
 
     prompt_ids: tuple[int, ...]
@@ -78,6 +79,7 @@ class Request:
     weight: float = 1.0
     shown_tokens: frozenset[int] = frozenset()
     unstopped: tuple[tuple[str, str], ...] = ()
+    ends: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=time.perf_counter)
 
     @property

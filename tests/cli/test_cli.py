@@ -269,6 +269,13 @@ def _fail(*_: object) -> None:
     raise ZeroDivisionError("spilt\nmilk")
 
 
+@pytest.mark.parametrize(("command", "name"), [("batch", "input"), ("batch", "output"), ("complete", "file")])
+def test_an_argument_is_no_option(capsys: pytest.CaptureFixture[str], command: str, name: str) -> None:
+    """Options that sound like it are no help."""
+    assert cli.run([command, f"--{name}", "x"]) == 2
+    assert capsys.readouterr().err == f"error: --{name} is no option: give {name.upper()} itself, without a name\n"
+
+
 def test_our_failure_is_one_line_and_a_hint(shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", _fail)
     monkeypatch.delenv("SHOAL_DEBUG", raising=False)

@@ -552,6 +552,23 @@ def test_what_was_computed_counts_all_rows() -> None:
     assert one.computed() == {"prompt_tokens": 8, "completion_tokens": 6, "samples": 4}
 
 
+def test_the_end_of_a_turn_is_no_token_of_a_chats_text() -> None:
+    """Unless ids are asked for, which have it too; a completion tells all that it was charged for."""
+    update = ended(0, "ab", reason="eos")
+    update = replace(update, tokens=(*update.tokens, TokenUpdate(0, "", -2.0, None)))
+    fields: dict[str, Any] = {"top_logprobs": 0}
+    chat = whole(ChatFormat, parsed(["x"], **fields), [update])["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in chat] == ["a", "b"]
+    chunks = streamed(ChatFormat, parsed(["x"], **fields), [update])
+    entries = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", ())]
+    assert len(entries) == 2
+    with_ids = whole(ChatFormat, parsed(["x"], token_ids=True, **fields), [update])["choices"][0]
+    assert len(with_ids["logprobs"]["content"]) == len(with_ids["token_ids"]) == 3
+    cut = replace(update, sample=sample("ab", reason="length"))
+    assert len(whole(ChatFormat, parsed(["x"], **fields), [cut])["choices"][0]["logprobs"]["content"]) == 3
+    assert len(whole(CompletionFormat, parsed(["x"], **fields), [update])["choices"][0]["logprobs"]["tokens"]) == 3
+
+
 def test_an_event_is_json_whatever_is_in_it() -> None:
     """Readers of lines take U+2028 and its like for ends of lines."""
     ends = "\u2028\u2029\x85\x0b\x1c"

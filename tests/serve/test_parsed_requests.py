@@ -326,6 +326,9 @@ def test_a_request_takes_what_sampling_takes(name: str) -> None:
     one = PARAMETERS[name]
     for value in (-2, -1, 0, 1, 2, 2**62):
         given = value if one.whole else float(value)
+        if one.api == "temperature" and given > 100:  # in a request it is a slip
+            assert refused(temperature=given) == ("temperature", 400)
+            continue
         if one.allows(given):
             assert getattr(parse(**{one.api: given}).requests[0].sampling, name) == given
             continue

@@ -110,8 +110,8 @@ def test_answers_carry_the_id_of_their_request(server: Served) -> None:
     ("GET", "/v1/files/file-1/content", 404, "`shoal batch INPUT OUTPUT`"),
     ("GET", "/v1/responses/resp_1", 404, "send the whole conversation"),
     ("POST", "/v1/responses/resp_1/cancel", 404, "no kept answers"),
-    ("GET", "/v1/responses", 405, "takes POST, not GET; there are no kept answers"),
-    ("GET", "/v1/chat/completions", 405, "takes POST, not GET; there are no kept answers"),
+    ("GET", "/v1/responses", 405, "takes POST, not GET; this server has no kept answers"),
+    ("GET", "/v1/chat/completions", 405, "takes POST, not GET; this server has no kept answers"),
     ("GET", "/v1/chat/completions/chatcmpl-1", 404, "no kept answers"), ("DELETE", "/v1/models/tiny", 405, "takes GET, not DELETE"),
     ("POST", "/v1/messages", 404, "Anthropic"), ("POST", "/api/chat", 404, "Ollama"),
     ("POST", "/chat/completions", 404, "/chat/completions is /v1/chat/completions here"),
@@ -137,7 +137,9 @@ def test_the_client_says_what_is_not_there(server: Served) -> None:
         lambda: server.client.responses.retrieve("resp_1"),
         lambda: server.client.batches.list(),
     ):
-        with pytest.raises(openai.NotFoundError, match=r"there are no .*; this server generates text, by /v1/completions"):
+        with pytest.raises(
+            openai.NotFoundError, match=r"this server has no .*; this server generates text, by /v1/completions"
+        ):
             ask()
 
 

@@ -96,12 +96,23 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except TyperException as error:
-        return _report("UsageError", error.format_message(), arguments, EXIT_REQUEST)
+        return _report("UsageError", _usage(error), arguments, EXIT_REQUEST)
     except (RequestError, ModelError) as error:
         return _report(type(error).__name__, str(error), arguments, EXIT_REQUEST)
     except Exception as error:
         hint = "" if _debug() else " (run again with SHOAL_DEBUG=1 for the traceback)"
         return _report(type(error).__name__, f"{error}{hint}", arguments, EXIT_FAILURE)
+
+
+def _usage(error: TyperException) -> str:
+    """Returns the message of a wrong command line; an argument's name is no option."""
+    name, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    wanted = name.lstrip("-").upper()
+    for one in context.command.params if context is not None and name else ():
+        shown = one.metavar or str(one.name).upper()
+        if shown == wanted and one.param_type_name == "argument":
+            return f"{name} is no option: give {wanted} itself, without a name"
+    return str(error.format_message())
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ HAVE = (
     "this server generates text, by /v1/completions, /v1/chat/completions and /v1/responses; "
     "/openapi.json lists all its paths"
 )
-KEPT = "kept answers or conversations here: send the whole conversation with each request"
+KEPT = "kept answers or conversations: send the whole conversation with each request"
 FILES = "files or batches over HTTP: `shoal batch INPUT OUTPUT` answers a file of requests"
-VECTORS = "embeddings, rankings or scores of texts here"
+VECTORS = "embeddings, rankings or scores of texts"
 ABSENT = {
     "/v1/embeddings": VECTORS,
     "/v1/rerank": VECTORS,
@@ -22,28 +22,28 @@ ABSENT = {
     "/score": VECTORS,
     "/classify": VECTORS,
     "/pooling": VECTORS,
-    "/v1/moderations": "moderation of texts here",
-    "/v1/audio": "speech or transcriptions here",
-    "/v1/images": "images here",
-    "/v1/videos": "videos here",
-    "/v1/realtime": "sessions of speech or WebSockets here",
+    "/v1/moderations": "moderation of texts",
+    "/v1/audio": "speech or transcriptions",
+    "/v1/images": "images",
+    "/v1/videos": "videos",
+    "/v1/realtime": "sessions of speech or WebSockets",
     "/v1/files": FILES,
     "/v1/batches": FILES,
     "/v1/uploads": FILES,
     "/v1/responses": KEPT,
     "/v1/conversations": KEPT,
     "/v1/chat/completions": KEPT,
-    "/v1/assistants": "assistants here",
+    "/v1/assistants": "assistants",
     "/v1/threads": KEPT,
-    "/v1/vector_stores": "stores of documents here",
-    "/v1/containers": "containers for code here",
+    "/v1/vector_stores": "stores of documents",
+    "/v1/containers": "containers for code",
     "/v1/fine_tuning": "fine-tuning over HTTP: `shoal train` trains drafters",
     "/v1/evals": "evaluations over HTTP: see `shoal eval`",
-    "/v1/messages": "Anthropic's API here",
-    "/api": "Ollama's API here",
-    "/v1beta": "Gemini's API here",
+    "/v1/messages": "API of Anthropic",
+    "/api": "API of Ollama",
+    "/v1beta": "API of Gemini",
     "/completion": "paths of llama.cpp's server but /infill",
-    "/generate": "paths of text-generation-inference here",
+    "/generate": "paths of text-generation-inference",
 }
 """The features that are absent, by path; an entry also holds for all paths below its path."""
 OWN = ("completions", "chat/completions", "responses", "models")
@@ -61,7 +61,7 @@ def reason(method: str, path: str, allowed: str | None) -> str:
         (what for start, what in ABSENT.items() if f"{path}/".startswith(f"{start}/")), None
     )
     if allowed is not None:
-        hint = "" if found is not KEPT else f"; there are no {found}"
+        hint = "" if found is not KEPT else f"; this server has no {found}"
         return f"this path takes {allowed}, not {method}{hint}; /openapi.json lists all paths"
     if path.removeprefix("/v1").startswith("/v1/"):
         return (
@@ -76,5 +76,5 @@ def reason(method: str, path: str, allowed: str | None) -> str:
     return (
         f"this server has no such path; {HAVE.split('; ')[1]}"
         if found is None
-        else f"there are no {found}; {HAVE}"
+        else f"this server has no {found}; {HAVE}"
     )

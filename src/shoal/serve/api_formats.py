@@ -69,30 +69,27 @@ class ApiFormat(ABC):
 
     def chunk(self, update: RowUpdate) -> Json:
         """Returns the choice of a streamed chunk."""
-        return self._choice(
-            update, self._chunk_fields(update.text, update.sample is not None), update.tokens
-        )
+        return self._choice(update, self._chunk_fields(update.text, update.sample is not None))
 
     def whole(self, update: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
         """Returns the whole choice, from the update of its end."""
         self._echo(echo, prompt)
-        return self._choice(
-            update, self._text_fields(echo + update.text), [*prompt, *update.tokens]
-        )
+        return self._choice(update, self._text_fields(echo + update.text), prompt)
 
     def _echo(self, echo: str, prompt: Sequence[TokenUpdate]) -> None:
         """Notes the number of characters of the prompt's echo, and the number of its tokens."""
         self._echoed, self._echo_length = len(prompt), len(echo)
 
-    def _choice(self, update: RowUpdate, fields: Json, tokens: Sequence[TokenUpdate]) -> Json:
+    def _choice(self, update: RowUpdate, fields: Json, prompt: Sequence[TokenUpdate] = ()) -> Json:
         self._note_starts(update.tokens)
+        tokens = [*prompt, *update.tokens]
         reason = FINISH_REASONS[update.sample.finish_reason] if update.sample else None
         if reason == "stop" and self._calls is not None and self._calls.found:
             reason = "tool_calls"
         choice = {
             "index": self._index,
             **fields,
-            "logprobs": self._logprobs(tokens),
+            "logprobs": self._logprobs([*prompt, *self._reported(update)]),
             "finish_reason": reason,
         }
         self._text_offset += sum(len(token.text) for token in tokens)
@@ -162,6 +159,10 @@ class ApiFormat(ABC):
             "accepted": done.accepted,
             "rejected": rejected,
         }
+
+    def _reported(self, update: RowUpdate) -> Sequence[TokenUpdate]:
+        """Returns the tokens whose log-probabilities the answer tells."""
+        return update.tokens
 
     def _logprobs(self, tokens: Sequence[TokenUpdate]) -> Json | None:
         return None if self._top_logprobs is None else self._logprob_fields(tokens)
@@ -276,6 +277,12 @@ class ChatFormat(ApiFormat):
         if calls:
             message |= {"content": shown or None, "tool_calls": [_call(call) for call in calls]}
         return {"message": message}
+
+    def _reported(self, update: RowUpdate) -> Sequence[TokenUpdate]:
+        """Returns the tokens of the text: the end of a turn is none, unless ids are asked for."""
+        ended = update.sample is not None and update.sample.finish_reason == "eos"
+        bare = ended and update.tokens and not update.tokens[-1].text
+        return update.tokens[:-1] if bare and not self._parsed.token_ids else update.tokens
 
     def _logprob_fields(self, tokens: Sequence[TokenUpdate]) -> Json:
         def entry(token: int, logprob: float | None) -> Json:

@@ -46,7 +46,7 @@ class ItemFormat(ChatFormat):
 
     def logprobs(self, update: RowUpdate) -> list[Json]:
         """Returns the log-probabilities of an update's tokens; empty if they were not asked for."""
-        entries = (self._logprobs(update.tokens) or {"content": []})["content"]
+        entries = (self._logprobs(self._reported(update)) or {"content": []})["content"]
         return [
             _with_bytes(one) | {"top_logprobs": [*map(_with_bytes, one["top_logprobs"])]}
             for one in entries

@@ -97,6 +97,10 @@ class SchemaFormat(JsonText):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
+MOST_TEMPERATURE = 100.0
+"""The highest temperature of requests: texts of higher ones are noise, and a slip of a unit."""
+
+
 def _above_zero(value: Any) -> Any:
     """Returns the smallest mass, which only the most probable token has, for 0."""
     return 1e-9 if type(value) in (int, float) and value == 0 else value
@@ -105,9 +109,8 @@ def _above_zero(value: Any) -> Any:
 def _field_of(parameter: Parameter, default: float) -> tuple[Any, Any]:
     """Returns the type and the field of a request for a parameter of `shoal.Sampling`."""
     least = parameter.least if parameter.off is None else parameter.off
-    bounds = Field(
-        ge=least, gt=parameter.above, le=parameter.most, lt=2**63 if parameter.whole else None
-    )
+    most = MOST_TEMPERATURE if parameter.api == "temperature" else parameter.most
+    bounds = Field(ge=least, gt=parameter.above, le=most, lt=2**63 if parameter.whole else None)
     number: Any = int if parameter.whole else float
     if parameter.api == "top_p":
         number = Annotated[number, BeforeValidator(_above_zero)]

@@ -29,6 +29,8 @@ static void shape_tiles(int64_t tokens) {
 /* One step: tokens in rows of so many bytes by 1 or 4 panels. */
 #define ADD_PANEL(sum, weight, p) _tile_loadd(weight, w + (p) * panel, 64); _tile_dpbf16ps(sum, 4, weight);
 #define UNIT_STEP(n) \
+    for (int line = 0; line < 16; line++) \
+        for (int p = 0; p < n; p++) __builtin_prefetch(w + p * panel + 64 * line + FETCHED); \
     _tile_loadd(4, x, row); \
     ADD_PANEL(0, 5, 0) \
     if (n > 1) { ADD_PANEL(1, 6, 1) ADD_PANEL(2, 7, 2) ADD_PANEL(3, 5, 3) }
@@ -70,7 +72,10 @@ INLINE void pair_tile(int m, int n, const char *w, int64_t panel, const char *x,
         UNROLL for (int p = 0; p < n; p++) sum[i][p] = _mm512_setzero_ps();
     for (int64_t k = 0; k < width; k += 2, w += 4 * LANES) {
         __m512i weights[PANELS];
-        UNROLL for (int p = 0; p < n; p++) weights[p] = _mm512_loadu_si512(w + p * panel);
+        UNROLL for (int p = 0; p < n; p++) {
+            weights[p] = _mm512_loadu_si512(w + p * panel);
+            __builtin_prefetch(w + p * panel + FETCHED);
+        }
         UNROLL for (int i = 0; i < m; i++) {
             int32_t pair;
             memcpy(&pair, x + (i * width + k) * 2, sizeof pair);

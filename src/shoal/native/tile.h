@@ -25,6 +25,7 @@
 #define PARTS (LANES / WIDTH) /* registers of a panel */
 #define PANELS_OF(m) (SUMS / ((m) * PARTS) < PANELS ? SUMS / ((m) * PARTS) : PANELS)
 #define BLOCK 256 /* tokens whose features stay in the cache while all weights are read */
+#define FETCHED 2048 /* bytes of a panel that memory is asked for before they are used */
 #define UNROLL _Pragma("GCC unroll 16") /* else arrays of registers lie in memory */
 typedef float reg __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ireg __attribute__((vector_size(4 * WIDTH)));
@@ -58,7 +59,8 @@ INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const c
     reg sum[TOKENS][PANELS * PARTS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < registers; p++) sum[i][p] = (reg){};
-    for (int64_t at = 0; at < width; at += step, w += 4 * LANES)
+    for (int64_t at = 0; at < width; at += step, w += 4 * LANES) {
+        UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(w + p * panel + FETCHED);
         UNROLL for (int k = 0; k < step; k++) {
             reg weights[PANELS * PARTS];
             UNROLL for (int p = 0; p < registers; p++)
@@ -68,6 +70,7 @@ INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const c
                 UNROLL for (int p = 0; p < registers; p++) sum[i][p] += feature * weights[p];
             }
         }
+    }
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < registers; p++) memcpy(sums + (i * registers + p) * WIDTH, &sum[i][p], sizeof(reg));
 }

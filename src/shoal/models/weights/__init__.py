@@ -4,6 +4,7 @@ Users may still read, write and save the weights.
 
 matrix      one weight matrix and the products by it
 panels      packed for the product kernel in C
+pages       the memory of packed weights
 packing     which form and which packing
 parameter   a packed matrix as a tensor that reads, writes and saves as ever
 layers      the layers of a model, given their forms

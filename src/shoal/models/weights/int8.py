@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.models.weights.matrix import ACTIVATIONS, AS_IS, PACKED, Matrix, Products
-from shoal.models.weights.panels import PANEL, Panels, products
+from shoal.models.weights.panels import PANEL, Panels, place_of, products
 from shoal.native.build import SUFFIXES
 
 ZERO = 128
@@ -131,9 +131,9 @@ class Int8PanelMatrix(Int8Matrix):
         zeros = ZERO * weight.sum(dim=1, dtype=torch.int32)
         if hasattr(self, "_weight"):  # kernels know the addresses
             self.zeros.copy_(zeros)
-            return self._weight.copy_(made)
-        self.zeros = zeros
-        return made.contiguous()
+        else:
+            self.zeros = zeros
+        return place_of(self, made)
 
     @property
     def panels(self) -> Tensor:

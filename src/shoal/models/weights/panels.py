@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products
+from shoal.models.weights.pages import empty
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import Product
 
@@ -26,6 +27,13 @@ One instruction multiplies them.
 """
 PLAIN, SILU, ADD, MUL = range(4)
 """The kinds of a product, by the use of its result; `kernels.h` has the same numbers."""
+
+
+def place_of(matrix: Matrix, panels: Tensor) -> Tensor:
+    """Copies panels to the place of a matrix, which they keep as kernels know its address."""
+    if not hasattr(matrix, "_weight"):
+        matrix._weight = empty(panels.shape, panels.dtype)
+    return matrix._weight.copy_(panels)
 
 
 class PanelMatrix(Matrix):
@@ -47,8 +55,7 @@ class PanelMatrix(Matrix):
             weight.contiguous(), (0, -weight.shape[1] % group, 0, -weight.shape[0] % PANEL)
         )
         panels = padded.view(len(padded) // PANEL, PANEL, -1, group)
-        made = panels.transpose(1, 2)
-        return self._weight.copy_(made) if hasattr(self, "_weight") else made.contiguous()
+        return place_of(self, panels.transpose(1, 2))
 
     @property
     def panels(self) -> Tensor:

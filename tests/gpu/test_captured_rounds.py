@@ -286,7 +286,7 @@ def wrong_cell(self: Block, plan: Any, capacity: int) -> Any:
 
 def wrong_padding(self: Block, plan: Any, capacity: int) -> Any:
     """Unused columns and rows write into the first cell of row 0."""
-    self._scratch = 0
+    self.scratch = 0
     return placed(self, plan, capacity)
 
 

@@ -36,6 +36,8 @@ round, and RUN runs it. RESIZE changes the size of a cache.
 class SharedCaptures(Captures):
     """The captured rounds of a model that several processes share, on any rank."""
 
+    alone = False
+
     def share(self, block: Block) -> None:
         """Sends the block of rank 0 to all ranks, which compute it.
 

@@ -14,6 +14,7 @@ that change from round to round lie in buffers.
     failures         rounds that are left to their stages
     drafting         a drafter's step with its draw
     round_functions  the functions of a round
+    replays          compares first replays with the functions
     rounds           builds and runs the functions
 """
 

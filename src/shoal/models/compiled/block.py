@@ -24,6 +24,7 @@ class Block:
     Attributes:
         q: columns of the bucket.
         kv: keys of the bucket.
+        scratch: the cell that padding writes to.
         tokens: [rows, q] int64.
         positions: [rows, q] int64.
         cells: flat cells of the cache to write to, [rows * q] int64.
@@ -35,7 +36,7 @@ class Block:
     def __init__(
         self, bucket: Bucket, scratch: int, device: torch.device, numbers: Tensor | None = None
     ) -> None:
-        self.bucket, self._scratch = bucket, scratch
+        self.bucket, self.scratch = bucket, scratch
         self.q, self.kv, self.common_keys = bucket.q, bucket.keys, 0
         block, rows = bucket.rows * bucket.q, bucket.rows
         self._chain = chain_words(bucket.q)
@@ -66,7 +67,7 @@ class Block:
         All columns are unused.
         """
         block, rows = self.bucket.rows * self.bucket.q, self.bucket.rows
-        return np.repeat([0, 1, self._scratch, 0], [block, block, block, 4 * rows])
+        return np.repeat([0, 1, self.scratch, 0], [block, block, block, 4 * rows])
 
     @property
     def inputs(self) -> Tensor:
@@ -109,7 +110,7 @@ class Block:
             depths[: plan.rows] = np.take_along_axis(plan.depths, own, axis=1)
             words[: plan.rows] = np.take_along_axis(plan.tree_words, own, axis=1)
         cells = np.where(
-            columns < counts, slots * capacity + starts - offsets + columns, self._scratch
+            columns < counts, slots * capacity + starts - offsets + columns, self.scratch
         )
         return np.concatenate([starts + depths, words, cells, bounds], axis=None)
 

@@ -94,6 +94,9 @@ class Captures:
         failed: the rounds that are left to their stages because a capture of them failed.
     """
 
+    alone = True
+    """False where other processes take part in each function."""
+
     def __init__(self, bridge: Bridge, name: str, executor: str, attention: str = "auto") -> None:
         self._bridge, self.hf, self.name = bridge, bridge.hf, name
         self.executor = executor
@@ -201,6 +204,14 @@ class Captures:
             self._method,
             self.knows_prefixes and cache.cells > 0,
         )
+
+    @property
+    def replays(self) -> bool:
+        """True if a function that was built is another than the function itself.
+
+        Then it can be compared with the function.
+        """
+        return self.alone and self.executor != "eager"
 
     def within(self, view: View) -> AbstractContextManager[None]:
         """Returns the context in which `forward` may be called for a view."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +58,20 @@ class Kind(NamedTuple):
     def looks(self) -> bool:
         """True if confidences are wanted."""
         return self.piece < self.k
+
+
+class Written(NamedTuple):
+    """The cells of a cache that a pass writes.
+
+    Attributes:
+        block: the block of the pass.
+        stores: the keys of each layer and the values of each layer, [slots, capacity, ...].
+        cells: flat cells [rows * q]; those of padding are the scratch cell.
+    """
+
+    block: Block
+    stores: Sequence[Tensor]
+    cells: Tensor
 
 
 @dataclass(frozen=True)
@@ -162,6 +177,19 @@ class RoundFunctions:
             view.block.tokens = self.tokens[:, : drafts + 1]
             self._targets[drafts] = view
         return self._targets[drafts]
+
+    def written_by_steps(self, begin: int, end: int) -> list[Written]:
+        """Returns the cells that the steps from `begin` to before `end`, which are next, write."""
+        first, later = (self._views[name] for name in ("first", "later"))
+        own = [(first, first.block.cells.clone())] if not begin else []
+        counts = later.block.bounds[1]
+        own += [(later, later.block.cells + j * counts) for j in range(end - max(begin, 1))]
+        return [Written(view.block, view.both(), cells) for view, cells in own]
+
+    def written_by_target(self, drafts: int) -> list[Written]:
+        """Returns the cells that the target's pass over `drafts` drafts writes."""
+        view = self.target_view(drafts)
+        return [Written(view.block, view.both(), view.block.cells)]
 
     # ── the functions ─────────────────────────────────────────────────────────────────────────────
 

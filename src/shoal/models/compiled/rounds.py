@@ -12,6 +12,7 @@ the draft lengths follow in an upload of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.compiled.executors import Run
+from shoal.models.compiled.replays import FirstReplays
 from shoal.models.compiled.results import Found, unpacked
 from shoal.models.compiled.round_functions import DRAFTING, VERIFYING, Kind, Model, RoundFunctions
 from shoal.models.compiled.transfer import Download
@@ -145,13 +147,15 @@ class CapturedRound:
 
     def _built(self, name: str, number: int) -> Run:
         passes, cache, functions = self._passes, self._cache, self.functions
+        run = self._function(name, number)
         if name == "verify":
-            return passes.executable(
-                functions.target_view(number).block.bucket,
-                cache,
-                partial(functions.verified, number),
-            )
-        return passes.generation(cache).execute(partial(functions.drafted, number))
+            return passes.executable(functions.target_view(number).block.bucket, cache, run)
+        return passes.generation(cache).execute(run)
+
+    def _function(self, name: str, number: int) -> Run:
+        """Returns the function of a part as it is, launched kernel by kernel."""
+        functions = self.functions
+        return partial(functions.verified if name == "verify" else functions.drafted, number)
 
     def _run(self, name: str, number: int) -> Any:
         part = Part(name, number)
@@ -171,10 +175,12 @@ class CapturedRound:
         firsts = range(self._ran, steps, max(self.kind.piece, 1))
         for first in firsts:
             self._part("draft", first)
+        replays = self._first_replays("draft", firsts)
         self._moments.note(0)
-        for first in firsts:
-            self._run("draft", first)
+        results = [self._run("draft", first) for first in firsts]
         self._moments.note(1)
+        if replays is not None:
+            replays.compare([self._function("draft", first) for first in firsts], results)
         self._ran, self._waiting = steps, True
 
     def confidences(self, rows: int) -> list[list[float]]:
@@ -195,11 +201,13 @@ class CapturedRound:
 
         Raises:
             ReplacedWeights: weights of either model were replaced since the functions were built.
+            ArithmeticError: a first replay computes other bits than its function.
         """
         columns = self.columns(drafts)
         self._part("verify", columns)
         if self.kind.looks:
             self.functions.inputs.send(VERIFYING[0], VERIFYING[-1])
+        replays = self._first_replays("verify", [columns])
         self._moments.note(2)
         results, self.logits = self._run("verify", columns)
         self._moments.note(3)
@@ -207,10 +215,25 @@ class CapturedRound:
             captures.require_same_weights()
         numbers = self._download(results)[:rows].copy()
         self._add_drafting()
+        if replays is not None:
+            replays.compare([self._function("verify", columns)], [(results, self.logits)])
         found = unpacked(numbers, self.logits[:rows], self.drafting, self._moments.seconds(2, 3))
         if found.too_few:
             self._widen()
         return found
+
+    def _first_replays(self, name: str, numbers: Sequence[int]) -> FirstReplays | None:
+        """Returns the buffers before parts that are about to run; None if none is to be compared."""
+        new = any(Part(name, number) not in self._checked for number in numbers)
+        if not (new and self._passes.replays):
+            return None
+        functions = self.functions
+        written = (
+            functions.written_by_target(numbers[0])
+            if name == "verify"
+            else functions.written_by_steps(numbers[0], numbers[-1] + self.kind.piece)
+        )
+        return FirstReplays(functions, written)
 
     def _add_drafting(self) -> None:
         """Adds the drafter's time, once per wait: its work is over."""

@@ -77,6 +77,10 @@ class View(Cache):
         self._layer = layer
         return self._stores[layer][:2]
 
+    def both(self) -> list[Tensor]:
+        """Returns the keys and the values of all slots and layers, [slots, capacity, ...] each."""
+        return [store for stores in self._stores for store in stores[:2]]
+
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of the bucket's rows in a layer.
 

@@ -71,8 +71,11 @@ def test_keys_are_a_power_of_two_that_the_cache_has() -> None:
 
 
 def test_room_for_padding_and_the_scratch_slot() -> None:
-    assert reservation(5, 40) == (7, 64)
-    assert reservation(8, 130) == (9, 192)
+    assert reservation(5, 40, by_kernel=False) == (7, 64)
+    assert reservation(8, 130, by_kernel=False) == (9, 192)
+    assert reservation(8, 0, by_kernel=True) == (9, 0)
+    assert [reservation(8, tokens, by_kernel=True)[1] for tokens in (1, 256, 257, 2100)] == [256, 256, 512, 2304]
+    assert reservation(8, 2100, by_kernel=False) == (9, 3072)
 
 
 def test_a_block_holds_a_plan_and_its_padding_stands_aside() -> None:
@@ -554,6 +557,10 @@ def test_the_bytes_of_a_cache_are_foretold() -> None:
     fork.reserve(5, 70)
     fork.feed([0], torch.ones(1, 4, dtype=torch.long), [4], want_logits=False)
     assert made.cache_bytes(5, 70) == fork.cache.nbytes()
+    assert fork.grown_bytes(5, 70) == fork.cache.nbytes()  # it has that room
+    grown = fork.grown_bytes(8, 100)
+    fork.reserve(8, 100)
+    assert grown == fork.cache.nbytes()
 
 
 def test_building_is_told_and_on_no_stage_clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -145,10 +145,8 @@ class Runner:
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Returns the number of bytes that a cache of that size takes."""
-        if self.captures is not None:
-            slots, capacity = compiled.reservation(slots, capacity)
-        tokens = slots * self._whole(capacity) + cells
-        return tokens * self.token_bytes + slots * self.cache.bytes_per_slot()
+        slots, capacity = self._room(slots, capacity)
+        return self._bytes(slots, capacity, cells)
 
     @property
     def token_bytes(self) -> int:
@@ -159,10 +157,14 @@ class Runner:
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Returns the number of bytes of the cache once it also has room for that size."""
-        cache = self.cache
-        return self.cache_bytes(
+        cache, (slots, capacity) = self.cache, self._room(slots, capacity)
+        return self._bytes(
             max(slots, cache.slots), max(capacity, cache.capacity), max(cells, cache.cells)
         )
+
+    def _bytes(self, slots: int, capacity: int, cells: int) -> int:
+        tokens = slots * capacity + cells
+        return tokens * self.token_bytes + slots * self.cache.bytes_per_slot()
 
     @property
     def allocated_bytes(self) -> int:
@@ -373,19 +375,17 @@ class Runner:
         Raises:
             OutOfMemory: the memory does not suffice.
         """
-        cache = self.cache
-        if self.captures is not None:
-            slots, capacity = compiled.reservation(slots, capacity)
-            if slots > cache.slots or self._whole(capacity) > cache.capacity or cells > cache.cells:
-                self.captures.forget(cache)
+        cache, (slots, capacity) = self.cache, self._room(slots, capacity)
+        if self.captures is not None and (
+            slots > cache.slots or capacity > cache.capacity or cells > cache.cells
+        ):
+            self.captures.forget(cache)
         with explained(self.name):
-            cache.reserve(slots, self._whole(capacity), cells)
+            cache.reserve(slots, capacity, cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Gives unused room of the cache back, and drops rounds that were captured over it."""
-        if self.captures is not None:
-            slots, capacity = compiled.reservation(slots, capacity)
-        capacity = self._whole(capacity)
+        slots, capacity = self._room(slots, capacity)
         if self.captures is not None and (slots, capacity, cells) != (
             self.cache.slots,
             self.cache.capacity,
@@ -394,9 +394,15 @@ class Runner:
             self.captures.forget(self.cache)
         self.cache.trim(slots, capacity, cells)
 
-    def _whole(self, capacity: int) -> int:
-        """Rounds `capacity` up to whole blocks of keys."""
-        return -(-capacity // self._kv_block) * self._kv_block
+    def _room(self, slots: int, capacity: int) -> tuple[int, int]:
+        """Returns the slots and the tokens per slot of a cache with room for that size.
+
+        They are those of captured rounds, in whole blocks of keys.
+        """
+        if self.captures is not None:
+            by_kernel = self.captures.knows_prefixes
+            slots, capacity = compiled.reservation(slots, capacity, by_kernel=by_kernel)
+        return slots, -(-capacity // self._kv_block) * self._kv_block
 
     @torch.inference_mode()
     def feed(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FEWEST_KEYS = 64
+KEYS_OF_KERNEL = 256
+"""The number of keys that capacities are multiples of where a kernel attends."""
 
 
 class Bucket(NamedTuple):
@@ -37,11 +39,22 @@ def step_up(size: int) -> int:
     return between if power > 2 and size <= between else power
 
 
-def reservation(slots: int, capacity: int) -> tuple[int, int]:
+def reservation(slots: int, capacity: int, *, by_kernel: bool) -> tuple[int, int]:
     """Returns the slots and the capacity to reserve for `slots` rows of `capacity` tokens.
 
     The slots are the rows of a bucket and a scratch slot. The capacity is a length that other runs
     will ask for as well, so that rounds captured for one run serve the next; a capacity of 0 stays
     0.
+
+    Padding has a slot, not a cell of another row's: padded attention reads whole slots, and would
+    meet there what padding wrote.
+
+    Args:
+        by_kernel: True if a kernel attends, which reads lengths on the device; rounds over whole
+            slots then cost nothing, and capacities need no powers of two.
     """
-    return step_up(slots) + 1, step_up(max(capacity, FEWEST_KEYS)) if capacity else 0
+    if not capacity:
+        return step_up(slots) + 1, 0
+    if by_kernel:
+        return step_up(slots) + 1, -(-capacity // KEYS_OF_KERNEL) * KEYS_OF_KERNEL
+    return step_up(slots) + 1, step_up(max(capacity, FEWEST_KEYS))

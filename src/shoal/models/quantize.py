@@ -173,6 +173,11 @@ def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
                 f"CPU take int8"
             )
         return _int8_copy(hf, byte_packing() if pack else None), "int8"
+    if hf.dtype == torch.float32:
+        raise RequestError(
+            f"quantize: {form} on CUDA needs a model in bfloat16 or float16, got float32; load it "
+            f"with dtype='bfloat16' (--dtype bfloat16)"
+        )
     if form == "fp8" and torch.cuda.get_device_capability(hf.device) < (8, 9):
         raise RequestError(
             f"quantize: {torch.cuda.get_device_name(hf.device)} has no fp8; take int8"

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shoal.models.attention.fused import has_triton
+from shoal.models.attention.fused import Tiling, has_triton, tiling
 
 CAPABILITIES = (80, 90, 100)
 """A100; H100 and H200; B200."""
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""By compute capability: bytes of shared memory that a program may have."""
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 """The instruction for 16-bit matrices. Those of one warp are HMMA everywhere."""
 
@@ -46,6 +49,10 @@ class Binary:
     def keeps_to_registers(self) -> bool:
         """Nothing is spilled, and nothing is indexed at run time."""
         return self.stack == self.local == 0 and not self.instructions & {"LDL", "STL"}
+
+    def spills(self, most: int = 0) -> bool:
+        """Whether more than so many bytes of a thread are in memory."""
+        return self.local > 0 or self.stack > most or (not most and not self.keeps_to_registers)
 
     @property
     def programs(self) -> int:
@@ -95,3 +102,48 @@ def _dumped(file: Path, what: str) -> str:
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run([tool, what, file], capture_output=True, text=True, check=True).stdout
+
+
+def cut(rows: int, heads: int, kv_heads: int, q: int, dim: int, span: int, dtype: torch.dtype = torch.bfloat16) -> Tiling:
+    query = torch.empty(rows, heads, q, dim, dtype=dtype, device="meta")
+    key = torch.empty(rows, kv_heads, span, dim, dtype=dtype, device="meta")
+    return tiling(query, key, dim, span, processors=132)
+
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An attention kernel that is compiled: new tokens per row, head size, format; what the model and the pass have."""
+
+    q: int = 7
+    dim: int = 128
+    dtype: str = "bf16"
+    rows: int = 8
+    trees: bool = False
+    shared: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    heads: int = 32
+    kv_heads: int = 8
+
+    @property
+    def cut(self) -> Tiling:
+        return cut(self.rows, self.heads, self.kv_heads, self.q, self.dim, 4096, FORMATS[self.dtype])
+
+    def compiled(self, capability: int, folder: Path) -> Binary:
+        from shoal.models.attention import kernels
+
+        made, pointer, block = self.cut, f"*{self.dtype}", max(16, 1 << (self.dim - 1).bit_length())
+        there = {"shared_key": self.shared, "shared_value": self.shared, "sinks": self.sinks, "positions": self.trees}
+        there |= {"words": self.trees, "logs": made.splits > 1}
+        types = dict.fromkeys(("query", "key", "value", "shared_key", "shared_value", "sinks"), pointer)
+        types |= {"bounds": "*i32", "logs": "*fp32", "scale": "fp32", "positions": "*i64", "words": "*i64"}
+        types["out"] = "*fp32" if made.splits > 1 else pointer
+        constants: dict[str, Any] = {
+            "SOFTCAP": self.softcap, "GROUP": self.heads // self.kv_heads, "DIM": self.dim, "VALUE_DIM": self.dim,
+            "BLOCK_D": block, "BLOCK_V": block, "BLOCK_Q": made.queries, "BLOCK_K": made.keys, "SPLITS": made.splits,
+        }  # fmt: skip
+        constants |= {name: None for name, given in there.items() if not given}
+        return compiled(kernels.attend, types, constants, capability, folder, warps=made.warps, stages=made.stages)

@@ -34,7 +34,7 @@ class FirstReplays:
         self._before = [tensor.clone() for tensor in functions.state]
 
     def compare(self, runs: Sequence[Run], results: Sequence[Any]) -> None:
-        """Computes the functions again by launching their kernels, and compares all that they write.
+        """Launches the functions kernel by kernel, and compares all that they write.
 
         Args:
             runs: the functions, in the order of their replays.

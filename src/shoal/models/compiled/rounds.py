@@ -223,7 +223,7 @@ class CapturedRound:
         return found
 
     def _first_replays(self, name: str, numbers: Sequence[int]) -> FirstReplays | None:
-        """Returns the buffers before parts that are about to run; None if none is to be compared."""
+        """Returns the buffers before parts run; None if no part is to be compared."""
         new = any(Part(name, number) not in self._checked for number in numbers)
         if not (new and self._passes.replays):
             return None

@@ -20,7 +20,7 @@ COLUMNS, MEMBERS, PARAMETERS, POSITIONAL, SHORT = 100, 30, 8, 7, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 483,
+    "modules": 484,
     "lines": 75_250,
     "short modules": 46,
     "long lines": 34,

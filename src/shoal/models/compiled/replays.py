@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.compiled.executors import Run
-from shoal.models.compiled.round_functions import RoundFunctions, Written
+from shoal.models.compiled.round_functions import RoundFunctions, WrittenCells
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of as many bytes as a number."""
@@ -29,7 +29,7 @@ class FirstReplays:
         written: the cells that the replays will write.
     """
 
-    def __init__(self, functions: RoundFunctions, written: Sequence[Written]) -> None:
+    def __init__(self, functions: RoundFunctions, written: Sequence[WrittenCells]) -> None:
         self._functions, self._written = functions, written
         self._before = [tensor.clone() for tensor in functions.state]
 

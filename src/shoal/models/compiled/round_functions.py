@@ -60,7 +60,7 @@ class Kind(NamedTuple):
         return self.piece < self.k
 
 
-class Written(NamedTuple):
+class WrittenCells(NamedTuple):
     """The cells of a cache that a pass writes.
 
     Attributes:
@@ -178,18 +178,18 @@ class RoundFunctions:
             self._targets[drafts] = view
         return self._targets[drafts]
 
-    def written_by_steps(self, begin: int, end: int) -> list[Written]:
+    def written_by_steps(self, begin: int, end: int) -> list[WrittenCells]:
         """Returns the cells that the steps from `begin` to before `end`, which are next, write."""
         first, later = (self._views[name] for name in ("first", "later"))
         own = [(first, first.block.cells.clone())] if not begin else []
         counts = later.block.bounds[1]
         own += [(later, later.block.cells + j * counts) for j in range(end - max(begin, 1))]
-        return [Written(view.block, view.both(), cells) for view, cells in own]
+        return [WrittenCells(view.block, view.both(), cells) for view, cells in own]
 
-    def written_by_target(self, drafts: int) -> list[Written]:
+    def written_by_target(self, drafts: int) -> list[WrittenCells]:
         """Returns the cells that the target's pass over `drafts` drafts writes."""
         view = self.target_view(drafts)
-        return [Written(view.block, view.both(), view.block.cells)]
+        return [WrittenCells(view.block, view.both(), view.block.cells)]
 
     # ── the functions ─────────────────────────────────────────────────────────────────────────────
 

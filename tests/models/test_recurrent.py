@@ -19,6 +19,7 @@ from torch import Tensor
 import shoal
 from laws import ALPHA, declared_law, joint
 from laws import run as sampled
+from shoal.cli.check_model import executors
 from shoal.config import Limits, Sampling
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter
@@ -46,7 +47,7 @@ from shoal.types.trees import DraftTree
 
 FAMILIES = ("lfm2", "qwen3-next", "jamba")
 """A convolution alone; a gated delta net among experts; a state-space model that must be fed token by token."""
-STEPWISE = {"mamba", "falcon-mamba", "jamba"}
+STEPWISE = {"mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h"}
 K, NEW = 3, 20
 
 
@@ -384,6 +385,27 @@ def test_the_model_is_its_owners_again_after_a_pass() -> None:
         assert vars(mine)["forward"] is own
     finally:
         del mine.forward
+
+
+def test_check_names_the_modules() -> None:
+    said = executors(target("zamba"), "target", 3).figure
+    assert said.endswith("recurrent states in 1 of model.layers.*.mamba, 1 of model.layers.*.mamba_decoder.mamba")
+
+
+def test_a_copy_of_a_row_whose_drafts_were_taken_back() -> None:
+    """It goes on as its source does, though neither has the state of its tokens yet."""
+    runner = target("qwen3-next").fork()
+    runner.reserve(2, 12)
+    ids = torch.tensor([list(prompt(8))])
+    runner.feed([0], ids[:, :3], [3], want_logits=False)
+    runner.feed([0], ids[:, 3:7], [4])
+    runner.cache.rollback(0, 5)
+    runner.cache.copy(0, 1, 5)
+    both = runner.feed([0, 1], ids[:, 5:7].expand(2, -1), [2, 2])
+    assert torch.equal(both[0], both[1])
+    apart = [runner.feed([slot], ids[:, 7:], [1]) for slot in (1, 0)]
+    plain = runner.plain_logits(ids)[0, 7]
+    assert all(torch.allclose(logits[0, 0], plain, atol=1e-3) for logits in apart)
 
 
 # ── refused by name ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -164,7 +164,10 @@ def turn_end(model: Shoal) -> Iterator[CheckResult]:
 
 
 def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
-    """Tells who computes the passes of a model, and why no faster executor does."""
+    """Tells who computes the passes of a model, and why no faster executor does.
+
+    Names the modules that keep recurrent states, if there are any.
+    """
     fork = runner.fork()
     longest = min(PROMPT_TOKENS, runner.context)
     fork.reserve(2, longest)
@@ -177,6 +180,8 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
     for kind, explanation in kinds.items():
         by_answer.setdefault(str(explanation), []).append(kind)
     figure = "; ".join(f"{', '.join(names)}: {answer}" for answer, names in by_answer.items())
+    if runner.mixers is not None:
+        figure += f"; recurrent states in {runner.mixers}"
     data = {
         kind: {"executor": explanation.executor, "refusals": dict(explanation.refusals)}
         for kind, explanation in kinds.items()

@@ -242,6 +242,19 @@ class Bridge:
             logits: Tensor = self.hf(tokens, use_cache=False).logits
         return logits
 
+    def stepped_logits(self, tokens: Tensor, first: int) -> Tensor:
+        """Computes the logits [rows, q, vocab] as Transformers' `generate` does.
+
+        Args:
+            first: the number of tokens of the first call; the others follow one by one.
+        """
+        found, parts = self.hf(tokens[:, :first], use_cache=True), []
+        for token in tokens[:, first:].split(1, dim=1):
+            parts.append(found.logits)
+            cache = getattr(found, self._cache_name)
+            found = self.hf(token, use_cache=True, **{self._cache_name: cache})
+        return torch.cat([*parts, found.logits], dim=1)
+
     @contextmanager
     def _switched(self, name: str) -> Iterator[None]:
         """Switches the model's attention to that name within the context, and back afterwards."""

@@ -145,14 +145,14 @@ def _stores_after(call: _Found, block: Tensor, stepwise: bool) -> list[Tensor]:
     cache.reserve(1, 1)
     place = torch.zeros(1, dtype=torch.long, device=block.device)
 
-    def mixed(part: Tensor) -> Tensor:
+    def mixed(part: Tensor) -> Any:
         given = {id(block): part}
 
         def new(value: Any) -> Any:
             return cache if isinstance(value, StateCache) else given.get(id(value), value)
 
         options = {key: new(value) for key, value in call.options.items()}
-        return call.module(*map(new, call.args), **options)  # type: ignore[no-any-return]
+        return call.module(*map(new, call.args), **options)
 
     for part, read in ((block[:, :BEFORE], None), (block[:, BEFORE:], place)):
         cache.through(EqualRows([0], part.shape[1], read, place, None), part, mixed)

@@ -273,6 +273,14 @@ class Runner:
         """
         return self._bridge.plain_logits(tokens)
 
+    def stepped_logits(self, tokens: Tensor, first: int) -> Tensor:
+        """Computes the logits of a prompt of `first` tokens, and of others one by one after it.
+
+        Passes are checked against these logits if layers keep recurrent states that they compute
+        in another way for several tokens.
+        """
+        return self._bridge.stepped_logits(tokens, first)
+
     @property
     def seconds_building(self) -> float:
         """The seconds that captures have taken so far."""

@@ -97,13 +97,21 @@ def largest_error(runner: Runner) -> float:
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
     """Makes two rows of tokens, [2, length] int64, and their logits [2, length, vocab].
 
-    A plain forward computes the logits.
+    A plain forward computes the logits, or calls like those of Transformers' `generate`.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(
         runner.device
     )
-    return ids, runner.plain_logits(ids)
+    if runner.mixers is None or not runner.mixers.stepwise:
+        return ids, runner.plain_logits(ids)
+    rows = zip(ids[:, None], _firsts(ids), strict=True)
+    return ids, torch.cat([runner.stepped_logits(row, first) for row, first in rows])
+
+
+def _firsts(ids: Tensor) -> tuple[int, int]:
+    """Returns the numbers of tokens that two rows begin with."""
+    return max(1, ids.shape[1] - 5), max(1, ids.shape[1] - 8)
 
 
 Check = Callable[[Runner, Tensor, Tensor], list[Tensor]]
@@ -203,7 +211,7 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
     length = ids.shape[1]
     runner.reserve(2, length + 4)
     runner.cache.clear()
-    long, short = max(1, length - 5), max(1, length - 8)
+    long, short = _firsts(ids)
     pairs: list[tuple[int, slice, Tensor]] = []
 
     def block(slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
@@ -222,9 +230,12 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
         )
 
     block([1, 0], [0, 0], [long, short])
+    for slot, prompt in enumerate((short, long)):
+        runner.cache.rollback(slot, prompt)  # which is never taken back
     block([0, 1], [short, long], [2, 3])
-    runner.cache.rollback(1, long + 1)
-    block([0, 1], [short + 2, long + 1], [1, 2])
+    left = long + min(2, length - long - 2)
+    runner.cache.rollback(1, left)
+    block([0, 1], [short + 2, left], [1, 2])
     runner.cache.clear()
     return pairs
 

@@ -174,8 +174,6 @@ SSM: dict[str, Any] = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
 }
-NO_FLOOR = 1e-9
-"""The floor of time steps, which Transformers leaves out of single steps: too low to count."""
 
 RECURRENT: dict[str, Spec] = {
     "lfm2": Spec("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
@@ -220,6 +218,24 @@ RECURRENT: dict[str, Spec] = {
             "mlp_layer_types": ["dense", "dense"],
         },
     ),
+    "bailing-hybrid": Spec(
+        "BailingHybridConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "mlp_layer_types": ["dense", "dense"],
+        },
+    ),
+    "lara-mini": Spec(
+        "LaraMiniConfig",
+        HEAD | SLIDING | DELTA | {"layer_types": ["linear_attention", "sliding_attention"]},
+    ),
+    "zaya": Spec("ZayaConfig", HEAD | {"num_experts": 8, "moe_intermediate_size": 24}),
     "jamba": Spec(
         "JambaConfig",
         {
@@ -240,7 +256,15 @@ RECURRENT: dict[str, Spec] = {
             "n_mamba_heads": 8,
             "mamba_ngroups": 1,
             "chunk_size": 16,
-            "time_step_min": NO_FLOOR,
+        },
+    ),
+    "zamba": Spec(
+        "ZambaConfig",
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "n_mamba_heads": 2,
         },
     ),
     "falcon-h1": Spec("FalconH1Config", SSM | {"mamba_d_ssm": 64}),
@@ -264,13 +288,26 @@ RECURRENT: dict[str, Spec] = {
             "ssm_state_size": 8,
             "n_groups": 1,
             "chunk_size": 16,
-            "time_step_min": NO_FLOOR,
         },
     ),
 }
 """The architectures whose layers keep recurrent states in Transformers' cache."""
 
 REFUSED: dict[str, Spec] = {
+    "xlstm": Spec("xLSTMConfig", {"hidden_size": 32, "num_heads": 2}, names=""),
+    "minimax": Spec(
+        "MiniMaxConfig",
+        HEAD
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "deepseek-v4": Spec("DeepseekV4Config", HEAD),
+    "inkling": Spec(
+        "InklingTextConfig", HEAD | SLIDING | {"layer_types": ["hybrid", "hybrid_sliding"]}
+    ),
     "recurrent-gemma": Spec(
         "RecurrentGemmaConfig",
         {

@@ -7,6 +7,8 @@ enter the states, so a call has none.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 from shoal.errors import InternalError
 from shoal.models.cache.plan import Plan
 
-Call = Callable[[Tensor], Tensor]
+Mixed = Tensor | tuple[Tensor, ...]
+"""The outputs of a mixer, [rows, tokens, ...] each."""
+Call = Callable[[Tensor], Mixed]
 """A function that passes inputs [rows, tokens, width] through a mixer."""
 Key = tuple[str, int, int]
 """The kind of a state ("conv" or "recurrent"), the number of its layer, and its own number."""
@@ -35,6 +39,11 @@ class Mixers:
 
     modules: Mapping[str, nn.Module]
     stepwise: bool = False
+
+    def __str__(self) -> str:
+        """Returns the number of mixers of each kind, by their names without numbers."""
+        kinds = Counter(re.sub(r"\d+", "*", name) for name in self.modules)
+        return ", ".join(f"{count} of {name}" for name, count in kinds.items())
 
 
 @dataclass
@@ -85,6 +94,13 @@ class Passing:
 
     read: Tensor | None = None
     states: dict[Key, Tensor] = field(default_factory=dict)
+
+
+def joined(parts: Sequence[Mixed], join: Callable[[Sequence[Tensor]], Tensor]) -> Mixed:
+    """Joins the outputs of several calls of a mixer."""
+    if isinstance(parts[0], Tensor):
+        return join(parts)  # type: ignore[arg-type]
+    return tuple(map(join, zip(*parts, strict=True)))
 
 
 class Calls:

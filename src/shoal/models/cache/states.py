@@ -12,7 +12,7 @@ call of a mixer per draft; this takes one call for all accepted ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,17 @@ from torch import Tensor
 
 from shoal.errors import InternalError
 from shoal.models.cache.layer import resized, zeros
-from shoal.models.cache.mixing import Call, Calls, EqualRows, Key, Mixers, Passing, RowStates
+from shoal.models.cache.mixing import (
+    Call,
+    Calls,
+    EqualRows,
+    Key,
+    Mixed,
+    Mixers,
+    Passing,
+    RowStates,
+    joined,
+)
 from shoal.models.cache.plan import Plan
 from shoal.models.cache.slots import SlotCache
 from shoal.types.prefix import Prefix
@@ -161,15 +171,15 @@ class StateCache(SlotCache):
             return forward(*args, **options)
         block = next(value for value in given if isinstance(value, Tensor))
 
-        def call(part: Tensor) -> Tensor:
-            return forward(  # type: ignore[no-any-return]
+        def call(part: Tensor) -> Any:
+            return forward(
                 *(part if value is block else value for value in args),
                 **{key: part if value is block else value for key, value in options.items()},
             )
 
         return self._mix(name, block, call)
 
-    def _mix(self, name: str, block: Tensor, call: Call) -> Tensor:
+    def _mix(self, name: str, block: Tensor, call: Call) -> Mixed:
         """Passes a block of tokens through a mixer, packed or padded as the pass."""
         calls = self._calls
         assert calls is not None
@@ -177,22 +187,28 @@ class StateCache(SlotCache):
             inputs = [self._row_states[slot].inputs[name][: group.count] for slot in group.slots]
             self.through(group, torch.stack(inputs), call)
         flat = calls.inputs[name] = block.flatten(0, 1)
-        mixed: Tensor | None = None
+        parts: list[Mixed] = []
         for group in calls.feeds:
             if group.columns is None:
                 return self.through(group, block, call)
             own = flat.index_select(0, group.columns).view(len(group.slots), group.count, -1)
-            part = self.through(group, own, call).flatten(0, 1)
-            mixed = part.new_zeros(len(flat), part.shape[1]) if mixed is None else mixed
-            mixed.index_copy_(0, group.columns, part)
-        assert mixed is not None
-        return mixed.view(*block.shape[:2], -1)
+            parts.append(self.through(group, own, call))
 
-    def through(self, group: EqualRows, block: Tensor, call: Call) -> Tensor:
+        def whole(tensors: Sequence[Tensor]) -> Tensor:
+            mixed = tensors[0].new_zeros(len(flat), *tensors[0].shape[2:])
+            for group, tensor in zip(calls.feeds, tensors, strict=True):
+                assert group.columns is not None
+                mixed.index_copy_(0, group.columns, tensor.flatten(0, 1))
+            return mixed.unflatten(0, block.shape[:2])
+
+        return joined(parts, whole)
+
+    def through(self, group: EqualRows, block: Tensor, call: Call) -> Mixed:
         """Passes a group's tokens, [rows, count, width], through a mixer, and stores its states."""
         self._passing = passing = Passing(group.read)
         if self.mixers.stepwise and group.read is not None:
-            mixed = torch.cat([call(token) for token in block.split(1, dim=1)], dim=1)
+            tokens = [call(token) for token in block.split(1, dim=1)]
+            mixed = joined(tokens, lambda parts: torch.cat(list(parts), dim=1))
         else:
             mixed = call(block)
         for key, states in passing.states.items():

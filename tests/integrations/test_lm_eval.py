@@ -147,6 +147,15 @@ def test_each_request_is_sampled_by_its_own_parameters(ours: Any, bundled: Any) 
     assert 0 < len(found[1]) < len(found[0])
 
 
+def test_more_new_tokens_than_the_context_are_as_many_as_fit(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks ask for 32,768 of any model: the prompt stays, as long as it leaves some tokens."""
+    monkeypatch.setattr(ours, "max_length", 24)
+    for text in (PROMPTS[1], PROMPTS[0] * 6):
+        request = ours._request(1, text, {"until": ["x"], "max_gen_toks": 32_768})
+        kept = min(len(ours.tok_encode(text)), 12)
+        assert (len(request.prompt_ids), request.limits.max_new_tokens) == (kept, 24 - kept)
+
+
 def test_thoughts_are_cut_off(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     [whole] = ours.generate_until([asked("generate_until", PROMPTS[1], {"until": [], "max_gen_toks": 16})], True)
     monkeypatch.setattr(ours, "think_end_token", "Return")

@@ -485,6 +485,15 @@ def test_bad_logits_are_the_models_fault(bad: float, temperature: float) -> None
         one(Sampling(temperature=temperature, bad_words=[(0,)]), torch.tensor([0.0, bad, 1.0]))
 
 
+@pytest.mark.parametrize("bias", [1e39, -1e39, 1e308])
+@pytest.mark.parametrize("temperature", [1.0, 0.01])
+def test_a_bias_beyond_the_dtype_is_a_large_one(bias: float, temperature: float) -> None:
+    """It allows or forbids its token, and says nothing else."""
+    found = one(Sampling(logit_bias={2: bias}, temperature=temperature), torch.randn(5, dtype=torch.float32))
+    assert found.isfinite().all()
+    assert float(found.flatten()[2]) == (1.0 if bias > 0 else 0.0)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(logit_bias={9: 1.0}), Sampling(bad_words=[(1, 9)])])
 def test_ids_outside_the_vocabulary_are_refused(sampling: Sampling) -> None:
     with pytest.raises(RequestError, match=r"token id 9, expected ids in \[0, 5\)"):

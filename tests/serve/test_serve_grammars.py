@@ -5,6 +5,7 @@ Tests of: serve.grammars, serve.grammar_probe, serve.given_grammars, constraints
 
 from __future__ import annotations
 
+import json
 import ast
 import gc
 import subprocess
@@ -318,3 +319,13 @@ def test_an_error_of_the_engine_speaks_of_the_request(server: Served, field: dic
     """Not of rows, draft positions and the names of the library."""
     error = server.post(min_tokens=40, max_tokens=60, **field).json()["error"]
     assert error["message"] == "no token is left possible by min_tokens=40, the grammar; relax one of them"
+
+
+def test_a_schema_of_thousands_of_names_is_read(server: Served) -> None:
+    """Lists of tools reach that easily; time and memory bound the reading, and the message names the option."""
+    schema = {"enum": [f"name_{i:05d}_{'x' * 10}" for i in range(2000)]}
+    answer = server.post(guided_json=schema, max_tokens=40)
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.json()["choices"][0]["text"]) in schema["enum"]
+    refused = server.post(guided_json={"enum": ["x" * 2**18]})
+    assert (refused.status_code, "--max-grammar" in refused.json()["error"]["message"]) == (400, True)

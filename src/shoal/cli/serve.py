@@ -123,7 +123,7 @@ class LimitOptions:
     max_tokens: MaxTokensOption = 1024
     max_grammar: Annotated[
         int, limits_option(min=1, help="Characters of a grammar or JSON schema.")
-    ] = 16384
+    ] = 262144
     queue: Annotated[
         int, limits_option(min=0, help="Samples that may wait; requests beyond get 429.")
     ] = 256

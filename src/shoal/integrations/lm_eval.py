@@ -245,11 +245,14 @@ class ShoalLM(TemplateLM):
         until = [stop for stop in options.pop("until") if stop]
         if self.think_end_token:  # a text that ends an answer may stand in the thoughts before it
             until = []
+        most = options.pop("max_gen_toks")
         ids, most = maybe_truncate(
             self.tok_encode(text) or [self.prefix_token_id],
-            options.pop("max_gen_toks"),
+            most,
             self.max_length,
+            min_gen_toks=min(self.max_gen_toks, self.max_length // 2),
             side=self.truncation_side,
+            shrink_gen_toks=most >= self.max_length,  # which would leave no token of the prompt
         )
         named = {name: value for name, value in options.items() if name not in IGNORED}
         named = (

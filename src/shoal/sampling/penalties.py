@@ -79,9 +79,9 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
     require_ids(sampling, scores.shape[-1])
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
-        scores[..., ids] += torch.tensor(
-            list(sampling.logit_bias.values()), dtype=scores.dtype, device=scores.device
-        )
+        biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float64)
+        most = torch.finfo(scores.dtype).max ** 0.5  # finite by any usual temperature, too
+        scores[..., ids] += biases.clamp(-most, most).to(scores)
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
         seen = [row.counts.upto(row.tokens) for row in rows]

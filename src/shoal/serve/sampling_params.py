@@ -70,9 +70,8 @@ def require_size(text: str, most: int, param: str) -> None:
     A grammar is compiled after admission, which takes up to a second.
     """
     if len(text) > most:
-        raise ApiError(
-            400, f"{param} has {len(text)} characters; this server takes {most}", param=param
-        )
+        message = f"{param} has {len(text)} characters; this server takes {most} (--max-grammar)"
+        raise ApiError(400, message, param=param)
 
 
 def _token_id(text: str) -> int:

@@ -21,8 +21,8 @@ class Settings:
         max_tokens: the most new tokens of a sample.
         max_logprobs: the most alternatives per token.
         max_body: the most bytes of a request.
-        max_grammar: the most characters of a grammar or schema; the time to compile one may grow
-            with their square.
+        max_grammar: the most characters of a grammar or schema. The time and the memory to read one
+            are bounded by themselves (`shoal.serve.grammars`).
         timeout: seconds from a request's arrival after which its unfinished rows are returned as
             they are.
         seeds: True if seeds are accepted: with the coupled rule the same seed gives the same
@@ -44,7 +44,7 @@ class Settings:
     max_tokens: int = 1024
     max_logprobs: int = 20
     max_body: int = 2 * 2**20
-    max_grammar: int = 2**14
+    max_grammar: int = 2**18
     timeout: float = 600.0
     seeds: bool = True
     keys: tuple[str, ...] = field(default=(), repr=False)  # a repr may be logged

@@ -5,9 +5,9 @@ Tests of: serve.grammars, serve.grammar_probe, serve.given_grammars, constraints
 
 from __future__ import annotations
 
-import json
 import ast
 import gc
+import json
 import subprocess
 import sys
 import threading

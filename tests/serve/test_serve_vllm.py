@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, served
+from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.testing import VOCABULARY, tiny_tokenizer
@@ -197,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": ""}}, "structured_outputs.json"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-    ({"structured_outputs": {"choice": ["x" * 9000] * 2}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["x" * 140_000] * 2}}, "structured_outputs.choice"),
     ({"guided_json": {"type": "no such type"}}, "guided_json"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
@@ -229,3 +230,27 @@ def test_spaces_between_special_tokens_are_as_asked_or_refused(server: Served, m
     monkeypatch.setattr(type(TOKENIZER), "decode", lambda _, ids, **__: " ".join(map(str, ids)))
     refused = server.post(**apart, prompt=[1, 2])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "spaces_between_special_tokens")
+
+
+def test_the_models_own_sampling_holds_where_a_chat_says_nothing() -> None:
+    """As in vLLM; with --generation-config none, in completions, and where the request says it, it does not."""
+    shoal = pair()
+    shoal.target.hf.generation_config = GenerationConfig(top_k=1, temperature=0.7, repetition_penalty=1.1, max_new_tokens=3)
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
+    template = "{{ messages[0].content }}"
+
+    def text(server: Served, **fields: Any) -> str:
+        return httpx.post(f"{server.url}/v1/chat/completions", json={**asked, **fields}).json()["choices"][0]["message"][
+            "content"
+        ]
+
+    with served(shoal, chat_template=template) as server:
+        default, greedy = text(server), text(server, temperature=0)
+        assert default == greedy != text(server, top_k=0)
+        assert text(server, top_k=0) == text(server, top_k=0, repetition_penalty=1.1, temperature=0.7)
+        assert text(server, top_k=0) != text(server, top_k=0, temperature=5)
+        item = {"input": "hi", "max_output_tokens": 2}
+        assert httpx.post(f"{server.url}/v1/responses", json=item).json()["temperature"] == 0.7
+        own = server.post(prompt="hi", max_tokens=12, seed=3).json()["choices"][0]["text"]
+    with served(shoal, chat_template=template, generation_config=False) as server:
+        assert text(server) == own != default

@@ -129,6 +129,13 @@ class LimitOptions:
     ] = 256
     kv_memory: KvMemoryOption = None
     prefix_memory: PrefixMemoryOption = None
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        limits_option(
+            help="auto: chats that do not say how they are sampled are sampled as the model's "
+            "generation_config says."
+        ),
+    ] = "auto"
     members: Annotated[
         bool,
         limits_option(
@@ -363,6 +370,7 @@ def _settings(
         hosts=hosts.hosts_of(address.host, address.allowed_host or ()),
         chat_template=read_template(chat_template),
         turn_ends=turn_ends(chat_template),
+        generation_config=limits.generation_config == "auto",
         members=limits.members,
     )
 

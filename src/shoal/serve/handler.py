@@ -26,6 +26,7 @@ from shoal.serve.prompts import PromptEncoder
 from shoal.serve.request_builder import RequestBuilder
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.responses import ApiResponse
+from shoal.serve.sampling_params import own_sampling
 from shoal.serve.settings import Settings
 from shoal.serve.worker import Worker
 
@@ -55,8 +56,10 @@ class ApiHandler:
         own = getattr(shoal.tokenizer, "eos_token_id", None)
         if settings.chat_template is not None and own is not None:
             ends = (*ends, *({int(own)} - {*ends}))
+        defaults = own_sampling(engine.target.hf) if settings.generation_config else {}
+        vocab_size, context = engine.target.vocab_size, engine.context
         self._builder = RequestBuilder(
-            self.encoder, ends, engine.target.vocab_size, engine.context, capacity, settings
+            self.encoder, ends, vocab_size, context, capacity, settings, defaults
         )
         self._parser = RequestParser(self._builder)
 

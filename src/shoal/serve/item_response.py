@@ -154,6 +154,7 @@ class ItemResponse(ApiResponse):
     def _answer(self, writer: ItemWriter, status: str) -> Json:
         asked = self.request
         choice, tools = asked.tool_choice or "auto", asked.tools or ()
+        sampling = self.parsed.requests[0].sampling
         wanted = asked.text.format if asked.text and asked.text.format else None
         return {
             "id": self.api.id_prefix + self.key,
@@ -173,11 +174,11 @@ class ItemResponse(ApiResponse):
             "previous_response_id": None,
             "store": False,
             "text": {"format": _dumped(wanted) or {"type": "text"}},
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": _or(asked.temperature, sampling.temperature),
             "tool_choice": _dumped(choice),
             "tools": [{"parameters": None, "strict": None, **_dumped(tool)} for tool in tools],
             "top_logprobs": self.parsed.top_logprobs or 0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": _or(asked.top_p, sampling.top_p),
             "truncation": "disabled",
             "usage": None,
         }
@@ -185,6 +186,10 @@ class ItemResponse(ApiResponse):
 
 def _item_status(sample: Sample) -> str:
     return "completed" if FINISH_REASONS[sample.finish_reason] == "stop" else "incomplete"
+
+
+def _or(said: float | None, default: float) -> float:
+    return default if said is None else said
 
 
 def _dumped(value: object) -> Any:

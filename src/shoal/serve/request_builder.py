@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shoal.serve.api_errors import ApiError
 from shoal.serve.given_grammars import given_grammar
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import PromptEncoder
-from shoal.serve.request_models import BaseRequest, CompletionRequest
+from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.sampling_params import limits_of, sampling_of
 from shoal.serve.settings import Settings
 from shoal.types.requests import Request, occurrences
@@ -26,6 +27,8 @@ class RequestBuilder:
         vocab_size: the size of the model's vocabulary.
         context: the number of tokens of the model's context.
         capacity: the most rows of a request.
+        settings: the server's.
+        defaults: the sampling parameters of chats that do not say them.
     """
 
     def __init__(
@@ -36,8 +39,10 @@ class RequestBuilder:
         context: int,
         capacity: int,
         settings: Settings,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.encoder, self.context, self.settings = encoder, context, settings
+        self._defaults = defaults or {}
         self._eos, self._vocab_size, self._capacity = tuple(eos), vocab_size, capacity
 
     def build(
@@ -118,7 +123,12 @@ class RequestBuilder:
         return Request(
             ids,
             n,
-            sampling_of(request, self._vocab_size, self.settings),
+            sampling_of(
+                request,
+                self._vocab_size,
+                self.settings,
+                self._defaults if isinstance(request, ChatRequest) else {},
+            ),
             limits_of(request, max_tokens, self._eos, self._vocab_size, seconds),
             top_logprobs=top_logprobs,
             occurrence=occurrence,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.config import PARAMETERS, Limits, Sampling
@@ -13,14 +13,31 @@ from shoal.serve.request_models import BaseRequest
 from shoal.serve.settings import Settings
 
 
-def sampling_of(request: BaseRequest, vocab_size: int, settings: Settings) -> Sampling:
+def own_sampling(hf: Any) -> dict[str, Any]:
+    """Returns the sampling parameters that a model's generation config sets, as vLLM reads them."""
+    config: Any = getattr(hf, "generation_config", None)
+    given = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
+    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+    return {name: given[name] for name in names if PARAMETERS[name].allows(given.get(name))}
+
+
+def sampling_of(
+    request: BaseRequest, vocab_size: int, settings: Settings, defaults: Mapping[str, Any]
+) -> Sampling:
     """Returns the request's `Sampling`.
+
+    Args:
+        request: the request.
+        vocab_size: the size of the model's vocabulary.
+        settings: the server's.
+        defaults: the parameters that hold where the request says nothing.
 
     Raises:
         ApiError: a value is not allowed.
         RequestError: a value is not allowed.
     """
-    given: dict[str, Any] = {
+    said = {n for n, one in PARAMETERS.items() if one.api and getattr(request, one.api) is not None}
+    given = {name: value for name, value in defaults.items() if name not in said} | {
         name: value
         for name, one in PARAMETERS.items()
         if one.api and (value := getattr(request, one.api)) is not None and value != one.off

@@ -33,6 +33,8 @@ class Settings:
         hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
         chat_template: replaces the tokenizer's.
         turn_ends: stop strings of all chats, beside their own.
+        generation_config: True if the sampling parameters of the model's generation config hold
+            for chats that do not say them.
         members: True if requests may ask for `shoal.constraints.members`. This analyses the texts
             of requests together with the packages of this environment, and the other rows wait
             meanwhile.
@@ -53,6 +55,7 @@ class Settings:
     hosts: tuple[str, ...] = ("*",)
     chat_template: str | None = None
     turn_ends: tuple[str, ...] = ()
+    generation_config: bool = True
     members: bool = False
     aliases: tuple[str, ...] = ()
 

@@ -73,13 +73,29 @@ def _braces(prompt: str, text: str, stopped: bool, *, comments: str) -> str:
 
     A brace that a stop string removed is put back.
     """
+    end, depth = _closing_brace(prompt, text, comments)
+    if end is not None:
+        return text[:end]
+    return text + CLOSING if stopped and depth == 1 else text
+
+
+def _closing_brace(prompt: str, text: str, comments: str) -> tuple[int | None, int]:
+    """Returns the end of the brace that closes the one opened by the prompt; and the last depth."""
     symbols = re.compile(f"{comments}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
     depth = sum(_depth_change(match[0]) for match in symbols.finditer(prompt))
     for match in symbols.finditer(text):
         depth += _depth_change(match[0])
         if depth == 0 and match[0] == "}":
-            return text[: match.end()]
-    return text + CLOSING if stopped and depth == 1 else text
+            return match.end(), depth
+    return None, depth
+
+
+def function_end(language: str, prompt: str, text: str) -> int | None:
+    """Returns the place in a text behind the function that the prompt begins; None without one."""
+    if language == "ruby":
+        found = re.search(r"^end\b", text, re.MULTILINE)
+        return found.end() if found else None
+    return _closing_brace(prompt, text, COMMENTS[language])[0] if language in COMMENTS else None
 
 
 def _depth_change(symbol: str) -> int:
@@ -92,13 +108,19 @@ def _ruby(_prompt: str, text: str, stopped: bool) -> str:
 
 
 CLOSING, RUBY_CLOSING = "\n}", "\nend"
-_C_FAMILY = Ending((CLOSING,), partial(_braces, comments=C_COMMENTS))
+COMMENTS = {
+    **dict.fromkeys(("javascript", "typescript", "java", "cpp", "go"), C_COMMENTS),
+    "perl": HASH_COMMENTS,
+    "php": f"{C_COMMENTS}|{HASH_COMMENTS}",
+}
+"""The comments of the languages with braces, as regular expressions."""
 _ENDINGS = {
     "python": Ending(
         ("\ndef ", "\nclass ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "), _python
     ),
-    **dict.fromkeys(("javascript", "typescript", "java", "cpp", "go"), _C_FAMILY),
-    "perl": Ending((CLOSING,), partial(_braces, comments=HASH_COMMENTS)),
-    "php": Ending((CLOSING,), partial(_braces, comments=f"{C_COMMENTS}|{HASH_COMMENTS}")),
+    **{
+        name: Ending((CLOSING,), partial(_braces, comments=comments))
+        for name, comments in COMMENTS.items()
+    },
     "ruby": Ending((RUBY_CLOSING,), _ruby),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.constraints.fim import fill_in_middle
 from shoal.errors import RequestError
+from shoal.evaluation.chat_answers import cut_answer
 from shoal.evaluation.endings import FENCE, ending
 from shoal.evaluation.problems import Problem, records, text_field
 from shoal.types.inputs import chat_template_of
@@ -45,22 +46,29 @@ class Task:
 def code_tasks(problems: Iterable[Problem], *, chat: bool = False) -> list[Task]:
     """Makes tasks of programs to complete.
 
-    They are continued, or asked in a chat in which the answer already begins with the prompt.
+    They are continued, or asked in a chat in which the answer already begins with the prompt and
+    ends at its fence.
     """
     return [_code_task(problem, chat) for problem in problems]
 
 
 def _code_task(problem: Problem, chat: bool) -> Task:
+    if chat:
+        question = CHAT.format(language=problem.language, code=problem.prompt)
+        answer = f"```{problem.language}\n{problem.prompt}"
+        return Task(
+            problem.task_id,
+            problem.prompt,
+            stops=(FENCE,),
+            read=partial(chat_ids, question=question, answer=answer),
+            complete=lambda text, _: cut_answer(problem, text),
+        )
     end = ending(problem.language)
-    question = CHAT.format(language=problem.language, code=problem.prompt)
-    answer = f"```{problem.language}\n{problem.prompt}"
     return Task(
         problem.task_id,
         problem.prompt,
-        stops=(*end.stops, FENCE) if chat else end.stops,
-        read=partial(chat_ids, question=question, answer=answer)
-        if chat
-        else lambda _: problem.prompt,
+        stops=end.stops,
+        read=lambda _: problem.prompt,
         complete=lambda text, stopped: end.cut(problem.prompt, text, stopped),
     )
 

@@ -1,0 +1,151 @@
+"""Where a chat model's answer ends, and which part of it is run.
+
+Tests of: evaluation.chat_answers.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from sandboxes import strongest
+from shoal.evaluation.chat_answers import cut_answer
+from shoal.evaluation.execution import execute
+from shoal.evaluation.problems import Problem
+from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.tasks import code_tasks
+
+PYTHON = 'import math\n\ndef f(x):\n    """Says {."""\n'
+BODY = "    return _twice(x)\n\n\n"
+HELPER = "def _twice(x):\n    return 2 * x\n"
+
+
+def problem(language: str, prompt: str, tests: str = "") -> Problem:
+    return Problem("T/0", language, prompt, tests, "f")
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    with Sandbox(strongest()) as made:
+        yield made
+
+
+def test_only_its_fence_ends_an_answer() -> None:
+    for language in ("python", "javascript", "ruby", "php"):
+        assert code_tasks([problem(language, PYTHON)], chat=True)[0].stops == ("\n```",)
+        assert len(code_tasks([problem(language, PYTHON)])[0].stops) >= 1
+
+
+KEPT = {
+    "a helper": BODY + HELPER,
+    "a comment and a helper": f"{BODY}# A helper.\n{HELPER}",
+    "a decorated helper": f"{BODY}import functools\n\n@functools.cache\n{HELPER}",
+    "a class": "    return Twice()(x)\n\nclass Twice:\n    def __call__(self, x):\n        return 2 * x\n",
+    "a table": "    return FACTOR[0] * x\n\nFACTOR = [2]\n",
+    "a table of several steps": "    return FACTOR[0] * x\n\nFACTOR = []\nfor _ in range(1):\n    FACTOR.append(2)\n",
+    "a table that a call fills": "    return FACTOR * x\n\ndef _fill():\n    global FACTOR\n    FACTOR = 2\n\n_fill()\n",
+    "a name in two branches": "    return TWO * x\n\nif True:\n    TWO = 2\nelse:\n    TWO = 3\n",
+    "a wrapped function": "    return x\n\ndef twice(g):\n    return lambda x: 2 * g(x)\n\nf = twice(f)\n",
+    "a line break of another kind": '    s = "\x0c"\n    return len(s) * 2 * x\n',
+}
+LEFT_OUT = {
+    "an example": "print(f(int(input())))\n",
+    "a test": "assert f(1) == 3\n",
+    "an input of the same name": "x = int(input())\nprint(f(x))\n",
+    "a loop of examples": "for case in (1, 2):\n    assert f(case) == 0\n",
+    "a test in a function": "def test():\n    assert f(1) == 3\n\ntest()\n",
+    "a test in a class": "import unittest\nclass TestF(unittest.TestCase):\n    def test(self):\n        f(1)\nunittest.main()\n",
+    "half a function": "def main():\n    print((\n",
+    "prose": "This is all.\n",
+    "a main program": 'if __name__ == "__main__":\n    raise SystemExit(f(1))\n',
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_function_needs_stays(box: Sandbox, name: str) -> None:
+    asked = problem("python", PYTHON, "_candidate = f\nassert _candidate(4) == 8\n")
+    assert cut_answer(asked, KEPT[name]) == KEPT[name]
+    assert cut_answer(asked, f"{KEPT[name]}```\nIt doubles.\n\ndef f(") == KEPT[name]
+    assert execute(asked, KEPT[name], box).passed
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_uses_a_function_goes(box: Sandbox, name: str) -> None:
+    asked = problem("python", PYTHON, "_candidate = f\nassert _candidate(4) == 8\n")
+    for kept in (BODY + HELPER, KEPT["a table of several steps"]):
+        cut = cut_answer(asked, kept + "\n" + LEFT_OUT[name])
+        assert cut.startswith(kept)
+        result = execute(asked, cut, box)
+        assert result.passed, result.detail
+
+
+def test_a_function_that_does_not_parse_stays_wrong() -> None:
+    assert cut_answer(problem("python", PYTHON), "    return (x\n\nprint(1)\n") == "    return (x\n\n"
+
+
+ELSEWHERE = {
+    "javascript": (
+        "function f(x) {\n",
+        "  return twice(x) + ZERO[0];\n}\n\nconst ZERO = [\n  {}, // }\n].map(() => 0);\n\n"
+        "/* It\ndoubles { */\nfunction twice(x) {\n  return 2 * x;\n}\n",
+        '\nconst line = require("fs").readFileSync(0);\n\nmodule.exports = { f };\n',
+        "if (f(4) !== 8) { throw new Error('wrong'); }",
+    ),
+    "java": (
+        "class F {\n    public static int f(int x) {\n",
+        "        return Twice.twice(x);\n    }\n}\n\n"
+        "class Twice\n{\n    static int twice(int x) {\n        return 2 * x;\n    }\n}\n",
+        '\nclass Main {\n    public static void main(String[] args) {\n        System.out.println("twice");\n    }\n}\n',
+        "class Main { public static void main(String[] a) { if (F.f(4) != 8) throw new RuntimeException(); } }",
+    ),
+    "cpp": (
+        "template <typename T> T twice(T);\nint f(int x) {\n",
+        "  return twice(x);\n}\n\ntemplate <typename T>\nT twice(T x) { return 2 * x; }\n",
+        "\n#include <iostream>\nint main() {\n  std::cout << f(2);\n  return 0;\n}\n",
+        "int main() { return f(4) != 8; }",
+    ),
+    "perl": (
+        "sub f {\n",
+        "  my $x = shift;\n  return twice($x);\n}\n\n# It doubles }.\nsub twice {\n  return 2 * $_[0];\n}\n",
+        "\nmy $line = <STDIN>;\ndie unless defined $line;\n",
+        "die 'wrong' unless f(4) == 8;",
+    ),
+    "go": (
+        "package main\nimport \"fmt\"\nfunc f(x int) int {\n",
+        "\treturn pair{x}.twice() * one\n}\n\nconst one = 1\n\ntype pair struct{ x int }\n\n"
+        "func (p pair) twice() int {\n\treturn 2 * p.x\n}\n",
+        "\nfunc main() {\n\tfmt.Println(f(2))\n}\n",
+        'func main() { if f(4) != 8 { panic(fmt.Sprint("wrong")) } }',
+    ),
+    "php": (
+        "<?php\nfunction f($x) {\n",
+        "  return twice($x);\n}\n\nfunction twice($x) {\n  return 2 * $x;\n}\n",
+        "\necho f(3);\n?>\n",
+        "if (f(4) !== 8) { throw new Exception('wrong'); }",
+    ),
+    "ruby": (
+        "def f(x)\n",
+        "  twice(x) * ONE\nend\n\nONE = 1\n\ndef twice(x)\n  if x\n    2 * x\n  end\nend\n",
+        "\nputs f(Integer(gets))\n",
+        "raise 'wrong' unless f(4) == 8",
+    ),
+}  # fmt: skip
+PROGRAMS = {"javascript": "node", "cpp": "g++"}
+
+
+@pytest.mark.parametrize("language", ELSEWHERE)
+def test_helpers_stay_in_other_languages(language: str, box: Sandbox) -> None:
+    prompt, kept, left_out, tests = ELSEWHERE[language]
+    asked = problem(language, prompt, tests)
+    cut = cut_answer(asked, kept + left_out + "```\n")
+    assert cut.split() == kept.split() or cut.split() == [*kept.split(), "#include", "<iostream>"]
+    if shutil.which(PROGRAMS.get(language, language)):
+        result = execute(asked, cut, box)
+        assert result.passed, result.detail
+
+
+def test_a_function_without_an_end_stays_as_it_is() -> None:
+    assert cut_answer(problem("javascript", "function f(x) {\n"), "  if (x) {\n") == "  if (x) {\n"
+    assert cut_answer(problem("cobol", "F.\n"), "MOVE.\n```\nIt moves.") == "MOVE.\n"

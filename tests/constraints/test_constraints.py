@@ -254,7 +254,7 @@ def test_a_dead_end_on_a_rejected_path_is_nobodys_business() -> None:
         list(stream)
         sample = stream.result()[0].samples[0]
         assert (sample.text, sample.finish_reason) == ("ab", "error")  # where plain decoding ends, too
-        assert re.search("no token is left possible by .*bad_words=.*grammar=Grammar.*[.]{3}; relax", sample.error or "")
+        assert re.search("no token is left possible by .*bad_words=.*, the grammar; relax", sample.error or "")
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.text("abcd,12;", max_size=6)), max_size=12))
@@ -388,7 +388,7 @@ UNKNOWN: dict[str, Any] = {
     "not": {"not": {"type": "string"}},
     "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
     "contains": {"type": "array", "contains": {"const": 1}},
-    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^[a-z]$"}},
+    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
     "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
     "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
     "if": {"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}},
@@ -396,7 +396,7 @@ UNKNOWN: dict[str, Any] = {
     "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
     "$dynamicRef": {"$dynamicRef": "#node"},
     "oneOf": {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 9}]},
-    "format: phone": {"type": "string", "format": "phone"},
+    "idn-email": {"type": "string", "format": "idn-email"},
 }
 
 
@@ -493,7 +493,7 @@ def test_llguidance_is_asked_for_by_name(without_llguidance: None) -> None:
         ("regex", "a(b", "the regex grammar cannot be used: .*unclosed group"),
         ("json_schema", '{"type": "foo"}', "the json_schema grammar cannot be used: Invalid type: foo"),
         ("json_schema", '{"typ', "the json_schema grammar cannot be used"),
-        ("json_schema", {"type": "string", "not": {"const": "a"}}, 'Unimplemented keys: \\["not"\\]'),
+        ("json_schema", {"type": "string", "not": {"const": "a"}}, '"not" cannot be kept'),
         ("lark", 'start: "a" foo', 'unknown name: "foo"'),
         ("xml", "a", "kind of a grammar must be one of json_schema, json_object, regex, lark, got 'xml'"),
         ("regex", "", "text of a regex grammar must be not empty"),

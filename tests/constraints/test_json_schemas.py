@@ -319,10 +319,47 @@ def test_names_and_values_that_look_like_keywords_are_left_alone() -> None:
     assert not fits(of(schema), text % "0000-01-31")
 
 
-@pytest.mark.parametrize("name", ["jsonpath", "regex", "iri", "uri-template", "idn-email", "no such format"])
-def test_other_formats_are_refused_by_name(name: str) -> None:
-    with pytest.raises(RequestError, match=f"Unknown format: {name}"):
+@pytest.mark.parametrize("name", ["regex", "iri", "uri-template", "idn-email"])
+def test_formats_of_the_standard_that_cannot_be_kept_are_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=f'"format": "{name}" cannot be kept: leave it out'):
         row_of(of({"type": "string", "format": name}))
+    assert fits(of({"format": name, "enum": ["a", "b"]}), '"a"')  # which is one, is the schema's word
+
+
+@pytest.mark.parametrize("name", ["int64", "path", "json-string", "no such format", "jsonpath"])
+def test_other_formats_are_remarks(name: str) -> None:
+    """As the standard has it."""
+    for schema, text in (({"type": "string"}, '"x"'), ({}, "12"), ({"enum": ["x"]}, '"x"')):
+        assert fits(of({**schema, "format": name}), text)
+    assert json_schemas.remarks(json.dumps({"properties": {"format": {"format": name}}, "const": {"format": "y"}})) == [name]
+
+
+def test_names_of_properties_that_others_can_say() -> None:
+    """pydantic's dictionaries have keys of an enum or a pattern."""
+    whole = {"type": "integer"}
+    for names in (True, {}, {"type": "string"}, {"title": "Key"}):
+        schema = {"type": "object", "propertyNames": names, "additionalProperties": whole}
+        assert [fits(of(schema), text) for text in ('{"x":1}', '{"x":"y"}')] == [True, False]
+    enum = {"type": "string", "enum": ["a", "b"], "title": "Key"}
+    for names, root in ((enum, {}), ({"$ref": "#/$defs/k"}, {"$defs": {"k": enum}}), ({"pattern": "^[ab]$"}, {})):
+        schema = {"type": "object", "propertyNames": names, "additionalProperties": whole, **root}
+        assert [fits(of(schema), text) for text in ('{"b":1}', '{"c":1}', '{"a":"x"}', "{}")] == [True, False, False, True]
+    for names in (False, {"maxLength": 3}, {"enum": ["a", 1]}):
+        with pytest.raises(RequestError, match='"propertyNames" cannot be kept'):
+            row_of(of({"type": "object", "propertyNames": names}))
+
+
+def test_both_hold_where_a_pattern_matches_a_listed_property() -> None:
+    size = {"type": "integer", "multipleOf": 4}
+    for pattern, key in (("^size$", "size"), ("^(size|x)$", "size"), ("^(?:x|size)$", "x")):
+        schema = {
+            "type": "object", "properties": {"size": size, "x": size}, "required": [key],
+            "patternProperties": {pattern: {"maximum": 40}}, "additionalProperties": False,
+        }  # fmt: skip
+        found = [fits(of(schema), json.dumps({key: n}, separators=(",", ":"))) for n in (40, 44, 39)]
+        assert found == [True, False, False]
+        state = masks(of(schema | {"properties": {key: size}}), f'{{"{key}":8')
+        assert bool(state[-1][encode(",")[0]]) == (pattern != "^size$"), "a key that nothing can be would follow"
 
 
 # ── uniqueItems ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -329,3 +329,15 @@ def test_a_schema_of_thousands_of_names_is_read(server: Served) -> None:
     assert json.loads(answer.json()["choices"][0]["text"]) in schema["enum"]
     refused = server.post(guided_json={"enum": ["x" * 2**18]})
     assert (refused.status_code, "--max-grammar" in refused.json()["error"]["message"]) == (400, True)
+
+
+def test_a_choice_of_any_characters(server: Served) -> None:
+    """Those that JSON does not escape, too."""
+    for text in ("a\x7f", "\x00b", "\x1f\x85\u2028", 'q"\\\n'):
+        assert server.post(guided_choice=[text], max_tokens=20).json()["choices"][0]["text"] == text
+
+
+def test_formats_that_say_nothing_are_named(server: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "format": "int64"}, "b": {"format": "é\n"}}}
+    answer = server.post(guided_json=schema, max_tokens=1)
+    assert answer.headers["x-shoal-ignored"] == "guided_json.format=int64, guided_json.format=??"

@@ -8,6 +8,7 @@ llama.cpp bounds them too.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from shoal.constraints.disjoint import Proofs, resolved
@@ -61,8 +62,16 @@ lengths are from RFC 5321 4.5.3.1 and RFC 1035 2.3.4, and for a URI the longest 
 llguidance does not know the last four: base64 (RFC 4648; the bits that pad are 0), versions
 (semver.org 2.0.0; as long as npm takes them), JSON pointers (RFC 6901) and relative ones without
 `+` and `-`."""
-ANY_TEXT = ("binary", "password")
-"""The formats of OpenAPI that any text has."""
+KEPT = {*FORMATS, "ipv4", "ipv6", "uuid", "unknown"}
+LOST = (
+    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
+    "regex",
+)
+"""The formats of JSON Schema that cannot be kept, and are refused. All others are remarks, as the
+standard has it: those of OpenAPI, of pydantic, of nobody."""
+REMARKS = ("title", "description", "examples", "default", "deprecated", "$comment")
+NAMED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$", re.ASCII)
+"""The patterns of one key, or of several."""
 _VALUES = ("const", "enum", "default", "examples")
 _NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -142,12 +151,36 @@ class _Reading:
         for keyword in ("const", "enum"):
             require_exact(schema.get(keyword))
         schema = {k: inward(k, v) if k in BOUNDS else v for k, v in schema.items()}
+        schema = _without_listed_patterns(self._with_named_keys(schema))
         _require_countable(schema)
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
         made = _bounded_format(made)
         if "uniqueItems" in schema:
             made = with_orders(made, self._items(schema))
         return self._any_of(schema, made)
+
+    def _with_named_keys(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Returns the schema without `propertyNames`, if it says nothing or others say the same."""
+        if "propertyNames" not in schema:
+            return schema
+        names, values = schema["propertyNames"], schema.get("additionalProperties", True)
+        rest = {k: v for k, v in schema.items() if k != "propertyNames"}
+        if isinstance(names, dict) and [*names] == ["$ref"] and not _embeds(self._root):
+            names = resolved(self._root, str(names["$ref"]))
+        if not isinstance(names, dict):
+            return rest if schema["propertyNames"] is True else schema
+        said = {k: v for k, v in names.items() if k not in REMARKS and (k, v) != ("type", "string")}
+        if not said:
+            return rest
+        if {"properties", "patternProperties"} & schema.keys():
+            return schema
+        if [*said] == ["enum"] and all(isinstance(one, str) for one in said["enum"]):
+            keys = {"properties": dict.fromkeys(said["enum"], values)}
+        elif [*said] == ["pattern"]:
+            keys = {"patternProperties": {said["pattern"]: values}}
+        else:
+            return schema
+        return rest | keys | {"additionalProperties": False}
 
     def _items(self, schema: dict[str, Any]) -> Any:
         """Returns the schema of an array's items.
@@ -176,6 +209,27 @@ class _Reading:
         }
 
 
+def _without_listed_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema without patterns that match listed properties only, which fit both.
+
+    llguidance takes the listed names out of a pattern's keys. If that leaves no key, a text could
+    go on to a place where none is possible.
+    """
+    patterns, listed = schema.get("patternProperties"), schema.get("properties")
+    if not isinstance(patterns, dict) or not isinstance(listed, dict):
+        return schema
+    left, own = {}, dict(listed)
+    for pattern, one in patterns.items():
+        found = NAMED.fullmatch(pattern)
+        names = (found[1] or found[2]).split("|") if found else []
+        if not names or not own.keys() >= set(names):
+            left[pattern] = one
+            continue
+        own |= {name: {"allOf": [own[name], one]} for name in names}
+    rest = {k: v for k, v in schema.items() if k != "patternProperties"}
+    return rest | {"properties": own} | ({"patternProperties": left} if left else {})
+
+
 def _require_countable(schema: dict[str, Any]) -> None:
     """Raises RequestError: one key that comes twice could satisfy `minProperties`."""
     least, required = schema.get("minProperties"), schema.get("required")
@@ -202,10 +256,38 @@ def _embeds(schema: Any, top: bool = True) -> bool:
     return isinstance(schema, list) and any(_embeds(value, False) for value in schema)
 
 
+def _is_remark(schema: dict[str, Any]) -> bool:
+    """Returns True if `format` says nothing of the texts, or the texts are listed."""
+    name, listed = schema.get("format"), "enum" in schema or "const" in schema
+    return isinstance(name, str) and name not in KEPT and (listed or name not in LOST)
+
+
+def remarks(text: str) -> list[str]:
+    """Returns the names of the formats in a schema that are passed over."""
+    found = dict[str, None]()
+
+    def look(schema: Any, names: bool = False) -> None:
+        if isinstance(schema, list):
+            for one in schema:
+                look(one)
+        if isinstance(schema, dict):
+            if not names and _is_remark(schema):
+                found[schema["format"]] = None
+            for k, v in schema.items():
+                if names or k not in _VALUES:
+                    look(v, not names and k in _NAMES)
+
+    try:
+        look(json.loads(text))
+    except (ValueError, RecursionError):
+        return []  # reading it says why it cannot be used
+    return [*found]
+
+
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with its format's bounds; other keywords about texts take precedence."""
     name = schema.get("format")
-    if isinstance(name, str) and name in ANY_TEXT:
+    if _is_remark(schema):
         return {keyword: value for keyword, value in schema.items() if keyword != "format"}
     bounds = FORMATS.get(name) if isinstance(name, str) else None
     if bounds is None or any(

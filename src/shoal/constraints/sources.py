@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,12 @@ def short(text: str) -> str:
     text = text.strip().removesuffix("<non-verbose/>").strip()
     if text == "NoExtensionBias":
         return "no text fits it"
+    if keywords := re.match(r"Unimplemented keys: \[(.*?)\]", text):
+        return f"{keywords[1]} cannot be kept: leave out what it says, or say it otherwise"
+    if name := re.match("Unknown format: (.*)", text):
+        return f'"format": "{name[1]}" cannot be kept: leave it out, or give a pattern'
+    if "look-around" in text or "lookarounds" in text:
+        return f"a pattern looks around (\\b, (?=, (?!), which cannot be kept: {text[:200]}"
     return text if len(text) <= 500 else f"{text[:500]} ..."
 
 
@@ -122,9 +129,14 @@ def _literal(text: str, special: Mapping[str, int]) -> str:
     """Returns a text in Lark's syntax, with the numbers of special tokens for their names."""
     name = next((name for name in special if name in text), None)
     if name is None:
-        return json.dumps(text, ensure_ascii=False) if text else ""
+        return quoted(text) if text else ""
     head, _, rest = text.partition(name)
     return f"{_literal(head, special)} <[{special[name]}]> {_literal(rest, special)}"
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a string of Lark's syntax."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _part(name: str, source: str) -> dict[str, Any]:

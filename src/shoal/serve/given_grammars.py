@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.library import as_lark
+from shoal.constraints.sources import quoted
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.request_models import BaseRequest, JsonFormat, TextFormat
 
@@ -75,10 +76,7 @@ def _of(kind: str, value: Any, field: str, compact: bool = False) -> Grammar:
         if kind == "regex":
             return Grammar("regex", value)
         if kind == "choice":
-            return Grammar(
-                "lark",
-                "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value),
-            )
+            return Grammar("lark", "start: " + " | ".join(map(quoted, value)))
         if kind == "grammar":
             return Grammar("lark", as_lark(value))
         whitespace = "compact" if compact else "bounded"

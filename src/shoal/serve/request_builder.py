@@ -7,11 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.config import Grammar
+from shoal.constraints.json_schemas import remarks
 from shoal.serve.api_errors import ApiError
 from shoal.serve.given_grammars import given_grammar
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import PromptEncoder
+from shoal.serve.request_fields import MOST_NAMED, NOT_IN_HEADERS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.sampling_params import limits_of, sampling_of
 from shoal.serve.settings import Settings
@@ -86,6 +89,7 @@ class RequestBuilder:
         ]
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        ignored = [*request.ignored, *_passed_over(given_grammar(request))]
         return ParsedRequest(
             prompts,
             requests,
@@ -100,9 +104,7 @@ class RequestBuilder:
             ),
             details=bool(request.shoal and (request.shoal.details or request.shoal.rounds)),
             rounds=bool(request.shoal and request.shoal.rounds),
-            headers={"x-shoal-ignored": ", ".join(request.ignored), **headers}
-            if request.ignored
-            else headers,
+            headers={"x-shoal-ignored": ", ".join(ignored), **headers} if ignored else headers,
             deadline=time.perf_counter() + seconds,
             token_ids=bool(request.return_token_ids),
             prompt_logprobs=request.prompt_logprobs,
@@ -208,6 +210,14 @@ class RequestBuilder:
             raise ApiError(
                 400, "members after a dot are off: start the server with --members", param="members"
             )
+
+
+def _passed_over(given: tuple[str, Grammar] | None) -> list[str]:
+    """Returns the formats in a request's schema that say nothing, as headers name them."""
+    if given is None or given[1].kind != "json_schema":
+        return []
+    names = (NOT_IN_HEADERS.sub("?", name)[:64] for name in remarks(given[1].text))
+    return [f"{given[0]}.format={name}" for name in names][:MOST_NAMED]
 
 
 def require_range(name: str, value: int, least: int, most: int) -> None:

@@ -6,6 +6,7 @@ Tests of: serve.grammars, serve.grammar_probe, serve.given_grammars, constraints
 from __future__ import annotations
 
 import ast
+import asyncio
 import gc
 import json
 import subprocess
@@ -27,7 +28,7 @@ from shoal.constraints.compiler import grammars_of
 from shoal.constraints.sources import source_of
 from shoal.errors import RequestError
 from shoal.serve import grammar_probe, grammars
-from shoal.serve.grammars import Probe
+from shoal.serve.grammars import GrammarReader, Probe
 from shoal.testing import VOCABULARY, tiny_tokenizer
 
 pytest.importorskip("llguidance")
@@ -141,6 +142,41 @@ def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: st
         [sys.executable, "-c", PROBING, work], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     assert ast.literal_eval(ended.stdout) == {"outcome": outcome, "why": why}
+
+
+def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends its work with the last client, and reads the next grammar."""
+    outcomes: list[str] = []
+    real = Probe._request
+
+    def noting(probe: Probe, request: dict[str, object]) -> dict[str, str] | None:
+        found = real(probe, request)
+        outcomes.append((found or {"outcome": "none"})["outcome"])
+        return found
+
+    monkeypatch.setattr(Probe, "_request", noting)
+    monkeypatch.setattr("shoal.serve.grammars.CPU_SECONDS", 500)
+    hard = Grammar("json_schema", json.dumps(ENDLESS))
+
+    async def abandoned() -> None:
+        reader = GrammarReader(fresh, VOCABULARY)
+        await reader.read(Grammar("regex", "a"), None)
+        clients = [asyncio.ensure_future(reader.read(hard, None)) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        clients[0].cancel()
+        await asyncio.sleep(0.1)
+        assert outcomes == ["ok"], "another client waits"
+        clients[1].cancel()
+        await reader.read(Grammar("regex", "b"), None)
+        deadline = asyncio.get_running_loop().time() + TIMEOUT_SECONDS
+        while "left" not in outcomes and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        again = reader.read(Grammar("regex", "c"), None)
+        assert (await again).starts
+        reader.close()
+
+    asyncio.run(abandoned())
+    assert sorted(outcomes) == ["left", "ok", "ok", "ok"]
 
 
 @pytest.mark.parametrize("kind", ["regex", "lark", "json_schema"])

@@ -86,6 +86,11 @@ def test_one_call_is_all_where_no_more_are_wanted() -> None:
 def test_templates_tell_their_format() -> None:
     assert {form: format_of(text + BODY) for form, text in TEMPLATES.items()} == {form: form for form in TEMPLATES}
     assert format_of(BODY) is format_of(None) is None
+    for form in (
+        "<tool_call>\n<function={{ name }}>\n<parameter=", "<tool_call>{{ name }}\n<arg_key>", "[TOOL_CALLS]{{ name }}[ARGS]",
+        "<|python_tag|>[func_name1(params_name1=params_value1)]",
+    ):  # fmt: skip
+        assert format_of(form) is None, "JSON would not be what such a model writes"
 
 
 def test_references_lead_to_their_own_schema() -> None:

@@ -28,6 +28,7 @@ busy."""
 def main() -> None:
     """Serves until the end of its input; the first line describes the tokenizer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the server lets requests finish
+    signal.signal(signal.SIGUSR1, lambda *_: CHILDREN.leave())
     setup = json.loads(sys.stdin.readline())
     sys.path[:] = setup["path"]
     import llguidance
@@ -78,6 +79,27 @@ class Alphabet:
         return found
 
 
+class Children:
+    """The child that compiles, of which there is one at most.
+
+    Attributes:
+        running: its process; 0 = there is none.
+        left: True if nobody waits for it any longer.
+    """
+
+    def __init__(self) -> None:
+        self.running, self.left = 0, False
+
+    def leave(self) -> None:
+        """Kills the child: the last client that waited for it has gone."""
+        if self.running:
+            self.left = True
+            os.kill(self.running, signal.SIGKILL)
+
+
+CHILDREN = Children()
+
+
 def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict[str, str]:
     """Compiles a grammar in a fork of this process.
 
@@ -89,7 +111,7 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
         stack: the stack of the compiling thread, in bytes.
 
     Returns:
-        The outcome "ok", "refused" (then "why" is llguidance's error), "slow" or "large".
+        The outcome "ok", "refused" (then "why" is llguidance's error), "slow", "large" or "left".
     """
     ours, theirs = os.pipe()
     child = os.fork()
@@ -103,9 +125,13 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
             reader.start()
             reader.join()
         os._exit(0)
+    CHILDREN.running, CHILDREN.left = child, False
     os.close(theirs)
     got = _received(ours, child, time.monotonic() + WALL_SECONDS_PER_CPU_SECOND * seconds)
+    CHILDREN.running = 0  # before its number may be another process's
     _, status = os.waitpid(child, 0)
+    if CHILDREN.left:
+        return {"outcome": "left", "why": ""}
     if got.startswith(b"="):
         error = got[1:].decode(errors="replace")
         return {"outcome": "refused", "why": error} if error else {"outcome": "ok", "why": ""}

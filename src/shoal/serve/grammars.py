@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config import Grammar
@@ -45,10 +46,25 @@ TOO_MUCH = {
 
 @dataclass
 class _Reading:
-    """A grammar that is being compiled, and the number of requests that wait for it."""
+    """A grammar that is being compiled.
 
-    future: asyncio.Future[GrammarConstraint]
+    Attributes:
+        waiting: the number of requests that wait for it.
+        probe: the process that compiles it on trial, while it does.
+        left: True if no request waits any longer.
+    """
+
     waiting: int = 0
+    probe: Probe | None = None
+    left: bool = False
+    future: asyncio.Future[GrammarConstraint] = field(init=False)
+
+    def leave(self) -> None:
+        """Ends the work, which nobody waits for: what has not begun, and the trial."""
+        self.left = True
+        self.future.cancel()
+        if self.probe is not None:
+            self.probe.leave()
 
 
 class GrammarReader:
@@ -101,8 +117,8 @@ class GrammarReader:
             raise
         finally:
             reading.waiting -= 1
-            if not reading.waiting:  # all requests were cancelled: it need not be started
-                reading.future.cancel()
+            if not reading.waiting:
+                reading.leave()
                 if self._readings.get(grammar) is reading:
                     del self._readings[grammar]
 
@@ -118,8 +134,9 @@ class GrammarReader:
                     code="grammar_queue_full",
                     headers={"retry-after": str(CPU_SECONDS)},
                 )
-            future = asyncio.get_running_loop().run_in_executor(self._pool, self._job, grammar)
-            self._readings[grammar] = _Reading(future)
+            reading = self._readings[grammar] = _Reading()
+            loop = asyncio.get_running_loop()
+            reading.future = loop.run_in_executor(self._pool, self._job, grammar, reading)
         return self._readings[grammar]
 
     def close(self) -> None:
@@ -130,10 +147,18 @@ class GrammarReader:
 
     # ── on the pool's threads ─────────────────────────────────────────────────────────────────────
 
-    def _job(self, grammar: Grammar) -> GrammarConstraint:
+    def _job(self, grammar: Grammar, reading: _Reading) -> GrammarConstraint:
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
         if hasattr(os, "fork"):
-            self._probe(grammars).check(grammar, grammars.source(grammar))
+            source, probe = grammars.source(grammar), self._probe(grammars)
+            reading.probe = probe
+            try:
+                while not (reading.left or probe.check(grammar, source)):
+                    pass  # the end of another reading came too late, and met this one
+            finally:
+                reading.probe = None
+        if reading.left:
+            raise RequestError("nobody waits for this grammar any longer")
         return grammars.constraint(grammar, **LIMITS)
 
     def _probe(self, grammars: Grammars) -> Probe:
@@ -155,8 +180,8 @@ class Probe:
         self._grammars = grammars
         self._process: subprocess.Popen[str] | None = None
 
-    def check(self, grammar: Grammar, written: str) -> None:
-        """Compiles a grammar on trial.
+    def check(self, grammar: Grammar, written: str) -> bool:
+        """Compiles a grammar on trial; returns False if the trial was ended by `leave`.
 
         Args:
             written: the grammar as llguidance reads it.
@@ -175,6 +200,7 @@ class Probe:
         why = result["why"] if result["outcome"] == "refused" else TOO_MUCH.get(result["outcome"])
         if why is not None:
             raise unusable(grammar, why)
+        return result["outcome"] != "left"
 
     def _request(self, request: dict[str, object]) -> dict[str, str] | None:
         try:
@@ -210,6 +236,12 @@ class Probe:
                 + "\n"
             )
         return self._process
+
+    def leave(self) -> None:
+        """Ends the trial that is going on, if there is one."""
+        if self._process is not None:
+            with suppress(OSError):
+                self._process.send_signal(signal.SIGUSR1)
 
     def close(self) -> None:
         """Kills the process."""

@@ -60,13 +60,17 @@ MARKS = {
     '"parameters":': LLAMA,
 }
 """The formats by a mark in the text of a chat template; the first mark that is found decides."""
+UNREAD = ("<function=", "<arg_key>", "[ARGS]", "[func_name1(")
+"""The marks of forms that are not read, in templates that may also have a mark of `MARKS`: the XML
+of Qwen3-Coder, of Llama and of GLM, Mistral's form without JSON around a call, and lists of calls
+in Python."""
 
 
 def format_of(template: str | None) -> CallFormat | None:
-    """Returns the format in which a chat template writes calls; None if it writes none."""
+    """Returns the format in which a template writes calls; None for none that is read here."""
     return (
         None
-        if template is None
+        if template is None or any(mark in template for mark in UNREAD)
         else next((found for mark, found in MARKS.items() if mark in template), None)
     )
 

@@ -51,7 +51,8 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
     found = format_of(template)
     if found is None and not forced:
         message = (
-            "this model's chat template writes no calls of tools; one that does is "
+            "this model's chat template writes no calls of tools in a form that is read here; one "
+            "that does is "
             "--chat-template hermes"
         )
         raise ApiError(400, message, param="tools", code="invalid_value")

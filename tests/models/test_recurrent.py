@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import shoal
@@ -27,6 +28,7 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, PairMismatch, UnsupportedModel
+from shoal.integrations.loglikelihoods import loglikelihoods
 from shoal.lookahead.controller import by_name
 from shoal.lookahead.fixed import Fixed
 from shoal.models.cache import mixing, states
@@ -41,6 +43,7 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import RECURRENT, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import adversary, mixed, says, scripted
 from shoal.testing.significance import chi_square
+from shoal.testing.tiny import NAMES, fill
 from shoal.testing.tokenizers import large_tokenizer
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
@@ -186,6 +189,40 @@ def test_from_disk(tmp_path: Path) -> None:
     assert [s.token_ids for s in plain.samples] == [s.token_ids for s in drafted.samples]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loglikelihoods_are_those_of_the_model(family: str) -> None:
+    """Continuations of a context are taken back, one after the other."""
+    pairs = [
+        ((1, 2, 3), (4, 5, 6)),
+        ((1, 2, 3), (7,)),
+        ((9, 8, 7, 6, 5), (4, 3, 2, 1)),
+        ((1, 2, 3), (4, 4, 4, 4)),
+        ((3,), (1,)),
+    ]
+    for (before, after), (found, _) in zip(pairs, loglikelihoods(target(family), pairs), strict=True):
+        logprobs = target(family).plain_logits(torch.tensor([[*before, *after]]))[0].detach().log_softmax(-1)
+        assert found == pytest.approx(
+            sum(float(logprobs[len(before) - 1 + i, token]) for i, token in enumerate(after)), abs=1e-3
+        )
+
+
+def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    spec = RECURRENT["qwen3.5"].options
+    text = NAMES["llama"] | spec | {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "eos_token_id": None}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision | {"num_position_embeddings": 16})
+    whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    fill(whole, 0)
+    whole.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    pair = shoal.load(tmp_path, "suffix")
+    ids = torch.tensor([pair.tokenizer.encode("abcabcabc")])
+    out = whole.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    said = pair.generate("abcabcabc", n=2, max_new_tokens=12, temperature=0, lookahead=3)
+    assert [list(sample.token_ids) for sample in said[0].samples] == [out[0, ids.shape[1] :].tolist()] * 2
+    assert said.stats.drafted
+
+
 # ── negative controls: what these tests would see ───────────────────────────────────────────────────────────────────
 
 
@@ -309,10 +346,33 @@ def test_a_prompt_of_several_passes() -> None:
     assert made.stats.prefill_chunks > 3
 
 
-def test_a_prompt_is_copied_within_a_round_and_computed_again_later() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_computed_once_for_all_its_rows(family: str) -> None:
+    """Also for those that join when its first rows have gone on: the states after it are held until then."""
+    made = engine(family, half_right(family), max_batch=3)
+    assert run(made, PROMPTS[1:3], n=7) == [stock_ids(family, ids) for ids in PROMPTS[1:3] for _ in range(7)]
+    assert made.stats.prefill_tokens == 12 + 3
+
+
+def test_held_states_of_another_length_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = StateCache.hold
+
+    def later(self: StateCache, slot: int) -> None:
+        row = self._row_states[slot]
+        self._row_states[slot] = replace(row, side=1 - row.side)
+        real(self, slot)
+        self._row_states[slot] = replace(row, held=self._row_states[slot].held)
+
+    monkeypatch.setattr(StateCache, "hold", later)
+    made = engine("lfm2", None, max_batch=3)
+    assert run(made, PROMPTS[1:2], n=7) != [stock_ids("lfm2", PROMPTS[1])] * 7
+
+
+def test_a_prompt_whose_states_are_gone_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateCache, "hold", lambda self, slot: None)
     made = engine("lfm2", None, max_batch=3)
     assert run(made, PROMPTS[1:2], n=7) == [stock_ids("lfm2", PROMPTS[1])] * 7
-    assert made.stats.prefill_tokens == 3 * 12  # three rows at once, then three, then one
+    assert made.stats.prefill_tokens > 2 * 12
 
 
 class Says(Drafter):
@@ -365,11 +425,11 @@ def test_a_pass_calls_a_mixer_once_for_rows_of_equal_counts(monkeypatch: pytest.
 
 def test_states_are_counted_in_memory() -> None:
     runner = target("lfm2").fork()
-    state = 2 * 32 * 3 * 4  # two states of 32 features and 3 inputs in float32
+    state = 3 * 32 * 3 * 4  # three states of 32 features and 3 inputs in float32
     assert runner.cache_bytes(2, 10) - runner.cache_bytes(1, 10) == 10 * runner.token_bytes + state
     runner = target("mamba").fork()
     assert runner.token_bytes == 0
-    state = 2 * 2 * 64 * (4 + 8) * 4  # two layers
+    state = 3 * 2 * 64 * (4 + 8) * 4  # two layers
     assert (runner.cache_bytes(3, 10), runner.cache_bytes(3, 1000)) == (3 * state, 3 * state)
     runner.reserve(3, 10)
     assert runner.allocated_bytes == 3 * state

@@ -49,8 +49,8 @@ class TreeDrafter(ModelDrafter):
         super().__init__(runner, vocab_size, pending=pending)
         if not runner.takes_trees:
             raise UnsupportedModel(
-                f"{runner.name} takes no position for each token, which draft trees need: it "
-                f"can draft chains"
+                f"{runner.name}: it can draft chains and no trees, as "
+                f"{runner.cut_obstacle or 'it takes no position for each token'}"
             )
         self.max_nodes = shape.most
         self._shape = shape

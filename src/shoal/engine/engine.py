@@ -164,7 +164,6 @@ class Engine:
             fits=self.memory.fits,
             rows_now=self.batch_size.rows,
             kept=self.kept_prefixes,
-            copies_later=self.target.mixers is None,
             fairness=Fairness(quantum),
         )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)

@@ -60,7 +60,7 @@ def prefill(
         The number of prompt tokens that were computed.
     """
     cache, admissions, chunks = target.cache, round_.admissions, round_.chunks
-    _copy(target, admissions, PromptOrigin.COPY)
+    computed = _copy(target, admissions, PromptOrigin.COPY)
     for admission in admissions:
         if admission.origin in (PromptOrigin.COMPUTE, PromptOrigin.SHARED):
             cache.enter(admission.row.slot, admission.row.prefix)
@@ -68,7 +68,7 @@ def prefill(
             kept.restore(admission.row, admission.restored)
     by_slot: dict[int, Tensor] = {}
     stored: dict[int, list[Tensor]] = {}
-    computed = feed_prompts(
+    computed += feed_prompts(
         target,
         [(chunk.slot, _tokens(chunk)) for chunk in chunks if chunk.row.prefix is None],
         by_slot,
@@ -90,17 +90,32 @@ def prefill(
                 if pieces
                 else nothing
             )
-    _copy(target, admissions, PromptOrigin.COPY_AFTER_COMPUTE)
+    for chunk in chunks:
+        groups = [row.group for row in round_.in_slots]
+        if chunk.row.request.n > groups.count(chunk.row.group):  # the others come later
+            cache.hold(chunk.slot)
+    computed += _copy(target, admissions, PromptOrigin.COPY_AFTER_COMPUTE)
     for move in round_.moves:
         cache.copy(move.source, move.target, cache.lengths[move.source])
     return computed
 
 
-def _copy(runner: Runner, admissions: Sequence[Admission], origin: PromptOrigin) -> None:
-    """Copies the prompts of the admissions with this origin."""
+def _copy(runner: Runner, admissions: Sequence[Admission], origin: PromptOrigin) -> int:
+    """Copies the prompts of the admissions with this origin.
+
+    A prompt is computed if its source cannot go back to it. Returns the number of tokens that were
+    computed.
+    """
+    cache, lacking = runner.cache, []
     for admission in admissions:
         if admission.origin is origin and admission.source is not None:
-            runner.cache.copy(admission.source, admission.row.slot, admission.row.entry_length - 1)
+            row, length = admission.row, admission.row.entry_length - 1
+            if cache.reaches(admission.source, length):
+                cache.copy(admission.source, row.slot, length)
+            else:
+                cache.enter(row.slot)
+                lacking.append((row.slot, row.tokens[:length]))
+    return feed_prompts(runner, lacking)
 
 
 def _tokens(chunk: PrefillChunk) -> Sequence[int]:

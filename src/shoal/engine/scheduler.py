@@ -89,7 +89,6 @@ class Scheduler:
         memory_reserved: True if memory is taken beside the rows, so that even a single row may have
             to wait.
         kept: the prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
-        copies_later: True if a prompt can be copied from a row that has had a round.
         rows_now: returns the most rows in slots in the coming round, at most `capacity`; see
             `shoal.engine.batch_size.BatchSize.rows`.
     """
@@ -102,7 +101,6 @@ class Scheduler:
     fits: Fits = lambda rows, slots, prefixes: True
     memory_reserved: bool = False
     kept: Prefixes | None = None
-    copies_later: bool = True
     rows_now: Callable[[int, int, float], int] = lambda running, waiting, seconds_per_token: (
         sys.maxsize
     )
@@ -226,8 +224,6 @@ class Scheduler:
         """
         admissions: list[Admission] = []
         chunks: list[PrefillChunk] = []
-        if not self.copies_later:
-            self._slot_groups = [NO_GROUP] * len(self._slots)
         budget = self.chunk if self.running or self._deadlines else sys.maxsize
         if self._prefilling is not None:
             budget -= self._prefill(self._prefilling, budget, chunks)

@@ -46,7 +46,15 @@ class Mixers:
         return ", ".join(f"{count} of {name}" for name, count in kinds.items())
 
 
-@dataclass
+@dataclass(frozen=True)
+class HeldStates:
+    """The states after a number of tokens, for rows that begin with the same tokens."""
+
+    length: int
+    states: Mapping[Key, Tensor]
+
+
+@dataclass(frozen=True)
 class RowStates:
     """The states of a slot (`shoal.models.cache.states`).
 
@@ -55,12 +63,18 @@ class RowStates:
         ahead: the number of tokens in the state ahead; None if it is not to be read.
         side: the side of the stores that has the base state, 0 or 1.
         inputs: the inputs of the mixers for the tokens from the base on, [tokens, width] each.
+        held: the states after the row's prompt; None if no row waits for them.
     """
 
     base: int = 0
     ahead: int | None = None
     side: int = 0
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    held: HeldStates | None = None
+
+    def adopted(self, length: int) -> RowStates:
+        """Returns the states once the state ahead, of `length` tokens, has become the base."""
+        return RowStates(length, None, 1 - self.side, held=self.held)
 
 
 @dataclass(frozen=True)
@@ -173,10 +187,10 @@ class Calls:
         plan = self.plan
         row, end = self._rows[plan.slots[b]], plan.lengths[b]
         if plan.final:
-            return RowStates(end, None, 1 - row.side)
+            return row.adopted(end)
         own = slice(self.firsts[b], self.firsts[b] + plan.counts[b])
         inputs = {name: block[own] for name, block in self.inputs.items()}
         if plan.starts[b] != row.ahead:
-            return RowStates(plan.starts[b], end, row.side, inputs)
+            return RowStates(plan.starts[b], end, row.side, inputs, row.held)
         inputs = {name: torch.cat([row.inputs[name], new]) for name, new in inputs.items()}
-        return RowStates(row.base, end, row.side, inputs)
+        return RowStates(row.base, end, row.side, inputs, row.held)

@@ -211,6 +211,9 @@ class SlotCache(Cache):
         """Returns True if the slot can be cut or copied to its first `length` tokens."""
         return length <= self.lengths[slot]
 
+    def hold(self, slot: int) -> None:
+        """Sees to it that the tokens that the slot has now can be copied later."""
+
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Makes the first `length` tokens of slot `target` those of slot `source`.
@@ -298,7 +301,7 @@ class SlotCache(Cache):
     @property
     def measured(self) -> bool:
         """True if a pass has shown how many bytes rows take."""
-        return bool(self._layers)
+        return self.bytes_per_token() + self.bytes_per_slot() > 0
 
     def bytes_per_slot(self) -> int:
         """Returns the bytes that a row takes beside those of its tokens."""

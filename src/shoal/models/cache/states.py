@@ -27,6 +27,7 @@ from shoal.models.cache.mixing import (
     Call,
     Calls,
     EqualRows,
+    HeldStates,
     Key,
     Mixed,
     Mixers,
@@ -82,7 +83,7 @@ class StateCache(SlotCache):
         """Makes the first `length` tokens of a slot final."""
         row = self._row_states[slot]
         if length == row.ahead:
-            row = RowStates(length, None, 1 - row.side)
+            row = row.adopted(length)
         elif not length:
             row = RowStates()
         elif not self.reaches(slot, length):
@@ -95,17 +96,30 @@ class StateCache(SlotCache):
 
     def reaches(self, slot: int, length: int) -> bool:
         """Returns True if the states after the slot's first `length` tokens can be computed."""
-        return not length or self._row_states[slot].base <= length <= self.lengths[slot]
+        row = self._row_states[slot]
+        held = row.held is not None and row.held.length == length
+        return not length or held or row.base <= length <= self.lengths[slot]
+
+    @torch.inference_mode()
+    def hold(self, slot: int) -> None:
+        """Keeps a copy of the base state, for rows that begin with the same tokens."""
+        row = self._row_states[slot]
+        states = {key: store[row.side, slot].clone() for key, store in self._tensors.items()}
+        self._row_states[slot] = replace(row, held=HeldStates(row.base, states))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Makes the first `length` tokens of slot `target` those of slot `source`."""
         row = self._row_states[source]
         super().copy(source, target, length)
-        if source != target:
+        if row.held is not None and row.held.length == length < row.base:
+            for key, store in self._tensors.items():
+                store[0, target] = row.held.states[key]
+            row = RowStates(length, held=row.held)
+        elif source != target:
             for store in self._tensors.values():
                 store[:, target] = store[:, source]
-            self._row_states[target] = row
+        self._row_states[target] = row
         self._settle(target, length)
 
     @torch.inference_mode()
@@ -119,14 +133,13 @@ class StateCache(SlotCache):
         """Returns the two stored states of each kind of a slot, [2, ...] each."""
         return [store[:, slot] for store in self._tensors.values()]
 
-    @property
-    def measured(self) -> bool:
-        return super().measured or bool(self._tensors)
-
     def bytes_per_slot(self) -> int:
-        """Returns the bytes of a row's states; 0 before the first pass."""
+        """Returns the bytes of a row's states; 0 before the first pass.
+
+        They are two of each, and one after the prompt.
+        """
         return sum(
-            store.element_size() * 2 * store.shape[2:].numel() for store in self._tensors.values()
+            store.element_size() * 3 * store.shape[2:].numel() for store in self._tensors.values()
         )
 
     # ── during a pass ─────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,6 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
-from shoal.models.formats import cpu as formats_of_this_cpu
 from shoal.models.loading import wrap
 from shoal.models.quantize import Int8Linear, byte_matrix_of, parse, quantized
 from shoal.models.weights import panels
@@ -98,79 +97,72 @@ def test_a_layer_is_close_to_the_one_it_replaces(dtype: torch.dtype, bias: bool)
     x = torch.randn(3, 5, 96).to(dtype)
     found, exact = Int8Linear(layer)(x), layer(x)
     assert (found.shape, found.dtype) == (exact.shape, dtype)
-    # Each of 96 products is off by at most half a step of either factor.
-    weight, steps = layer.weight.float(), x.float().abs().amax(-1, keepdim=True) / 127
-    bound = steps / 2 * weight.abs().sum(1) + weight.abs().amax(1) / 254 * x.float().abs().sum(-1, keepdim=True) * (
-        1 + 1 / 127
-    )
+    # Each of 96 products is off by at most half a step of its weight.
+    bound = layer.weight.float().abs().amax(1) / 254 * x.float().abs().sum(-1, keepdim=True)
     slack = 0 if dtype == torch.float32 else 0.02 * float(exact.float().abs().max())
     assert bool(((found - exact).float().abs() <= bound + slack + 1e-6).all())
     assert float((found - exact).float().abs().max()) > 0  # it did round
 
 
-ONEDNN = pytest.mark.skipif(torch.int8 not in formats_of_this_cpu().packs, reason="needs AVX512-VNNI, AVX-VNNI or AMX")
-PACKINGS = [pytest.param(Int8Matrix, marks=ONEDNN), pytest.param(Int8PanelMatrix, marks=needs_compiler)]
+PACKINGS = [pytest.param(Int8PanelMatrix, marks=needs_compiler)]
 
 
-@pytest.mark.parametrize("packing", [None, *PACKINGS])
-def test_rows_do_not_influence_each_other(packing: type[Int8Matrix] | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@needs_compiler
+@torch.no_grad()
+def test_rows_do_not_influence_each_other(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer = Int8Linear(nn.Linear(64, 48), packing)
-    x = torch.randn(40, 64) * torch.logspace(-3, 3, 40)[:, None]  # one scale for all would leave nothing of the small rows
-    together = layer(x)
-    for row in range(40):
-        assert torch.equal(layer(x[row : row + 1])[0], together[row])
-    assert torch.equal(layer(torch.zeros(2, 64)), layer.bias.expand(2, -1))
+    for width, out in ((64, 48), (577, 33)):
+        layer = Int8Linear(nn.Linear(width, out).to(dtype), Int8PanelMatrix)
+        x = (torch.randn(40, width) * torch.logspace(-3, 3, 40)[:, None]).to(dtype)
+        alone = torch.cat([layer(x[row : row + 1]) for row in range(40)])
+        for tokens in (2, 5, 8, 9, 16, 17, 40):
+            assert torch.equal(layer(x[:tokens]), alone[:tokens])
+        assert torch.equal(layer(torch.zeros(2, width, dtype=dtype)), layer.bias.expand(2, -1))
 
 
-def same_bits(packing: type[Int8Matrix], dtype: torch.dtype) -> bool:
-    """Whether packed layers compute what the definition says: in rows, by PyTorch. Some inputs are ties, infinite, or NaN."""
+def is_near(packing: type[Int8Matrix], dtype: torch.dtype) -> bool:
+    """Whether packed layers compute what the definition says, in float64, up to rounding. Some inputs are infinite, or NaN."""
     torch.manual_seed(0)
     for width, out, bias in ((96, 40, True), (1024, 257, False), (33, 5, True)):
         linear = nn.Linear(width, out, bias=bias).to(dtype)
-        plain, packed = Int8Linear(linear), Int8Linear(linear, packing)
-        assert torch.equal(packed.weight, plain.weight)
+        packed = Int8Linear(linear, packing)
+        weight = packed.weight.double() * packed.scales.double()[:, None]
+        assert torch.equal(packed.weight, Int8Linear(linear).weight)
         for tokens in (0, 1, 3, 8, 40):
-            x = 100 * torch.randn(tokens, width) * torch.logspace(-2, 2, tokens)[:, None]
-            if tokens == 8:
-                x[2], x[3, 4], x[4, 5], x[5] = torch.arange(width) % 20 - 10.5, torch.inf, torch.nan, 0.0
-                x[2, 7] = -127.0  # the byte of 1.0 is 1
-            if not torch.equal(packed(x.to(dtype)).nan_to_num(7.5), plain(x.to(dtype)).nan_to_num(7.5)):
+            x = (100 * torch.randn(tokens, width) * torch.logspace(-2, 2, tokens)[:, None]).to(dtype)
+            own = linear.bias.double() if bias else torch.zeros(out)
+            right, size = x.double() @ weight.t() + own, x.double().abs() @ weight.abs().t() + own.abs()
+            found = packed(x)
+            if bool(((found - right).abs() > 4 * torch.finfo(dtype).eps * size).any()):
                 return False
+            if tokens == 8:
+                x[3, 4], x[4, 5] = torch.inf, torch.nan
+                strange = packed(x)
+                sound = [row for row in range(8) if row not in (3, 4)]
+                if (
+                    strange[3].isfinite().any()
+                    or not strange[4].isnan().all()
+                    or not torch.equal(strange[sound], found[sound])
+                ):
+                    return False
     return True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packing", PACKINGS)
-@torch.no_grad()
-def test_packed_bytes_give_the_same_bits(packing: type[Int8Matrix], dtype: torch.dtype) -> None:
-    assert same_bits(packing, dtype)
-
-
-NO_INSTRUCTIONS = ("#if defined(__AVX512VNNI__)", "#if 0"), ("#elif defined(__AVXVNNI__)", "#elif 0")
-WRONG_BYTES = {
-    "zeros": ("__builtin_convertvector(sum - shift, vec)", "__builtin_convertvector(sum, vec)"),
-    "another token's scale": ("a->token_scales[token + i], left", "a->token_scales[token], left"),
-    "another panel's scales": ("a->scales + at, a->token_scales", "a->scales + panel * LANES, a->token_scales"),
-    "scales of few outputs": ("memcpy(scale, scales, lanes", "memcpy(scale, scales, lanes / 2"),
-    "rounded towards zero": ("(NAME(lanes)(part) / scale + 12582912.0f) - 12582912.0f", "NAME(lanes)(part) / scale"),
-    "ties away from zero": (
-        "(NAME(lanes)(part) / scale + 12582912.0f) - 12582912.0f",
-        "NAME(lanes)(part) / scale + (vec)(((ivec)NAME(lanes)(part) & (int32_t)0x80000000) | 0x3f000000)",
-    ),
-    "largest, not largest in size": ("(vec)((ivec)v & 0x7fffffff)", "v"),
-    "NaN is nothing": ("strange += v - v;", ""),
-    "bytes of the first tokens": ("by.x + from * a->width * by.feature", "by.x"),
-}  # fmt: skip
-
-
-@pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
-def test_bytes_are_multiplied_without_instructions_for_them() -> None:
-    made = wrong_kernels(*NO_INSTRUCTIONS)
-    with patch.object(panels, "library", lambda: made):
-        assert same_bits(Int8PanelMatrix, torch.float32)
+def test_packed_bytes_compute_what_their_layer_says(dtype: torch.dtype) -> None:
+    assert is_near(Int8PanelMatrix, dtype)
+
+
+WRONG_BYTES = {
+    "not scaled": ("if (a->scales) sums *= some_lanes_float32(a->scales + first, lanes);", ""),
+    "another panel's scales": ("some_lanes_float32(a->scales + first, lanes)", "some_lanes_float32(a->scales, lanes)"),
+    "panels of another size": ("a->scales ? 1 : (int64_t)sizeof(T)", "a->scales ? 2 : (int64_t)sizeof(T)"),
+    "half of the unpacked weights": ("(const int8_t *)w, n * weights)", "(const int8_t *)w, n * weights / 2)"),
+    "features of the first tokens": ("x + from * width * by.feature", "x"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -180,7 +172,7 @@ def test_bytes_are_multiplied_without_instructions_for_them() -> None:
 def test_wrong_kernels_of_bytes_are_caught(name: str) -> None:
     made = wrong_kernels(WRONG_BYTES[name])
     with patch.object(panels, "library", lambda: made):
-        assert not same_bits(Int8PanelMatrix, torch.float32)
+        assert not is_near(Int8PanelMatrix, torch.float32)
 
 
 @needs_compiler

@@ -18,10 +18,10 @@ own norms and softmax still round to float32. Scores scaled by a tenth too much 
 format, a few keys that one of its layers does not see 0.008, norms exchanged in one layer 0.4.
 """
 BYTES = {torch.float64: 0.05, torch.float32: 0.05, torch.float16: 0.25, torch.bfloat16: 0.25}
-"""The largest divergence that rounding explains for layers with activations in bytes, in nats.
+"""The largest divergence that rounding explains where activations are rounded to bytes, in nats.
 
-The keys are the formats around these layers, where another order of sums changes a rounding by a
-127th. The pretrained model of `LIMITS` shows 0.02 in float32 and 0.09 in bfloat16.
+The keys are the formats around these products, where another order of sums changes a rounding by a
+127th: the pretrained model of `LIMITS` shows 0.02 in float32 and 0.09 in bfloat16.
 """
 
 

@@ -48,13 +48,6 @@ The flags are spelled as in `torch.cpu.get_capabilities` or /proc/cpuinfo.
 """
 
 
-INT8_FLAGS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
-"""The flags of CPU instructions that add products of bytes exactly.
-
-Without these instructions oneDNN's sums saturate at 16 bits.
-"""
-
-
 @dataclass(frozen=True)
 class Cpu:
     """The facts about a machine that the choice of formats needs.
@@ -95,8 +88,7 @@ def cpu() -> Cpu:
     facts = Cpu.of(cpu_flags(), onednn=onednn, mkl=x86 and torch.backends.mkl.is_available())
     if not onednn:
         return facts
-    wanted = {torch.float32, torch.bfloat16} | ({torch.int8} if INT8_FLAGS & cpu_flags() else set())
-    return replace(facts, packs=frozenset(filter(can_pack, wanted)))
+    return replace(facts, packs=frozenset(filter(can_pack, (torch.float32, torch.bfloat16))))
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -106,13 +98,9 @@ def can_pack(dtype: torch.dtype) -> bool:
     """
     weight = torch.arange(-8, 8).view(4, 4).to(dtype)
     try:
-        if dtype == torch.int8:
-            packed = torch.ops.onednn.qlinear_prepack(weight, None)
-            back = packed.to_dense().t()
-        else:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            torch.ops.mkldnn._linear_pointwise.binary(weight, weight, packed, None, "mul")
-            back = packed.to_dense()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        torch.ops.mkldnn._linear_pointwise.binary(weight, weight, packed, None, "mul")
+        back = packed.to_dense()
         return torch.ops.mkldnn._nbytes(packed) >= weight.nbytes and torch.equal(back, weight)
     except (RuntimeError, AttributeError):  # no such operation, or not for this format
         return False

@@ -4,7 +4,7 @@ All other tensors are shared with the model. A quantised *target* is another mod
 decoding is lossless with respect to it. A quantised *drafter* proposes a little less well, and
 costs no exactness at all; but it is never chosen by default, because other drafts mean other tokens
 for a seed under the rule `rejection`, and whether it is faster depends on the layers' sizes.
-Activations are scaled per token, so that rows do not influence each other.
+Activations keep their format, except with torchao's fp8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.models.attention.fused import available
 from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.weights import LINEARS
 from shoal.models.weights.fusing import joined, starts
-from shoal.models.weights.int8 import Int8Matrix, plain_sums, rounded_product
+from shoal.models.weights.int8 import Int8Matrix, plain_product
 from shoal.models.weights.matrix import PACKED
 from shoal.models.weights.packing import byte_packing
 from shoal.models.weights.parameter import PackedWeight
@@ -33,12 +33,10 @@ OF_CUDA = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Int8Linear(nn.Module):
-    """A layer y = x Wᵀ + b with int8 weights and activations that are rounded to int8.
-
-    The weights have one scale per output, the activations one scale per token.
+    """A layer y = x Wᵀ + b with int8 weights and one scale per output.
 
     Attributes:
-        weight: [out, in] int8, packed if oneDNN multiplies bytes fastest.
+        weight: [out, in] int8, packed for the kernel in C if there is one.
         scales: [out] float32.
         bias: [out] or None.
     """
@@ -72,9 +70,7 @@ class Int8Linear(nn.Module):
             if y.shape[1] > self.out_features:
                 y = y.narrow(1, weight.start or 0, self.out_features).contiguous()
         else:
-            y = rounded_product(rows, lambda q: plain_sums(q, weight, self.scales), self.bias).to(
-                x.dtype
-            )
+            y = plain_product(rows, weight, self.scales, self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
 

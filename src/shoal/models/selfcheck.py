@@ -15,7 +15,6 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedModel
 from shoal.models.divergence import BYTES, LIMITS, divergences
-from shoal.models.quantize import Int8Linear
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 
@@ -29,12 +28,9 @@ Now and then a token of a pretrained model diverges ten times as much in bfloat1
 def tolerance(runner: Runner) -> float:
     """Returns the largest divergence of passes from a plain forward that the dtype allows, in nats.
 
-    Layers that round their activations to bytes, as llama.cpp does, have a larger tolerance.
+    llama.cpp, which rounds activations to bytes, has a larger tolerance.
     """
-    rounds = not runner.has_modules or any(
-        isinstance(module, Int8Linear) for module in runner.hf.modules()
-    )
-    return BYTES[runner.dtype] if rounds else LIMITS[runner.dtype]
+    return (LIMITS if runner.has_modules else BYTES)[runner.dtype]
 
 
 @torch.inference_mode()

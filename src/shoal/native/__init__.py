@@ -2,7 +2,6 @@
 
 kernels.c            vectors of the processor
 tile.h, pairs.h     sums of products in registers, and of pairs of bfloat16
-bytes.h              products by weights of bytes
 typed.h, attend.h    products, rotary embedding with the write to the cache, RMS norm; attention
 decode.h             a decoder's pass of these in one call
 drawing.h            distributions, tokens drawn from them, the verdict on drafts

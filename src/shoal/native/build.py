@@ -41,7 +41,6 @@ SOURCES = (
     "kernels.c",
     "tile.h",
     "pairs.h",
-    "bytes.h",
     "typed.h",
     "attend.h",
     "decode.h",

@@ -9,7 +9,6 @@ typedef struct {
     T *states;                        /* queries, keys and values of all heads */
     T *attended;                      /* heads * dim */
     T *gated;                         /* outputs of gate and up */
-    float *token_scales; uint8_t *bytes; /* as in Product, of the widest */
 } NAME(Between);
 
 static NAME(Between) NAME(between)(const Pass *a) {
@@ -21,13 +20,11 @@ static NAME(Between) NAME(between)(const Pass *a) {
     at.positions = at.ids + a->tokens;
     at.cells = at.positions + a->tokens;
     at.logit_rows = at.cells + a->tokens;
-    at.token_scales = (float *)(at.logit_rows + a->tokens);
-    at.x = (T *)(at.token_scales + a->tokens);
+    at.x = (T *)(at.logit_rows + a->tokens);
     at.normed = at.x + a->tokens * model->width;
     at.states = at.normed + a->tokens * model->width;
     at.attended = at.states + a->tokens * (model->heads + 2 * model->kv_heads) * model->dim;
     at.gated = at.attended + a->tokens * model->heads * model->dim;
-    at.bytes = (uint8_t *)(at.gated + a->tokens * model->layers->gate.outputs);
     return at;
 }
 
@@ -68,16 +65,15 @@ static void NAME(norm)(const Pass *a, const Norm *norm, const T *x, T *out) {
     NAME(share_of_rms_norm)(x, norm->weight, out, a->tokens, a->model->width, norm->eps);
 }
 
-static Product NAME(product_of)(const Weights *w, int64_t tokens, int64_t threads, NAME(Between) at) {
+static Product NAME(product_of)(const Weights *w, int64_t tokens, int64_t threads) {
     return (Product){
         .tokens = tokens, .width = w->width, .outputs = w->outputs, .kind = NAME(PLAIN), .threads = threads, .weight = w->weight,
-        .bias = w->bias, .scales = w->scales, .zeros = w->zeros, .token_scales = at.token_scales, .bytes = at.bytes,
+        .bias = w->bias, .scales = w->scales,
     };
 }
 
-static void NAME(multiply)(const Pass *a, NAME(Between) at, const Weights *w, int64_t kind, const T *x, const T *other, T *y,
-                            int *failed) {
-    Product product = NAME(product_of)(w, a->tokens, a->threads, at);
+static void NAME(multiply)(const Pass *a, const Weights *w, int64_t kind, const T *x, const T *other, T *y, int *failed) {
+    Product product = NAME(product_of)(w, a->tokens, a->threads);
     product.kind = kind, product.x = x, product.other = other, product.y = y;
     NAME(share_of_product)(&product, failed);
 }
@@ -111,13 +107,13 @@ static void NAME(attend_layer)(const Pass *a, int64_t index, NAME(Between) at, i
 static void NAME(layer)(const Pass *a, int64_t index, NAME(Between) at, int *failed) {
     const Layer *layer = a->model->layers + index;
     NAME(norm)(a, &layer->attention_norm, at.x, at.normed);
-    NAME(multiply)(a, at, &layer->states, NAME(PLAIN), at.normed, NULL, at.states, failed);
+    NAME(multiply)(a, &layer->states, NAME(PLAIN), at.normed, NULL, at.states, failed);
     NAME(attend_layer)(a, index, at, failed);
-    NAME(multiply)(a, at, &layer->out, NAME(ADD), at.attended, at.x, at.x, failed);
+    NAME(multiply)(a, &layer->out, NAME(ADD), at.attended, at.x, at.x, failed);
     NAME(norm)(a, &layer->mlp_norm, at.x, at.normed);
-    NAME(multiply)(a, at, &layer->gate, NAME(SILU), at.normed, NULL, at.gated, failed);
-    NAME(multiply)(a, at, &layer->up, NAME(MUL), at.normed, at.gated, at.gated, failed);
-    NAME(multiply)(a, at, &layer->down, NAME(ADD), at.gated, at.x, at.x, failed);
+    NAME(multiply)(a, &layer->gate, NAME(SILU), at.normed, NULL, at.gated, failed);
+    NAME(multiply)(a, &layer->up, NAME(MUL), at.normed, at.gated, at.gated, failed);
+    NAME(multiply)(a, &layer->down, NAME(ADD), at.gated, at.x, at.x, failed);
 }
 
 /* Columns that a packed pass leaves out get the logits of the row's last. */
@@ -148,7 +144,7 @@ static void NAME(predict)(const Pass *a, NAME(Between) at, int *failed) {
         x = at.normed, normed = at.x, tokens = a->rows;
     }
     NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);
-    Product head = NAME(product_of)(&model->head, tokens, a->threads, at);
+    Product head = NAME(product_of)(&model->head, tokens, a->threads);
     head.x = normed, head.y = a->logits, head.y_rows = rows;
     NAME(share_of_product)(&head, failed);
     if (rows && a->packed) NAME(repeat_last)(a);

@@ -11,7 +11,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -51,6 +51,7 @@ static inline uint16_t narrow_bfloat16(float x) {
 #define BUNDLE 8 /* rows that read their shared prompt together, at most, */
 #define QUERIES 64 /* and their queries of one KV head */
 typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 #ifndef INLINE /* tests compile without, which is faster */
@@ -149,8 +150,6 @@ INLINE void put_bfloat16(uint16_t *to, vec x) {
 
 #include "tile.h"
 #include "pairs.h"
-#include "bytes.h"
-
 #define SUFFIX float32
 #define T float
 #include "typed.h"

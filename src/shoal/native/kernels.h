@@ -35,13 +35,10 @@ typedef struct {
 
 /* A product by packed weights: y = x W^T + b, then by `kind` an activation, a sum or a product. */
 typedef struct {
-    int64_t tokens, width, outputs, kind, threads; /* width: features of x; even for bfloat16, divisible by 4 for bytes */
-    const void *weight;               /* [panels, width, 16]; bfloat16: [panels, width / 2, 16, 2]; bytes: [panels, width / 4, 16, 4] */
+    int64_t tokens, width, outputs, kind, threads; /* width: features of x; even but for float32 */
+    const void *weight;               /* [panels, width, 16]; bfloat16: [panels, width / 2, 16, 2] */
     const void *bias;                 /* [outputs], or NULL */
     const float *scales;              /* [outputs]: the weights are signed bytes times these; NULL: of the type of x */
-    const int32_t *zeros;             /* [outputs]: 128 times the sum of an output's bytes */
-    float *token_scales;              /* [tokens], room for the scales of x, */
-    uint8_t *bytes;                   /* [tokens, width], and for its bytes, shifted by 128 */
     const void *x;                    /* [tokens, width] */
     const void *other;                /* [tokens, outputs]: what is added or multiplied; NULL: nothing */
     void *y;                          /* [tokens, outputs] */
@@ -53,7 +50,6 @@ typedef struct {
     int64_t width, outputs;
     const void *weight, *bias;
     const float *scales;
-    const int32_t *zeros;
 } Weights;
 typedef struct { const void *weight; double eps; } Norm;
 

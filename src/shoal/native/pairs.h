@@ -88,3 +88,14 @@ INLINE void pair_tile(int m, int n, const char *w, int64_t panel, const char *x,
 }
 TILE(tile_of_pairs, pair_tile)
 #endif
+#ifdef PAIR_TOKENS
+/* Two inputs side by side for each output; a byte is a bfloat16 without rounding. */
+static void pairs_of_bytes(void *to, const int8_t *w, int64_t count) {
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+        ivec even = (ivec)weights_bytes((const char *)w + i, 0), odd = (ivec)weights_bytes((const char *)w + i + LANES, 0);
+        ivec pairs = odd | (ivec)((uvec)even >> 16);
+        memcpy((uint16_t *)to + i, &pairs, sizeof pairs);
+        __builtin_prefetch(w + i + FETCHED);
+    }
+}
+#endif

@@ -79,21 +79,7 @@ class Product(ctypes.Structure):
 
     _fields_ = [
         *((name, _INTEGER) for name in ("tokens", "width", "outputs", "kind", "threads")),
-        *(
-            (name, _POINTER)
-            for name in (
-                "weight",
-                "bias",
-                "scales",
-                "zeros",
-                "token_scales",
-                "bytes",
-                "x",
-                "other",
-                "y",
-                "y_rows",
-            )
-        ),
+        *((name, _POINTER) for name in ("weight", "bias", "scales", "x", "other", "y", "y_rows")),
     ]
 
 
@@ -102,7 +88,7 @@ class Weights(ctypes.Structure):
 
     _fields_ = [
         *((name, _INTEGER) for name in ("width", "outputs")),
-        *((name, _POINTER) for name in ("weight", "bias", "scales", "zeros")),
+        *((name, _POINTER) for name in ("weight", "bias", "scales")),
     ]
 
 

@@ -43,13 +43,26 @@ INLINE reg weights_bfloat16(const char *w, int k) {
     return (reg)(k ? pairs & (int32_t)0xffff0000 : pairs << 16);
 }
 
-/* A step along the inputs takes as many as have their weights side by side for each output: a panel is [width / step, 16, step], and
-   its step has 64 bytes. */
-#define STEP_OF(format) ((format) == FLOAT32 ? 1 : 2)
-enum { FLOAT32, BFLOAT16 };
+INLINE reg weights_bytes(const char *w, int k) {
+    (void)k;
+#if defined(__AVX512F__)
+    return (reg)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)w)));
+#elif defined(__AVX2__)
+    return (reg)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)w)));
+#else
+    reg x;
+    for (int i = 0; i < WIDTH; i++) x[i] = ((const int8_t *)w)[i];
+    return x;
+#endif
+}
+
+/* A step along the inputs takes as many as have their weights side by side for each output: a panel is [width / step, 16, step]. */
+enum { FLOAT32, BFLOAT16, BYTES };
+#define STEP_OF(format) ((format) == BFLOAT16 ? 2 : 1)
+#define STEP_BYTES(format) ((format) == BYTES ? LANES : 4 * LANES)
 
 INLINE reg weights_of(int format, const char *w, int k) {
-    return format == FLOAT32 ? weights_float32(w, k) : weights_bfloat16(w, k);
+    return format == FLOAT32 ? weights_float32(w, k) : format == BFLOAT16 ? weights_bfloat16(w, k) : weights_bytes(w, k);
 }
 
 /* sums [m, n * 16] of tokens x [m, width] by n panels of so many bytes. */
@@ -59,12 +72,12 @@ INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const c
     reg sum[TOKENS][PANELS * PARTS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < registers; p++) sum[i][p] = (reg){};
-    for (int64_t at = 0; at < width; at += step, w += 4 * LANES) {
+    for (int64_t at = 0; at < width; at += step, w += STEP_BYTES(format)) {
         UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(w + p * panel + FETCHED);
         UNROLL for (int k = 0; k < step; k++) {
             reg weights[PANELS * PARTS];
             UNROLL for (int p = 0; p < registers; p++)
-                weights[p] = weights_of(format, w + p / PARTS * panel + p % PARTS * sizeof(reg), k);
+                weights[p] = weights_of(format, w + p / PARTS * panel + p % PARTS * (STEP_BYTES(format) / PARTS), k);
             UNROLL for (int i = 0; i < m; i++) {
                 float feature = x[i * width + at + k];
                 UNROLL for (int p = 0; p < registers; p++) sum[i][p] += feature * weights[p];
@@ -76,16 +89,20 @@ INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const c
 }
 #define FLOAT32_TILE(...) tile(FLOAT32, __VA_ARGS__)
 #define BFLOAT16_TILE(...) tile(BFLOAT16, __VA_ARGS__)
+#define BYTES_TILE(...) tile(BYTES, __VA_ARGS__)
 
 /* A function that makes the sums [m, n * 16] of tokens x [m, width] by n panels of so many bytes each. */
 typedef void Tile(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums);
 
-/* The tiles of a product: the most tokens and panels (0: as many as registers hold), the tokens, bytes of a feature and a weight. */
+/* A function that unpacks so many weights of bytes. */
+typedef void Unpack(void *to, const int8_t *w, int64_t count);
+
+/* The tiles of a product: the most tokens and panels (0: as many as registers hold), the bytes of a feature, and of a weight as the
+   tile reads it. */
 typedef struct {
     Tile *tile;
-    int64_t tokens, panels;
-    const char *x;
-    int64_t feature, size;
+    int64_t tokens, panels, feature, size;
+    Unpack *unpack; /* or NULL: the tile reads the weights where they are */
 } Tiling;
 
 /* A Tile of a macro or function that the compiler must tell the numbers of tokens and panels. */
@@ -100,15 +117,12 @@ typedef struct {
     }
 TILE(tile_float32, FLOAT32_TILE)
 TILE(tile_bfloat16, BFLOAT16_TILE)
+TILE(tile_bytes, BYTES_TILE)
 
-/* Features as floats. NULL: no memory. */
-INLINE const float *floats_float32(const float *x, int64_t n) {
-    (void)n;
-    return x;
-}
-static const float *floats_bfloat16(const uint16_t *x, int64_t n) {
-    float *made = scratch(n);
-    if (made)
-        for (int64_t i = 0; i < n; i++) made[i] = widen_bfloat16(x[i]);
-    return made;
+static void floats_of_bytes(void *to, const int8_t *w, int64_t count) {
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        reg x = weights_bytes((const char *)w + i, 0);
+        memcpy((float *)to + i, &x, sizeof x);
+        __builtin_prefetch(w + i + FETCHED);
+    }
 }

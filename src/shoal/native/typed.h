@@ -54,6 +54,7 @@ enum { NAME(PLAIN), NAME(SILU), NAME(ADD), NAME(MUL) };
 /* What the product does with the sums of `lanes` outputs of one token, at `place` in y. */
 INLINE void NAME(finish_lanes)(const Product *a, vec sums, int64_t first, int64_t place, int64_t lanes) {
     T *y = (T *)a->y + place, made[LANES];
+    if (a->scales) sums *= some_lanes_float32(a->scales + first, lanes);
     if (a->bias) sums += NAME(some_lanes)((const T *)a->bias + first, lanes);
     if (a->kind == NAME(SILU)) sums = silu(sums);
     if (a->kind == NAME(ADD)) sums += NAME(some_lanes)((const T *)a->other + place, lanes);
@@ -74,60 +75,37 @@ static NOINLINE void NAME(finish)(const Product *a, int64_t token, int64_t m, in
     }
 }
 
-/* Rounds a token to bytes. Returns its scale: the largest feature has the byte 127; NaN where one is infinite or NaN. */
-static NOINLINE float NAME(round_token)(uint8_t *to, const T *x, int64_t n) {
-    vec most = {}, strange = {};
-    float largest = 0, scale = 0;
-    for (int64_t i = 0; i < n; i += LANES) {
-        T part[LANES] = {0};
-        memcpy(part, x + i, (n - i < LANES ? n - i : LANES) * sizeof(T));
-        vec v = NAME(lanes)(part), size = (vec)((ivec)v & 0x7fffffff);
-        most = choose(size > most, size, most);
-        strange += v - v; /* 0, or NaN */
-    }
-    for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
-    scale = (largest > 1e-12f ? largest : 1e-12f) / 127 + sum_of(strange);
-    if (scale != scale) {
-        memset(to, ZERO, n);
-        return scale;
-    }
-    for (int64_t i = 0; i < n; i += LANES) {
-        int64_t lanes = n - i < LANES ? n - i : LANES;
-        T part[LANES] = {0};
-        memcpy(part, x + i, lanes * sizeof(T));
-        vec rounded = (NAME(lanes)(part) / scale + 12582912.0f) - 12582912.0f; /* to nearest, ties to even */
-        bvec bytes = __builtin_convertvector(__builtin_convertvector(rounded, ivec) + ZERO, bvec);
-        memcpy(to + i, &bytes, lanes);
-    }
-    return scale;
-}
-
-/* Who multiplies `count` tokens from `token` on. `x` NULL: no memory. */
-static Tiling NAME(tiling)(const Product *a, int64_t token, int64_t count) {
-    const T *x = (const T *)a->x + token * a->width;
-    if (a->scales) return (Tiling){tile_of_bytes, TOKENS, 0, (const char *)a->bytes + token * a->width, 1, 1};
+/* Who multiplies so many tokens. */
+static Tiling NAME(tiling)(const Product *a, int64_t count) {
 #ifdef PAIR_TOKENS
-    if (sizeof(T) == 2 && multiplies_pairs()) return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_PANELS, (const char *)x, 2, 2};
+    if (sizeof(T) == 2 && multiplies_pairs())
+        return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_PANELS, 2, 2, a->scales ? pairs_of_bytes : NULL};
 #endif
-    return (Tiling){NAME(tile), TOKENS, 0, (const char *)NAME(floats)(x, count * a->width), 4, sizeof(T)};
+    if (!a->scales) return (Tiling){NAME(tile), TOKENS, 0, 4, sizeof(T), NULL};
+    if (count <= TOKENS) return (Tiling){tile_bytes, TOKENS, 0, 4, 1, NULL};
+    return (Tiling){tile_float32, TOKENS, 0, 4, 4, floats_of_bytes};
 }
 
 /* `count` tokens from `token` on by panels `panel` to `end`, in tiles of nearly equal numbers of tokens. */
 static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count, int64_t panel, int64_t end, int *failed) {
-    Tiling by = NAME(tiling)(a, token, count);
-    int64_t tiles = (count + by.tokens - 1) / by.tokens, largest = (count + tiles - 1) / tiles, bytes = a->width * LANES * by.size;
-    int64_t panels = by.panels ? by.panels : PANELS_OF(largest);
-    float sums[16 * PANELS * LANES] __attribute__((aligned(64)));
-    if (!by.x) {
+    const Tiling by = NAME(tiling)(a, count);
+    int64_t tiles = (count + by.tokens - 1) / by.tokens, panels = by.panels ? by.panels : PANELS_OF((count + tiles - 1) / tiles);
+    int64_t width = a->width, weights = width * LANES, stored = weights * (a->scales ? 1 : (int64_t)sizeof(T));
+    int64_t wide = by.feature == sizeof(T) ? 0 : count * width, unpacked = by.unpack ? panels * weights : 0;
+    float *room = scratch(wide + unpacked + LANES), sums[16 * PANELS * LANES] __attribute__((aligned(64)));
+    const char *x = (const char *)((const T *)a->x + token * width);
+    if (!room) {
         *failed = 1;
         return;
     }
+    if (wide) NAME(widened)(room, (const T *)x, wide), x = (const char *)room;
     for (int64_t n = panels; panel < end; panel += n) {
         if (n > end - panel) n = end - panel;
+        const char *w = (const char *)a->weight + panel * stored;
+        if (by.unpack) by.unpack(room + wide, (const int8_t *)w, n * weights), w = (const char *)(room + wide);
         for (int64_t i = 0; i < tiles; i++) {
             int64_t from = count * i / tiles, m = count * (i + 1) / tiles - from;
-            by.tile(m, n, (const char *)a->weight + panel * bytes, bytes, by.x + from * a->width * by.feature, a->width, sums);
-            if (a->scales) scale_bytes(a, token + from, m, panel, n, sums);
+            by.tile(m, n, w, weights * by.size, x + from * width * by.feature, width, sums);
             NAME(finish)(a, token + from, m, panel * LANES, n, sums);
         }
     }
@@ -137,11 +115,6 @@ static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count,
 static void NAME(share_of_product)(const Product *a, int *failed) {
     int64_t panels = (a->outputs + LANES - 1) / LANES, panel = panels * own_thread() / all_threads();
     int64_t end = panels * (own_thread() + 1) / all_threads();
-    if (a->scales) {
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < a->tokens; t++)
-            a->token_scales[t] = NAME(round_token)(a->bytes + t * a->width, (const T *)a->x + t * a->width, a->width);
-    }
     for (int64_t t = 0; t < a->tokens; t += BLOCK)
         NAME(multiply_block)(a, t, a->tokens - t < BLOCK ? a->tokens - t : BLOCK, panel, end, failed);
 #pragma omp barrier

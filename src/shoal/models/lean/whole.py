@@ -49,10 +49,7 @@ class WholePass:
         self._model_at = ctypes.pointer(self._model)
         gated, attended = decoder.layers[0].gate.shape[0], decoder.heads * decoder.dim
         features = 2 * decoder.width + 2 * (attended + decoder.kv_heads * decoder.dim) + gated
-        rounded = (
-            max(decoder.width, attended, gated) if isinstance(decoder.head, Int8PanelMatrix) else 0
-        )
-        self._token_bytes = features * decoder.dtype.itemsize + rounded + 4  # of a scale
+        self._token_bytes = features * decoder.dtype.itemsize
 
     def of(self, decoder: Decoder) -> WholePass:
         """Makes the passes of a decoder of some of the same layers."""
@@ -236,11 +233,12 @@ class _Structs:
         if not isinstance(matrix, PanelMatrix | Int8PanelMatrix) or not matrix.whole:
             raise _Unfit("its weights are not packed in panels")
         bias = None if matrix.bias is None else self._address(matrix.bias)
-        rounded = (matrix.scales, matrix.zeros) if isinstance(matrix, Int8PanelMatrix) else ()
-        weight, *more = (
-            self._address(tensor, tensor.dtype) for tensor in (matrix.panels, *rounded)
-        )
-        return Weights(matrix.shape[1], matrix.shape[0], weight, bias, *more)
+        weight = self._address(matrix.panels, matrix.panels.dtype)
+        if isinstance(matrix, Int8PanelMatrix):
+            scales = self._address(matrix.scales, torch.float32)
+        else:
+            scales = None
+        return Weights(matrix.shape[1], matrix.shape[0], weight, bias, scales)
 
     def _norm(self, norm: decoders.Norm | None) -> Norm:
         return Norm() if norm is None else Norm(self._address(norm.weight), norm.eps)

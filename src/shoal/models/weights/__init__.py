@@ -9,7 +9,7 @@ packing     which form and which packing
 parameter   a packed matrix as a tensor that reads, writes and saves as ever
 layers      the layers of a model, given their forms
 fusing      several layers as one matrix
-int8        weights of int8, whose products round their activations
+int8        weights of int8
 saving      `save_pretrained`
 """
 

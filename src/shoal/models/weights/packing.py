@@ -3,7 +3,7 @@
 The form changes the rounding, and with it the tokens of a seed, so no clock decides.
 
 Panels cost less per call and read the weights once, in order. oneDNN packs weights where there is
-no C compiler, and those of bytes for tiles (AMX), which its kernels use.
+no C compiler.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from shoal.models.weights.int8 import Int8Matrix, Int8PanelMatrix
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, missing
-from shoal.native.processor import cpu_flags
-
-BYTE_TILES = "amx_int8"
 
 
 def by_facts(keys: Collection[Key]) -> dict[Key, str]:
@@ -53,10 +50,5 @@ def packed(weight: Tensor, bias: Tensor | None, *, table: bool = False) -> Matri
 
 
 def byte_packing() -> type[Int8Matrix] | None:
-    """Returns the class of packed matrices of bytes, whose sums must be exact.
-
-    Returns None where weights of bytes are not packed.
-    """
-    if torch.int8 not in formats.cpu().packs:
-        return None
-    return Int8Matrix if missing() or BYTE_TILES in cpu_flags() else Int8PanelMatrix
+    """Returns the class of packed matrices of bytes; None where they are not packed."""
+    return None if missing() else Int8PanelMatrix

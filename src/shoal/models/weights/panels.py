@@ -109,7 +109,6 @@ class Panels:
         shape: (out, in).
         width: inputs with their padding.
         scales: scales of bytes, see `kernels.h`; else None.
-        zeros: zeros of bytes, see `kernels.h`; else None.
     """
 
     weight: Tensor
@@ -117,7 +116,6 @@ class Panels:
     shape: tuple[int, int]
     width: int
     scales: Tensor | None = None
-    zeros: Tensor | None = None
 
     def product(self, x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
         """Computes x [..., in], float32 or bfloat16 -> [..., out] in the same dtype."""
@@ -127,13 +125,7 @@ class Panels:
         y = rows.new_empty(len(rows), outputs)
         if other is not None:
             other = other.contiguous()
-        token_scales = q = None
-        if self.scales is not None:
-            token_scales, q = (
-                rows.new_empty(len(rows), dtype=torch.float32),
-                rows.new_empty(rows.shape, dtype=torch.uint8),
-            )
-        read = (self.weight, self.bias, self.scales, self.zeros, token_scales, q, rows, other, y)
+        read = (self.weight, self.bias, self.scales, rows, other, y)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in read)
         kernel: Any = getattr(library(), f"product_{SUFFIXES[rows.dtype]}")
         numbers = len(rows), self.width, outputs, kind, torch.get_num_threads()

@@ -1,27 +1,37 @@
-"""A completion and its tests in two processes: cheats that passed in one, and honest programs that must still pass."""
+"""A completion and its tests in two processes: cheats that passed in one, and honest programs that must still pass.
+
+Tests of: evaluation.subprocess_tests, evaluation.plain_values.
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 import textwrap
-from collections import Counter, OrderedDict, deque, namedtuple
-from collections.abc import Iterator
+from array import array
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, deque, namedtuple
+from collections.abc import Iterator, Set
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes import strongest
-from shoal.evaluation import execution, subprocess_tests
+from shoal.evaluation import execution, plain_values, subprocess_tests
 from shoal.evaluation.execution import execute
 from shoal.evaluation.languages import LANGUAGES
+from shoal.evaluation.plain_values import NotSerializable, decode, encode
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.subprocess_tests import JOB, SHARED, NotSerializable, decode, encode
+from shoal.evaluation.subprocess_tests import JOB, SHARED
 from shoal.evaluation.toolchains import find_toolchain
 
 
@@ -129,7 +139,9 @@ def test_the_word_is_found_nowhere_but_in_the_end(box: Sandbox) -> None:
         "entry_point": "f",
         "marker": "b" * 32,
     }
-    files = {"main.py": Path(subprocess_tests.__file__).read_text(encoding="utf-8"), JOB: json.dumps(job)}
+    modules = {"main.py": subprocess_tests, "plain_values.py": plain_values}
+    texts = {name: Path(str(module.__file__)).read_text(encoding="utf-8") for name, module in modules.items()}
+    files = {**texts, JOB: json.dumps(job)}
     found = box.run(files, *find_toolchain("python", box).steps(LANGUAGES["python"])).stdout.split()
     assert "a" * 32 in found
     assert found.count("b" * 32) == 1
@@ -150,6 +162,26 @@ HONEST = {
     "large numbers": ("    return a ** 50", "assert candidate(10**200) == 10 ** 10000"),
     "types": ("    return tuple(a), set(a)", "r = candidate([1, 2]); assert isinstance(r, tuple) and type(r[1]) is set"),
     "a generator": ("    yield a; yield a + 1", "r = candidate(1); assert next(r) == 1; assert list(r) == [2]"),
+    "keys for a set": ("    return a.keys()", "assert candidate({1: 2}) == {1}"),
+    "values": ("    return a.values()", "assert sorted(candidate({1: 3, 2: 2})) == [2, 3]"),
+    "a list of the user's": ("    import collections; return collections.UserList(a)", "assert candidate([1]) == [1]"),
+    "a text with a name": (
+        "    import enum; return enum.Enum('E', {'A': 'a'}, type=str).A",
+        "r = candidate(0); assert r == 'a' and r.upper() == 'A'",
+    ),
+    "a date": (
+        "    import datetime as d; return a + d.timedelta(1)",
+        "import datetime as d; assert candidate(d.date(2024, 2, 28)).day == 29",
+    ),
+    "a deep list": (
+        "    r = []\n    for _ in range(a): r = [r]\n    return r",
+        "r = candidate(5000)\n    for _ in range(5000): r = r[0]\n    assert r == []",
+    ),
+    "containers of other kinds that are changed": (
+        "    a[0] = 9; b['x'] = 8; c.append(7)",
+        "import array, collections\n    x = array.array('i', [1]); y = collections.Counter('xx'); z = collections.UserList()\n"
+        "    candidate(x, b=y, c=z); assert (x[0], y['x'], type(y).__name__, z[0]) == (9, 8, 'Counter', 7)",
+    ),
     "names": ("    return a", "assert candidate(a=(1, 'x', None)) == (1, 'x', None)"),
     "a state of its own": ("    f.n = getattr(f, 'n', 0) + 1; return f.n", "candidate(0); assert candidate(0) == 2"),
     "modules of its own": ("    import math; return math.pi", "import math; assert candidate(0) == math.pi"),
@@ -159,7 +191,8 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_passes_apart(box: Sandbox, name: str) -> None:
     body, tests = HONEST[name]
-    result = execute(problem(f"def check(candidate):\n    {tests}"), body, box)
+    prompt = "def f(a, b=None, c=None):\n"
+    result = execute(problem(f"def check(candidate):\n    {tests}", prompt), body, box)
     assert (result.outcome, result.detail, result.in_subprocess) == ("passed", "", True)
 
 
@@ -228,6 +261,100 @@ def test_subclasses_become_what_they_extend() -> None:
     assert decode(encode([True, 1, 1.0, Decimal("0.1"), Fraction(1, 3), range(3)]))[-1] == range(3)
 
 
+class Letter(str, Enum):
+    """A text with a name."""
+
+    A = "a"
+
+
+class Number(float, Enum):
+    """A number with a name."""
+
+    HALF = 0.5
+
+
+class Lying(int):
+    """A number that says it is another."""
+
+    def __int__(self) -> int:
+        return 7
+
+    __index__ = __abs__ = __trunc__ = __int__  # type: ignore[assignment]
+
+
+def test_values_of_subclasses_arrive_whatever_they_print() -> None:
+    for value, expected in ((Letter.A, "a"), (Number.HALF, 0.5), (Lying(3), 3), (Lying(2**60), 2**60), (True, True)):
+        found = decode(json.loads(json.dumps(encode([value]))))[0]
+        assert (found, type(found)) == (expected, type(expected))
+
+
+ZONE = datetime.timezone(datetime.timedelta(hours=5, minutes=30))
+
+
+class Even(Set):  # type: ignore[type-arg]
+    """A set of one's own."""
+
+    def __contains__(self, value: object) -> bool:
+        return value in (0, 2)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((0, 2))
+
+    def __len__(self) -> int:
+        return 2
+
+
+EQUAL = [
+    Even(),
+    {1: 2, "a": None}.keys(), {(1, 2): [3]}.items(), OrderedDict(a=1).keys(), UserDict(a=1).keys(), UserList([1, [2]]),
+    UserDict(a=[1]), UserString("é"), ChainMap({"a": 1}, {"b": 2}), MappingProxyType({"a": [1]}), array("d", [1.5, -0.0]),
+    array("u", "é"), memoryview(b"ab"), datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 1, 2, 3, 4, ZONE),
+    datetime.time(23, 59, 59, 999), datetime.timedelta(-1, 5, 7), UUID(int=7), PurePosixPath("a/b"), range(3), complex(-0.0, 1),
+    np.int64(3), np.uint64(2**64 - 1), np.bool_(True), np.float32(0.1), np.float64(0.1), np.datetime64("2024-02-29"), np.str_("a"),
+    np.complex128(1j),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", EQUAL, ids=lambda value: type(value).__name__)
+def test_values_arrive_that_are_equal_to_what_was_sent(value: Any) -> None:
+    found = decode(json.loads(json.dumps(encode({"x": [value]}))))["x"][0]
+    assert found == value
+    assert value == found
+
+
+def test_values_and_arrays_arrive_in_their_order() -> None:
+    assert list(decode(encode({1: [2], 2: 3}.values()))) == [[2], 3]
+    for whole in (np.arange(6, dtype=">i2").reshape(2, 3).T, np.zeros((0, 2)), np.array(1.5)):
+        found = decode(json.loads(json.dumps(encode(whole))))
+        assert (found.dtype, found.shape, found.tolist()) == (whole.dtype, whole.shape, whole.tolist())
+        found[...] = 0
+    for refused in (np.array([object()]), np.zeros(1, dtype="i4,f4")):
+        with pytest.raises(NotSerializable):
+            encode(refused)
+
+
+def test_depth_is_no_matter_and_what_is_shared_stays_shared() -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    found = decode(json.loads(json.dumps(encode(deep))))
+    depth = 0
+    while found:
+        (found,), depth = found, depth + 1
+    assert depth == 100_000
+    chain: Any = ()
+    doubled: Any = [0]
+    for number in range(5_000):
+        chain, doubled = (number, chain), [doubled, doubled]
+    assert decode(encode(chain))[1][0] == 4_998
+    left, right = decode(encode(doubled))
+    assert left is right
+    itself: list[Any] = [1]
+    itself += [{"again": (itself,)}]
+    found = decode(json.loads(json.dumps(encode(itself))))
+    assert found[1]["again"][0] is found
+
+
 class Named(str):
     """A text that claims to equal everything."""
 
@@ -243,7 +370,20 @@ def test_what_is_no_plain_data_does_not_travel(value: Any) -> None:
         encode(value)
 
 
-@pytest.mark.parametrize("message", [["eval", "1"], ["object"], [[]], ["int", "z"], ["dict", 3], ["__import__", "os"], []])
-def test_nothing_else_is_made_of_what_arrives(message: Any) -> None:
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        decode(message)
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [["eval", "1"]],
+        [["object"]],
+        [[]],
+        [["int", "z"]],
+        [["list", [[]]]],
+        [["__import__", "os"]],
+        [["tuple", [0]]],
+        [["numpy", "O", True, ""]],
+    ],
+)
+def test_nothing_else_is_made_of_what_arrives(nodes: Any) -> None:
+    for message in ([], [[0], *nodes], [[len(nodes)], *nodes]):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            decode(message)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import subprocess_tests
+from shoal.evaluation import plain_values, subprocess_tests
 from shoal.evaluation.languages import LANGUAGES, Language
 from shoal.evaluation.problems import Problem, known_language, records, text_field
 from shoal.evaluation.sandbox import Sandbox
@@ -236,12 +236,12 @@ def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dic
     readable = {
         name: text.encode("utf-8", errors="replace").decode() for name, text in job.items()
     }  # no lone surrogates
-    return {
-        LANGUAGES["python"].epilogue_file: Path(subprocess_tests.__file__).read_text(
-            encoding="utf-8"
-        ),
-        JOB: json.dumps(readable),
+    files = {
+        LANGUAGES["python"].epilogue_file: subprocess_tests.__file__,
+        "plain_values.py": plain_values.__file__,
     }
+    texts = {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
+    return {**texts, JOB: json.dumps(readable)}
 
 
 def _outcome(ended: StepResult, language: Language, compiled: bool) -> Outcome:

@@ -6,22 +6,18 @@ The completion can reach neither the tests nor their result.
     python main.py DESCRIPTOR the completion, which is called through this socket
 
 Both run in one sandbox. The tests call a proxy that sends its arguments as plain data (numbers,
-text, containers) and returns the plain data of the answer. No object that the completion defines
-enters the process of the tests, whose memory the kernel hides from its user (PR_SET_DUMPABLE).
-Arguments that a call has changed are changed for the tests too.
+text, dates, containers, arrays) and returns the plain data of the answer. No object that the
+completion defines enters the process of the tests, whose memory the kernel hides from its user
+(PR_SET_DUMPABLE). Arguments that a call has changed are changed for the tests too.
 
-Copied into the working directory and run there by the Python of the problems, 3.7 or newer: it
-imports the standard library only.
+Copied into the working directory with plain_values.py, and run there by the Python of the
+problems, 3.7 or newer: both import the standard library only.
 """
 
 from __future__ import annotations
 
 import builtins
-import collections
-import collections.abc
 import ctypes
-import decimal
-import fractions
 import json
 import linecache
 import os
@@ -31,6 +27,16 @@ import sys
 import traceback
 import types
 from typing import Any
+
+if __package__:
+    from shoal.evaluation.plain_values import NotSerializable, change, decode, encode
+else:  # in the working directory
+    from plain_values import (  # type: ignore[import-not-found,no-redef]
+        NotSerializable,
+        change,
+        decode,
+        encode,
+    )
 
 JOB = "job.json"
 """The file of the job.
@@ -46,89 +52,6 @@ A function is such an argument.
 
 _PR_SET_DUMPABLE = 4
 _LENGTH = struct.Struct("=Q")
-_SEQUENCES: dict[str, Any] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-}
-_TEXTS: dict[str, Any] = {
-    "int": lambda text: int(text, 16),
-    "complex": complex,
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "Decimal": decimal.Decimal,
-    "Fraction": fractions.Fraction,
-}
-_SCALARS: tuple[Any, ...] = (
-    int,
-    float,
-    str,
-    complex,
-    bytes,
-    bytearray,
-    decimal.Decimal,
-    fractions.Fraction,
-)
-
-
-class NotSerializable(TypeError):
-    """A value that is not plain data."""
-
-
-def encode(value: Any) -> Any:
-    """Encodes plain data as JSON: types of JSON unchanged, everything else as [kind, ...].
-
-    Subclasses become their base type. Iterators are read to their end.
-
-    Raises:
-        NotSerializable: the value is no plain data.
-    """
-    if value is None or isinstance(value, bool) or type(value) in (str, float):
-        return value
-    for kind in _SCALARS:
-        if isinstance(value, kind):
-            return _encode_scalar(kind, value)
-    for name, sequence in _SEQUENCES.items():
-        if isinstance(value, sequence):
-            return [name, *map(encode, value)]
-    if isinstance(value, dict):
-        return ["dict", *([encode(key), encode(held)] for key, held in value.items())]
-    if isinstance(value, range):
-        return ["range", value.start, value.stop, value.step]
-    if isinstance(value, collections.abc.Iterator):
-        return ["iterator", *map(encode, value)]
-    raise NotSerializable(
-        f"a value of the type {type(value).__name__!r} cannot pass between a completion and its "
-        f"tests"
-    )
-
-
-def decode(message: Any) -> Any:
-    """Returns the value that was encoded.
-
-    It has only types that `encode` knows, for any message.
-    """
-    if not isinstance(message, list):
-        return message
-    kind, *parts = message
-    if kind in _TEXTS:
-        return _TEXTS[kind](*parts)
-    if kind == "dict":
-        return {decode(key): decode(held) for key, held in parts}
-    if kind == "range":
-        return range(*map(decode, parts))
-    values = [decode(part) for part in parts]
-    return iter(values) if kind == "iterator" else _SEQUENCES[kind](values)
-
-
-def _encode_scalar(kind: Any, value: Any) -> Any:
-    if kind is int:
-        return int(value) if abs(value) < 2**53 else ["int", f"{int(value):x}"]
-    if kind in (float, str):
-        return kind.__new__(kind, value)
-    return [kind.__name__, value.hex() if kind in (bytes, bytearray) else str(kind(value))]
 
 
 def _send(connection: socket.socket, message: Any) -> None:
@@ -166,7 +89,7 @@ def serve(descriptor: int) -> None:
     _send(connection, "ready")
     while True:
         try:
-            arguments, named = map(decode, _receive(connection))
+            arguments, named = decode(_receive(connection))
         except EOFError:
             return
         try:
@@ -176,9 +99,8 @@ def serve(descriptor: int) -> None:
             answer["trace"] = "".join(
                 traceback.format_exception(type(error), error, error.__traceback__)
             )
-        _send(
-            connection, {**answer, "changed": [_encode_or_none(argument) for argument in arguments]}
-        )
+        given = (*arguments, *named.values())
+        _send(connection, {**answer, "changed": [*map(_encode_or_none, given)]})
 
 
 def _encode_or_none(value: Any) -> Any:
@@ -230,9 +152,11 @@ class CompletionProcess:
         self._ask([program, entry_point])
 
         def function(*arguments: Any, **named: Any) -> Any:
-            answer = self._ask([encode(arguments), encode(named)])
-            for given, changed in zip(arguments, answer["changed"]):  # noqa: B905 - Python 3.7
-                _change(given, decode(changed))
+            answer = self._ask(encode((arguments, named)))
+            given = (*arguments, *named.values())
+            for old, changed in zip(given, answer["changed"]):  # noqa: B905 - Python 3.7
+                if changed is not None:
+                    change(old, decode(changed))
             if "value" in answer:
                 return decode(answer["value"])
             raise _exception(answer) from RemoteTraceback(answer["trace"])
@@ -269,17 +193,6 @@ def _names(prompt: str) -> dict[str, Any]:
         except Exception:
             continue
     return names
-
-
-def _change(old: Any, new: Any) -> None:
-    """Copies the contents of a container into another of the same type."""
-    if type(old) is not type(new):
-        return
-    if isinstance(old, (list, bytearray)):
-        old[:] = new
-    elif isinstance(old, (dict, set, collections.deque)):
-        old.clear()
-        (old.extend if isinstance(old, collections.deque) else old.update)(new)
 
 
 def _exception(answer: dict[str, Any]) -> Exception:

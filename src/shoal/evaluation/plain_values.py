@@ -1,0 +1,250 @@
+"""The plain data that passes between a completion and its tests, as JSON.
+
+A value arrives as one of equal worth: of the type's base where a program made a type of its own.
+
+Imported in the working directory of a program, too, by Python 3.7 or newer: it imports the standard
+library only.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import collections.abc
+import datetime
+import decimal
+import fractions
+import numbers
+import pathlib
+import sys
+import uuid
+from typing import Any
+
+_SEQUENCES: dict[str, Any] = {
+    "tuple": tuple,
+    "frozenset": frozenset,
+    "iterator": iter,
+    "range": lambda values: range(*values),
+    "keys": lambda values: dict.fromkeys(values).keys(),
+    "values": lambda values: dict(enumerate(values)).values(),
+    "items": lambda values: dict(values).items(),
+    "array": lambda values: array.array(values[0], values[1:]),
+    "complex": lambda values: complex(*values),
+    "timedelta": lambda values: datetime.timedelta(*values),
+    "numpy": lambda values: _numpy_array(*values),
+}
+"""The values that are made of their finished parts."""
+
+_CONTAINERS: dict[str, Any] = {
+    "list": list,
+    "set": set,
+    "dict": dict,
+    "deque": collections.deque,
+    "UserList": collections.UserList,
+    "UserDict": collections.UserDict,
+}
+"""The values that are made empty, and get their parts later: these may contain themselves."""
+
+_TEXTS: dict[str, Any] = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "Decimal": decimal.Decimal,
+    "Fraction": fractions.Fraction,
+    "UserString": collections.UserString,
+    "UUID": uuid.UUID,
+    "PurePath": pathlib.PurePath,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+}
+_TEXT_TYPES: tuple[tuple[Any, str, Any], ...] = (
+    (bytes, "bytes", bytes.hex),
+    (bytearray, "bytearray", bytearray.hex),
+    (memoryview, "bytes", memoryview.hex),
+    (decimal.Decimal, "Decimal", lambda value: str(decimal.Decimal(value))),
+    (fractions.Fraction, "Fraction", lambda value: str(fractions.Fraction(value))),
+    (collections.UserString, "UserString", lambda value: str(value.data)),
+    (uuid.UUID, "UUID", str),
+    (pathlib.PurePath, "PurePath", str),
+    (datetime.datetime, "datetime", datetime.datetime.isoformat),
+    (datetime.date, "date", datetime.date.isoformat),
+    (datetime.time, "time", datetime.time.isoformat),
+)
+"""Types, their kinds, and their texts: the contents, whatever a subclass says that it is."""
+
+_PART_TYPES: tuple[tuple[Any, str, Any], ...] = (
+    (list, "list", iter),
+    (tuple, "tuple", iter),
+    (set, "set", iter),
+    (frozenset, "frozenset", iter),
+    (collections.deque, "deque", iter),
+    (collections.UserList, "UserList", iter),
+    (collections.UserDict, "UserDict", lambda value: value.items()),
+    (collections.abc.Mapping, "dict", lambda value: value.items()),
+    (collections.abc.KeysView, "keys", iter),
+    (collections.abc.ValuesView, "values", iter),
+    (collections.abc.ItemsView, "items", iter),
+    (collections.abc.Set, "set", iter),
+    (complex, "complex", lambda value: (complex.real.__get__(value), complex.imag.__get__(value))),
+    (array.array, "array", lambda value: [value.typecode, *value]),
+    (
+        datetime.timedelta,
+        "timedelta",
+        lambda value: (value.days, value.seconds, value.microseconds),
+    ),
+    (range, "range", lambda value: (value.start, value.stop, value.step)),
+    (collections.abc.Iterator, "iterator", iter),
+)
+"""Types, their kinds, and their parts."""
+
+
+class NotSerializable(TypeError):
+    """A value that is not plain data."""
+
+
+def encode(value: Any) -> Any:
+    """Encodes plain data as JSON: [value, node, ...].
+
+    A value is a scalar of JSON, or [number of a node]. A node is [kind, value, ...]. Depth is thus
+    no matter, and what is contained twice, or in itself, arrives so. Subclasses become their base
+    type. Iterators are read to their end.
+
+    Raises:
+        NotSerializable: the value is no plain data.
+    """
+    nodes: list[Any] = []
+    places: dict[int, list[int]] = {}
+    waiting: list[tuple[list[Any], Any]] = []  # (node, parts)
+    held = []  # nothing ends that a place stands for
+
+    def place(part: Any) -> Any:
+        scalar, simple = _scalar(part)
+        if simple:
+            return scalar
+        if id(part) not in places:
+            kind, parts = _node(part)
+            held.append(part)
+            places[id(part)] = [len(nodes)]
+            nodes.append([kind])
+            waiting.append((nodes[-1], parts))
+        return places[id(part)]
+
+    root = place(value)
+    while waiting:
+        node, parts = waiting.pop()
+        if node[0] in ("dict", "UserDict"):
+            parts = (each for pair in parts for each in pair)
+        node.extend(map(place, parts))
+    return [root, *nodes]
+
+
+def _scalar(value: Any) -> tuple[Any, bool]:
+    """Returns a value as a scalar of JSON, and whether it is one."""
+    if value is None or isinstance(value, bool) or type(value) in (str, float):
+        return value, True
+    if isinstance(value, str):  # the base type's own methods: an enumeration writes its name
+        return str.__str__(value), True
+    if isinstance(value, float):
+        return float.__float__(value), True
+    if isinstance(value, numbers.Integral):
+        number = _integer(value)
+        return number, abs(number) < 2**53
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.bool_):
+        return bool(value), True
+    return None, False
+
+
+def _integer(value: Any) -> int:
+    return int.__int__(value) if isinstance(value, int) else int(value)
+
+
+def _node(value: Any) -> tuple[str, Any]:
+    """Returns the kind of a value and its parts."""
+    if isinstance(value, numbers.Integral):
+        return "int", (f"{_integer(value):x}",)
+    for kinds, name, text in _TEXT_TYPES:
+        if isinstance(value, kinds):
+            return name, (text(value),)
+    for kinds, name, parts in _PART_TYPES:
+        if isinstance(value, kinds):
+            return name, parts(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        whole = numpy.asarray(value)
+        if not (whole.dtype.hasobject or whole.dtype.names):
+            scalar = not isinstance(value, numpy.ndarray)
+            return "numpy", (whole.dtype.str, scalar, whole.tobytes().hex(), *whole.shape)
+    raise NotSerializable(
+        f"a value of the type {type(value).__name__!r} cannot pass between a completion and its "
+        f"tests"
+    )
+
+
+def decode(message: Any) -> Any:
+    """Returns the value that was encoded.
+
+    It has only types that `encode` knows, for any message.
+    """
+    root, *nodes = message
+    made: dict[int, Any] = {}
+
+    def value(part: Any) -> Any:
+        return made[part[0]] if isinstance(part, list) else part
+
+    for number, (kind, *_) in enumerate(nodes):
+        if kind in _CONTAINERS:
+            made[number] = _CONTAINERS[kind]()
+    waiting = [number for number in range(len(nodes)) if number not in made]
+    while waiting:  # the last first: parts mostly stand behind what they are parts of
+        number = waiting[-1]
+        kind, *parts = nodes[number]
+        missing = [part[0] for part in parts if isinstance(part, list) and part[0] not in made]
+        if number not in made and missing:
+            waiting.append(missing[0])
+            if len(waiting) > 2 * len(nodes):
+                raise ValueError("a value that contains itself and cannot")
+        else:
+            if number not in made:
+                made[number] = _finished(kind, [*map(value, parts)])
+            waiting.pop()
+    for number, (kind, *parts) in enumerate(nodes):
+        if kind in _CONTAINERS:
+            _fill(made[number], [*map(value, parts)])
+    return value(root)
+
+
+def _finished(kind: str, parts: list[Any]) -> Any:
+    return _TEXTS[kind](*parts) if kind in _TEXTS else _SEQUENCES[kind](parts)
+
+
+def _fill(container: Any, parts: list[Any]) -> None:
+    """Puts the parts into an empty container."""
+    if isinstance(container, (dict, collections.UserDict)):
+        container.update(zip(parts[::2], parts[1::2]))  # noqa: B905 - Python 3.7
+    else:
+        (container.update if isinstance(container, set) else container.extend)(parts)
+
+
+def _numpy_array(dtype: str, scalar: bool, content: str, *shape: int) -> Any:
+    """Returns an array, or a scalar of NumPy, which is loaded only where one arrives."""
+    import numpy
+
+    whole = numpy.frombuffer(bytes.fromhex(content), dtype).reshape(shape).copy()
+    return whole[()] if scalar else whole
+
+
+def change(old: Any, new: Any) -> None:
+    """Copies the contents of a container into another that is sent as the same kind."""
+    sequences: tuple[Any, ...] = (list, bytearray, array.array, collections.UserList)
+    for kind in sequences:
+        if isinstance(old, kind) and isinstance(new, kind):
+            old[:] = new
+    containers: tuple[Any, ...] = (dict, set, collections.deque, collections.UserDict)
+    for kind in containers:
+        if isinstance(old, kind) and isinstance(new, kind):
+            old.clear()
+            (old.extend if kind is collections.deque else old.update)(new)
+    if type(old).__module__ == type(new).__module__ == "numpy" and old.shape:
+        old[...] = new

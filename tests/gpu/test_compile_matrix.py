@@ -1,0 +1,116 @@
+"""All kernels of well-known models, compiled ahead of time for the GPUs there are: nothing spilled, shared memory that suffices.
+
+Tests of: models.attention.kernels, models.attention.fused, models.layers.kernels, models.layers.operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ahead_of_time import SHARED, Variant, compiled, needs_compiler
+from shoal.models.layers.operations import _power, _warps
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.limit(900),
+    needs_compiler,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+FRAMES = {120: 40}
+"""Bytes of a thread in memory with Triton 3.7, where a tile is of 64 queries: ten registers on an RTX 50, two elsewhere (8)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model's layers: the width, heads and their size; normed: heads are normalised."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    dim: int
+    normed: bool = False
+    softcap: float | None = None
+
+
+MODELS = {
+    "Llama-2 7B": Shape(4096, 32, 32, 128),
+    "Llama-2 13B": Shape(5120, 40, 40, 128),
+    "Llama-2 70B": Shape(8192, 64, 8, 128),
+    "Llama-3 8B": Shape(4096, 32, 8, 128),
+    "Mistral 7B": Shape(4096, 32, 8, 128),
+    "Qwen2 0.5B": Shape(896, 14, 2, 64),
+    "Qwen2 7B": Shape(3584, 28, 4, 128),
+    "Qwen3 0.6B": Shape(1024, 16, 8, 128, normed=True),
+    "Qwen3 8B": Shape(4096, 32, 8, 128, normed=True),
+    "Gemma 2 9B": Shape(3584, 16, 8, 256, softcap=50.0),
+    "Gemma 2 27B": Shape(4608, 32, 16, 128, softcap=50.0),
+    "Gemma 3 4B": Shape(2560, 8, 4, 256, normed=True),
+    "Gemma 3 27B": Shape(5376, 32, 16, 128, normed=True),
+    "Phi-3 mini": Shape(3072, 32, 32, 96),
+    "Falcon 7B": Shape(4544, 71, 1, 64),
+}
+LAYERS = [name for name in MODELS if name.startswith(("Llama", "Mistral", "Qwen"))]
+"""The models whose layers are ours."""
+COLUMNS = (1, 7, 40)
+"""New tokens per row: plain decoding, verification, a prompt."""
+
+
+def attending() -> dict[str, Variant]:
+    """The attention kernels of all models, each kind once."""
+    found: dict[tuple[object, ...], tuple[str, Variant]] = {}
+    for name, shape in MODELS.items():
+        for q in COLUMNS:
+            one = Variant(q, shape.dim, softcap=shape.softcap, heads=shape.heads, kv_heads=shape.kv_heads)
+            kind = one.heads // one.kv_heads, one.dim, one.softcap, one.cut.queries, one.cut.keys, one.cut.splits > 1
+            found.setdefault(kind, (f"{name}, {q} columns", one))
+    return dict(found.values())
+
+
+ATTENDING = attending()
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_attention_of_models_compiles_for_gpus(name: str, tmp_path: Path) -> None:
+    for capability, most in SHARED.items():
+        binary = ATTENDING[name].compiled(capability, tmp_path)
+        few = FRAMES.get(capability, 8) if ATTENDING[name].cut.queries >= 64 else 0
+        assert not binary.spills(few), (capability, binary.registers, binary.stack, binary.local)
+        assert binary.shared <= most, capability
+        assert binary.programs >= 1
+
+
+HEADS = {(shape.heads, shape.kv_heads, shape.dim, shape.normed): name for name, shape in MODELS.items() if name in LAYERS}
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=HEADS.get)
+def test_heads_of_models_compile_for_gpus(shape: tuple[int, int, int, bool], tmp_path: Path) -> None:
+    from shoal.models.layers import kernels
+
+    heads, kv_heads, dim, normed = shape
+    weights = ("query_weight", "key_weight")
+    types = dict.fromkeys(("states", "query", "keys", "values", *weights), "*bf16")
+    types |= {"cos": "*fp32", "sin": "*fp32", "cells": "*i64", "eps": "fp32"}
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "ROTARY": dim, "BLOCK": _power(dim)}
+    constants |= {} if normed else dict.fromkeys(weights)
+    for capability in SHARED:
+        assert compiled(kernels.heads, types, constants, capability, tmp_path, warps=1, stages=1).keeps_to_registers
+
+
+@pytest.mark.parametrize("width", sorted({_power(MODELS[name].width) for name in LAYERS}))
+def test_norms_of_models_compile_for_gpus(width: int, tmp_path: Path) -> None:
+    from shoal.models.layers import kernels
+
+    types = {**dict.fromkeys(("x", "other", "weight", "out"), "*bf16"), "eps": "fp32"}
+    for capability in SHARED:
+        binary = compiled(kernels.add_norm, types, {"BLOCK": width}, capability, tmp_path, warps=_warps(width), stages=1)
+        assert binary.keeps_to_registers
+        assert binary.registers <= 64

@@ -45,16 +45,13 @@ def commit(
     """
     paths, following = verdict.lists
     blocks = [
-        [*(d[i] for i in path), last]
-        for d, path, last in zip(tree.drafts, paths, following, strict=True)
+        [*(draft[: len(path)] if isinstance(path, range) else map(draft.__getitem__, path)), last]
+        for draft, path, last in zip(tree.drafts, paths, following, strict=True)
     ]
-    failing = _reached(rows, paths, scores.faults)
+    failing = _reached(rows, paths, scores.faults) if scores.faults else {}
     for b, (depth, _) in failing.items():
         blocks[b] = blocks[b][:depth]
-    columns = [
-        [0, *(node + 1 for node in path)][: len(block)]
-        for path, block in zip(paths, blocks, strict=True)
-    ]
+    columns = columns_of(paths, blocks)
     # What is reported of the tokens may depend on those before them, so it is taken before any is
     # appended.
     reported = logprobs.reported(rows, blocks, columns, scores, verdict)
@@ -78,6 +75,18 @@ def commit(
         appended.append((row, block[:taken], tree.drafts[b], names, paths[b][:kept]))
     now = clock()
     return [_commit(*what, now) for what in appended]
+
+
+def columns_of(
+    paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Returns the columns that predict each row's committed tokens, which follow a path."""
+    return [
+        range(len(own))
+        if isinstance(path, range)
+        else [0, *(node + 1 for node in path)][: len(own)]
+        for path, own in zip(paths, tokens, strict=True)
+    ]
 
 
 def _commit(
@@ -118,7 +127,13 @@ def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
 
     A row whose check or criterion fails ends with that token, "error".
     """
-    left = row.remaining
+    left, request = row.remaining, row.request
+    if not (row.needs_text or row.checks or row.constraints or request.criteria):
+        taken = block[:left]
+        if row.eos.isdisjoint(taken):
+            row.tokens += taken
+            row.finish_reason = "length" if len(taken) == left else None
+            return len(taken)
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
         try:

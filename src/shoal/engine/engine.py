@@ -34,7 +34,7 @@ from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch import Batch
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
-from shoal.engine.commit import commit
+from shoal.engine.commit import columns_of, commit
 from shoal.engine.fairness import Fairness
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for
@@ -424,14 +424,10 @@ class Engine:
         Rows that have ended leave.
         """
         paths, _ = verdict.lists
-        for done, path in zip(commits, paths, strict=True):
-            row, count = done.row, len(done.tokens)
-            columns = (
-                range(count)
-                if isinstance(path, range)
-                else [0, *(node + 1 for node in path)][:count]
-            )
-            self.target.cache.keep(row.slot, len(row.tokens) - 1 - count, columns)
+        kept = columns_of(paths, [done.tokens for done in commits])
+        for done, columns in zip(commits, kept, strict=True):
+            row, cache = done.row, self.target.cache
+            cache.keep(row.slot, len(row.tokens) - 1 - len(columns), columns)
         rows = [done.row for done in commits]
         if self.kept_prefixes is not None:
             self.kept_prefixes.learn([row for row in rows if row not in scores.faults])

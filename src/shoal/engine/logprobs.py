@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ _TOGETHER = 1 << 21
 """The number of logits normalised at a time: more of them leave a CPU's caches."""
 
 
-@dataclass(frozen=True)
-class Logprobs:
+class Logprobs(NamedTuple):
     """The natural-log probabilities of the tokens of a row's round.
 
     Attributes:
@@ -37,7 +36,7 @@ class Logprobs:
 
     raw: Sequence[float]
     processed: Sequence[float]
-    top: Sequence[TopLogprobs]
+    top: Sequence[TopLogprobs] = ()
     weights: Sequence[float] = ()
     ends: Sequence[float] = ()
     seen: Sequence[Seen] = ()
@@ -75,6 +74,9 @@ def reported(
     processed = verdict.probs.log().tolist()
     found = []
     for b, row in enumerate(rows):
+        if not (row.request.top_logprobs or row.request.weighted or row.cutting is not None):
+            found.append(Logprobs(raw[b], processed[b]))
+            continue
         weights, seen = _weights(scores, row, b, blocks[b], columns[b])
         weights = _summed(weights, verdict.check_weights.get(b, ()))
         top, ends = _top(scores, row, b, columns[b]), _ends(scores, row, b, columns[b])

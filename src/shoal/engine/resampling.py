@@ -50,9 +50,8 @@ def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
     """
     groups: dict[int, list[Row]] = {}
     # By index: the order of the slots depends on other requests.
-    for row in sorted(rows, key=lambda row: row.index):
-        if row.request.resampled:
-            groups.setdefault(row.group, []).append(row)
+    for row in sorted([row for row in rows if row.request.resampled], key=lambda row: row.index):
+        groups.setdefault(row.group, []).append(row)
     copies = [copy for group in groups.values() for copy in _copies(group)]
     if drafter is not None and copies:
         drafter.replace(copies)

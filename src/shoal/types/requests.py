@@ -287,10 +287,9 @@ class Row:
         It is one less than the row may still commit, at most `Request.max_draft`, and counts only
         tokens that the drafter can draw within `draft_context`.
         """
-        limits = [self.remaining - 1, self.draft_context - len(self.tokens) + 1]
-        if self.request.max_draft is not None:
-            limits.append(self.request.max_draft)
-        return max(min(limits), 0)
+        most = min(self.remaining - 1, self.draft_context - len(self.tokens) + 1)
+        asked = self.request.max_draft
+        return max(most if asked is None else min(most, asked), 0)
 
     @property
     def draft_reach(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Verdict:
         """The kept nodes of each row and the token that follows; one transfer from the device."""
         if self.path is None:
             accepted, tokens = torch.stack([self.accepted, self.token]).tolist()
-            return [range(count) for count in accepted], tokens
+            return list(map(range, accepted)), tokens
         table = torch.cat([self.accepted[:, None], self.token[:, None], self.path], dim=1).tolist()
         return [path[:count] for count, _, *path in table], [token for _, token, *_ in table]
 
@@ -91,8 +92,7 @@ class Outcome:
     nodes: list[int] | None = None
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(NamedTuple):
     """The tokens that a round added to one row.
 
     Attributes:

@@ -116,7 +116,9 @@ class Stats:
     def count_executors(self, model: str, passes: Counter[str]) -> None:
         """Adds the passes of a model, "target" or "draft", by executor."""
         if passes:
-            self.executors[model] = self.executors.get(model, Counter()) + passes
+            known = self.executors.setdefault(model, Counter())
+            for name, count in passes.items():
+                known[name] += count
 
     @property
     def acceptance_length(self) -> float:

@@ -44,7 +44,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
 from shoal.models.compiled import Captures, captures, executor_for, failures, obstacle
-from shoal.models.compiled.block import Block
+from shoal.models.compiled.block import MOST_LAYOUTS, Block
 from shoal.models.compiled.buckets import Bucket, keys_for, reservation, step_up
 from shoal.models.compiled.captures import CAPTURED, compare
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
@@ -54,6 +54,7 @@ from shoal.models.load_report import described
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import save_pair
 from shoal.testing.engines import engine_of, runners_of
+from shoal.types.prefix import Prefix
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
 
@@ -87,6 +88,20 @@ def test_a_block_holds_a_plan_and_its_padding_stands_aside() -> None:
     assert words == [[1, 3, 7], [1, 1, 1], [1, 1, 1]]
     assert cells == [[7, 8, 9], [120, 400, 400], [400, 400, 400]]
     assert numbers[27:].reshape(4, 3).tolist() == [[7, 20, 0], [3, 1, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_what_a_block_keeps_of_a_plan_is_right_for_the_next() -> None:
+    """Rows move on, feed other numbers of tokens, leave and get prefixes; the kept layouts are those of a new block."""
+    bucket, generator = Bucket(3, 3, 64), torch.Generator().manual_seed(0)
+    kept, prefix = Block(bucket, scratch=400, device=CPU), Prefix(6, 4)
+    for _ in range(3 * MOST_LAYOUTS):
+        counts = torch.randint(1, 4, (int(torch.randint(1, 4, (), generator=generator)),), generator=generator).tolist()
+        starts = torch.randint(5, 90, (len(counts),), generator=generator).tolist()
+        prefixes = [prefix if start % 2 else None for start in starts]
+        plan = Plan(range(len(counts)), starts, counts, CPU, prefixes=prefixes)
+        new = Block(bucket, scratch=400, device=CPU).placed(plan, capacity=100)
+        assert kept.placed(plan, capacity=100).tolist() == new.tolist()
+        assert len(kept._layouts) <= MOST_LAYOUTS
 
 
 def test_a_block_of_one_column_moves_its_real_rows_on() -> None:

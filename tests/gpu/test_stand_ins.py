@@ -93,11 +93,11 @@ def test_copies_and_replays_happen_when_the_host_waits(device: Pretend) -> None:
         upload, download = Upload({"numbers": 2}, DEVICE), Download()
         twice = Recorder.on(device)(DEVICE)(lambda: upload["numbers"].view(1, 2) * 2)
         for value in (3, 4):
-            upload.put("numbers", torch.tensor([value, 1]).numpy())
+            upload.on_host("numbers")[:] = [value, 1]
             upload.send()
             assert download(twice()).tolist() == [[2 * value, 2]]
         upload.send()
-        upload.put("numbers", torch.tensor([50, 60]).numpy())  # too early
+        upload.on_host("numbers")[:] = [50, 60]  # too early
         assert download(twice()).tolist() == [[100, 120]]
         device.later(lambda: None)
         assert not (twice() == 0).cpu().any()  # another operation

@@ -12,7 +12,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -162,11 +161,15 @@ class CapturedRounds:
         if round_ is None:
             return None
         fill_drafting(round_, work, noise, 0 if self._runner is None else self._runner.vocab_size)
-        clock = _Clock(target, self._runner)
+        clock: _Clock | None = None
         if stop is None:
             fill_target(round_, work, target.vocab_size)
-        round_.begin()
-        if stop is not None:
+            round_.begin()
+            if work.k:
+                round_.draft(work.k)
+        else:
+            clock = _Clock(target, self._runner)
+            round_.begin()
             ended = self._drafted(round_, work, stop, clock)
             if ended is None:
                 self._undo(work)
@@ -174,8 +177,6 @@ class CapturedRounds:
             work = ended
             fill_target(round_, work, target.vocab_size)
             clock.drafted()
-        elif work.k:
-            round_.draft(work.k)
         if self._runner is not None and round_.unchecked("draft"):
             check_drafts(round_, work, self._runner)
         found = round_.verify(max(work.lengths) if stop else work.k, work.plan.rows)
@@ -183,12 +184,12 @@ class CapturedRounds:
             if runner is not None and runner.captures is not None and passes:
                 runner.captures.ran[round_.kind] += passes
         # Surplus drafts count as well: they leave keys and values.
-        if not found.sound.all() or (found.drafts < 0).any():
+        if not (found.sound.all() and found.drafts.min(initial=0) >= 0):
             self._undo(work)
             return None
         shares = (
             (found.drafting / max(found.drafting + found.verifying, 1e-12), None)
-            if stop is None
+            if clock is None
             else clock.shares()
         )
         if round_.unchecked("verify"):
@@ -197,7 +198,7 @@ class CapturedRounds:
         target.count(1, found.verifying, CAPTURED)
         if work.first is not None and self._drafter is not None and self._runner is not None:
             self._runner.count(work.k, found.drafting, CAPTURED)
-            self._runner.cache.wrote(work.later(0, work.k) if work.k > 1 else work.first)
+            self._runner.cache.wrote(work.first, ahead=work.k - 1)
             self._drafter.leave_out(work.rows, work.lengths, work.held)
         return _outcome(found, work, *shares)
 
@@ -225,7 +226,7 @@ class CapturedRounds:
                 asked += 1
         self._looked.append(asked)
         plan = self._target.plan(work.plan.slots, [1 + length for length in lengths])
-        return replace(work, lengths=lengths, k=computed, plan=plan)
+        return work._replace(lengths=lengths, k=computed, plan=plan)
 
     def _undo(self, work: Round) -> None:
         """Takes a round back.
@@ -276,12 +277,13 @@ class _Clock:
 
 def _outcome(found: Found, work: Round, share: float, between: float | None) -> Decided:
     """Returns the round in the form that the stages after the verdict take."""
-    k, rows = max(work.lengths), len(work.rows)
-    drafts = [own[:length].tolist() for own, length in zip(found.drafts, work.lengths, strict=True)]
-    tree = DraftTree.empty(rows, torch.device("cpu"), work.k)
+    k = max(work.lengths)
     if k:
-        tokens = torch.from_numpy(found.drafts[:, :k])
+        every, tokens = found.drafts.tolist(), torch.from_numpy(found.drafts[:, :k])
+        drafts = [own[:length] for own, length in zip(every, work.lengths, strict=True)]
         tree = DraftTree(tokens, torch.tensor(work.lengths), None, drafts, chains(drafts), work.k)
+    else:
+        tree = DraftTree.empty(len(work.rows), torch.device("cpu"), work.k)
     width = torch.promote_types(found.logits.dtype, torch.float32)
     probs, logprobs = (
         torch.from_numpy(values[:, : k + 1]).to(width) for values in (found.probs, found.logprobs)

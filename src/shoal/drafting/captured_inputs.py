@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -11,11 +11,11 @@ from torch import Tensor
 from shoal.models.cache import Plan
 from shoal.models.compiled.drafting import Style
 from shoal.models.compiled.rounds import CapturedRound
+from shoal.models.compiled.transfer import Numbers
 from shoal.types.requests import Row
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """A round to compute.
 
     Attributes:
@@ -40,14 +40,12 @@ class Round:
     pending: Sequence[Sequence[int]]
     held: Sequence[int]
 
-    def later(self, step: int, count: int = 1) -> Plan:
+    def later(self, step: int) -> Plan:
         """Returns the plan of the drafter's pass `step`; pass 1 is the one after the first."""
         first = self.first
         assert first is not None
         starts = [length + step - 1 for length in first.lengths]
-        return Plan(
-            first.slots, starts, [count] * first.rows, first.device, prefixes=first.prefixes
-        )
+        return Plan(first.slots, starts, [1] * first.rows, first.device, prefixes=first.prefixes)
 
 
 def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size: int) -> None:
@@ -60,22 +58,18 @@ def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size:
         vocab_size: the size of the drafter's vocabulary.
     """
     functions, rows = round_.functions, len(work.rows)
-    inputs, padded = functions.inputs, round_.kind.rows
-    temperatures = np.ones(padded)
+    inputs, columns = functions.inputs, round_.kind.pending
+    temperatures = inputs.reals_on_host("temperatures")
     temperatures[:rows] = [row.request.sampling.temperature for row in work.rows]
-    inputs.put("temperatures", temperatures)
-    uniforms = np.full(tuple(functions.uniforms.shape), 0.5)
+    temperatures[rows:] = 1.0
+    uniforms = inputs.reals_on_host("uniforms").reshape(functions.uniforms.shape)
+    uniforms.fill(0.5)
     uniforms[:rows, : noise.shape[1]] = noise.numpy()
-    inputs.put("uniforms", uniforms)
     if work.first is not None:
         functions.place("first", work.first)
         functions.place("later", work.later(1))
-        columns = range(round_.kind.pending)
-        tokens = [
-            [min(own[i], vocab_size - 1) if i < len(own) else 0 for i in columns]
-            for own in work.pending
-        ]
-        inputs.put("pending", _padded(tokens, padded))
+        tokens = [[*own, *[0] * (columns - len(own))] for own in work.pending]
+        _put(inputs.on_host("pending").reshape(-1, columns), tokens, vocab_size - 1)
 
 
 def fill_target(round_: CapturedRound, work: Round, vocab_size: int) -> None:
@@ -86,15 +80,17 @@ def fill_target(round_: CapturedRound, work: Round, vocab_size: int) -> None:
         work: the round to compute.
         vocab_size: the size of the target's vocabulary.
     """
-    inputs, rows = round_.functions.inputs, round_.kind.rows
+    inputs = round_.functions.inputs
     round_.functions.place_target(work.plan, round_.columns(max(work.lengths)))
-    inputs.put("last", _padded([min(row.tokens[-1], vocab_size - 1) for row in work.rows], rows))
-    inputs.put("lengths", _padded(work.lengths, rows))
+    _put(inputs.on_host("last"), [row.tokens[-1] for row in work.rows], vocab_size - 1)
+    _put(inputs.on_host("lengths"), work.lengths)
 
 
-def _padded(
-    values: Sequence[int] | Sequence[Sequence[int]], rows: int
-) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Returns the values of the real rows, followed by zeros up to `rows` rows."""
-    own = np.array(values, dtype=np.int64)
-    return np.concatenate([own, np.zeros((rows - len(own), *own.shape[1:]), dtype=np.int64)])
+def _put(
+    part: Numbers, values: Sequence[int] | Sequence[Sequence[int]], most: int | None = None
+) -> None:
+    """Writes the values of the real rows, at most `most`, and zeros for the rows that pad them."""
+    part[: len(values)] = values
+    part[len(values) :] = 0
+    if most is not None:
+        np.minimum(part, most, out=part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from itertools import product
+from typing import cast
 
 from shoal.config import Sampling
 from shoal.drafting.captured_inputs import Round
@@ -80,6 +81,9 @@ class RoundKinds:
         self.last: Kind | None = None
         # The kinds to be built between rounds, the most wanted last, with their draft lengths.
         self._wanted: dict[Kind, int] = {}
+        self._rows: Sequence[Row] = ()
+        self._style: Style | None = None  # of these rows
+        self._decides = decides_chains(rule)
 
     def round_of(self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool) -> Round | None:
         """Returns the round to compute for these rows; None if it cannot be captured.
@@ -91,9 +95,9 @@ class RoundKinds:
         """
         target, k = self._target, max(lengths)
         drafter = self.drafter if k else None
-        if not decides_chains(self._rule) or k > LONGEST or any(row.reads_history for row in rows):
+        if not self._decides or k > LONGEST or any(row.constraints for row in rows):
             return None
-        style = style_of([row.request.sampling for row in rows], target.vocab_size, self._rule.draw)
+        style = self._style_of(rows)
         plan = target.plan([row.slot for row in rows], [1 + length for length in lengths])
         if (
             style is None
@@ -121,6 +125,14 @@ class RoundKinds:
                 return Round(rows, lengths, style, steps, plan, first, pending, held)
         return None
 
+    def _style_of(self, rows: Sequence[Row]) -> Style | None:
+        """Returns the style of rows, which stays the same while the rows do."""
+        if rows != self._rows:
+            samplings = [row.request.sampling for row in rows]
+            self._rows = list(rows)
+            self._style = style_of(samplings, self._target.vocab_size, self._rule.draw)
+        return self._style
+
     def _steps(self, k: int, captures: Captures, style: Style) -> int:
         """Returns the number of drafts to compute if k are asked for.
 
@@ -132,6 +144,8 @@ class RoundKinds:
             return k
         self._repeats = self._repeats + 1 if k == self._longest else 1
         self._longest = k
+        if self._repeats >= STEADY:
+            return k
         kinds = [
             kind
             for kind in captures.generation(self._target.cache).rounds
@@ -140,14 +154,15 @@ class RoundKinds:
         captured = [
             kind.k for kind in kinds if kind.style == style and kind.k >= k and not kind.looks
         ]
-        return min(captured, default=k) if self._repeats < STEADY else k
+        return min(captured, default=k)
 
     def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound | None:
-        """Returns the number of drafts to compute if k are asked for.
+        """Returns the captured round that serves a round; None if its kind has failed.
 
-        A longer captured length serves until k was asked for `STEADY` times in a row: rows near
-        their end ask for each short length only a few times. The eager executor always computes k
-        drafts, because it needs no capture.
+        Args:
+            work: the round.
+            numbers: the number of uniforms per position.
+            looks: True if drafts end by the drafter's confidence.
         """
         keys = 0 if work.first is None else max(work.first.tails) + work.k - 1
         kind = self._kind(
@@ -187,10 +202,9 @@ class RoundKinds:
             numbers: the number of uniforms per position.
             looks: True if drafts end by the drafter's confidence.
         """
-        assert isinstance(self._rule, ChainRule)
         target, drafting = self._models(k)
         slots = target.cache.slots - 1
-        padded = min(next((size for size in ROWS if size >= rows), slots), slots)
+        padded = min(ROWS[bisect_left(ROWS, rows)] if rows <= ROWS[-1] else slots, slots)
         spanned = 0 if drafting is None else _keys(drafting, draft_keys)
         k, piece = (LONGEST, PIECE) if looks else (k, k)
         return Kind(
@@ -200,7 +214,7 @@ class RoundKinds:
             _keys(target, target_keys),
             spanned,
             style,
-            self._rule,
+            cast("ChainRule", self._rule),
             numbers,
             piece,
         )
@@ -226,8 +240,9 @@ class RoundKinds:
 
     def _round(self, kind: Kind) -> CapturedRound:
         """Returns the round of a kind; a new round has no functions yet."""
-        rounds, models = self._rounds(kind.k), self._models(kind.k)
+        rounds = self._rounds(kind.k)
         if kind not in rounds:
+            models = self._models(kind.k)
             while sum(len(round_.built) for round_ in rounds.values()) >= MOST:
                 rounds.pop(next(iter(rounds)))
             rounds[kind] = CapturedRound(kind, *models)
@@ -259,7 +274,7 @@ class RoundKinds:
     def _failed(self, kind: Kind) -> bool:
         captures = self._target.captures
         assert captures is not None
-        return captures.failed.refuses(_as_failed(kind))
+        return bool(captures.failures) and captures.failed.refuses(_as_failed(kind))
 
     # ── before a row asks ─────────────────────────────────────────────────────────────────────────
 
@@ -274,7 +289,7 @@ class RoundKinds:
             samplings: the settings; the first is built first.
             looks: True if drafts end by the drafter's confidence.
         """
-        if not decides_chains(self._rule) or not len(self._target.cache):
+        if not self._decides or not len(self._target.cache):
             return
         numbers = self._rule.uniforms([0], [0], 1, None).flatten(2).shape[2]
         sizes = ROWS[: bisect_left(ROWS, rows) + 1]

@@ -103,7 +103,7 @@ class ModelDrafter(Drafter):
         """
         read = [self.read_as(row) for row in rows]
         self._slots.place(read, [length > 0 for length in lengths])
-        held = [self._held(row) for row in rows]
+        held = self.runner.cache.lengths[: len(rows)]
         return held, [
             row.tokens[own:] if length else [0]
             for row, own, length in zip(read, held, lengths, strict=True)
@@ -182,18 +182,21 @@ class ModelDrafter(Drafter):
         A row is outgrown if it has more tokens than the drafter holds.
         """
         for row in self._slots.known(rows):
-            self.roll_back(row, self._kept(row))
+            self._cut(row, self._kept(row))
 
     def roll_back(self, row: Row, tokens: int) -> None:
         """Forgets the tokens of a row beyond the first `tokens`.
 
         All are forgotten if the model's states cannot go back that far.
         """
-        if row not in self._slots.known([row]):
-            return
-        slot, length = self._slot(row), min(self._held(row), tokens)
-        if self.runner.cache.reaches(slot, length):
-            self.runner.cache.rollback(slot, length)
+        if self._slots.known([row]):
+            self._cut(row, tokens)
+
+    def _cut(self, row: Row, tokens: int) -> None:
+        slot, cache = self._slot(row), self.runner.cache
+        length = min(cache.lengths[slot], tokens)
+        if cache.reaches(slot, length):
+            cache.rollback(slot, length)
         else:
             self._slots.leave([self.read_as(row)])
 

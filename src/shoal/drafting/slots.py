@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -101,25 +102,26 @@ class DraftSlots(KeyValueMemory):
         """
         new = []
         for slot, row in enumerate(rows):
-            if row not in self._places:
+            place = self._places.get(row)
+            if place is None:
                 new.append((row, slot))
-            elif self._places[row] != slot:
+            elif place != slot:
                 self._move(row, slot)
         for row, slot in new:
             self._enter(row, slot)
-        drafted = [row for row, is_drafted in zip(rows, drafting, strict=True) if is_drafted]
-        first = [row for row in drafted if row in self._empty]
-        if first or any(self._lag(row) > self._pending for row in drafted):
+        drafted = list(compress(enumerate(rows), drafting))
+        first = [row for _, row in drafted if row in self._empty]
+        if first or self._late(drafted):
             with self._preparing():
                 self._fill(first)
-                late = [row for row in drafted if self._lag(row) > self._pending]
-                feed_prompts(
-                    self._runner, [(self.of(row), row.tokens[-self._lag(row) : -1]) for row in late]
-                )
+                held = self._cache.lengths
+                late = [(slot, row.tokens[held[slot] : -1]) for slot, row in self._late(drafted)]
+                feed_prompts(self._runner, late)
 
-    def _lag(self, row: Row) -> int:
-        """Returns the number of committed tokens of the row that the cache lacks."""
-        return len(row.tokens) - self._cache.lengths[self.of(row)]
+    def _late(self, rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
+        """Returns the rows that the cache lacks more than `pending` committed tokens of."""
+        held, most = self._cache.lengths, self._pending
+        return [(slot, row) for slot, row in rows if len(row.tokens) - held[slot] > most]
 
     def keep_pace(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes chunks of the prompts that take several rounds, in the target's slots."""

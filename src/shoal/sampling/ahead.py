@@ -17,6 +17,8 @@ from shoal.types.requests import Row
 
 AHEAD = 64
 """The number of positions that are computed at once."""
+NOWHERE = (0, -AHEAD)
+"""The place of a row whose positions were never computed: they are long past."""
 
 
 class UniformsAhead:
@@ -28,7 +30,7 @@ class UniformsAhead:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._table = torch.empty(0)  # [places * AHEAD, ...]
+        self._table = np.empty(0)  # [places * AHEAD, ...]
         # By the row's serial: its place in the table, and its first position there.
         self._places: dict[int, tuple[int, int]] = {}
 
@@ -45,26 +47,19 @@ class UniformsAhead:
         if width > AHEAD or (numbered and self._rule.numbers_rounds):
             rounds = [row.rounds for row in rows] if numbered else None
             return self._rule.uniforms([row.seed for row in rows], firsts, width, rounds)
-        used = [first - self._first_of(row) for row, first in zip(rows, firsts, strict=True)]
+        places = [self._places.get(row.serial, NOWHERE) for row in rows]
+        used = [first - base for (_, base), first in zip(places, firsts, strict=True)]
         if max(used) > AHEAD - width:
             # Rows that need new positions soon are computed too, or each round would compute some.
             self._compute(
                 [row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows
             )
+            places = [self._places[row.serial] for row in rows]
         starts = [
             AHEAD * place - base + first
-            for (place, base), first in zip(map(self._place, rows), firsts, strict=True)
+            for (place, base), first in zip(places, firsts, strict=True)
         ]
-        index = torch.from_numpy(np.add.outer(starts, np.arange(width)).reshape(-1))
-        return self._table.index_select(0, index).unflatten(0, (len(rows), width))
-
-    def _place(self, row: Row) -> tuple[int, int]:
-        return self._places[row.serial]
-
-    def _first_of(self, row: Row) -> int:
-        """Returns the first position of the row in the table, or a long past one if it has none."""
-        place = self._places.get(row.serial)
-        return -AHEAD if place is None else place[1]
+        return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
 
     def _compute(self, wanted: Sequence[Row], rows: Sequence[Row]) -> None:
         """Computes the next positions of the rows that are `wanted`.
@@ -76,13 +71,13 @@ class UniformsAhead:
         free = (place for place in range(len(rows)) if place not in taken)
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
-        found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None)
+        found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None).numpy()
         self._places = kept | {
             row.serial: both
             for row, both in zip(wanted, zip(places, firsts, strict=True), strict=True)
         }
         missing = AHEAD * (1 + max(place for place, _ in self._places.values())) - len(self._table)
         if missing > 0:
-            empty = found.new_empty(missing, *found.shape[2:])
-            self._table = torch.cat([self._table, empty]) if len(self._table) else empty
-        self._table.unflatten(0, (-1, AHEAD))[torch.tensor(places)] = found
+            empty = np.empty((missing, *found.shape[2:]), found.dtype)
+            self._table = np.concatenate([self._table, empty]) if len(self._table) else empty
+        self._table.reshape(-1, AHEAD, *found.shape[2:])[places] = found

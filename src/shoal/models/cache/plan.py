@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import add, sub
 
 import numpy as np
 import torch
@@ -89,20 +90,18 @@ class Plan:
         gaps: Sequence[int] | None = None,
     ) -> None:
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
-        self.prefixes = [None] * self.rows if prefixes is None else list(prefixes)
+        self.prefixes = [None] * len(self.starts) if prefixes is None else list(prefixes)
         self.into, self.device = into, device
         self.final = False
         self.gaps = list(gaps) if gaps is not None and any(gaps) else None
         self.q = max(self.counts)
-        self.lengths = [s + c for s, c in zip(self.starts, self.counts, strict=True)]
+        self.lengths = list(map(add, self.starts, self.counts))
         self.offsets = [0 if prefix is None else prefix.length for prefix in self.prefixes]
-        self.tails = [
-            length - offset for length, offset in zip(self.lengths, self.offsets, strict=True)
-        ]
-        columns = self.rows * self.q
+        self.tails = list(map(sub, self.lengths, self.offsets))
+        columns = len(self.starts) * self.q
         unused = columns - sum(self.counts)
         self.packed = packed and unused > 0 and unused >= pack_from * columns
-        self.kv = -(-max(self.ends) // kv_block) * kv_block
+        self._kv_block = kv_block
         self.parents = parents if branching(parents) else None
         self.depths: Array | None = None
         self.tree_words: Array | None = None
@@ -112,6 +111,10 @@ class Plan:
     @property
     def rows(self) -> int:
         return len(self.starts)
+
+    @cached_property
+    def kv(self) -> int:
+        return -(-max(self.ends) // self._kv_block) * self._kv_block
 
     @cached_property
     def first_slot(self) -> int | None:

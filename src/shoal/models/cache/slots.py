@@ -30,6 +30,9 @@ from shoal.models.cache.moves import Moves
 from shoal.models.cache.plan import Plan
 from shoal.types.prefix import Prefix
 
+LayerStores = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The keys and values of a layer's slots, and those of its shared store."""
+
 
 class SlotCache(Cache):
     """The keys and values of up to `slots` rows of unequal lengths, for one model.
@@ -118,21 +121,23 @@ class SlotCache(Cache):
         self.wrote(self.plan)
         self.plan = self._written = self._layer = None
 
-    def wrote(self, plan: Plan) -> None:
-        """Notes that the plan's tokens are in their cells."""
+    def wrote(self, plan: Plan, ahead: int = 0) -> None:
+        """Notes that the plan's tokens, and `ahead` more of each row, are in their cells."""
         if plan.into is None:
             for slot, length in zip(plan.slots, plan.lengths, strict=True):
-                self.lengths[slot] = length
+                self.lengths[slot] = length + ahead
 
-    def stores(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def stores(self) -> list[LayerStores]:
         """Returns the keys and values of each layer, those of the slots and the shared ones.
 
         They are for passes that write and read keys and values themselves.
         """
-        return [
-            (layer.keys, layer.values, layer.shared_keys, layer.shared_values)
-            for layer in self._layers
-        ]
+        return [self.stores_of(index) for index in range(len(self._layers))]
+
+    def stores_of(self, index: int) -> LayerStores:
+        """Returns the keys and values of a layer, those of its slots and the shared ones."""
+        layer = self._layers[index]
+        return layer.keys, layer.values, layer.shared_keys, layer.shared_values
 
     def addresses(self, into: Prefix | None = None) -> array[int]:
         """Returns the addresses of `stores`, [layers, 4] int64, for kernels that take addresses.

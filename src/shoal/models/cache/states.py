@@ -149,10 +149,11 @@ class StateCache(SlotCache):
         super().begin(plan)
         self._calls = Calls(plan, self._row_states)
 
-    def wrote(self, plan: Plan) -> None:
+    def wrote(self, plan: Plan, ahead: int = 0) -> None:
         """Notes that the plan's tokens are in their cells, and in the states."""
-        super().wrote(plan)
+        super().wrote(plan, ahead)
         assert self._calls is not None
+        assert not ahead  # the rounds of such models are not captured
         after = [self._calls.states_after(b) for b in range(plan.rows)]
         for slot, row in zip(plan.slots, after, strict=True):
             self._row_states[slot] = row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from shoal.models.cache import Plan
 from shoal.models.cache.tree import Array, chain_words
 from shoal.models.compiled.buckets import Bucket
+
+MOST_LAYOUTS = 64
+"""The number of layouts that a block keeps."""
 
 
 class Block:
@@ -41,6 +46,8 @@ class Block:
         block, rows = bucket.rows * bucket.q, bucket.rows
         self._chain = chain_words(bucket.q)
         self._whole: Tensor | None = None
+        # By the counts, offsets and bases of the rows, which few rounds change.
+        self._layouts: dict[tuple[Any, ...], tuple[Array, Array]] = {}
         if numbers is None:
             self._whole = torch.zeros(self.size(bucket) + block, dtype=torch.long, device=device)
             self._numbers = self._whole[: self.size(bucket)]
@@ -92,27 +99,42 @@ class Block:
         return self.positions - self.bounds[2][:, None]
 
     def placed(self, plan: Plan, capacity: int) -> Array:
-        """Returns the numbers of a block whose rows are where the plan says.
+        """Returns the numbers of a block whose rows, all of them chains, are where the plan says.
 
         Returns:
             [`size`] int64 on the host.
         """
+        widths = (tuple(plan.counts), tuple(plan.offsets), tuple(plan.bases), capacity)
+        if widths not in self._layouts:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[widths] = self._layout(plan, capacity)
+        numbers, row_of = self._layouts[widths]
+        starts = np.zeros(self.bucket.rows + 1, dtype=np.int64)
+        starts[: plan.rows] = plan.starts
+        return numbers + starts[row_of]
+
+    def _layout(self, plan: Plan, capacity: int) -> tuple[Array, Array]:
+        """Returns the part of `placed` that does not depend on the rows' starts.
+
+        Returns:
+            The numbers of rows that start at 0; and for each number the row whose start is added to
+            it, or the number of rows where none is. Both have the shape [`size`].
+        """
         rows, q = self.bucket.rows, self.bucket.q
-        bases = [0 if prefix is None else prefix.base for prefix in plan.prefixes]
         bounds = np.zeros((4, rows), dtype=np.int64)
-        bounds[:, : plan.rows] = [plan.starts, plan.counts, plan.offsets, bases]
-        starts, counts, offsets = (bound[:, None] for bound in bounds[:3])
-        columns, slots = np.arange(q), np.arange(rows)[:, None]
+        bounds[1:, : plan.rows] = [plan.counts, plan.offsets, plan.bases]
+        counts, offsets = (bound[:, None] for bound in bounds[1:3])
+        columns, row = np.arange(q), np.arange(rows)[:, None]
         # Unused columns repeat the row's last column.
-        last = np.minimum(columns, np.maximum(counts - 1, 0))
-        depths, words, own = last.copy(), self._chain[last], last[: plan.rows]
-        if plan.depths is not None and plan.tree_words is not None:
-            depths[: plan.rows] = np.take_along_axis(plan.depths, own, axis=1)
-            words[: plan.rows] = np.take_along_axis(plan.tree_words, own, axis=1)
-        cells = np.where(
-            columns < counts, slots * capacity + starts - offsets + columns, self.scratch
+        last, real = np.minimum(columns, np.maximum(counts - 1, 0)), columns < counts
+        cells = np.where(real, row * capacity - offsets + columns, self.scratch)
+        moving = [row + 0 * columns, np.full((rows, q), rows), np.where(real, row, rows)]
+        still = np.full((3, rows), rows)
+        return (
+            np.concatenate([last, self._chain[last], cells, bounds], axis=None),
+            np.concatenate([*moving, row, still], axis=None),
         )
-        return np.concatenate([starts + depths, words, cells, bounds], axis=None)
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

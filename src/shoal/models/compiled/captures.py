@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import Any
 
 from torch import Tensor
@@ -154,16 +155,14 @@ class Captures:
 
     def generation(self, cache: SlotCache) -> _Generation:
         """Returns the generation of a cache as it is now."""
-        stores = cache.stores()
-        if not stores:
+        if not len(cache):
             raise InternalError("captured rounds over a cache that no pass has given layers")
         known = self._of.get(cache)
         # The cache is new, or has grown.
-        if known is None or any(
-            a is not b for a, b in zip(known.stores[0], stores[0], strict=True)
-        ):
+        if known is None or any(map(is_not, known.stores[0], cache.stores_of(0))):
             self.forget(cache)
-            known = self._of[cache] = _Generation(stores, EXECUTORS[self.executor](self.hf.device))
+            execute = EXECUTORS[self.executor](self.hf.device)
+            known = self._of[cache] = _Generation(cache.stores(), execute)
         return known
 
     # ── passes of a round ─────────────────────────────────────────────────────────────────────────
@@ -174,7 +173,10 @@ class Captures:
         The same must hold for `ahead` more passes of one token. Rows that pad a round must fall on
         unused slots.
         """
-        side_by_side = len(cache) > 0 and plan.first_slot == 0 and step_up(plan.rows) < cache.slots
+        rows = plan.rows
+        side_by_side = (
+            len(cache) > 0 and plan.slots == list(range(rows)) and step_up(rows) < cache.slots
+        )
         fits = max(plan.tails) + ahead <= cache.capacity
         return side_by_side and fits and (self.knows_prefixes or not plan.shares)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ _TOO_FEW = 2
 """A number added to `sound` of a row whose verdict would need more candidates."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The results of a round, of its real rows.
 
     Attributes:
@@ -75,22 +74,16 @@ def packed_results(
 
 def unpacked(numbers: Numbers, logits: Tensor, drafting: float, verifying: float) -> Found:
     """Unpacks the results [rows, columns] on the host; the logits are those of the same rows."""
-    k = logits.shape[1] - 1
-    ends = np.cumsum([1, 1, 1, k + 1, k + 1])
-    accepted, tokens, sound, probs, logprobs, drafts = np.split(numbers, ends, axis=1)
+    columns, reals, sound = logits.shape[1], numbers.view(np.float64), numbers[:, 2]
     return Found(
-        drafts,
-        accepted[:, 0],
-        tokens[:, 0],
-        sound[:, 0] == 1,
-        bool((sound >= _TOO_FEW).any()),
-        _reals(probs),
-        _reals(logprobs),
+        numbers[:, 3 + 2 * columns :],
+        numbers[:, 0],
+        numbers[:, 1],
+        sound == 1,
+        bool(sound.max() >= _TOO_FEW),
+        reals[:, 3 : 3 + columns],
+        reals[:, 3 + columns : 3 + 2 * columns],
         logits,
         drafting,
         verifying,
     )
-
-
-def _reals(numbers: Numbers) -> npt.NDArray[np.float64]:
-    return np.ascontiguousarray(numbers).view(np.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,8 +73,7 @@ class WrittenCells(NamedTuple):
     cells: Tensor
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """One side of a round, the target or the drafter."""
 
     passes: Captures
@@ -161,13 +159,13 @@ class RoundFunctions:
     def place(self, name: str, plan: Plan) -> None:
         """Puts the rows of a drafter's pass, "first" or "later", in their places; on the host."""
         assert self._drafter is not None
-        self.inputs.put(name, self._views[name].block.placed(plan, self._drafter.cache.capacity))
+        numbers = self._views[name].block.placed(plan, self._drafter.cache.capacity)
+        self.inputs.on_host(name)[:] = numbers
 
     def place_target(self, plan: Plan, drafts: int) -> None:
         """Puts the rows of the target's pass over `drafts` drafts in their places; on the host."""
-        self.inputs.put(
-            "target", self.target_view(drafts).block.placed(plan, self._target.cache.capacity)
-        )
+        numbers = self.target_view(drafts).block.placed(plan, self._target.cache.capacity)
+        self.inputs.on_host("target")[: len(numbers)] = numbers
 
     def target_view(self, drafts: int) -> View:
         """Returns the view of the target's pass over `drafts` drafts."""

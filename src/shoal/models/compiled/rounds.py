@@ -56,6 +56,7 @@ class CapturedRound:
     def __init__(self, kind: Kind, target: Model, drafter: Model | None) -> None:
         self.kind, self.functions = kind, RoundFunctions(kind, target, drafter)
         self.built: dict[Part, Run] = {}
+        self._complete: set[int] = set()  # the arguments of `build` that nothing is lacking for
         self._checked: set[Part] = set()
         self._new: set[Part] = set()  # parts that were run in this round, and are not checked
         self._passes, self._cache = target.passes, target.cache
@@ -73,8 +74,10 @@ class CapturedRound:
         Where the host looks at confidences, these are the functions of rounds with at most `drafts`
         drafts.
         """
-        for part in self.lacking(drafts):
-            self._part(*part)
+        if drafts not in self._complete:
+            for part in self.lacking(drafts):
+                self._part(*part)
+            self._complete.add(drafts)
 
     def build_one(self, drafts: int) -> bool:
         """Builds one function of those; returns True if one was lacking."""
@@ -115,6 +118,7 @@ class CapturedRound:
         """
         self.functions.widen()
         self.built.clear()
+        self._complete.clear()
         self._checked.clear()
         self._new.clear()
 

@@ -40,15 +40,21 @@ class Upload:
         """Returns a part on the device that holds reals, [size] float64."""
         return self._parts[name].view(torch.float64)
 
-    def put(self, name: str, values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
-        """Writes the first numbers of a part, of any shape; they stay on the host until `send`."""
-        self._host_parts[name][: values.size] = values.reshape(-1).view(np.int64)
+    def on_host(self, name: str) -> Numbers:
+        """Returns a part on the host, [size] int64; what is written there stays until `send`."""
+        return self._host_parts[name]
+
+    def reals_on_host(self, name: str) -> npt.NDArray[np.float64]:
+        """Returns a part on the host that holds reals, [size] float64."""
+        return self._host_parts[name].view(np.float64)
 
     def send(self, first: str | None = None, last: str | None = None) -> None:
         """Copies all parts, or those from `first` to `last`."""
+        if first is None or last is None:
+            self._device.copy_(self._host, non_blocking=True)
+            return
         names = list(self._parts)
-        begin = 0 if first is None else self._ends[names.index(first)]
-        end = self._ends[-1] if last is None else self._ends[names.index(last) + 1]
+        begin, end = self._ends[names.index(first)], self._ends[names.index(last) + 1]
         self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
 
     @property

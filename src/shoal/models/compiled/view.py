@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache
 
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
+from shoal.models.cache.slots import LayerStores
 from shoal.models.compiled.block import Block
 
-Stores = list[tuple[Tensor, Tensor, Tensor, Tensor]]
+Stores = list[LayerStores]
 """The keys and values of each layer.
 
 Those of the slots are [slots, capacity, kv heads, dim], those of shared prompts [cells, kv heads,

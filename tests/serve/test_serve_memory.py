@@ -5,12 +5,15 @@ Tests of: serve.engine_thread, serve.serve_config, models.available, models.out_
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,6 +34,7 @@ from shoal.models.available import KV_SHARE, free_bytes
 from shoal.models.out_of_memory import explained, is_out_of_memory
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
+from shoal.serve.engine_thread import SWITCH_SECONDS, EngineThread
 from shoal.serve.scoring import Scoring
 from shoal.serve.serve_config import PREFIX_SHARE, ServeConfig
 from shoal.serve.settings import Settings
@@ -38,6 +42,7 @@ from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import runner, scripted
 from shoal.types.requests import Request, Row
+from shoal.types.stats import Stats
 
 NO_MEMORY: list[Exception] = [
     MemoryError(),
@@ -398,3 +403,26 @@ def test_a_request_beyond_the_budget_is_refused_and_others_wait(monkeypatch: pyt
         assert "bytes of KV cache" in refused.json()["error"]["message"]
         assert server.post(n=8, max_tokens=100).status_code == 200
         assert server.worker.thread.engine.memory.used <= 6_000
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cuda:1", SWITCH_SECONDS), ("cpu", 0.005)])
+def test_the_event_loop_gives_way_soon_where_a_device_computes(device: str, seconds: float) -> None:
+    """A device that waits for the engine's thread stands still; the interval is that of the process, and is put back."""
+    engine: Any = SimpleNamespace(target=SimpleNamespace(device=torch.device(device)), stats=Stats())
+    engine.scheduler, engine.build_ahead = SimpleNamespace(idle=True), lambda: False
+
+    async def within() -> float:
+        thread = EngineThread(lambda: engine, lambda _: None, lambda _: None, lambda: None)
+        thread.start(asyncio.get_running_loop())
+        try:
+            return await thread.call(sys.getswitchinterval)
+        finally:
+            thread.stop()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        assert asyncio.run(within()) == pytest.approx(seconds)
+        assert sys.getswitchinterval() == pytest.approx(0.005)
+    finally:
+        sys.setswitchinterval(before)

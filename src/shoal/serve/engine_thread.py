@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -27,6 +28,11 @@ from shoal.types.rounds import Commit
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+SWITCH_SECONDS = 2e-4
+"""The time after which the event loop gives way to the engine's thread where a CUDA device computes.
+
+The device stands still meanwhile. Python's 5 ms are most of a round there.
+"""
 MAX_FAILURES = 2
 """The number of passes that fail in a row, without a finished round between them, before the thread
 ends."""
@@ -149,9 +155,10 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._run_jobs():
-                self.busy_since = time.perf_counter()
-                self._run_round()
+            with _quick_switches(self.engine.target.device):
+                while self._run_jobs():
+                    self.busy_since = time.perf_counter()
+                    self._run_round()
         except BaseException as error:  # also an exception that another thread raised in this one
             self.failure = error
             LOG.critical("the engine's thread has ended", exc_info=error)
@@ -224,6 +231,17 @@ class EngineThread:
         gc.collect()  # captured rounds know themselves
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _quick_switches(device: torch.device) -> Iterator[None]:
+    """Lets the thread go on soon after a wait for a CUDA device, though the event loop computes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def engine_stopped() -> ApiError:

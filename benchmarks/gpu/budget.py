@@ -3,9 +3,9 @@
 Counted: launches of a captured round of tiny models of the same layout, whose layers and draws are Triton kernels
 (tests/helpers/fused_launches.py); copies and waits, on a device that pretends to be a GPU (tests/helpers/pretend.py);
 bytes of weights, and of keys and values. Given: the bandwidth and the operations per second that the manufacturer
-names, and what a launch in a graph, a copy and a wait take. A round is then the longer of reading and computing, for
-each pass, and its launches, copies and waits. Not in it: what distributions over the vocabulary read and write (a few
-MB), and whatever keeps kernels from the nominal bandwidth.
+names, and what a launch in a graph, a copy, a wait and the host's part of a round (host.py) take. A round is then the
+longer of reading and computing, for each pass, and its launches, copies and waits. Not in it: what distributions over the
+vocabulary read and write (a few MB), and whatever keeps kernels from the nominal bandwidth.
 
 No GPU is needed, and none is asked for anything.
 """
@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 
 import pytest
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -31,8 +32,11 @@ from pretend import Pretend, moved
 from recorder import Recorder
 from shoal.bench.shapes import SHAPES, Shape
 from shoal.config import Limits, Sampling
+from shoal.drafting.captured_kinds import PENDING
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
+from shoal.models.attention.fused import tiling
+from shoal.models.compiled.buckets import reservation
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection
@@ -41,7 +45,9 @@ from shoal.testing.engines import engine_of
 from shoal.types.requests import Request
 
 LAYER = 9
-"""Launches of a fused layer (`tests/gpu/layers_cases.py -k nine`)."""
+"""Launches of a fused layer (`tests/gpu/layers_cases.py -k nine`); one more where several programs share the keys of a query."""
+PROCESSORS = 132
+"""Multiprocessors of an H200, and of an H100."""
 BYTES = 2
 """Of a number in bfloat16."""
 
@@ -49,13 +55,14 @@ BYTES = 2
 @dataclass(frozen=True)
 class Machine:
     """Of an H200 by its data sheet (SXM, dense bfloat16), and assumptions: seconds of a launch within a graph beside the work of
-    its kernel, of a copy, of the host between a wait and the next launch."""
+    its kernel, of a copy, of the host between another wait and the next launch; measured by host.py: between two rounds."""
 
     bandwidth: float
     operations: float
     launch: float
     copy: float
     wait: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -69,15 +76,25 @@ class Budget:
     downloads: int
 
 
-def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int) -> Budget:
-    """A round in which nothing is built."""
+def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int, rows: int, context: int) -> Budget:
+    """A round in which nothing is built, in layers of these shapes over caches for rows of `context` tokens."""
     with pytest.MonkeyPatch.context() as patch:
         launched = of_a_round(lookahead(), drafts > 0, "rejection", patch)
     if launched["heads"] != drafts + 1:  # layers: one of the target, and one of the drafter in each step
         raise RuntimeError(f"{launched['heads']} layers in a round of {drafts} drafts")
     others, crossed = launched.total() - LAYER * (drafts + 1), crossings(lookahead(), drafts)
-    layers = LAYER * (target.layers + drafts * drafter.layers)
+    layers = target.layers * launches_of(target, rows, drafts + 1, context)
+    layers += sum(drafter.layers * launches_of(drafter, rows, 1 if j else PENDING, context) for j in range(drafts))
     return Budget(others, others + layers, crossed["replay"], crossed["upload"], crossed["download"])
+
+
+def launches_of(shape: Shape, rows: int, columns: int, context: int) -> int:
+    """Of one layer."""
+    capacity, dim = reservation(rows, context)[1], shape.width // shape.heads
+    query, key = (
+        torch.empty(rows, shape.heads, tokens, dim, dtype=torch.bfloat16, device="meta") for tokens in (columns, capacity)
+    )
+    return LAYER + (tiling(query, key, dim, capacity, PROCESSORS).splits > 1)
 
 
 def crossings(lookahead: Any, drafts: int) -> Counter[str]:
@@ -126,7 +143,7 @@ def line(
     passes = pass_seconds(target, rows, drafts + 1, context, machine)
     passes += drafts * pass_seconds(drafter, rows, 1, context, machine)
     small = budget.launches * machine.launch + (budget.uploads + budget.downloads) * machine.copy
-    seconds = passes + small + budget.downloads * machine.wait
+    seconds = passes + small + machine.host + (budget.downloads - 1) * machine.wait
     tokens = sum(acceptance**i for i in range(drafts + 1))
     return (
         name, f"{budget.launches}", f"{budget.others}", f"{budget.functions}", f"{budget.uploads}", f"{budget.downloads}",
@@ -164,8 +181,9 @@ def main() -> None:
     parser.add_argument("--launch-us", type=float, default=1.5)
     parser.add_argument("--copy-us", type=float, default=5.0)
     parser.add_argument("--wait-us", type=float, default=40.0)
+    parser.add_argument("--host-us", type=float, default=325.0)
     asked = parser.parse_args()
-    microseconds = (1e-6 * value for value in (asked.launch_us, asked.copy_us, asked.wait_us))
+    microseconds = (1e-6 * value for value in (asked.launch_us, asked.copy_us, asked.wait_us, asked.host_us))
     machine, shapes = Machine(asked.bandwidth, asked.operations, *microseconds), SHAPES[asked.shape]
     kinds = [("plain", lambda: Fixed(0), 0)]
     for k in map(int, asked.drafts.split(",")):
@@ -176,7 +194,7 @@ def main() -> None:
     table.title = f"COMPUTED, NOT MEASURED: {asked.shape}, {asked.rows} rows of {asked.context} tokens"
     table.title += f", acceptance {asked.acceptance:g}"
     for name, lookahead, drafts in kinds:
-        budget = counted(lookahead, *shapes, drafts)
+        budget = counted(lookahead, *shapes, drafts, asked.rows, asked.context)
         table.add_row(*line(name, budget, shapes, asked.rows, drafts, asked.context, asked.acceptance, machine))
     Console(width=132).print(table)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median, quantiles
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -27,7 +28,7 @@ from shoal.drafting import captured
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.compiled import executors, rounds
+from shoal.models.compiled import Captures, executors, rounds
 from shoal.models.compiled.transfer import Download
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
@@ -123,14 +124,17 @@ def standing_still(watch: Watch) -> Iterator[None]:
             watch.note("verdict")
             return found
 
-    before = executors.EXECUTORS["graphed"], rounds.Download, captured.check_drafts, captured.check_verdict
-    executors.EXECUTORS["graphed"], rounds.Download = nothing_computed(watch), Watched  # type: ignore[misc]
-    captured.check_drafts = lambda round_, *_: round_.checked("draft")
-    captured.check_verdict = lambda round_, *_: round_.checked("verify")
-    try:
+    checked = {
+        "check_drafts": lambda round_, *_: round_.checked("draft"),
+        "check_verdict": lambda round_, *_: round_.checked("verify"),
+    }
+    with (
+        mock.patch.dict(executors.EXECUTORS, graphed=nothing_computed(watch)),
+        mock.patch.object(rounds, "Download", Watched),
+        mock.patch.object(Captures, "replays", new=False),
+        mock.patch.multiple(captured, **checked),
+    ):
         yield
-    finally:
-        executors.EXECUTORS["graphed"], rounds.Download, captured.check_drafts, captured.check_verdict = before  # type: ignore[misc]
 
 
 def runner(seed: int) -> Runner:

@@ -68,7 +68,8 @@ def script(request: pytest.FixtureRequest, scripts: None) -> ModuleType:
 def test_a_budget_is_counted_and_called_computed(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["budget.py", "--drafts", "4", "--launch-us", "0", "--copy-us", "0", "--wait-us", "0"])
+    nothing = [part for name in ("launch", "copy", "wait", "host") for part in (f"--{name}-us", "0")]
+    monkeypatch.setattr(sys, "argv", ["budget.py", "--drafts", "4", *nothing])
     script.main()
     printed = capsys.readouterr().out
     assert "COMPUTED, NOT MEASURED" in printed
@@ -79,7 +80,7 @@ def test_a_budget_is_counted_and_called_computed(
     assert of["auto, 4 drafts"][2:5] == [3, 2, 2]
     assert all(line[5] == line[6] for line in of.values())  # nothing but passes
     assert 3.0 < of["plain"][5] < of["k = 4"][5] < 5.0
-    assert of["plain"][0] - of["plain"][1] == 32 * 9
+    assert of["plain"][0] - of["plain"][1] == 32 * 10  # two programs share the keys of a query, a third launch joins them
 
 
 def test_the_run_is_refused_without_a_device() -> None:
@@ -498,7 +499,7 @@ def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("script", ["host"], indirect=True)
-@pytest.mark.parametrize(("drafts", "calls"), [(0, 720), (6, 1180)])
+@pytest.mark.parametrize(("drafts", "calls"), [(0, 360), (6, 600)])
 def test_the_host_calls_few_functions_in_a_round(script: Any, drafts: int, calls: int) -> None:
     """The device waits for nearly all of them. The bounds may only fall."""
     line = script.measured(drafts, rows=8, repeats=8)

@@ -31,8 +31,8 @@ from shoal.types.requests import Request
 
 VOCABULARY = 8192
 """More than is drawn from in one level (`shoal.sampling.drawing`), as of any model that a GPU is for."""
-CONSTANTS = ("arange", "scalar_tensor")
-"""Made once for a graph, or passed to a kernel by value."""
+TWICE = ("constant_pad_nd",)
+"""Launched twice: the padding is filled, then the values are copied."""
 LAUNCHED = {
     attention_kernels: ("attend", "combine"), kernels: ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product"),
     draw_kernels: (
@@ -61,8 +61,8 @@ class Launches(TorchDispatchMode):
         result, name = function(*args, **kwargs), function._schema.name.split("::")[1]
         if name.startswith(("empty", "new_empty")):
             result.zero_()
-        elif not is_free(function) and name not in CONSTANTS:
-            self.names[name] += 1
+        elif not is_free(function):
+            self.names[name] += 2 if name in TWICE else 1
         return result
 
 

@@ -29,7 +29,7 @@ from shoal.types.rounds import Commit
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 SWITCH_SECONDS = 2e-4
-"""The time after which the event loop gives way to the engine's thread where a CUDA device computes.
+"""The time after which the event loop gives way to the engine's thread where CUDA computes.
 
 The device stands still meanwhile. Python's 5 ms are most of a round there.
 """

@@ -16,12 +16,14 @@ import pytest
 from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
-from shoal.serve.reasoning import CLOSING, ReasoningReader, ReasoningRules, _up_to, rules_of
+from shoal.serve.reasoning import MARKS, THINK, Marks, ReasoningReader, ReasoningRules, _up_to, rules_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import scripted
 from tool_calls import BODY, TIME, WEATHER, speaks
 
 TOKENIZER = tiny_tokenizer()
+CLOSING = THINK.closing
+HARMONY, MISTRAL = MARKS[:2]
 HYBRID = "{# <tool_call> </think> #}" + BODY + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 OPENED = "{# <tool_call> </think> #}" + BODY + "<think>\n"
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
@@ -124,6 +126,48 @@ def test_a_message_comes_back_with_its_reasoning(says: Served) -> None:
 def test_closed_thinking_is_none(says: Served) -> None:
     choice = asked(says, chat_template_kwargs={"enable_thinking": False}, max_tokens=4)["choices"][0]
     assert "reasoning_content" not in choice["message"]
+
+
+FINAL = "<|channel|>final<|message|>"
+OTHERS = [
+    (HARMONY, f"<|channel|>analysis<|message|>So: <|end|> no<|end|><|start|>assistant{FINAL}Yes.", "So: <|end|> no", "Yes."),
+    (HARMONY, f"{FINAL}Yes. {FINAL}", "", f"Yes. {FINAL}"),
+    (HARMONY, "<|channel|>analysis<|message|>cut", "cut", ""),
+    (HARMONY, "Plain.", "", "Plain."),
+    (MISTRAL, "[THINK]so[/THINK]\n\nYes [THINK]", "so", "Yes [THINK]"),
+    (MISTRAL, "[TH", "", "[TH"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("marks", "text", "reasoning", "rest"), OTHERS)
+def test_other_families_mark_their_reasoning_otherwise(marks: Marks, text: str, reasoning: str, rest: str) -> None:
+    for size in (1, 2, 3, 7, 1000):
+        reader, found = ReasoningReader(ReasoningRules(False, marks)), ["", ""]
+        for start in range(0, len(text), size):
+            pieces = reader.feed(text[start : start + size], start + size >= len(text))
+            found = [one + more for one, more in zip(found, pieces, strict=True)]
+        assert found == [reasoning, rest]
+
+
+def test_templates_say_which_marks_there_are() -> None:
+    for marks in (HARMONY, MISTRAL):
+        template = f"{{# {marks.opening} #}}"
+        assert rules_of(template, "x") == ReasoningRules(False, marks)
+        assert rules_of(template, f"x{marks.opening}") == ReasoningRules(True, marks)
+        assert rules_of(template, f"x{marks.closing}") is None
+    assert rules_of(f"{{# {HARMONY.opening} #}}", f"<|start|>assistant{FINAL}") is None
+
+
+def test_a_thought_that_is_continued_stays_a_thought() -> None:
+    template = f"{{# {CLOSING} #}}"
+    assert rules_of(template, "<user>hi<assistant><think>\nso", "<think>\nso") == ReasoningRules(True)
+    assert rules_of(template, "<think>so</think>Yes", "<think>so</think>Yes") is None
+    assert rules_of(template, "<user><think><assistant>Yes", "Yes") is None
+    with served(pair(speaks("<think>so it is</think>Yes"), TOKENIZER), chat_template=HYBRID) as server:
+        for begun, reasoning, text in (("<think>so", "it is", "Yes"), ("<think>so it is</think>Y", None, "es")):
+            messages = [*ASKED, {"role": "assistant", "content": begun}]
+            message = asked(server, messages=messages, continue_final_message=True)["choices"][0]["message"]
+            assert (message.get("reasoning_content"), message["content"]) == (reasoning, text)
 
 
 def test_stop_strings_are_for_the_answer(says: Served) -> None:

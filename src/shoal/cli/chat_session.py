@@ -93,7 +93,7 @@ class ChatSession:
 
     def _run(self, ids: Sequence[int], rules: ReasoningRules | None, attempt: int) -> Result:
         n, model = self.settings.n, self._model
-        shown = _ends_of_reasoning(model) if rules is not None else ()
+        shown = _ends_of_reasoning(model, rules) if rules is not None else ()
         stream = model.stream([list(ids)], n, shown_tokens=shown, **self.settings.asked(attempt))
         try:
             with self._view.growing(n, decoder(model.tokenizer), _split(rules)) as growing:
@@ -137,16 +137,12 @@ def _split(rules: ReasoningRules | None) -> Split:
     return (lambda text, _ended: ("", text)) if rules is None else ReasoningReader(rules).feed
 
 
-def _ends_of_reasoning(model: Shoal) -> list[int]:
+def _ends_of_reasoning(model: Shoal, rules: ReasoningRules) -> list[int]:
     """Returns the ids of the special tokens that enclose reasoning.
 
     Texts show these tokens, so that reasoning can be told from an answer.
     """
     from shoal.engine.detokenizer import special_tokens
-    from shoal.serve.reasoning import CLOSING, OPENING
 
-    return [
-        token
-        for token, name in special_tokens(model.tokenizer).items()
-        if name in (OPENING, CLOSING)
-    ]
+    around, names = "".join(rules.marks), special_tokens(model.tokenizer)
+    return [token for token, name in names.items() if name in around]

@@ -110,10 +110,10 @@ class PromptEncoder:
                 )
         return frozenset(special)
 
-    def tokens_of(self, *names: str) -> frozenset[int]:
-        """Returns the special tokens of these names."""
+    def tokens_within(self, text: str) -> frozenset[int]:
+        """Returns the special tokens whose names stand in a text."""
         return frozenset(
-            token for token, name in special_tokens(self._tokenizer).items() if name in names
+            token for token, name in special_tokens(self._tokenizer).items() if name in text
         )
 
     def names(self, ids: Sequence[int]) -> list[str]:

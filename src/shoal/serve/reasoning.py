@@ -1,13 +1,41 @@
-"""Reasoning in the texts of chat models: the text between `<think>` and `</think>` before the
-answer, as templates write it."""
+"""Reasoning in the texts of chat models: the text between two marks before the answer, as
+templates write it.
+
+The marks are `<think>` and `</think>` of most models, `[THINK]` of Mistral's, and the channels of
+gpt-oss (harmony).
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shoal.config import Grammar
 
-OPENING, CLOSING = "<think>", "</think>"
+
+class Marks(NamedTuple):
+    """The marks around the reasoning of a family of models.
+
+    Attributes:
+        opening: the text before it.
+        closing: the text behind it, before the answer.
+        answer: the text before an answer without reasoning; empty if there is none.
+    """
+
+    opening: str
+    closing: str
+    answer: str = ""
+
+
+THINK = Marks("<think>", "</think>")
+FINAL = "<|channel|>final<|message|>"
+MARKS = (
+    Marks("<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{FINAL}", FINAL),
+    Marks("[THINK]", "[/THINK]"),
+    THINK,
+)
+"""The marks of all families; the first whose opening or closing stands in a template decides."""
 LINE_FEEDS = "\\n{0,2}"
 """A regular expression of the blanks between the reasoning and a text under a grammar."""
 
@@ -19,14 +47,17 @@ class ReasoningRules:
     Attributes:
         opened: True if the opening stands in the prompt, so samples begin inside of it. Otherwise
             they reason if they begin with it.
+        marks: the marks around the reasoning.
     """
 
     opened: bool
+    marks: Marks = THINK
 
     @property
     def unstopped(self) -> tuple[str, str]:
         """The reasoning, as `Request.unstopped` has it."""
-        return r"\A" if self.opened else rf"\A\s*{OPENING}", CLOSING
+        opening = re.escape(self.marks.opening)
+        return r"\A" if self.opened else rf"\A\s*{opening}", self.marks.closing
 
     def allowed_before(self, grammar: Grammar, opening: str = "") -> Grammar:
         """Returns the grammar of a sample whose answer alone is of a grammar.
@@ -35,24 +66,34 @@ class ReasoningRules:
             grammar: the grammar of the answer.
             opening: stands before the answer, literally.
         """
-        inside = _up_to(CLOSING) + LINE_FEEDS
-        before = (inside if self.opened else f"(?:{_escaped(OPENING)}{inside})?") + _escaped(
-            opening
-        )
+        inside = _up_to(self.marks.closing) + LINE_FEEDS
+        before = (
+            inside if self.opened else f"(?:{_escaped(self.marks.opening)}{inside})?"
+        ) + _escaped(opening)
         if grammar.kind == "regex":
             return replace(grammar, text=f"{before}(?:{grammar.text})")
         return replace(grammar, before=before)
 
 
-def rules_of(template: str | None, prompt: str) -> ReasoningRules | None:
+def rules_of(template: str | None, prompt: str, begun: str = "") -> ReasoningRules | None:
     """Returns the rules for reasoning behind a prompt that a chat template wrote.
 
     None if the template's models do not reason, or have reasoned already.
+
+    Args:
+        template: the chat template.
+        prompt: its text.
+        begun: the text of the message that the samples go on with; empty if there is none.
     """
-    written = prompt.rstrip()
-    if template is None or CLOSING not in template or written.endswith(CLOSING):
+    written, text = prompt.rstrip(), template or ""
+    marks = next((one for one in MARKS if one.closing in text or one.opening in text), None)
+    # The channels of gpt-oss are put together from parts, and only the first one is sure.
+    if marks is None or (marks is THINK and THINK.closing not in text):
         return None
-    return ReasoningRules(written.endswith(OPENING))
+    if written.endswith((marks.closing, marks.answer or marks.closing)) or marks.closing in begun:
+        return None
+    inside = marks.opening in begun or written.endswith(marks.opening)
+    return None if begun and not inside else ReasoningRules(inside, marks)
 
 
 class ReasoningReader:
@@ -66,6 +107,7 @@ class ReasoningReader:
     """
 
     def __init__(self, rules: ReasoningRules) -> None:
+        self._marks = rules.marks
         self._inside, self._over, self._begun = rules.opened, False, False
         self._waiting, self._read = "", 0
         self.characters = 0
@@ -89,20 +131,23 @@ class ReasoningReader:
 
     def _open(self, ended: bool) -> None:
         """Decides whether the text begins with reasoning."""
-        start = self._waiting.lstrip()
-        if start.startswith(OPENING):
-            self._inside, self._waiting = True, start[len(OPENING) :]
-        elif ended or not OPENING.startswith(start):
+        start, (opening, _, answer) = self._waiting.lstrip(), self._marks
+        if start.startswith(opening):
+            self._inside, self._waiting = True, start[len(opening) :]
+        elif answer and start.startswith(answer):
+            self._over, self._waiting = True, start[len(answer) :]
+        elif ended or not (opening.startswith(start) or answer.startswith(start)):
             self._over = True
 
     def _reasoned(self, ended: bool) -> str:
         """Returns reasoning, without an end that may become the closing, or stand before it."""
-        found = self._waiting.find(CLOSING)
+        closing = self._marks.closing
+        found = self._waiting.find(closing)
         self.characters = self._read
         if found >= 0:
             shown, self._waiting = (
                 self._waiting[:found].rstrip(),
-                self._waiting[found + len(CLOSING) :],
+                self._waiting[found + len(closing) :],
             )
             self.characters -= len(self._waiting)
             self._inside, self._over = False, True
@@ -110,7 +155,7 @@ class ReasoningReader:
             partial = (
                 0
                 if ended
-                else max(k for k in range(len(CLOSING)) if self._waiting.endswith(CLOSING[:k]))
+                else max(k for k in range(len(closing)) if self._waiting.endswith(closing[:k]))
             )
             shown = self._waiting[: len(self._waiting) - partial].rstrip()
             self._waiting = "" if ended else self._waiting[len(shown) :]

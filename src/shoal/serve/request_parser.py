@@ -10,7 +10,7 @@ from shoal.config import Grammar
 from shoal.serve.api_errors import ApiError
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import Prompt
-from shoal.serve.reasoning import CLOSING, OPENING, ReasoningRules
+from shoal.serve.reasoning import ReasoningRules
 from shoal.serve.reasoning import rules_of as reasoning_of
 from shoal.serve.request_builder import RequestBuilder
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
@@ -18,6 +18,7 @@ from shoal.serve.tool_calls import CallRules
 from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told
 from shoal.types.requests import Request
 
+CONTINUED = "continue_final_message"
 DEFAULT_MAX_TOKENS = 16
 """The `max_tokens` of a completion without the field; a chat answer may then be as long as the
 server allows."""
@@ -109,8 +110,8 @@ class RequestParser:
         parsed = self._builder.build(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
         grammar = grammar_with_calls(request, rules, self._settings.max_grammar) if rules else None
         field = "tools" if rules and rules.forced else parsed.grammar_field
-        tags = self._encoder.tokens_of(
-            *((rules.format.opening, rules.format.closing) if rules else ())
+        tags = self._encoder.tokens_within(
+            f"{rules.format.opening}\n{rules.format.closing}" if rules else ""
         )
         unstopped = (
             *((reasoning.unstopped,) if reasoning else ()),
@@ -135,7 +136,8 @@ class RequestParser:
         variables |= _turn(request)
         messages = told(request) if rules and rules.told else request.messages
         written = encoder.write(messages, variables, request.split_special_tokens is False)
-        reasoning = reasoning_of(encoder.template(tools=rules is not None), written)
+        last = request.messages[-1].plain()["content"] if _turn(request).get(CONTINUED) else ""
+        reasoning = reasoning_of(encoder.template(tools=rules is not None), written, last)
         if rules is not None:
             rules = replace(rules, reasons=reasoning is not None)
         return (
@@ -154,7 +156,7 @@ class RequestParser:
         Raises:
             ApiError: a grammar would have to write special tokens.
         """
-        ends = self._encoder.tokens_of(OPENING, CLOSING)
+        ends = self._encoder.tokens_within("".join(reasoning.marks))
         requests = []
         for one in parsed.requests:
             grammar = one.sampling.grammar
@@ -204,7 +206,7 @@ def _turn(request: ChatRequest) -> dict[str, bool]:
     if begins:
         message = "continue_final_message does not go with add_generation_prompt: leave one out"
         raise ApiError(400, message, param="continue_final_message", code="invalid_value")
-    return {"continue_final_message": True, "add_generation_prompt": False}
+    return {CONTINUED: True, "add_generation_prompt": False}
 
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Any]:

@@ -151,6 +151,32 @@ def asked(step: int, training: bool = True, process: int = 0, seed: int = 7, **o
     )  # fmt: skip
 
 
+PROCESSED = [
+    {}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 5, "repetition_penalty": 1.2},
+    {"temperature": 0.7}, {"temperature": 0.7, "min_p": 0.05, "generation_kwargs": {"bad_words": [[5]]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PROCESSED, ids=str)
+@torch.no_grad()
+def test_the_ratio_of_the_loss_is_one_whatever_is_truncated(options: dict[str, Any], tokenizer: Any) -> None:
+    """The policy has not changed, so its ratio is 1; by the log-probabilities after truncation it was 0.9 and less."""
+    pair = shoal.load(policy(), bundled("drafter"), tokenizer=tokenizer)
+    trainer = asked(0, max_completion_length=12, **options)
+    trainer.model, trainer.processing_class = pair.target.hf, tokenizer
+    found = ours.rollout_func(pair, lookahead=3)([prompt for prompt in PROMPTS for _ in range(4)], trainer)
+    ratios = []
+    for prompt, sample, logprobs in zip(found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True):
+        logits = (
+            pair.target.hf(torch.tensor([[*prompt, *sample]])).logits[0, len(prompt) - 1 : -1] / trainer.args.temperature
+        )
+        loss = logits.log_softmax(-1).gather(-1, torch.tensor(sample)[:, None])[:, 0]
+        ratios.append((loss - torch.tensor(logprobs)).exp())
+    assert torch.cat(ratios).mean().item() == pytest.approx(1, abs=1e-4)
+    assert (torch.cat(ratios) - 1).abs().max().item() < 1e-3
+
+
 def _by_sum(self: Any, trainer: Any) -> int:
     """Sabotage: neighbouring seeds of a trainer share the seeds of calls, and so do the batches of a step."""
     place = trainer.state.global_step * trainer.accelerator.num_processes + trainer.accelerator.process_index

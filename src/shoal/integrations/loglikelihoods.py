@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -53,7 +54,26 @@ def loglikelihoods(
         RequestError: an empty context, too many tokens, or an id outside of the vocabulary.
         OutOfMemory: the memory does not suffice.
     """
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    return [(fsum(each), greedy) for each, greedy in _scored(target, pairs, 1.0, done)]
+
+
+def token_logprobs(
+    target: Runner, pairs: Sequence[Pair], temperature: float = 1.0
+) -> list[list[float]]:
+    """Computes the natural-log probability of each token of each pair's continuation.
+
+    It is the model's at a temperature, without truncation and penalties.
+    """
+    return [each for each, _ in _scored(target, pairs, temperature)]
+
+
+def _scored(
+    target: Runner,
+    pairs: Sequence[Pair],
+    temperature: float,
+    done: Callable[[int], None] = lambda count: None,
+) -> list[tuple[list[float], bool]]:
+    found: list[tuple[list[float], bool]] = [([], True) for _ in pairs]
     contexts = _contexts(target, pairs)
     runner = target.fork_for_ordinary_passes()
     for start in range(0, len(contexts), ROWS):
@@ -70,7 +90,7 @@ def loglikelihoods(
                 if turn < len(context.pairs)
             }
             scored = _continued(
-                runner, batch, {slot: pairs[pair][1] for slot, pair in asked.items()}
+                runner, batch, {slot: pairs[pair][1] for slot, pair in asked.items()}, temperature
             )
             for slot, pair in asked.items():
                 found[pair] = scored[slot]
@@ -98,20 +118,20 @@ def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:
 
 
 def _continued(
-    runner: Runner, batch: Sequence[_Context], after: dict[int, Sequence[int]]
-) -> dict[int, tuple[float, bool]]:
+    runner: Runner, batch: Sequence[_Context], after: dict[int, Sequence[int]], temperature: float
+) -> dict[int, tuple[list[float], bool]]:
     """Returns the scores of one continuation per slot."""
     inputs: list[Sequence[int]] = [()] * len(batch)
     for slot, ids in after.items():
         inputs[slot] = [batch[slot].ids[-1], *ids[:-1]] if ids else ()
-    scores = dict.fromkeys(after, (0.0, True))
+    scores: dict[int, tuple[list[float], bool]] = {slot: ([], True) for slot in after}
     for slot, start, logits in _fed(runner, inputs):
         chosen = torch.tensor(after[slot][start : start + len(logits)], device=logits.device)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])
-        total, greedy = scores[slot]
+        logprobs = (logits / temperature).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        before, greedy = scores[slot]
         scores[slot] = (
-            total + float(logprobs.double().sum()),
+            before + logprobs.tolist(),
             greedy and bool((logits.argmax(-1) == chosen).all()),
         )
     return scores

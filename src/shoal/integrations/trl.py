@@ -9,6 +9,7 @@ each batch of rollouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -16,13 +17,19 @@ import numpy as np
 from torch import Tensor, nn
 
 from shoal.api import Shoal
+from shoal.config import Sampling
 from shoal.errors import RequestError
+from shoal.integrations.loglikelihoods import token_logprobs
+from shoal.types.options import split_options
+from shoal.types.samples import Sample
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """A function of (prompts, trainer) that returns prompt_ids, completion_ids and logprobs.
 
 Each is a list per sample.
 """
+CONSTRAINTS = {"suffix", "constraints", "align", "exact", "syntax"}
+"""The arguments of `Shoal.generate` under which some tokens are impossible."""
 
 
 def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
@@ -41,8 +48,9 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
         options: the options of `Shoal.generate`, in place of the trainer's.
 
     Returns:
-        The function. Its `logprobs` are those of the distribution that was sampled from
-        (`Sample.processed_logprobs`).
+        The function. Its `logprobs` are those that the trainer's loss computes: the policy's at the
+        trainer's temperature, before truncation and penalties. Where either is asked for and the
+        temperature is not 1, they take one more pass over the samples.
 
     Raises:
         RequestError: when called: the pair's target does not have the weights of the policy, or
@@ -59,19 +67,40 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
         if any(count != n for _, count in groups):
             groups, n = [(prompt, 1) for prompt in prompts], 1
         asked = [_ids(prompt, trainer.processing_class) for prompt, _ in groups]
-        result = pair.generate(
-            asked, n, **_options(trainer) | {"seed": seeds.next(trainer)} | options
-        )
+        named = _options(trainer) | {"seed": seeds.next(trainer)} | options
+        result = pair.generate(asked, n, **named)
         samples = [
             (list(output.prompt_ids), sample) for output in result for sample in output.samples
         ]
         return {
             "prompt_ids": [prompt for prompt, _ in samples],
             "completion_ids": [list(sample.token_ids) for _, sample in samples],
-            "logprobs": [list(sample.processed_logprobs) for _, sample in samples],
+            "logprobs": _logprobs(pair, samples, named, float(trainer.args.temperature)),
         }
 
     return rollouts
+
+
+def _logprobs(
+    pair: Shoal,
+    samples: Sequence[tuple[list[int], Sample]],
+    named: Mapping[str, Any],
+    temperature: float,
+) -> list[list[float]]:
+    """Returns the policy's log-probabilities of the samples' tokens at the trainer's temperature.
+
+    After truncation a token's probability is larger, by the mass that was left out: the ratio of
+    the loss would be too small by it.
+    """
+    if temperature == 1:
+        return [list(sample.logprobs) for _, sample in samples]
+    names = {"sampling", *(each.name for each in fields(Sampling))}
+    sampling, *_ = split_options({name: named[name] for name in names & named.keys()})
+    scaled = replace(sampling, seed=None) == Sampling(temperature=temperature)
+    if scaled and named.keys().isdisjoint(CONSTRAINTS):
+        return [list(sample.processed_logprobs) for _, sample in samples]
+    pairs = [(prompt, sample.token_ids) for prompt, sample in samples]
+    return token_logprobs(pair.target, pairs, temperature)
 
 
 def _options(trainer: Any) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
         by_answer.setdefault(str(explanation), []).append(kind)
     figure = "; ".join(f"{', '.join(names)}: {answer}" for answer, names in by_answer.items())
     if runner.mixers is not None:
-        figure += f"; recurrent states in {runner.mixers}"
+        figure += f"; recurrent states in {runner.mixers}: chains only, no prefixes are kept"
     data = {
         kind: {"executor": explanation.executor, "refusals": dict(explanation.refusals)}
         for kind, explanation in kinds.items()

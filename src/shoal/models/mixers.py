@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.errors import UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.cache.mixing import EqualRows, Mixers
-from shoal.models.cache.states import StateCache
+from shoal.models.cache.states import KNOWN, StateCache
 from shoal.models.runner import Runner
 
 BEFORE, TOKENS = 2, 6
@@ -91,6 +91,11 @@ def use_mixers(runner: Runner) -> None:
     Raises:
         UnsupportedModel: the states of the model are not kept in the cache, or not row by row.
     """
+    if not KNOWN:
+        raise UnsupportedModel(
+            f"{runner.name} is not supported: this version of Transformers has no common cache for "
+            f"recurrent states; version 5.24 has one"
+        )
     watch = _Watch()
     runner.cache = watch
     watch.reserve(1, TOKENS)

@@ -39,6 +39,9 @@ from shoal.models.cache.plan import Plan
 from shoal.models.cache.slots import SlotCache
 from shoal.types.prefix import Prefix
 
+KNOWN = hasattr(SlotCache, "get_conv_state")
+"""True if this version of Transformers asks a cache for recurrent states."""
+
 
 class StateCache(SlotCache):
     """The keys, values and recurrent states of rows of unequal lengths.

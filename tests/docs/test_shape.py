@@ -26,7 +26,7 @@ BOUNDS = {
     "long lines": 34,
     "packed statements": 7,
     "functions of many parameters": 28,
-    "classes of many members": 14,
+    "classes of many members": 13,
     "calls of many positions": 75,
     "class names used twice": 38,
     "module names used twice": 45,

@@ -182,7 +182,7 @@ class ModelDrafter(Drafter):
         A row is outgrown if it has more tokens than the drafter holds.
         """
         for row in self._slots.known(rows):
-            self._cut(row, self._kept(row))
+            _cut(self, row, self._kept(row))
 
     def roll_back(self, row: Row, tokens: int) -> None:
         """Forgets the tokens of a row beyond the first `tokens`.
@@ -190,15 +190,7 @@ class ModelDrafter(Drafter):
         All are forgotten if the model's states cannot go back that far.
         """
         if self._slots.known([row]):
-            self._cut(row, tokens)
-
-    def _cut(self, row: Row, tokens: int) -> None:
-        slot, cache = self._slot(row), self.runner.cache
-        length = min(cache.lengths[slot], tokens)
-        if cache.reaches(slot, length):
-            cache.rollback(slot, length)
-        else:
-            self._slots.leave([self.read_as(row)])
+            _cut(self, row, tokens)
 
     def pause(self, rows: Sequence[Row]) -> None:
         """Frees the slots of rows; the prompts in them stay usable."""
@@ -305,6 +297,15 @@ class ModelDrafter(Drafter):
             self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), drawing
         )
         return step and (lambda uniforms, lengths: step())
+
+
+def _cut(drafter: ModelDrafter, row: Row, tokens: int) -> None:
+    slot, cache = drafter._slot(row), drafter.runner.cache
+    length = min(cache.lengths[slot], tokens)
+    if cache.reaches(slot, length):
+        cache.rollback(slot, length)
+    else:
+        drafter._slots.leave([drafter.read_as(row)])
 
 
 def needs_q(inputs: DraftInputs) -> bool:

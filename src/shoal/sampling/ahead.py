@@ -55,10 +55,8 @@ class UniformsAhead:
                 [row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows
             )
             places = [self._places[row.serial] for row in rows]
-        starts = [
-            AHEAD * place - base + first
-            for (place, base), first in zip(places, firsts, strict=True)
-        ]
+            used = [first - base for (_, base), first in zip(places, firsts, strict=True)]
+        starts = [AHEAD * place + count for (place, _), count in zip(places, used, strict=True)]
         return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
 
     def _compute(self, wanted: Sequence[Row], rows: Sequence[Row]) -> None:

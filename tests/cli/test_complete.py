@@ -186,6 +186,21 @@ def test_suggestions_are_ranked_and_shown_as_diffs(
     assert "\x1b[32m+    retu" in coloured.getvalue()
 
 
+def test_a_file_with_the_line_ends_of_windows(shoal: Command, tiny: Models, file: Path, fills: None) -> None:
+    """The model reads line feeds, and the diff applies to the file; its suggestion ends lines as the file does."""
+    ask = ["complete", file, "--at", "2:9", "-n", 4, "--seed", 3, "--max-new-tokens", 12, *tiny.pair]
+    plain, old = shoal(*ask, "--json").json["suggestions"], TEXT.replace("\n", "\r\n")
+    file.write_bytes(old.encode())
+    found = shoal(*ask, "--json").json["suggestions"]
+    assert [one["text"] for one in found] == [one["text"].replace("\n", "\r\n") for one in plain]
+    assert [one["token_ids"] for one in found] == [one["token_ids"] for one in plain]
+    before, behind = split_at(file, "2:9")
+    assert before + behind == old
+    for text in ("rn a\r\n    b", "x"):
+        assert patched(old, diff("/tmp/a.py", before, text, behind)) == before + text + behind
+    assert shoal(*ask).out.count("-    retu\r\n") == 4
+
+
 def test_a_model_that_cannot_fill_in_continues_the_end_of_a_file(shoal: Command, tiny: Models, file: Path) -> None:
     answer = shoal("complete", file, "--at", "2:9", "--model", tiny.target)
     assert answer.code == 2

@@ -20,6 +20,7 @@ from shoal.errors import RequestError
 from shoal.serve.infill import IndentLimit
 from shoal.serve.settings import Settings
 from shoal.testing import VOCABULARY, tiny_tokenizer
+from tool_calls import speaks
 
 PREFIX, MIDDLE, SUFFIX = "import os\n\ndef f(a):\n", "    retu", "\n\nprint(f(1))\n"
 TIMINGS = {
@@ -248,3 +249,28 @@ def test_a_server_with_members_needs_jedi(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "jedi", None)
     with pytest.raises(RequestError, match=r"pip install '\.\[members\]'"):
         Settings("m", members=True)
+
+
+def test_a_file_of_windows_gets_its_own_ends_of_lines() -> None:
+    """The model reads line feeds, whatever it writes; an empty line ends no indented suggestion."""
+    body = {
+        "input_prefix": "def f():\n    a\n",
+        "input_suffix": "\n",
+        "n_predict": 60,
+        "n_indent": 4,
+        "stop": ["zz"],
+        "align": False,
+    }
+    windows = body | {name: body[name].replace("\n", "\r\n") for name in ("input_prefix", "input_suffix")}
+    said = "    b\r\n\r\n    c\n\n    d\re"
+    with served(pair(speaks(said + "zz", begin="Z")), max_tokens=64) as server:
+        texts = {}
+        for name, asking in (("lf", body), ("crlf", windows)):
+            for stream in (False, True):
+                answer = httpx.post(f"{server.url}/infill", json={**asking, "stream": stream})
+                got = [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n") if part]
+                texts[name, stream] = "".join(one["content"] for one in got)
+        plain = "    b\n\n    c\n\n    de"
+        for stream in (False, True):
+            assert texts["lf", stream] == plain
+            assert texts["crlf", stream] == plain.replace("\n", "\r\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +33,7 @@ from shoal.types.options import split_options
 if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.constraints.syntax.requests import Syntax
-    from shoal.types.samples import Result
+    from shoal.types.samples import Result, Sample
 
 
 RESERVED = 8
@@ -118,16 +119,19 @@ def complete(
         _read_syntax(sampling)
         model = source.load()
         progress.expect(rows=sampling.n)
-        prompt, asked = _prompt(model, before, behind, sampling)
+        left, right = (text.replace("\r\n", "\n") for text in (before, behind))
+        prompt, asked = _prompt(model, left, right, sampling)
         stream = model.stream([prompt], sampling.n, **asked, **options)
         result, interrupted = follow(stream, progress.add)
     if interrupted:
         finished = sum(sample.finish_reason != "cancelled" for sample in result[0].samples)
         stderr().print(f"interrupted: {finished} of {sampling.n} suggestions finished")
+    ends = "\r\n" if "\r\n" in before + behind else "\n"
+    ranked = [replace(one, text=_with_ends(one.text, ends)) for one in best_first(result[0])]
     if as_json:
-        print(json.dumps(_document(result, cursor), allow_nan=False))
+        print(json.dumps(_document(result, ranked, cursor), allow_nan=False))
     else:
-        show_suggestions(stdout(), str(cursor.file), before, behind, best_first(result[0]))
+        show_suggestions(stdout(), str(cursor.file), before, behind, ranked)
     failed = report_failures(result)
     return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
@@ -186,11 +190,16 @@ def _prompt(
     return before, asked | ({"suffix": behind} if fills else {})
 
 
-def _document(result: Result, cursor: CursorOptions) -> dict[str, Any]:
+def _with_ends(text: str, ends: str) -> str:
+    """Returns a text with the file's ends of lines."""
+    return text.replace("\r\n", "\n").replace("\n", ends)
+
+
+def _document(result: Result, ranked: Sequence[Sample], cursor: CursorOptions) -> dict[str, Any]:
     """Returns the JSON object of the suggestions, best first."""
     return {
         "file": str(cursor.file),
         "at": cursor.at,
-        "suggestions": [sample_document(sample) for sample in best_first(result[0])],
+        "suggestions": [sample_document(sample) for sample in ranked],
         "stats": result.stats.to_dict(),
     }

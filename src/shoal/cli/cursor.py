@@ -16,7 +16,7 @@ def split_at(file: Path, at: str) -> tuple[str, str]:
     """Returns the texts of a file before and behind a cursor.
 
     The cursor stands before the character at its place. A column is a count of characters; the
-    column after a line's last character is the line's end. Line breaks are read as line feeds.
+    column after a line's last character is the line's end. Line breaks are those of the file.
 
     Raises:
         RequestError: the file cannot be read, or has no such place.
@@ -24,8 +24,11 @@ def split_at(file: Path, at: str) -> tuple[str, str]:
     place = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", at)
     if place is None:
         raise RequestError(f"--at must be LINE:COL, two numbers from 1 on such as 12:5, got {at!r}")
-    text = sys.stdin.read() if str(file) == STDIN else read_text(file, "file")
-    lines, (line, column) = text.split("\n"), map(int, place.groups())
+    if str(file) == STDIN and hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(newline="")
+    text = sys.stdin.read() if str(file) == STDIN else read_text(file, "file", newline="")
+    whole, (line, column) = text.split("\n"), map(int, place.groups())
+    lines = [one.removesuffix("\r") for one in whole]
     if line > len(lines):
         raise RequestError(f"--at {at}: {str(file)!r} has {len(lines)} lines")
     if column > len(lines[line - 1]) + 1:
@@ -33,5 +36,5 @@ def split_at(file: Path, at: str) -> tuple[str, str]:
             f"--at {at}: line {line} has {len(lines[line - 1])} characters, so its last column "
             f"is {len(lines[line - 1]) + 1}"
         )
-    cut = sum(len(one) + 1 for one in lines[: line - 1]) + column - 1
+    cut = sum(len(one) + 1 for one in whole[: line - 1]) + column - 1
     return text[:cut], text[cut:]

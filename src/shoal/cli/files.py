@@ -92,14 +92,15 @@ def read_template(template: Path | None) -> str | None:
         raise RequestError(said) from error
 
 
-def read_text(file: Path, kind: str = "prompt file") -> str:
-    """Returns a file's text.
+def read_text(file: Path, kind: str = "prompt file", newline: str | None = None) -> str:
+    """Returns a file's text, with line feeds for ends of lines unless `newline` is "".
 
     Raises:
         RequestError: it cannot be read.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8", newline=newline) as opened:
+            return opened.read()
     except OSError as error:
         raise RequestError(f"cannot read {kind} {str(file)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:

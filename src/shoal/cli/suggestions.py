@@ -60,7 +60,10 @@ def show_suggestions(
         if not text:
             console.print(Text("# nothing to add", style="dim"))
         for line in diff(name, before, text, behind) if text else ():
-            console.print(_coloured(line, console.is_terminal), soft_wrap=True)
+            if console.is_terminal:
+                console.print(_coloured(line.removesuffix("\r")), soft_wrap=True)
+            else:  # as it is: rich would leave out carriage returns
+                console.file.write(f"{line}\n")
         console.print()
 
 
@@ -81,6 +84,6 @@ def _lines(parts: Sequence[str]) -> list[str]:
     return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
 
-def _coloured(line: str, terminal: bool) -> Text:
+def _coloured(line: str) -> Text:
     style = "bold" if line.startswith(("---", "+++")) else STYLES.get(line[:1], "")
-    return Text(printable(line) if terminal else line, style=style)
+    return Text(printable(line), style=style)

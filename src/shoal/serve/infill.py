@@ -44,6 +44,8 @@ class IndentLimit:
         for character in text:
             if character == "\n":
                 self._held, self._blanks = self._held + character, 0
+            elif character == "\r":
+                continue  # of an end of a line, which gets the file's own
             elif self._blanks < 0:
                 shown += character
             elif character in " \t":
@@ -102,7 +104,7 @@ class InfillResponse:
         text = "".join([piece async for piece in self._pieces()])
         if self._reason == "time" and "\n" in text:  # llama.cpp ends at a line feed too
             text = text[: text.rindex("\n")]
-        return self._selected(self._final(text))
+        return self._selected(self._final(self._as_in_file(text)))
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields the answer as server-sent events; the first item is empty.
@@ -124,7 +126,7 @@ class InfillResponse:
                 yield event(
                     {
                         "index": 0,
-                        "content": piece,
+                        "content": self._as_in_file(piece),
                         "tokens": [],
                         "stop": False,
                         "id_slot": 0,
@@ -162,6 +164,10 @@ class InfillResponse:
                         return
         if limit.rest():
             yield limit.rest()
+
+    def _as_in_file(self, text: str) -> str:
+        """Returns a text with the file's ends of lines; a carriage return belongs to one."""
+        return text.replace("\r", "").replace("\n", line_end(self.request))
 
     def _submission(self) -> Submission:
         detailed = self.parsed.top_logprobs is not None
@@ -262,6 +268,18 @@ def _at(value: Any, path: Sequence[str]) -> Any:
     return value
 
 
+def line_end(request: InfillRequest) -> str:
+    """Returns the file's end of a line."""
+    return "\r\n" if "\r\n" in request.before_cursor + request.input_suffix else "\n"
+
+
+def with_line_feeds(request: InfillRequest) -> InfillRequest:
+    """Returns the request with line feeds for ends of lines, as models know them."""
+    texts = {name: getattr(request, name) for name in ("input_prefix", "prompt", "input_suffix")}
+    fed = {name: text and text.replace("\r\n", "\n") for name, text in texts.items()}
+    return request.model_copy(update=fed)
+
+
 def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[ParsedRequest, bool]:
     """Returns the request, and True if text was left out that the context does not hold.
 
@@ -270,6 +288,7 @@ def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[Pars
         RequestError: the request cannot be served.
     """
     builder.require_members(request)
+    request = with_line_feeds(request)
     wanted = (
         request.n_predict
         if request.n_predict is not None and request.n_predict >= 0

@@ -48,6 +48,18 @@ def advanced(constraint: Constraint[Any], state: Any, token: int) -> Any:
         return Failed(_reason(constraint, error))
 
 
+def forced(
+    constraint: Constraint[Any], state: Any, draft: Sequence[int]
+) -> tuple[int, Sequence[int]]:
+    """Returns the constraint's `forced`; nothing is certain if it fails or has failed."""
+    if isinstance(state, Failed):
+        return len(draft), ()
+    try:
+        return constraint.forced(state, draft)
+    except Exception:
+        return len(draft), ()
+
+
 def is_free(constraint: Constraint[Any], state: Any) -> bool:
     """Returns the constraint's `is_free`; False if it fails or has failed: `mask` is called."""
     if isinstance(state, Failed):

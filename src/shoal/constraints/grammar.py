@@ -14,7 +14,8 @@ import os
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,19 @@ class GrammarConstraint(Constraint[TextState]):
         ends = symbols[:, self._end].clone()
         symbols[:, self._end] = False
         return Allowed(symbols[:, :vocab_size], ends)
+
+    def forced(self, state: TextState, draft: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Returns the tokens by which the tokenizer writes the only text that can follow.
+
+        A last token is left out if it might be a longer one, by the text behind it.
+        """
+        track = state.tracks[0]
+        matcher = track.at(state)
+        kept = 0 if matcher is None else matcher.validate_tokens(list(draft))
+        end = reduce(self.advance, draft[:kept], state)
+        if matcher is None or (matcher := track.at(end)) is None:
+            return kept, ()
+        return kept, list(takewhile(lambda token: token != self._end, matcher.compute_ff_tokens()))
 
     def why(self, state: TextState) -> str:
         reason = state.tracks[0].why(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -55,6 +55,23 @@ def bound(row: Row, block: Sequence[int]) -> int:
             (constraint, calls.advanced(constraint, state, token)) for constraint, state in held
         ]
     return len(block)
+
+
+def forced(row: Row, draft: Sequence[int], vocab_size: int) -> tuple[int, list[int]]:
+    """Returns the tokens that will follow a draft of the row, if the text there is certain.
+
+    Returns:
+        The number of the first tokens of the draft that all constraints allow, at most up to a
+        drafted EOS; and the tokens of the longest text that one of them forces behind these.
+    """
+    head = list(takewhile(lambda token: token not in row.eos, draft))
+    found = [calls.forced(constraint, state, head) for constraint, state in row.constraints]
+    kept = min((count for count, _ in found), default=len(head))
+    if any(count > kept for count, _ in found):
+        found = [calls.forced(each, state, head[:kept]) for each, state in row.constraints]
+    run = max((tokens for _, tokens in found), key=len, default=())
+    usual = takewhile(lambda token: token < vocab_size and token not in row.eos, run)
+    return kept, list(usual)
 
 
 def is_complete(row: Row, vocab_size: int) -> bool:

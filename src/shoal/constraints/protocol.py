@@ -58,6 +58,20 @@ class Constraint(Protocol[State]):
         """
         ...
 
+    def forced(self, state: State, draft: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Returns the tokens that will follow a draft, if the text there is certain.
+
+        They are drafted, and verified as any draft: a wrong answer costs time alone.
+
+        Args:
+            draft: tokens that may follow the state.
+
+        Returns:
+            The number of the first tokens of the draft that the constraint allows, and the tokens
+            of the text that must follow these.
+        """
+        return len(draft), ()
+
     def why(self, state: State) -> str:
         """Returns the reason why `mask` failed in its last call for this state.
 

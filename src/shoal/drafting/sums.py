@@ -26,7 +26,7 @@ from shoal.drafting.first_tokens import FirstTokens
 from shoal.drafting.grafting import grafted
 from shoal.drafting.model import ModelDrafter, needs_q
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps, name_of
-from shoal.drafting.text import NOTHING, Guess, TextDrafter
+from shoal.drafting.text import NOTHING, Guess, TextDrafter, with_point_masses
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import tree_uniforms
@@ -283,17 +283,5 @@ def _chained(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTr
     """Returns the chains chosen for some rows, and the last drafter's for the others."""
     drafts = [mine or theirs for mine, theirs in zip(chosen, own.drafts, strict=True)]
     tree = DraftTree.of(drafts, device=own.tokens.device, steps=steps)
-    q = None if own.q is None else _with_point_masses(own.q, chosen, tree.m)
+    q = None if own.q is None else with_point_masses(own.q[: tree.m], chosen)
     return DraftTree(tree.tokens, tree.lengths, q, tree.drafts, chains(drafts), steps)
-
-
-def _with_point_masses(q: Sequence[Tensor], drafts: Sequence[list[int]], m: int) -> list[Tensor]:
-    """Returns the q of m positions, [rows, vocab] each; rows with drafts have one-hot q."""
-    found = [values.clone() for values in q[:m]] + [
-        torch.zeros_like(q[0]) for _ in range(m - len(q))
-    ]
-    for row, tokens in enumerate(drafts):
-        for values, token in zip(found, tokens, strict=False):
-            values[row] = 0.0
-            values[row, token] = 1.0
-    return found

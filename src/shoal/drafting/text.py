@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.types.requests import Row
@@ -121,6 +122,27 @@ def number_bytes(texts: Iterable[Iterable[int]], elsewhere: Iterable[Iterable[in
     return NUMBER_BYTES * len(
         {id(token) for text in texts for token in text if token > 256} - known
     )
+
+
+def with_point_masses(
+    q: Sequence[Tensor], drafts: Sequence[Sequence[int]], firsts: Sequence[int] | None = None
+) -> list[Tensor]:
+    """Returns the q of chains, [rows, vocab] each, one-hot at tokens that were chosen.
+
+    Args:
+        q: the distributions that tokens were drawn from.
+        drafts: the chosen tokens of each row.
+        firsts: the position of each row's first chosen token; None = 0.
+    """
+    starts = [0] * len(drafts) if firsts is None else firsts
+    most = max(first + len(draft) for first, draft in zip(starts, drafts, strict=True))
+    found = [values.clone() for values in q]
+    found += [torch.zeros_like(q[0]) for _ in range(most - len(q))]
+    for row, (first, draft) in enumerate(zip(starts, drafts, strict=True)):
+        for values, token in zip(found[first:], draft, strict=False):
+            values[row] = 0.0
+            values[row, token] = 1.0
+    return found
 
 
 def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:

@@ -119,7 +119,7 @@ def outcome(
 ) -> Outcome:
     """Returns the outcome of a round for the draft length controller.
 
-    For a tree that branches, its depth counts as drafted.
+    For a tree that branches, its depth counts as drafted. Tokens that a grammar forces count apart.
 
     Args:
         tree: the drafts of the round.
@@ -127,12 +127,16 @@ def outcome(
         watch: the stopwatch of the round.
         preparing: the seconds of the drafter for prompts.
     """
-    drafted = (
-        [max(depths) for depths in tree.depths]
-        if tree.branches
-        else [len(drafts) for drafts in tree.drafts]
+    own = [len(draft) for draft in tree.drafts]
+    if tree.forced is not None:
+        own = [count - more for count, more in zip(own, tree.forced, strict=True)]
+    drafted, nodes = own, None
+    if tree.branches:
+        nodes = own
+        drafted = [max(depths[: 1 + count]) for depths, count in zip(tree.depths, own, strict=True)]
+    accepted = [sum(node < count for node in path) for path, count in zip(paths, own, strict=True)]
+    steps, laps = max(tree.steps, any(drafted)), watch.laps  # a drafter need not tell its steps
+    forced = None if tree.forced is None else list(tree.forced)
+    return Outcome(
+        drafted, accepted, steps, sum(laps), laps[0], preparing, watch.between, nodes, forced
     )
-    accepted, laps = [len(path) for path in paths], watch.laps
-    nodes = list(map(len, tree.drafts)) if tree.branches else None
-    steps = max(tree.steps, any(drafted))  # a drafter need not say how many it has made
-    return Outcome(drafted, accepted, steps, sum(laps), laps[0], preparing, watch.between, nodes)

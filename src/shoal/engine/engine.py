@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.config import Sampling
 from shoal.constraints.estimates import Estimates
 from shoal.drafting.captured import CapturedRounds
+from shoal.drafting.forced import ForcedTokens
 from shoal.drafting.protocol import (
     DraftCounters,
     Drafter,
@@ -137,6 +138,7 @@ class Engine:
         self.lookahead, self.rule = controller, rule or Rejection()
         self._uniforms = UniformsAhead(self.rule)
         self._captured = CapturedRounds(self.target, self.drafter, self.rule)
+        self._forced = ForcedTokens(controller.limit, self.target.vocab_size, self._drafter_name)
         nodes = 0 if self.drafter is None else self.drafter.max_nodes
         self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
         available = kv_budget(self.target.device) if self.batch_size.bounds_memory else None
@@ -367,6 +369,9 @@ class Engine:
             )
         uniforms, tree = self._propose(rows, lengths, watch)
         watch.lap()
+        tree = self._forced.joined(rows, tree)
+        if tree.forced is not None and (depth := max(map(max, tree.depths))) >= uniforms.shape[1]:
+            uniforms = self._noise(rows, depth + 1).to(self.target.device)
         scores = verify(self.target, rows, tree)
         watch.lap()
         verdict = self.rule.decide(tree, scores, uniforms)

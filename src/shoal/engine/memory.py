@@ -12,6 +12,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+from shoal.drafting.forced import longest
 from shoal.drafting.protocol import Keeps, KeyValueMemory
 from shoal.errors import RequestError
 from shoal.types.prefix import Prefix, token_slots
@@ -68,7 +69,7 @@ class Memory:
             most,
         )
         self._nodes, self._keeps = nodes, keeps or Keeps()
-        self._reserved = 0
+        self._reserved, self._forced = 0, longest(spare - 1) + 1 - spare
         self._available, self._few, self._row_bytes = available, few, row_bytes
         if most is not None:
             for model in models:
@@ -249,14 +250,17 @@ class Memory:
         self, model: KeyValueMemory, rows: Sequence[Row], slots: int, prefixes: Mapping[int, Prefix]
     ) -> CacheSize:
         """Returns the size of the cache that the model needs."""
-        stored = list(prefixes.values())
-        if model is not self._models[0]:
+        stored, spare = list(prefixes.values()), self._beyond(slots)
+        if model is self._models[0]:
+            bound = slots > 1 and any(row.constraints for row in rows)
+            spare += self._forced if bound else 0
+        else:
             rows = [row for row in rows if row.draft_reach]
             stored = [prefix for prefix in stored if prefix.drafted]
-        longest = max(
+        most = max(
             (self._slot_tokens(model, row, prefixes.get(row.group)) for row in rows), default=None
         )
-        capacity = 0 if longest is None else longest + self._beyond(slots)
+        capacity = 0 if most is None else most + spare
         return slots, capacity, token_slots(stored)
 
     def _slot_tokens(self, model: KeyValueMemory, row: Row, prefix: Prefix | None) -> int:

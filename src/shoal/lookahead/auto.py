@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, nan
-from operator import mul
+from operator import add, mul
 
 import numpy as np
 
@@ -270,8 +270,15 @@ class Auto:
         costs, rows = self.costs, len(outcome.drafted)
         learning = costs.rounds < len(FIRST_ROUNDS)
         costs.rounds += 1
-        drafted = costs.positions(outcome.drafted if outcome.nodes is None else outcome.nodes)
-        whole = costs.verify.observe(drafted, outcome.seconds - outcome.seconds_drafting)
+        own = outcome.drafted if outcome.nodes is None else outcome.nodes
+        forced = outcome.forced or [0] * rows
+        whole = costs.verify.observe(
+            costs.positions(list(map(add, own, forced))), outcome.seconds - outcome.seconds_drafting
+        )
+        more = 0.0  # the seconds that are owed to forced tokens
+        if outcome.forced is not None:
+            more = whole - costs.verify.seconds(costs.positions(own))
+            whole -= more
         if not outcome.steps:
             checks = costs.plain_rounds.plain(rows)
             self._plain = None
@@ -303,7 +310,7 @@ class Auto:
             costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
         self._record.add(
             Tried(outcome.drafted, outcome.accepted, self._known_confidence()),
-            outcome.seconds,
+            outcome.seconds - more,
             tokens,
         )
 

@@ -80,6 +80,8 @@ class Outcome:
         seconds_between: the part of `seconds_drafting` from the first position looked at to the
             last: the time of all steps but one. None = unknown.
         nodes: the number of nodes of each row's tree; None = all are chains.
+        forced: the number of further tokens of each row, which a grammar forces; None = none. Their
+            acceptance is in no other field.
     """
 
     drafted: list[int]
@@ -90,6 +92,7 @@ class Outcome:
     seconds_preparing: float = 0.0
     seconds_between: float | None = None
     nodes: list[int] | None = None
+    forced: list[int] | None = None
 
 
 class Commit(NamedTuple):

@@ -57,6 +57,8 @@ class DraftTree:
         siblings: the draws of the nodes of all rows, if trees may branch and their q is known.
         drafters: for each row's nodes, the names of the drafters that proposed them; None = the
             engine's drafter proposed all.
+        forced: for each row, the number of its nodes that a grammar forces, the last ones
+            (`shoal.drafting.forced`); None = none.
         probes: columns that the drafter adds to the pass for itself; None = none.
     """
 
@@ -68,6 +70,7 @@ class DraftTree:
     steps: int = 0
     siblings: Siblings | None = None
     drafters: Sequence[Sequence[str]] | None = None
+    forced: Sequence[int] | None = None
     probes: Probes | None = None
 
     @staticmethod

@@ -34,7 +34,7 @@ def test_both_backends_with_namespaces_take_one_for_the_network() -> None:
 def test_the_root_of_bubblewrap_is_empty_but_for_what_is_listed() -> None:
     words = isolation.wrapper_command("bubblewrap", "/tmp/workdir", ["/usr/bin", "/opt/node"])
     mounted = [words[place + 1] for place, word in enumerate(words) if word in ("--bind", "--ro-bind", "--ro-bind-try")]
-    assert mounted == ["/usr/bin", "/opt/node", "/tmp/workdir"]
+    assert mounted == ["/usr/bin", "/opt/node", "/tmp/workdir", "/tmp/workdir-shm"]
     assert words[words.index("--bind") + 1] == "/tmp/workdir"
     assert "/" in [words[place + 1] for place, word in enumerate(words) if word == "--remount-ro"]
 
@@ -97,7 +97,8 @@ def test_landlock_alone_closes_files(tmp_path: Path) -> None:
     line = f"cat {secret}; echo written > {secret}; echo inside > here; cat here"
     spec: dict[str, Any] = {
         "command": ["/bin/sh", "-c", line], "environment": {"PATH": "/usr/bin:/bin"}, "workdir": str(workdir), "uid": None,
-        "visible": isolation.visible(["/bin/sh"], []), "filter": "", "bounds": {**vars(Bounds())},
+        "visible": isolation.visible(["/bin/sh"], []), "filter": "",
+        "shared": "", "shared_memory": "owned", "mounts": "", "bounds": {**vars(Bounds())},
     }  # fmt: skip
     command = [sys.executable, "-I", "-S", sandbox_exec.__file__, json.dumps(spec)]
     reporting = ["/bin/sh", "-c", 'exec 3> "$0"; exec "$@"', str(tmp_path / "report"), *command]

@@ -23,6 +23,14 @@ BACKENDS = ("bubblewrap", "namespaces", "limits")
 TOOLS = {"bubblewrap": "bwrap", "namespaces": "unshare"}
 """The programs they need."""
 
+SHARED_MEMORY = {"bubblewrap": "bound", "namespaces": "mounted", "limits": "owned"}
+"""How programs come to a private /dev/shm, without which no Python has pools, queues and locks.
+
+A directory is there in place of the machine's: bubblewrap has put it there, or sandbox_exec.py
+does. With limits alone it is the machine's, and a program has its own files there if it has a user
+id of its own.
+"""
+
 _PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "include", "share")
 SYSTEM = (
     *(f"{root}/{part}" for root in ("", "/usr", "/usr/local") for part in _PARTS),
@@ -47,11 +55,16 @@ exist.
 def wrapper_command(backend: str, workdir: str, visible: Iterable[str]) -> list[str]:
     """Returns the command that runs the command behind it in namespaces; empty for "limits".
 
-    `workdir` is writable, the paths `visible` are readable.
+    `workdir` and its shared memory are writable, the paths `visible` are readable.
     """
     return {"bubblewrap": _bubblewrap, "namespaces": _unshare, "limits": lambda *_: []}[backend](
         workdir, list(visible)
     )
+
+
+def shared_memory(workdir: str) -> str:
+    """Returns the directory that is the /dev/shm of the program in this directory."""
+    return f"{workdir}-shm"
 
 
 def visible(programs: Iterable[str], more: Iterable[str]) -> list[str]:
@@ -164,6 +177,9 @@ def _bubblewrap(workdir: str, visible: list[str]) -> list[str]:
             "--bind",
             workdir,
             workdir,
+            "--bind",
+            shared_memory(workdir),
+            "/dev/shm",
             "--remount-ro",
             "/dev",
             "--remount-ro",
@@ -190,23 +206,22 @@ def _rights() -> list[str]:
         return ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
         "--unshare-user",
-        *(["--disable-userns"] if _disables_userns(_tool("bubblewrap")) else []),
+        # so that there are no further user namespaces (version 0.8 and later)
+        *(["--disable-userns"] if "--disable-userns" in _help(_tool("bubblewrap")) else []),
     ]
 
 
 @lru_cache
-def _disables_userns(tool: str) -> bool:
-    """Tells whether this bubblewrap can forbid further user namespaces (version 0.8 and later)."""
-    return (
-        "--disable-userns"
-        in subprocess.run(
-            [tool, "--help"], capture_output=True, encoding="utf-8", check=False
-        ).stdout
-    )
+def _help(tool: str) -> str:
+    return subprocess.run(
+        [tool, "--help"], capture_output=True, encoding="utf-8", check=False
+    ).stdout
 
 
 def _unshare(workdir: str, visible: list[str]) -> list[str]:
     user = [] if os.getuid() == 0 else ["--user", "--map-current-user"]
+    if user and "--keep-caps" in _help(_tool("namespaces")):
+        user.append("--keep-caps")  # sandbox_exec.py mounts, then gives them up
     spaces = ["--net", "--pid", "--ipc", "--mount", "--mount-proc", "--fork", "--kill-child"]
     return [_tool("namespaces"), *user, *spaces, "--"]
 

@@ -116,8 +116,8 @@ LANGUAGES = {
         # A completion is a module of another name, so that its `if __name__ == "__main__":` does
         # not run; tests have that name.
         separator='\n__name__ = "__main__"\n',
-        epilogue="import runpy\nrunpy.run_path('solution.py', run_name='solution')\nprint({!r} "
-        "+ {!r})",
+        epilogue="import runpy\nif __name__ == '__main__':\n    runpy.run_path('solution.py', "
+        "run_name='solution')\n    print({!r} + {!r})",
         epilogue_file="main.py",
         syntax=("\nSyntaxError:", "\nIndentationError:", "\nTabError:"),
         memory=("MemoryError",),

@@ -141,6 +141,8 @@ class Sandbox:
         visible = isolation.visible(programs, more)
         job = {
             "workdir": workdir,
+            "shared": isolation.shared_memory(workdir),
+            "shared_memory": isolation.SHARED_MEMORY[backend],
             "cgroup": os.path.join(self._groups, os.path.basename(workdir)) if self._groups else "",
             "files": dict(files),
             "steps": [_as_job(step, workdir) for step in steps],
@@ -170,7 +172,8 @@ class Sandbox:
         if self._closed:
             return asdict(STOPPED)
         cgroup.remove(job["cgroup"])
-        shutil.rmtree(job["workdir"], ignore_errors=True)
+        for left in (job["workdir"], job["shared"]):
+            shutil.rmtree(left, ignore_errors=True)
         raise InternalError(
             f"the supervisor of a program ended without an answer: "
             f"{errors.decode(errors='replace')}"

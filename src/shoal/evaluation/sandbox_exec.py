@@ -27,15 +27,19 @@ from typing import Any
 REPORT = 3  # the descriptor to report on
 NICE = 10  # the supervisor must be scheduled before a thousand of these
 WRITABLE = ("/dev/null", "/dev/zero", "/dev/full")
+SHARED_MEMORY = "/dev/shm"
 READABLE = ("/dev/random", "/dev/urandom", "/proc")
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_MS_BIND = 4096
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = (
     444,
     445,
     446,
 )  # system calls, the same on every architecture
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
+_OWN_FILES = _WRITE_FILE | _READ_FILE | 1 << 5 | 1 << 8 | 1 << 14  # remove, make, truncate
 _FILE_BITS = {
     1: 13,
     2: 14,
@@ -82,6 +86,7 @@ def main() -> None:
         os.umask(0o077)
         os.nice(NICE)
         _limit(spec["bounds"], os.getuid() if spec["uid"] is None else spec["uid"])
+        shared = _share_memory(spec)
         if spec["uid"] is not None:
             _set_user(spec["uid"])
         if os.getpid() == 1:
@@ -90,7 +95,8 @@ def main() -> None:
             _PR_SET_PDEATHSIG, signal.SIGKILL
         )  # the change of user has reset the supervisor's setting
         _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _apply_landlock(spec["workdir"], spec["visible"])
+        _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+        _apply_landlock(spec["workdir"], spec["visible"], shared)
         _apply_seccomp(bytes.fromhex(spec["filter"]))
         for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored_by_python, signal.SIG_DFL)
@@ -99,6 +105,22 @@ def main() -> None:
     except OSError as error:
         os.write(REPORT, f"cannot start {spec['command'][0]}: {error}".encode())
         os._exit(127)
+
+
+def _share_memory(spec: dict[str, Any]) -> int:
+    """Puts the program's own directory at /dev/shm, where bubblewrap has not.
+
+    Returns:
+        The access that the program gets there; none where files of others could be reached.
+    """
+    whole = (1 << 16) - 1
+    if spec["shared_memory"] == "owned":
+        return 0 if spec["uid"] is None else _OWN_FILES
+    own_mounts = os.readlink("/proc/self/ns/mnt") != spec["mounts"]
+    if spec["shared_memory"] == "bound" or not own_mounts:
+        return whole if own_mounts else 0  # the machine's own must never be covered
+    mounted = _libc.mount(spec["shared"].encode(), SHARED_MEMORY.encode(), None, _MS_BIND, None)
+    return 0 if mounted else whole
 
 
 def _limit(bounds: dict[str, Any], uid: int) -> None:
@@ -155,9 +177,10 @@ def _set_user(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def _apply_landlock(workdir: str, visible: list[str]) -> None:
+def _apply_landlock(workdir: str, visible: list[str], shared: int) -> None:
     """Applies Landlock: every access in the working directory, reading of the listed paths.
 
+    In /dev/shm it allows the access `shared`.
     It allows no TCP and no signals to other processes. Landlock also refuses mounts, in user
     namespaces too, where a program could otherwise fill memory with file systems.
     """
@@ -178,6 +201,8 @@ def _apply_landlock(workdir: str, visible: list[str]) -> None:
     for path in WRITABLE:
         _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
     _allow(ruleset, workdir, everything)
+    if shared:
+        _allow(ruleset, SHARED_MEMORY, shared & everything)
     _checked(_libc.syscall(_RESTRICT_SELF, ruleset, ctypes.c_uint32(0)))
     os.close(ruleset)
 

@@ -44,6 +44,7 @@ cgroup, process_tree = _load("cgroup"), _load("process_tree")
 
 POLL_SECONDS = 0.02, 1.0  # between two checks of the running processes, at least and at most
 OWN_PROCESSES = 4  # of the sandbox itself: sandbox_exec, bubblewrap or unshare and their child
+FOR_SANDBOX_EXEC = ("workdir", "shared", "shared_memory", "visible", "filter")
 REPORT = 3  # the descriptor on which sandbox_exec.py reports
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,6 +59,7 @@ def main() -> None:
     earlier = ""
     try:
         _create_workdir(job["workdir"], job["files"], uid)
+        _create_workdir(job["shared"], {}, uid)
         for number, step in enumerate(job["steps"]):
             ended = {"step": number, **_Command(job, step, uid).run(), "earlier_stderr": earlier}
             if ended["reason"] != "exit" or ended["returncode"] != 0:
@@ -66,7 +68,11 @@ def main() -> None:
     finally:
         process_tree.kill_descendants()
         cgroup.remove(job["cgroup"])
-        _remove_workdir(job["workdir"])
+        for folder in (job["workdir"], job["shared"]):
+            _remove_workdir(folder)
+        for file in _owned_memory(uid):
+            with contextlib.suppress(OSError):
+                os.unlink(file)
     print(json.dumps(ended), flush=True)
 
 
@@ -116,11 +122,8 @@ class _Command:
     """A command from its start until all processes that it started have ended."""
 
     def __init__(self, job: dict[str, Any], step: dict[str, Any], uid: int | None) -> None:
-        inner = {
-            **step,
-            "uid": uid,
-            **{name: job[name] for name in ("workdir", "visible", "filter")},
-        }
+        inner = {**step, "uid": uid, "mounts": os.readlink("/proc/self/ns/mnt")}
+        inner |= {name: job[name] for name in FOR_SANDBOX_EXEC}
         command = [
             *job["wrapper"],
             job["python"],
@@ -131,7 +134,8 @@ class _Command:
             json.dumps(inner),
         ]
         self.bounds: dict[str, Any] = step["bounds"]
-        self.workdir: str = job["workdir"]
+        self.folders: list[str] = [job["workdir"], job["shared"]]
+        self.uid = uid
         self.cgroup: str = job["cgroup"]
         self.inspecting_uid = -1 if uid is None or process_tree.may_inspect_all() else uid
         self.written = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
@@ -232,7 +236,8 @@ class _Command:
             if process_tree.exceeds_memory(running, self.bounds["memory_bytes"]):
                 return "memory"
             unlinked = process_tree.unlinked_bytes(running)
-        return "files" if _is_full(self.workdir, self.bounds, unlinked) else ""
+        named = sum(512 * entry.stat().st_blocks for entry in _owned_memory(self.uid))
+        return "files" if _is_full(self.folders, self.bounds, unlinked + named) else ""
 
     def _text(self, name: str) -> str:
         return self.written[name][: self.bounds["output_bytes"]].decode("utf-8", errors="replace")
@@ -278,12 +283,23 @@ def _raise_oom_score() -> None:
         file.write("1000")
 
 
-def _is_full(workdir: str, bounds: dict[str, Any], used: int) -> bool:
-    """Tells whether the files of a directory, with `used` bytes elsewhere, exceed a bound.
+def _owned_memory(uid: int | None) -> list[os.DirEntry[str]]:
+    """Returns the files of a program's user in the machine's /dev/shm."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in [] if uid is None else os.scandir("/dev/shm"):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                if entry.stat(follow_symlinks=False).st_uid == uid:
+                    found.append(entry)
+    return found
+
+
+def _is_full(workdirs: list[str], bounds: dict[str, Any], used: int) -> bool:
+    """Tells whether the files of directories, with `used` bytes elsewhere, exceed a bound.
 
     The bounds are on bytes and on the number of files.
     """
-    count, folders = 0, [workdir]
+    count, folders = 0, [*workdirs]
     while folders:
         with contextlib.suppress(OSError):  # removed meanwhile
             for entry in os.scandir(folders.pop()):

@@ -236,7 +236,7 @@ def test_a_conjunction_that_leaves_nothing_is_refused_at_once(
 def test_a_grammar_and_an_expression_that_part_later_name_what_the_row_is_stuck_in() -> None:
     """Of grammars that are no regular expression only the beginning is known."""
     with pytest.raises(
-        RequestError, match=r"no token is left possible by .*grammar=.*constraints=\[\"matching\('a\+'\)\"\]"
+        RequestError, match=r"no token is left possible by the grammar, constraints=\[\"matching\('a\+'\)\"\]"
     ):
         made().generate([(1, 2)], seed=0, grammar=Grammar("lark", 'start: "a" "b"'), constraints=[matching("a+")])
 

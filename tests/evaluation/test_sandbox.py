@@ -576,7 +576,7 @@ def test_closing_the_sandbox_stops_what_runs(box: Sandbox, folder: Path, token: 
         threads = [threading.Thread(target=lambda: ended.append(other.run({}, step))) for _ in range(3)]
         for thread in threads:
             thread.start()
-        _wait_for(lambda: len(list(folder.iterdir())) == 3)
+        _wait_for(lambda: len(list(folder.iterdir())) == 6)  # a directory and a /dev/shm each
         other.close()
         for thread in threads:
             thread.join()

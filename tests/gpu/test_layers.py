@@ -19,7 +19,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
 from shoal.models.attention.fused import has_triton
-from shoal.models.layers.eight_bit import INPUTS, OUTPUTS, STAGES
+from shoal.models.layers.eight_bit import MIDDLE, NARROW, WIDE, cut_of
 from shoal.native.build import missing
 from shoal.testing import tiny_model
 
@@ -64,23 +64,35 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     ),
     "eight_bit_product": (
         dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
-        {"BLOCK_T": 16, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS}, 4,
+        {"BLOCK_T": 16, "BLOCK_N": MIDDLE.outputs, "BLOCK_K": MIDDLE.inputs}, 4,
     ),
     "eight_bit_product, 32 tokens": (
         dict.fromkeys(("x", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
-        {"BLOCK_T": 32, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
+        {"BLOCK_T": 32, "BLOCK_N": MIDDLE.outputs, "BLOCK_K": MIDDLE.inputs, "bias": None}, 4,
     ),
     "eight_bit_product, 64 tokens": (
         dict.fromkeys(("x", "out"), "*fp16") | {"weight": "*i8", "scales": "*fp32"},
-        {"BLOCK_T": 64, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
+        {"BLOCK_T": 64, "BLOCK_N": MIDDLE.outputs, "BLOCK_K": MIDDLE.inputs, "bias": None}, 4,
     ),
     "eight_bit_product, fp8": (
         dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*fp8e4nv", "scales": "*fp32"},
-        {"BLOCK_T": 16, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS}, 4,
+        {"BLOCK_T": 16, "BLOCK_N": MIDDLE.outputs, "BLOCK_K": MIDDLE.inputs}, 4,
     ),
     "eight_bit_product, fp8, 64 tokens": (
         dict.fromkeys(("x", "out"), "*bf16") | {"weight": "*fp8e4nv", "scales": "*fp32"},
-        {"BLOCK_T": 64, "BLOCK_N": OUTPUTS, "BLOCK_K": INPUTS, "bias": None}, 4,
+        {"BLOCK_T": 64, "BLOCK_N": MIDDLE.outputs, "BLOCK_K": MIDDLE.inputs, "bias": None}, 4,
+    ),
+    "eight_bit_product, few outputs": (
+        dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
+        {"BLOCK_T": 16, "BLOCK_N": NARROW.outputs, "BLOCK_K": NARROW.inputs}, 4,
+    ),
+    "eight_bit_product, many outputs": (
+        dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
+        {"BLOCK_T": 64, "BLOCK_N": WIDE.outputs, "BLOCK_K": WIDE.inputs}, 4,
+    ),
+    "eight_bit_product, fp8, many outputs": (
+        dict.fromkeys(("x", "out"), "*bf16") | {"weight": "*fp8e4nv", "scales": "*fp32"},
+        {"BLOCK_T": 64, "BLOCK_N": WIDE.outputs, "BLOCK_K": WIDE.inputs, "bias": None}, 4,
     ),
     "silu_mul": ({"both": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
 }  # fmt: skip
@@ -141,14 +153,21 @@ def test_they_compile_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.Mo
             capability,
             tmp_path,
             warps=warps,
-            stages=STAGES if multiplies else 1,
+            stages=(NARROW if "few outputs" in name else WIDE).stages if multiplies else 1,
         )
-        assert not binary.spills(32 if name == "begin" else 0)  # Triton 3.7: a cosine of large angles
+        few = {"begin": 32, "eight_bit_product, many outputs": 8}.get(name, 0)  # Triton 3.7: a cosine of large angles
+        assert not binary.spills(few)
         assert "cos.approx" not in binary.ptx  # wrong by whole turns at large positions
-        assert binary.registers <= (128 if multiplies else 64)
+        assert binary.registers <= (255 if "many outputs" in name else 128 if multiplies else 64)
         assert binary.shared <= (99 * 1024 if multiplies else 1024)
         assert bool(binary.instructions & {"HMMA", *TENSOR_CORES.values()}) is multiplies
         assert ("LDGSTS" in binary.instructions) is multiplies  # weights are fetched while the last ones are worked on
+
+
+def test_products_of_bytes_are_cut_by_tokens_and_outputs() -> None:
+    found = {(tokens, outputs): cut_of(tokens, outputs) for tokens in (8, 17, 56) for outputs in (4096, 16384, 128256)}
+    assert [found[8, 4096], found[8, 16384], found[8, 128256]] == [NARROW, MIDDLE, MIDDLE]
+    assert [found[17, 4096], found[56, 4096], found[17, 16384], found[56, 128256]] == [MIDDLE, MIDDLE, WIDE, WIDE]
 
 
 # ── when they are used ──────────────────────────────────────────────────────────────────────────────────────────────

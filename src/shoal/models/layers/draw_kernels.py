@@ -89,7 +89,7 @@ def softmax(
     origin = tl.where(real, top, 0.0) / heat
     shares = tl.where(each == -float("inf"), 0.0, tl.exp(each / heat - origin))
     total = tl.sum(tl.load(totals + at, mask=there, other=0.0) * shares, 0)
-    total = tl.where(real, total, vocabulary.to(tl.float32))
+    total = tl.where(real, total, vocabulary * 1.0)
     if probs is not None:
         token = block * SIZE + tl.arange(0, SIZE)
         score = tl.load(logits + row * row_stride + token, mask=token < known, other=-float("inf"))

@@ -6,6 +6,7 @@ Where few tokens are computed, the weights are read as bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,32 @@ TOKENS = 64
 
 Of several such programs all but the first find the weights in the cache of the GPU.
 """
-OUTPUTS, INPUTS, STAGES = 32, 128, 4
-"""The outputs of a program of the kernel, its inputs per step, and its steps in flight."""
+FEW = 16
+"""The number of tokens up to which a product only waits for its weights."""
+
+
+class Cut(NamedTuple):
+    """The cut of a product into programs.
+
+    Attributes:
+        outputs: outputs of a program.
+        inputs: inputs per step.
+        stages: steps in flight.
+    """
+
+    outputs: int
+    inputs: int
+    stages: int
+
+
+NARROW, MIDDLE, WIDE = Cut(32, 128, 6), Cut(32, 128, 4), Cut(128, 64, 4)
+"""The cuts for matrices of few outputs, of many, and of many with more than `FEW` tokens.
+
+Measured on an H200: 56 tokens take 4096 x 27648 in 56 us instead of 98 by `WIDE`, and 8 tokens take
+13824 x 4096 in 30 us instead of 36 by `NARROW`.
+"""
+MANY = 16384
+"""The number of outputs from which on a matrix has many, so that `WIDE` occupies a GPU."""
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The number formats of weights, with the largest weight of an output in each."""
 
@@ -44,10 +69,10 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
         return F.linear(x, weight.to(x.dtype).mul_(scales[:, None]), bias)
     from shoal.models.layers import kernels
 
-    out = x.new_empty(tokens, outputs)
+    out, cut = x.new_empty(tokens, outputs), cut_of(tokens, outputs)
     block = token_block(tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernels.eight_bit_product[(-(-tokens // block), -(-outputs // OUTPUTS))](
+        kernels.eight_bit_product[(-(-tokens // block), -(-outputs // cut.outputs))](
             x,
             weight,
             scales,
@@ -57,12 +82,19 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
             x.shape[1],
             outputs,
             BLOCK_T=block,
-            BLOCK_N=OUTPUTS,
-            BLOCK_K=INPUTS,
+            BLOCK_N=cut.outputs,
+            BLOCK_K=cut.inputs,
             num_warps=4,
-            num_stages=STAGES,
+            num_stages=cut.stages,
         )
     return out
+
+
+def cut_of(tokens: int, outputs: int) -> Cut:
+    """Returns the cut of a product."""
+    if outputs < MANY:
+        return NARROW if tokens <= FEW else MIDDLE
+    return MIDDLE if tokens <= FEW else WIDE
 
 
 def token_block(tokens: int) -> int:

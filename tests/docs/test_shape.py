@@ -21,14 +21,14 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 487,
-    "lines": 76_357,
+    "lines": 76_393,
     "short modules": 46,
     "long lines": 34,
     "packed statements": 7,
     "functions of many parameters": 28,
     "classes of many members": 13,
     "calls of many positions": 75,
-    "class names used twice": 38,
+    "class names used twice": 39,
     "module names used twice": 45,
     "docstrings without a subject": 27,
     "fields side by side": 0,

@@ -28,7 +28,7 @@ BOUNDS = {
     "functions of many parameters": 28,
     "classes of many members": 13,
     "calls of many positions": 75,
-    "class names used twice": 39,
+    "class names used twice": 38,
     "module names used twice": 45,
     "docstrings without a subject": 27,
     "fields side by side": 0,

@@ -29,7 +29,7 @@ FEW = 16
 """The number of tokens up to which a product only waits for its weights."""
 
 
-class Cut(NamedTuple):
+class ProductCut(NamedTuple):
     """The cut of a product into programs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
     stages: int
 
 
-NARROW, MIDDLE, WIDE = Cut(32, 128, 6), Cut(32, 128, 4), Cut(128, 64, 4)
+NARROW, MIDDLE, WIDE = (ProductCut(32, 128, 6), ProductCut(32, 128, 4), ProductCut(128, 64, 4))
 """The cuts for matrices of few outputs, of many, and of many with more than `FEW` tokens.
 
 Measured on an H200: 56 tokens take 4096 x 27648 in 56 us instead of 98 by `WIDE`, and 8 tokens take
@@ -90,7 +90,7 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     return out
 
 
-def cut_of(tokens: int, outputs: int) -> Cut:
+def cut_of(tokens: int, outputs: int) -> ProductCut:
     """Returns the cut of a product."""
     if outputs < MANY:
         return NARROW if tokens <= FEW else MIDDLE

@@ -90,7 +90,7 @@ def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int, rows: in
 
 def launches_of(shape: Shape, rows: int, columns: int, context: int) -> int:
     """Of one layer."""
-    capacity, dim = reservation(rows, context)[1], shape.width // shape.heads
+    capacity, dim = reservation(rows, context, by_kernel=True)[1], shape.width // shape.heads
     query, key = (
         torch.empty(rows, shape.heads, tokens, dim, dtype=torch.bfloat16, device="meta") for tokens in (columns, capacity)
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks the kernels on this machine's GPU, then measures: a verdict in nine minutes, with --quick in three.
+# Checks the kernels on this machine's GPU, then measures, and ends with a verdict; --quick and --stages run a part.
 #
-#   benchmarks/gpu/run.sh [PYTHON] [--quick]
+#   benchmarks/gpu/run.sh [PYTHON] [--quick] [--stages NAME,...]
 #
 # PYTHON (default: python3) has a CUDA build of torch, Transformers and Triton; nothing is installed. Results go to $RESULTS
 # (default: benchmarks/results). More in run.py.

@@ -62,7 +62,7 @@ static void tile_of_pairs(int64_t m, int64_t n, const char *w, int64_t panel, co
     _tile_release();
 }
 #elif defined(__AVX512BF16__)
-/* Only AMD: on other processors pairs take longer than floats, or there is a matrix unit. */
+/* Processors without a matrix unit for them: AMD's from Zen 4 on, and Cooper Lake, where nobody has measured. */
 #define PAIR_TOKENS TOKENS
 #define PAIR_PANELS 0
 static int multiplies_pairs(void) { return 1; }

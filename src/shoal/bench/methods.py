@@ -143,8 +143,10 @@ def _continuous(pair: Shoal, work: Work) -> Run:
     """
     rows = work.rows
     pages = sum(-(-(len(row) + work.max_new_tokens) // PAGE) for row in rows)
+    known = ContinuousBatchingConfig.__dataclass_fields__
+    size = "page_size" if "page_size" in known else "block_size"  # until Transformers 5.17
     pool = ContinuousBatchingConfig(
-        page_size=PAGE,
+        **{size: PAGE},
         num_blocks=2 * pages + 2,
         max_batch_tokens=max(PAGE, sum(map(len, rows))),
         seed=work.seed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from shoal.drafting import checkpoints
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.executors.llama_cpp import LlamaCpp
 from shoal.models.gguf.kept import KeptSequences
+from shoal.models.gguf.model import _loaded
 from shoal.models.gguf.runner import GgufRunner
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
@@ -360,3 +362,23 @@ def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "--model", str(file), "-p", "the", "-n", "2", "--max-new-tokens", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stats"]["executors"]["target"].keys() == {"llama.cpp"}
+
+
+@pytest.mark.parametrize(("built", "kept"), [(b"AVX512 = 1 | AMX_INT8 = 1 | ", False), (b"AVX2 = 1 | ", True)])
+def test_kernels_for_amx_are_left_out(built: bytes, kept: bool, tmp_path: Path) -> None:
+    """With them llama.cpp ends the process by SIGSEGV (seen on a Xeon); weights repacked for other processors stay."""
+    seen: list[bool] = []
+
+    class Library:
+        llama_model_default_params = staticmethod(lambda: SimpleNamespace(use_extra_bufts=True, n_gpu_layers=99))
+        llama_print_system_info = staticmethod(lambda: built)
+
+        @staticmethod
+        def llama_model_load_from_file(name: bytes, params: SimpleNamespace) -> int:
+            seen.append(params.use_extra_bufts)
+            return 1
+
+    file = tmp_path / "some.gguf"
+    file.write_bytes(b"GGUF")
+    assert _loaded(Library, file, "cpu") == 1
+    assert seen == [kept]

@@ -77,7 +77,7 @@ def test_greedy_ids_of_llama_cpp(load: Callable[[str], Shoal], kind: str, draft:
     assert drafting is not None
     drafted = model.generate(PROMPTS, 2, drafter=drafting.drafter(model.target), lookahead=4, **OPTIONS)
     assert 0 < drafted.stats.accepted < drafted.stats.drafted
-    assert drafted.stats.target_passes < plain.stats.target_passes
+    assert drafted.stats.row_rounds < plain.stats.row_rounds  # the slowest row may accept nothing
     ties = MOST_TIES if kind == "BF16" else 0  # passes over quantised weights have the same bits in any company
     require_greedy(model, plain, ties)
     require_greedy(model, drafted, ties)

@@ -142,6 +142,8 @@ def _loaded(lib: Any, file: Path, device: str) -> Any:
             f"a GGUF file is computed on 'cpu', or with 'auto' on the devices that llama.cpp "
             f"was built for, got {device!r}"
         )
+    # llama.cpp 0.3.36 ends the process at a pass of two tokens by its kernels for AMX.
+    params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
     handle = lib.llama_model_load_from_file(str(file).encode(), params)
     if not handle:
         reason = complaint("llama.cpp says no reason")

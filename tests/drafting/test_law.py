@@ -226,7 +226,7 @@ def test_a_wrong_q_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_row_without_its_point_mass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's q stands for the other drafter's proposal."""
     monkeypatch.setattr("shoal.drafting.first_tokens.SURE", 0.3)
-    real = sums._with_point_masses
-    monkeypatch.setattr(sums, "_with_point_masses", lambda q, drafts, m: real(q, [[] for _ in drafts], m))
+    real = sums.with_point_masses
+    monkeypatch.setattr(sums, "with_point_masses", lambda q, drafts: real(q, [[] for _ in drafts]))
     _, rows = counted(CASES["sums"])
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) < ALPHA

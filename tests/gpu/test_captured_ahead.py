@@ -21,6 +21,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
+from shoal.models.compiled import buckets
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.failures import MOST_KINDS
 from shoal.models.compiled.rounds import CapturedRound
@@ -110,6 +111,7 @@ def test_a_pair_that_was_prepared_captures_nothing_in_its_calls() -> None:
 def test_what_a_cache_outgrew_is_built_again_when_nothing_runs(lookahead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AHEAD", "MOST"):
         monkeypatch.setattr(captured_kinds, name, 200)
+    monkeypatch.setattr(buckets, "KEYS_OF_KERNEL", 16)  # so that short runs outgrow a cache
     made = prepared(LOOKAHEADS[lookahead](), tokens=8)
     small = made.target.cache.capacity
     assert run(made, new=80)[1]  # longer than was expected
@@ -147,7 +149,8 @@ def test_few_functions_and_few_bytes(name: str, limit: int, monkeypatch: pytest.
     assert run(made)[0] == run(prepared(Fixed(K)))[0]
 
 
-def test_caches_take_half_of_the_memory_at_most() -> None:
+def test_caches_take_half_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "KEYS_OF_KERNEL", 16)
     one = engine(Fixed(K)).target.token_bytes
     made = engine(Fixed(K), kv_bytes=2000 * one)
     made.prepare(8, 4096)

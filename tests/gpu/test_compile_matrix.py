@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
 
-FRAMES = {120: 40}
-"""Bytes of a thread in memory with Triton 3.7, where a tile is of 64 queries: ten registers on an RTX 50, two elsewhere (8)."""
+FRAMES = {120: 48}
+"""Bytes of a thread in memory with Triton 3.7, where a tile is of 64 queries: twelve registers on an RTX 50, six elsewhere (24)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_of_models_compiles_for_gpus(name: str, tmp_path: Path) -> None:
     for capability, most in SHARED.items():
         binary = ATTENDING[name].compiled(capability, tmp_path)
-        few = FRAMES.get(capability, 8) if ATTENDING[name].cut.queries >= 64 else 0
+        few = FRAMES.get(capability, 24) if ATTENDING[name].cut.queries >= 64 else 0
         assert not binary.spills(few), (capability, binary.registers, binary.stack, binary.local)
         assert binary.shared <= most, capability
         assert binary.programs >= 1

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 FRAMES = {120: 72}
-"""Bytes of a thread in memory with Triton 3.7, where a tile is of 64 queries: eighteen registers on an RTX 50, six elsewhere (24)."""
+"""Bytes of a thread in memory with Triton 3.7, where a tile has 64 queries: 18 registers on an RTX 50, six elsewhere (24)."""
 
 
 @dataclass(frozen=True)

@@ -127,14 +127,14 @@ def outcome(
         watch: the stopwatch of the round.
         preparing: the seconds of the drafter for prompts.
     """
-    own = [len(draft) for draft in tree.drafts]
+    own, accepted = [len(draft) for draft in tree.drafts], [len(path) for path in paths]
     if tree.forced is not None:
         own = [count - more for count, more in zip(own, tree.forced, strict=True)]
+        accepted = [sum(node < n for node in path) for path, n in zip(paths, own, strict=True)]
     drafted, nodes = own, None
     if tree.branches:
         nodes = own
         drafted = [max(depths[: 1 + count]) for depths, count in zip(tree.depths, own, strict=True)]
-    accepted = [sum(node < count for node in path) for path, count in zip(paths, own, strict=True)]
     steps, laps = max(tree.steps, any(drafted)), watch.laps  # a drafter need not tell its steps
     forced = None if tree.forced is None else list(tree.forced)
     return Outcome(

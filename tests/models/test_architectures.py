@@ -52,7 +52,7 @@ ERROR = 1e-4
 
 KINDS = (
     "llama", "qwen2-moe-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen", "falcon", "mpt",
-    *({"qwen3-next", "jamba"} & set(RECURRENT_HERE)),
+    *(name for name in ("qwen3-next", "jamba") if name in RECURRENT_HERE),
 )  # fmt: skip
 """Rotary and learned positions and none, windows in some layers, soft caps, experts, sinks, MLA, recurrent states, and those that
 attend by their own code: whatever of a cache and of a pass an architecture can do in its own way."""

@@ -50,7 +50,7 @@ DRAWS: dict[str, tuple[Draw, Draw]] = {
 
 
 def weights_of(vocabulary: int, rows: int, generator: torch.Generator) -> Tensor:
-    """Peaked, with many zeros; the last row has one token alone, the one before none at all, as padding may."""
+    """Softmax, with many zeros; the last row has one token alone, the one before none at all, as padding may."""
     made = torch.rand(rows, vocabulary, generator=generator) ** 8
     made = torch.where(torch.rand(rows, vocabulary, generator=generator) < 0.4, 0.0, made)
     made[:, 0] += 0.01
@@ -110,17 +110,17 @@ def softmax_error(known: int = 4500, vocabulary: int = 4500, dtype: torch.dtype 
     logits[2, known // 3 :] = logits[2, known // 3 :].amax()  # equals: the first is meant
     logits[4] = -torch.inf
     logits[5, known // 2], logits[6, known - 1] = torch.nan, torch.inf
-    heats = torch.linspace(0.3, 2.0, 7, device=DEVICE)
+    temperatures = torch.linspace(0.3, 2.0, 7, device=DEVICE)
     worst = 0.0
-    for heat in (heats, None):
-        found = on_gpu.softmax(logits, heat, vocabulary)
+    for temperature in (temperatures, None):
+        found = on_gpu.softmax(logits, temperature, vocabulary)
         read = logits[:, :vocabulary].double()
         unsound = ~(read.amax(-1).abs() < torch.inf)
         assert found.probs is not None
         exact = torch.nn.functional.pad(read, (0, max(0, vocabulary - known)), value=-torch.inf)
-        exact = (exact / (1.0 if heat is None else heat.double()[:, None])).softmax(-1)
+        exact = (exact / (1.0 if temperature is None else temperature.double()[:, None])).softmax(-1)
         exact[unsound] = 1 / vocabulary
-        only = on_gpu.softmax(logits, heat, vocabulary, want_probs=False)
+        only = on_gpu.softmax(logits, temperature, vocabulary, want_probs=False)
         same = torch.equal(found.sound, ~unsound) and torch.equal(found.best[~unsound], read.argmax(-1)[~unsound])
         if (
             not same
@@ -130,7 +130,7 @@ def softmax_error(known: int = 4500, vocabulary: int = 4500, dtype: torch.dtype 
             return torch.inf
         errors = [
             (found.probs - exact).abs() / exact.amax(-1, keepdim=True),
-            (found.surest - exact.amax(-1)).abs() / exact.amax(-1),
+            (found.highest - exact.amax(-1)).abs() / exact.amax(-1),
         ]
         worst = max(worst, *(float(error.nan_to_num(torch.inf).amax()) / 4e-6 for error in errors))
     return worst
@@ -204,14 +204,14 @@ def test_a_wrong_feed_is_caught(right: str, wrong: str, tmp_path: Path, monkeypa
     ("kernel", "right", "wrong"),
     [
         ("parts_of_softmax", "tl.max((held != held).to(tl.int32), 0)", "0"),
-        ("parts_of_softmax", "tl.exp(held / heat - origin)", "tl.exp(held - origin * heat)"),
+        ("parts_of_softmax", "tl.exp(held / temperature - origin)", "tl.exp(held - origin * temperature)"),
         ("parts_of_softmax", "tl.min(tl.where(held == top, token, known), 0)", "tl.max(tl.where(held == top, token, 0), 0)"),
         (
             "parts_of_softmax",
             'row * row_stride + token, mask=token < known, other=-float("inf"))\n    held = held',
             'row * known + token, mask=token < known, other=-float("inf"))\n    held = held',
         ),
-        ("softmax", "tl.exp(each / heat - origin))", "1.0)"),
+        ("softmax", "tl.exp(each / temperature - origin))", "1.0)"),
         (
             "softmax",
             'mask=token < known, other=-float("inf"))\n        weight',
@@ -255,13 +255,12 @@ def test_rounds_decide_what_their_stages_decide(rule: str, monkeypatch: pytest.M
     for name, (definition, kernel) in DRAWS.items():
         monkeypatch.setitem(on_gpu.KERNELS, definition, noting(name, kernel))
     softmax = on_gpu.softmax
-    for module in (on_gpu, round_functions):
 
-        def counted(*arguments: Any, **options: Any) -> Any:
-            used.append("softmax")
-            return softmax(*arguments, **options)
+    def counted(*arguments: Any, **options: Any) -> Any:
+        used.append("softmax")
+        return softmax(*arguments, **options)
 
-        monkeypatch.setattr(module, "softmax", counted)
+    monkeypatch.setattr(on_gpu, "softmax", counted)
 
     def result() -> tuple[list[list[int]], int, int]:
         made = engine_of(*models, Fixed(2), rule=RULES[rule](), max_batch=2)

@@ -102,11 +102,11 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
         {"weights": "*fp32", "sums": "*fp64", "uniforms": "*fp64", "tokens": "*i64"}, {"SIZE": 256, "BLOCKS": 1024}, 4
     ),
     "parts_of_softmax": (
-        {"logits": "*bf16", "heats": "*fp32", "tops": "*fp32", "places": "*i32", "totals": "*fp32"}, {"SIZE": 2048}, 4
+        {"logits": "*bf16", "temperatures": "*fp32", "tops": "*fp32", "places": "*i32", "totals": "*fp32"}, {"SIZE": 2048}, 4
     ),
     "softmax": (
         {"logits": "*bf16", "places": "*i32", "best": "*i64", "sound": "*i1"}
-        | dict.fromkeys(("heats", "tops", "totals", "probs", "surest"), "*fp32"),
+        | dict.fromkeys(("temperatures", "tops", "totals", "probs", "highest"), "*fp32"),
         {"PARTS": 128, "SIZE": 2048}, 4,
     ),
     "bucket_sums": ({"weights": "*fp32", "sums": "*fp64"}, {"DEPTH": 64, "BUCKETS": 64}, 4),

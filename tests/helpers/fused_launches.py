@@ -40,7 +40,7 @@ LAUNCHED = {
     ),
 }  # fmt: skip
 
-SOUND, SUREST = 7, 8
+SOUND, HIGHEST = 7, 8
 """The arguments of `softmax` that mark sound rows, and say the highest probability."""
 
 
@@ -77,7 +77,7 @@ class _Noted:
             self.names[self.name] += 1
             if self.name == "softmax":  # else the round would be undone
                 arguments[SOUND].numpy()[:] = True
-                arguments[SUREST].numpy()[:] = 0.5
+                arguments[HIGHEST].numpy()[:] = 0.5
 
         return launch
 

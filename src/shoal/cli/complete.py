@@ -28,6 +28,7 @@ from shoal.cli.streaming import follow
 from shoal.cli.suggestions import best_first, show_suggestions
 from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError
+from shoal.types.inputs import line_end, with_line_ends
 from shoal.types.options import split_options
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ def complete(
     if interrupted:
         finished = sum(sample.finish_reason != "cancelled" for sample in result[0].samples)
         stderr().print(f"interrupted: {finished} of {sampling.n} suggestions finished")
-    ends = "\r\n" if "\r\n" in before + behind else "\n"
-    ranked = [replace(one, text=_with_ends(one.text, ends)) for one in best_first(result[0])]
+    end = line_end(before, behind)
+    ranked = [replace(one, text=with_line_ends(one.text, end)) for one in best_first(result[0])]
     if as_json:
         print(json.dumps(_document(result, ranked, cursor), allow_nan=False))
     else:
@@ -188,11 +189,6 @@ def _prompt(
     }
     before, behind = nearest(model.tokenizer, before, behind if fills else "", space)
     return before, asked | ({"suffix": behind} if fills else {})
-
-
-def _with_ends(text: str, ends: str) -> str:
-    """Returns a text with the file's ends of lines."""
-    return text.replace("\r\n", "\n").replace("\n", ends)
 
 
 def _document(result: Result, ranked: Sequence[Sample], cursor: CursorOptions) -> dict[str, Any]:

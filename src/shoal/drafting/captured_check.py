@@ -1,8 +1,8 @@
 """The comparison of first captured rounds with ordinary passes, and with the rule on their logits.
 
-That replays are what their functions are is known by then (`shoal.models.compiled.replays`). Here a
-function may be wrong itself: a model whose code does another thing with the cache that it meets in
-captured rounds than with the one that it meets in ordinary passes.
+A replay has been compared with its own function before (`shoal.models.compiled.replays`). This
+comparison finds functions that are wrong themselves: the code of a model may treat the cache of
+captured rounds otherwise than that of ordinary passes.
 
 The caches are those from before the round; ordinary passes write the same cells again.
 """

@@ -106,9 +106,9 @@ class NotSerializable(TypeError):
 def encode(value: Any) -> Any:
     """Encodes plain data as JSON: [value, node, ...].
 
-    A value is a scalar of JSON, or [number of a node]. A node is [kind, value, ...]. Depth is thus
-    no matter, and what is contained twice, or in itself, arrives so. Subclasses become their base
-    type. Iterators are read to their end.
+    A value is a scalar of JSON, or [number of a node]. A node is [kind, value, ...]. Values of
+    any depth can be encoded, also values that contain one object twice, or themselves. Subclasses
+    become their base type. Iterators are read to their end.
 
     Raises:
         NotSerializable: the value is no plain data.
@@ -197,7 +197,7 @@ def decode(message: Any) -> Any:
         if kind in _CONTAINERS:
             made[number] = _CONTAINERS[kind]()
     waiting = [number for number in range(len(nodes)) if number not in made]
-    while waiting:  # the last first: parts mostly stand behind what they are parts of
+    while waiting:  # from the end, as the parts of a node mostly stand behind it
         number = waiting[-1]
         kind, *parts = nodes[number]
         missing = [part[0] for part in parts if isinstance(part, list) and part[0] not in made]

@@ -51,7 +51,7 @@ void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens
 /* What a product does with its result. */
 enum { NAME(PLAIN), NAME(SILU), NAME(ADD), NAME(MUL) };
 
-/* What the product does with the sums of `lanes` outputs of one token, at `place` in y. */
+/* Finishes the sums of `lanes` outputs of one token, at `place` in y. */
 INLINE void NAME(finish_lanes)(const Product *a, vec sums, int64_t first, int64_t place, int64_t lanes) {
     T *y = (T *)a->y + place, made[LANES];
     if (a->scales) sums *= some_lanes_float32(a->scales + first, lanes);

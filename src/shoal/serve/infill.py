@@ -19,6 +19,7 @@ from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_names import name_and_bytes
 from shoal.serve.worker import Worker
+from shoal.types.inputs import line_end, with_line_ends
 
 STOP_TYPES = {"eos": "eos", "stop": "word"}
 """The `stop_type` by `Sample.finish_reason`; all others are "limit"."""
@@ -167,7 +168,8 @@ class InfillResponse:
 
     def _as_in_file(self, text: str) -> str:
         """Returns a text with the file's ends of lines; a carriage return belongs to one."""
-        return text.replace("\r", "").replace("\n", line_end(self.request))
+        own = line_end(self.request.before_cursor, self.request.input_suffix)
+        return with_line_ends(text, own)
 
     def _submission(self) -> Submission:
         detailed = self.parsed.top_logprobs is not None
@@ -266,11 +268,6 @@ def _at(value: Any, path: Sequence[str]) -> Any:
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def line_end(request: InfillRequest) -> str:
-    """Returns the file's end of a line."""
-    return "\r\n" if "\r\n" in request.before_cursor + request.input_suffix else "\n"
 
 
 def with_line_feeds(request: InfillRequest) -> InfillRequest:

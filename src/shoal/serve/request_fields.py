@@ -128,7 +128,7 @@ class StrictModel(BaseModel):
 class OpenModel(StrictModel):
     """A JSON object whose unknown fields are passed over, and kept for `passed_over`.
 
-    Clients send back what answers of others contain: marks of caches, ids, times.
+    Clients send back fields of other servers' answers: marks of caches, ids, times.
     """
 
     model_config = ConfigDict(extra="allow", json_schema_extra={})

@@ -167,6 +167,14 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "mlp_layer_types": ["dense", "dense"],
+}
 SSM: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -210,26 +218,12 @@ RECURRENT: dict[str, Spec] = {
             "layer_types": ["linear_attention", "full_attention"],
             "linear_num_heads": 2,
             "linear_head_dim": 8,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
-            "mlp_layer_types": ["dense", "dense"],
+            **LATENT,
         },
     ),
     "bailing-hybrid": Spec(
         "BailingHybridConfig",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "head_dim": 8,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
-            "mlp_layer_types": ["dense", "dense"],
-        },
+        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, **LATENT},
     ),
     "lara-mini": Spec(
         "LaraMiniConfig",

@@ -85,6 +85,16 @@ def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[in
     return list(encode(text))
 
 
+def line_end(*texts: str) -> str:
+    """Returns the end of a line in the texts of a file: that of Windows if one has it."""
+    return "\r\n" if any("\r\n" in text for text in texts) else "\n"
+
+
+def with_line_ends(text: str, end: str) -> str:
+    """Returns a text whose lines end so; a carriage return belongs to a line's end."""
+    return text.replace("\r", "").replace("\n", end)
+
+
 MARK = "\ufdd0"
 """A character that no text has (Unicode keeps it for programs): tokens do not reach across it."""
 CONTROL = re.compile(r"<[|｜].+[|｜]>|</?(?:fim|file|repo)[-_]?\w*>", re.DOTALL)

@@ -37,8 +37,7 @@ MOST_SPLITS = 64
 PROGRAMS = 2
 """The number of programs per multiprocessor that shares of keys may make.
 
-With 256 programs on 132 multiprocessors of an H200, two shares each took 14 to 20 % longer than
-one.
+An H200 takes longer for two shares of 256 programs than for one of each.
 """
 CAPABILITY = (8, 0)
 """The compute capability from which on the kernels run."""

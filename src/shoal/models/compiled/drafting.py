@@ -18,7 +18,7 @@ from shoal.models.compiled.block import Block
 from shoal.models.compiled.captures import Captures, compare
 from shoal.models.compiled.view import View
 from shoal.models.layers import drawing
-from shoal.models.layers.drawing import Peaked, on_device
+from shoal.models.layers.drawing import Softmax, on_device
 from shoal.sampling.distributions import pure_probabilities
 from shoal.sampling.truncation import first_candidates
 
@@ -50,11 +50,17 @@ class Style(NamedTuple):
         """True if all rows draw from the softmax of their logits, no token cut away."""
         return self.greedy is False and not _sampling(self.cut).truncates
 
-    def probabilities(self, scores: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
+    def probabilities(
+        self, scores: Tensor, temperature: Tensor, *, by_kernels: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the declared distribution of scores [rows, vocab] at temperatures [rows].
 
         The second value says for which rows it is the declared one (`pure_probabilities`).
         """
+        if by_kernels and self.draws_from_softmax and drawing.softmax_runs(scores):
+            found = drawing.softmax(scores, temperature, scores.shape[1])
+            assert found.probs is not None
+            return found.probs, None
         return pure_probabilities(
             scores, temperature, _sampling(self.cut), self.greedy, self.candidates
         )
@@ -142,46 +148,47 @@ def stepped(
         logits = every[
             torch.arange(every.shape[0], device=every.device), (block.bounds[1] - 1).clamp(min=0)
         ]
-    found = _peaked(logits, style, temperature, captures.by_kernels, want_q, want_confidence)
+    found = _distribution(logits, style, temperature, captures.by_kernels, want_q, want_confidence)
     drawn = found.best
     if found.probs is not None and not style.greedy:
         draw = on_device(style.draw, found.probs) if captures.by_kernels else style.draw
         drawn = draw(found.probs, uniforms)
-    confidence = found.surest * found.sound if want_confidence else None
+    confidence = None
+    if want_confidence and found.highest is not None:
+        confidence = found.highest * found.sound
     known = logits.shape[-1]
     fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
     q, tokens = found.probs if want_q else None, torch.where(found.sound, drawn, -1)
     return Result(q, tokens, confidence, logits, fed)
 
 
-def _peaked(
+def _distribution(
     logits: Tensor,
     style: Style,
     temperature: Tensor,
     by_kernels: bool,
     want_q: bool,
     want_confidence: bool,
-) -> Peaked:
+) -> Softmax:
     """Computes the distribution of logits [rows, vocab], as the rows declare it.
 
-    The probabilities are None if all rows are greedy and nobody asked for them; the highest one may
-    be nonsense unless the confidence is asked for.
+    The probabilities are None if all rows are greedy and nobody asked for them.
     """
     only_best = bool(style.greedy) and not want_q
     known = style.draws_from_softmax or only_best
     if known and by_kernels and drawing.softmax_runs(logits):
-        heats = None if style.greedy else temperature
-        return drawing.softmax(logits, heats, style.vocab_size, want_probs=not only_best)
+        own = None if style.greedy else temperature
+        return drawing.softmax(logits, own, style.vocab_size, want_probs=not only_best)
     scores, best, sound = _of_target(logits, style)
     # Drafts are drawn from q also where candidates are too few.
     q = None
     if want_q or not style.greedy:
         q, _ = style.probabilities(scores, temperature)
-    surest = _surest(scores, q, style, temperature) if want_confidence else temperature
-    return Peaked(q, best, sound, surest)
+    highest = _highest(scores, q, style, temperature) if want_confidence else None
+    return Softmax(q, best, sound, highest)
 
 
-def _surest(scores: Tensor, q: Tensor | None, style: Style, temperature: Tensor) -> Tensor:
+def _highest(scores: Tensor, q: Tensor | None, style: Style, temperature: Tensor) -> Tensor:
     """Returns the highest probability of each row, [rows]; of greedy rows that at temperature 1."""
     if q is not None and style.greedy is False:
         return q.amax(-1)

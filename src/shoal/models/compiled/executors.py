@@ -89,7 +89,6 @@ class Graphs:
             with _without_workspaces(), _without_collections():
                 result = self._recorded(graph, run)
             self._graphs.add(graph)
-            users.clear()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, result
 

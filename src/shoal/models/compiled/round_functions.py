@@ -16,7 +16,7 @@ from shoal.models.compiled.drafting import Result, Style, feed, stepped
 from shoal.models.compiled.results import packed_results
 from shoal.models.compiled.transfer import Upload
 from shoal.models.compiled.view import View
-from shoal.models.layers.drawing import on_device, softmax, softmax_runs
+from shoal.models.layers.drawing import on_device
 from shoal.sampling.acceptance import ChainRule, accepted_lengths
 from shoal.sampling.truncation import wider
 from shoal.types.rounds import Verdict
@@ -262,11 +262,7 @@ class RoundFunctions:
             probs = torch.ones(said.shape, dtype=self._width(), device=said.device)
             return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
         temperatures, flat = self.temperatures.repeat_interleave(k + 1), logits.flatten(0, 1)
-        enough, p = None, None
-        if by_kernels and self._style.draws_from_softmax and softmax_runs(flat):
-            p = softmax(flat, temperatures, flat.shape[1]).probs
-        if p is None:
-            p, enough = self._style.probabilities(flat, temperatures)
+        p, enough = self._style.probabilities(flat, temperatures, by_kernels=by_kernels)
         q = [found.q for found in self._of_steps(k) if found.q is not None]
         sampler = on_device(kind.style.draw, p) if by_kernels else None
         p, uniforms = p.unflatten(0, (kind.rows, k + 1)), self.uniforms[:, : k + 1]

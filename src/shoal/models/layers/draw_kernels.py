@@ -27,28 +27,28 @@ def first_above(weights, sums, threshold, count, COUNT: tl.constexpr):
 
 @triton.jit
 def parts_of_softmax(
-    logits, heats, tops, places, totals, known, row_stride, parts, SIZE: tl.constexpr
+    logits, temperatures, tops, places, totals, known, row_stride, parts, SIZE: tl.constexpr
 ):
-    """Computes for each SIZE logits of a row what its softmax needs of them; grid (rows, parts).
+    """Computes the parts of a row's softmax, one for SIZE logits; grid (rows, parts).
 
-    logits [rows, known], rows `row_stride` apart; heats [rows] float32, None = 1 -> the highest
-    logit, infinite if one is NaN, its first place, and the sum of exp(logits / heat) over that of
-    the highest; [rows, parts] each.
+    logits [rows, known], rows `row_stride` apart; temperatures [rows] float32, None = 1 -> the
+    highest logit, infinite if one is NaN, its first place, and the sum of exp(logits / temperature)
+    over that of the highest; [rows, parts] each.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * SIZE + tl.arange(0, SIZE)
     held = tl.load(logits + row * row_stride + token, mask=token < known, other=-float("inf"))
     held = held.to(tl.float32)
-    heat = 1.0
-    if heats is not None:
-        heat = tl.load(heats + row)
+    temperature = 1.0
+    if temperatures is not None:
+        temperature = tl.load(temperatures + row)
     broken = tl.max((held != held).to(tl.int32), 0)
     held = tl.where(held == held, held, -float("inf"))
     top = tl.max(held, 0)
     place = tl.min(tl.where(held == top, token, known), 0)
-    origin = tl.where(top == -float("inf"), 0.0, top) / heat
+    origin = tl.where(top == -float("inf"), 0.0, top) / temperature
     at = row * parts + part
-    tl.store(totals + at, tl.sum(tl.exp(held / heat - origin), 0))
+    tl.store(totals + at, tl.sum(tl.exp(held / temperature - origin), 0))
     tl.store(tops + at, tl.where(broken > 0, float("inf"), top))
     tl.store(places + at, place)
 
@@ -56,14 +56,14 @@ def parts_of_softmax(
 @triton.jit
 def softmax(
     logits,
-    heats,
+    temperatures,
     tops,
     places,
     totals,
     probs,
     best,
     sound,
-    surest,
+    highest,
     known,
     vocabulary,
     row_stride,
@@ -83,24 +83,24 @@ def softmax(
     each = tl.load(tops + at, mask=there, other=-float("inf"))
     top = tl.max(each, 0)
     real = tl.abs(top) < float("inf")
-    heat = 1.0
-    if heats is not None:
-        heat = tl.load(heats + row)
-    origin = tl.where(real, top, 0.0) / heat
-    shares = tl.where(each == -float("inf"), 0.0, tl.exp(each / heat - origin))
+    temperature = 1.0
+    if temperatures is not None:
+        temperature = tl.load(temperatures + row)
+    origin = tl.where(real, top, 0.0) / temperature
+    shares = tl.where(each == -float("inf"), 0.0, tl.exp(each / temperature - origin))
     total = tl.sum(tl.load(totals + at, mask=there, other=0.0) * shares, 0)
     total = tl.where(real, total, vocabulary * 1.0)
     if probs is not None:
         token = block * SIZE + tl.arange(0, SIZE)
         score = tl.load(logits + row * row_stride + token, mask=token < known, other=-float("inf"))
-        weight = tl.where(real, tl.exp(score.to(tl.float32) / heat - origin), 1.0)
+        weight = tl.where(real, tl.exp(score.to(tl.float32) / temperature - origin), 1.0)
         tl.store(probs + row * vocabulary + token, weight / total, mask=token < vocabulary)
     if block == 0:
         place = tl.load(places + at, mask=there, other=known)
         first = tl.min(tl.where(each == top, place, known), 0)
         tl.store(best + row, tl.minimum(first, known - 1).to(tl.int64))
         tl.store(sound + row, real)
-        tl.store(surest + row, 1.0 / total)
+        tl.store(highest + row, 1.0 / total)
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
     return tokens
 
 
-class Peaked(NamedTuple):
+class Softmax(NamedTuple):
     """The softmax of logits, and their highest.
 
     Attributes:
@@ -125,13 +125,13 @@ class Peaked(NamedTuple):
         best: the token of the highest logit, the lowest of equal ones, [rows] int64.
         sound: True where the highest logit is finite and none is NaN, [rows] bool; elsewhere all
             tokens have the same probability.
-        surest: the highest probability, [rows] float32.
+        highest: the highest probability, [rows] float32; None if not asked for.
     """
 
     probs: Tensor | None
     best: Tensor
     sound: Tensor
-    surest: Tensor
+    highest: Tensor | None
 
 
 def softmax_runs(logits: Tensor) -> bool:
@@ -141,13 +141,13 @@ def softmax_runs(logits: Tensor) -> bool:
 
 
 def softmax(
-    logits: Tensor, heats: Tensor | None, vocabulary: int, *, want_probs: bool = True
-) -> Peaked:
+    logits: Tensor, temperatures: Tensor | None, vocabulary: int, *, want_probs: bool = True
+) -> Softmax:
     """Computes the softmax of logits in two launches; a function of tensors.
 
     Args:
         logits: [rows, known], the last stride 1.
-        heats: the temperatures by which logits are divided, [rows] float32, contiguous; None = 1.
+        temperatures: the divisors of the logits, [rows] float32, contiguous; None = 1.
         vocabulary: the number of tokens; logits beyond it are not read, and tokens without a logit
             have no probability.
         want_probs: False if only the highest logits matter.
@@ -159,23 +159,23 @@ def softmax(
     tops = logits.new_empty(rows, parts, dtype=torch.float32)
     totals, places = torch.empty_like(tops), torch.empty_like(tops, dtype=torch.int32)
     probs = logits.new_empty(rows, vocabulary, dtype=torch.float32) if want_probs else None
-    best, surest = tops.new_empty(rows, dtype=torch.long), tops.new_empty(rows)
+    best, highest = tops.new_empty(rows, dtype=torch.long), tops.new_empty(rows)
     sound = tops.new_empty(rows, dtype=torch.bool)
     stride = logits.stride(0)
     with torch.cuda.device_of(logits):
         kernels.parts_of_softmax[(rows, parts)](
-            logits, heats, tops, places, totals, known, stride, parts, SIZE=PART, num_warps=4
+            logits, temperatures, tops, places, totals, known, stride, parts, SIZE=PART, num_warps=4
         )
         kernels.softmax[(rows, -(-vocabulary // PART) if want_probs else 1)](
             logits,
-            heats,
+            temperatures,
             tops,
             places,
             totals,
             probs,
             best,
             sound,
-            surest,
+            highest,
             known,
             vocabulary,
             stride,
@@ -184,7 +184,7 @@ def softmax(
             SIZE=PART,
             num_warps=4,
         )
-    return Peaked(probs, best, sound, surest)
+    return Softmax(probs, best, sound, highest)
 
 
 KERNELS: dict[Draw, Draw] = {

@@ -46,8 +46,7 @@ class ProductCut(NamedTuple):
 NARROW, MIDDLE, WIDE = (ProductCut(32, 128, 6), ProductCut(32, 128, 4), ProductCut(128, 64, 4))
 """The cuts for matrices of few outputs, of many, and of many with more than `FEW` tokens.
 
-Measured on an H200: 56 tokens take 4096 x 27648 in 56 us instead of 98 by `WIDE`, and 8 tokens take
-13824 x 4096 in 30 us instead of 36 by `NARROW`.
+Chosen on an H200, where `benchmarks/gpu/products.py` times such products.
 """
 MANY = 16384
 """The number of outputs from which on a matrix has many, so that `WIDE` occupies a GPU."""

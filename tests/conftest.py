@@ -50,6 +50,7 @@ from transformers.utils import logging as transformers_logging
 from bare_logger import require_bare_logger
 from shoal import load
 from shoal.api import Shoal
+from shoal.cli import console
 from shoal.engine import validation
 from shoal.engine.engine import Engine
 from shoal.models import formats
@@ -208,6 +209,12 @@ def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Number format and form of weights follow the CPU (shoal.models.formats); in tests it has MKL, no 16-bit instructions, and
     packs no weights, which would follow a measurement."""
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command prints its progress where stderr is no terminal after some seconds: on a busy machine, but not on another."""
+    monkeypatch.setattr(console, "PACE", 3600.0)
 
 
 @pytest.fixture(autouse=True)

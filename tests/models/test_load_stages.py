@@ -1,6 +1,6 @@
 """What is told while a pair is loaded: the stages, in order, to a callback, a log or a terminal.
 
-Tests of: types.load_stages.
+Tests of: types.load_stages, cli.console.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from rich.console import Console
 
 import shoal
 from serving import pair
-from shoal.cli import batch_progress, console, run
+from shoal.cli import batch_progress, bench_progress, console, run
+from shoal.cli.eval_output import with_progress
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
 from shoal.models import loading
@@ -125,6 +127,38 @@ def test_the_bar_of_a_batch_makes_room_for_them(monkeypatch: pytest.MonkeyPatch)
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split("[\r\n]", screen.getvalue())]
     assert any("answering" in line for line in lines)
     assert not any("answering" in line and ("loading" in line or SENTENCES[0] in line) for line in lines)
+
+
+def test_a_pipe_gets_a_line_of_the_innermost_display_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "stderr", lambda: Console(file=screen, width=100, highlight=False))
+    monkeypatch.setattr(console, "PACE", 0.001)
+
+    def lines_until(text: str) -> list[str]:
+        start = len(screen.getvalue())
+        while text not in screen.getvalue()[start:]:
+            time.sleep(0.001)
+        return screen.getvalue()[start:].splitlines()
+
+    with console.Progress() as outer:
+        assert re.fullmatch(r"\d+ s: loading \.\.\.", lines_until("loading ...\n")[0])
+        with console.loading_shown(), LoadStages().stage("weights", "target"):
+            outer.say("not to be seen")
+            lines_until(SENTENCES[0])
+            assert not any("not to" in line for line in lines_until(SENTENCES[0]))
+        outer.expect(rows=2)
+        lines_until("reading the prompts")
+        assert list(with_progress("executing", iter([lines_until]), 1)) == [lines_until]
+    with bench_progress.progress_bar() as bar:
+        bar.expect(3)
+        bar.step("plain")
+        lines_until("1 of 3, plain")
+    assert console.StatusLine.printed == []
+    silent = screen.getvalue()
+    monkeypatch.setenv("RANK", "1")
+    with console.Progress() as other, console.loading_shown():
+        assert other not in console.StatusLine.printed
+    assert screen.getvalue() == silent
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

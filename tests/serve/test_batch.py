@@ -19,7 +19,7 @@ import pytest
 from serving import CONTEXT, TIMEOUT_SECONDS, Gate, legible, pair, served
 from shoal import cli
 from shoal.api import Shoal
-from shoal.cli.batch_progress import BatchProgress, print_lines
+from shoal.cli.console import StatusLine
 from shoal.durable import mend
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
@@ -404,34 +404,23 @@ def test_the_exit_code_is_1_if_every_line_failed(tmp_path: Path, batch: Any) -> 
     assert batch(write(tmp_path / "none", []), tmp_path / "none.out")["lines"] == 0
 
 
-def test_without_a_terminal_a_line_a_minute_tells_how_far_it_is(
+def test_without_a_terminal_lines_tell_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress, minutes = BatchProgress(lines=4, kept=1), iter(range(4))
+    """They come while no line of the batch ends, too."""
+    gate, texts = Gate(legible(0), 5), []  # the prompt has 5 tokens: nothing ends until the gate is opened
 
-    def wait(seconds: float) -> bool:
-        progress.answered = next(minutes)
-        return (seconds, progress.answered) != (60.0, progress.answered) or progress.answered == 3
-
-    print_lines(progress, wait)
-    said = capsys.readouterr().err.splitlines()
-    assert [line[: line.index(":")] for line in said] == [f"{n} of 4 lines answered (1 of them before)" for n in (1, 2, 3)]
-    gate, spoken = Gate(legible(0), 5), []  # the prompt has 5 tokens: nothing ends until the gate is opened
-
-    def recorded(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
+    def print_when_it_computes(line: StatusLine) -> None:
         gate.reached.wait(TIMEOUT_SECONDS)
-        spoken.append((wait(0.001), str(progress)))
+        texts.append(line.text)
         gate.opened.set()
-        spoken.append((wait(TIMEOUT_SECONDS), str(progress)))
 
-    monkeypatch.setattr("shoal.cli.batch_progress.print_lines", recorded)
+    monkeypatch.setattr(StatusLine, "_print", print_when_it_computes)
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(gate, max_batch=4))
     source = write(tmp_path / "in", [{"id": 1, "prompt": "hello", "seed": 1}])
     assert cli.run(["batch", str(source), str(tmp_path / "out")]) == 0
-    assert [(ended, line.split(":")[0]) for ended, line in spoken] == [
-        (False, "0 of 1 lines answered"),
-        (True, "1 of 1 lines answered"),
-    ]
+    assert [text.split(":")[0] for text in texts] == ["0 of 1 lines answered"]
+    assert "1 of 1 lines answered" in capsys.readouterr().out
 
 
 # ── files of OpenAI's batch API ─────────────────────────────────────────────────────────────────────────────────────

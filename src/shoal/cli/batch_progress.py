@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +21,6 @@ from shoal.cli.console import StatusLine, stderr
 
 if TYPE_CHECKING:
     from shoal.serve.api_paths import Json
-
-MINUTE = 60.0
-"""The seconds between two lines if stderr is no terminal."""
 
 
 @dataclass
@@ -94,7 +90,7 @@ class BatchProgress:
 
 @contextmanager
 def displayed(progress: BatchProgress) -> Iterator[Callable[[], None]]:
-    """Shows progress on stderr during the block: a bar on a terminal, elsewhere a line a minute.
+    """Shows progress on stderr during the block: a bar on a terminal, elsewhere a `StatusLine`.
 
     Yields:
         A function to call when the progress has changed.
@@ -103,24 +99,9 @@ def displayed(progress: BatchProgress) -> Iterator[Callable[[], None]]:
         with _bar(progress) as update:
             yield update
         return
-    ended = threading.Event()
-    speaker = threading.Thread(target=print_lines, args=(progress, ended.wait), daemon=True)
-    speaker.start()
-    try:
-        yield lambda: None
-    finally:
-        ended.set()
-        speaker.join()
-
-
-def print_lines(progress: BatchProgress, wait: Callable[[float], bool]) -> None:
-    """Prints a line each minute, also while no line of the batch ends.
-
-    Args:
-        wait: waits for a number of seconds, or until the batch has ended; returns whether it has.
-    """
-    while not wait(MINUTE):
-        stderr().print(str(progress), markup=False, soft_wrap=True)
+    with StatusLine() as line:
+        line.say(str(progress))
+        yield lambda: line.say(str(progress))
 
 
 @contextmanager

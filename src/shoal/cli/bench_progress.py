@@ -1,45 +1,43 @@
-"""The progress of `shoal bench` on stderr."""
+"""The progress of `shoal bench` and `shoal eval` on stderr."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import monotonic
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shoal.cli.console import stderr
+from shoal.cli.console import StatusLine, stderr
 
 
 class Bar:
-    """A bar of the runs made so far and the time that is left, on stderr.
+    """A bar of the steps made so far and the time that is left, on stderr.
 
-    It is silent except for notes if stderr is no terminal.
+    Where stderr is no terminal, `line` is printed instead.
 
     Attributes:
         left: the seconds that are left if they are known; until then they follow from the mean step
             so far.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self, progress: Progress, line: StatusLine) -> None:
+        self.progress, self.line = progress, line
         self.task = progress.add_task("", total=None, left="")
         self.left: Callable[[], float | None] = lambda: None
         self.steps, self.made, self.started = 0, 0, monotonic()
-
-    def say(self, text: str) -> None:
-        self.progress.update(self.task, description=text)
 
     def expect(self, steps: int) -> None:
         self.steps, self.started = steps, monotonic()
         self.progress.update(self.task, total=steps)
 
     def step(self, text: str) -> None:
-        """Counts a run that begins, and shows its name and the time that is left."""
+        """Counts a step, and shows its name and the time that is left."""
         left = self.seconds_left()
         shown = "" if left is None else f"{duration(left)} left"
         self.progress.update(self.task, description=text, advance=1, left=shown)
+        self.line.say(", ".join(filter(None, [f"{self.made + 1} of {self.steps}", text, shown])))
         self.made += 1
 
     def seconds_left(self) -> float | None:
@@ -65,10 +63,12 @@ def progress_bar() -> Iterator[Bar]:
         TextColumn("{task.fields[left]}"),
         TextColumn("{task.description}", markup=False),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        yield Bar(progress)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with ExitStack() as stack:
+        line = StatusLine()
+        if not console.is_terminal:
+            stack.enter_context(line)
+        yield Bar(stack.enter_context(bar), line)
 
 
 def duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 REFRESH = 0.08  # seconds between two pictures
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 PLAIN_WIDTH = 100  # columns where stdout is no terminal
+PACE = 2.0  # seconds between two lines of progress where stderr is no terminal
 
 
 def stdout() -> Console:
@@ -35,9 +37,9 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _is_shown(console: Console) -> bool:
-    """Tells whether the console is a terminal, and the process the first of torchrun's."""
-    return console.is_terminal and os.environ.get("RANK", "0") == "0"
+def _is_first() -> bool:
+    """Tells whether the process is the first of torchrun's, which alone tells of progress."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _dim(text: str) -> Text:
@@ -46,20 +48,33 @@ def _dim(text: str) -> Text:
 
 
 class StatusLine:
-    """A line on stderr that is overwritten; it is silent if stderr is no terminal."""
+    """A line on stderr that is overwritten.
+
+    Where stderr is no terminal, the line is printed every `PACE` seconds with the seconds since the
+    first one was opened: a command that ends sooner prints nothing.
+    """
 
     shown: ClassVar[list[Live]] = []
     """The displays that are open on stderr, bars included; the last one is shown."""
+    printed: ClassVar[list[StatusLine]] = []
+    """The lines that are open where stderr is no terminal; the last one is printed."""
 
     def __init__(self) -> None:
         self.console = stderr()
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
-        self.shown_at = 0.0
+        self.shown_at, self.opened_at = 0.0, time.monotonic()
+        self.text = ""
+        self.ended = threading.Event()
 
     def __enter__(self) -> StatusLine:
-        if _is_shown(self.console):
+        if not _is_first():
+            return self
+        if self.console.is_terminal:
             self.live.start()
             self.shown.append(self.live)
+            return self
+        self.printed.append(self)
+        threading.Thread(target=self._print, daemon=True).start()
         return self
 
     def __exit__(
@@ -68,9 +83,23 @@ class StatusLine:
         _value: BaseException | None,
         _tb: TracebackType | None,
     ) -> None:
+        self.ended.set()
+        if self in self.printed:
+            self.printed.remove(self)
         self.live.stop()
         if self.live in self.shown:
             self.shown.remove(self.live)
+
+    def _print(self) -> None:
+        """Prints the line until it is closed, unless a later one is open.
+
+        After the first minute the lines come more and more slowly, as a job may take days.
+        """
+        seconds = 0.0
+        while not self.ended.wait(max(PACE, seconds / 30)):
+            if self.text and self.printed[-1:] == [self]:
+                seconds = time.monotonic() - self.printed[0].opened_at
+                self.console.print(f"{seconds:.0f} s: {self.text}", markup=False, soft_wrap=True)
 
     @classmethod
     @contextmanager
@@ -96,6 +125,7 @@ class StatusLine:
 
     def say(self, text: str, now: bool = True) -> None:
         """Shows a line; with now=False at most every `REFRESH` seconds."""
+        self.text = text
         if self.live.is_started and (now or time.perf_counter() - self.shown_at > REFRESH):
             self.shown_at = time.perf_counter()
             self.live.update(_dim(text), refresh=True)
@@ -133,16 +163,24 @@ class _Notes(logging.Handler):
 def loading_shown() -> Iterator[None]:
     """Shows the stages of `shoal.load` on stderr during the block.
 
-    A spinner and a line that is overwritten take the place of an open line or bar. It is silent if
-    stderr is no terminal, and if the library's records are written already, as by a server.
+    A spinner and a line that is overwritten take the place of an open line or bar; where stderr is
+    no terminal, the stages are printed by a `StatusLine`. It is silent if the library's records are
+    written already, as by a server.
     """
     console, handlers = stderr(), logging.getLogger("shoal").handlers
-    if not _is_shown(console) or any(not isinstance(handler, _Notes) for handler in handlers):
+    if not _is_first() or any(not isinstance(handler, _Notes) for handler in handlers):
         yield
-        return
-    with StatusLine.suspended(), console.status(_dim("loading ..."), spinner_style="dim") as line:
-        notes = _Notes(lambda text: line.update(_dim(text)))
-        with notes.attached():
+    elif not console.is_terminal:
+        with StatusLine() as line, _Notes(line.say).attached():
+            line.say("loading ...")
+            yield
+    else:
+        status = console.status(_dim("loading ..."), spinner_style="dim")
+        with (
+            StatusLine.suspended(),
+            status as shown,
+            _Notes(lambda text: shown.update(_dim(text))).attached(),
+        ):
             yield
 
 

@@ -7,37 +7,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from shoal.cli.console import plain_table, printable, stderr, stdout
+from shoal.cli.bench_progress import progress_bar
+from shoal.cli.console import plain_table, printable, stdout
 
 UNBOUNDED = 10_000  # columns
 Value = TypeVar("Value")
 
 
 def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
-    """Yields the results, with a bar and the time left on stderr if it is a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("passed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    console = stderr()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        yield from progress.track(results, total=total, description=what)
+    """Yields the results, with a bar and the time left on stderr."""
+    with progress_bar() as bar:
+        bar.expect(total)
+        for result in results:
+            bar.step(what)
+            yield result
 
 
 def show_summary(summary: dict[str, Any], directory: Path | None) -> None:

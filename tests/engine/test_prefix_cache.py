@@ -21,6 +21,7 @@ from serving import served
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting import slots
+from shoal.engine import prefix_cache
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.scheduler import MIN_WAIT
@@ -39,6 +40,7 @@ from shoal.types.stats import Stats
 
 ROOM = 1 << 20
 SYSTEM = tuple(1 + i * i % 53 for i in range(MIN_WAIT + 20))
+UNSEEN = sorted(token for token in set(SYSTEM) if token > 40)[:2]
 TAILS = [(7, 3, 9, 1), (8, 2, 2, 5, 6), (7, 3, 1)]
 
 
@@ -46,8 +48,8 @@ def tokens_of(rows: Sequence[Row]) -> list[list[int]]:
     return [row.tokens[row.prompt_length :] for row in rows]
 
 
-def pair() -> tuple[Runner, Runner]:
-    return runner(tiny_model("llama"), 256), runner(tiny_model("llama", seed=1, layers=1), 256)
+def pair(architecture: str = "llama") -> tuple[Runner, Runner]:
+    return runner(tiny_model(architecture, layers=3), 256), runner(tiny_model("llama", seed=1, layers=1), 256)
 
 
 def engine(k: int = 3, prefix_bytes: int = ROOM, **options: Any) -> Engine:
@@ -300,9 +302,9 @@ def test_over_http() -> None:
 # ── across calls of the library ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def loaded(prefix_memory: int = ROOM, *, itself: bool = False) -> Shoal:
+def loaded(prefix_memory: int = ROOM, *, itself: bool = False, architecture: str = "llama") -> Shoal:
     """A pair; or a target that drafts for itself, so that all drafts are accepted as long as its keys are right."""
-    target, draft = pair()
+    target, draft = pair(architecture)
     return Shoal(target, target if itself else draft, max_batch=8, prefix_memory=prefix_memory)
 
 
@@ -362,8 +364,14 @@ def hooked(hf: Any) -> None:
 
 
 def rows_of_the_table(hf: Any) -> None:
-    """Which a pass over a few tokens does not read."""
-    hf.model.embed_tokens.weight.data[20:] *= -2
+    """Two rows that a pass over a few tokens does not read; the sum over the rows stays."""
+    hf.model.embed_tokens.weight.data[UNSEEN] = hf.model.embed_tokens.weight.data[UNSEEN[::-1]]
+
+
+def two_signs(hf: Any) -> None:
+    """The sums over the rows stay, and those of the numbers' bits."""
+    table = hf.model.embed_tokens.weight.data
+    table[UNSEEN] = torch.where(table[UNSEEN].prod(0) < 0, -table[UNSEEN], table[UNSEEN])
 
 
 def a_row_in_place(hf: Any) -> None:
@@ -371,23 +379,70 @@ def a_row_in_place(hf: Any) -> None:
         hf.model.embed_tokens.weight[SYSTEM[0]] *= -2
 
 
-@pytest.mark.parametrize("change", [written_in_place, merged, hooked, rows_of_the_table, a_row_in_place])
-@pytest.mark.parametrize("looks", [True, False])
+def an_expert(hf: Any) -> None:
+    unseen(hf, [hf.model.layers[1].mlp.experts.down_proj.data[expert] for expert in range(4)], -1.0)
+
+
+def a_buffer(hf: Any) -> None:
+    unseen(hf, hf.model.layers[1].mlp.gate.e_score_correction_bias, 0.5)
+
+
+def unseen(hf: Any, parts: Any, added: float) -> None:
+    """Writes into the first part that changes nothing of token 0, the only one that is looked at, but something of the prompt."""
+
+    def logits() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [hf(torch.tensor([ids])).logits for ids in ([0], SYSTEM)]
+
+    before = logits()
+    for part in parts:
+        kept = part.clone()
+        part += added
+        if [torch.equal(*pair) for pair in zip(before, logits(), strict=True)] == [True, False]:
+            return
+        part.copy_(kept)
+    raise AssertionError("token 0 depends on each part")
+
+
+BY_SUMS = (rows_of_the_table, two_signs, an_expert, a_buffer)
+"""Changes that a pass alone does not see."""
+
+
+@pytest.mark.parametrize("change", [written_in_place, merged, hooked, a_row_in_place, *BY_SUMS])
+@pytest.mark.parametrize("looks", ["at the sums", "at a pass alone", "never"])
 def test_other_weights_forget_what_is_kept(
-    change: Callable[[Any], None], looks: bool, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any], None], looks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: without a look at the target, keys of its old weights are found, and log-probabilities are wrong."""
-    if not looks:
+    """Negative controls: where nobody looks, keys of the old weights are found, and log-probabilities are wrong."""
+    if looks == "never":
         monkeypatch.setattr(PrefixMemory, "recognise", lambda self, target: None)
-    keeping, plain = loaded(), loaded(0)
+    elif looks == "at a pass alone":
+        monkeypatch.setattr(prefix_cache, "_sums", lambda hf: [])
+    monkeypatch.setattr(prefix_cache, "PROBED", 1)
+    architecture = "deepseek-v3" if change in (an_expert, a_buffer) else "llama"
+    keeping, plain = (loaded(room, architecture=architecture) for room in (ROOM, 0))
     answers(keeping, [[*SYSTEM, 3]])
     for each in (keeping, plain):
         change(each.target.hf)
     results = [each.generate([[*SYSTEM, 4]], seed=5, max_new_tokens=8, lookahead=3) for each in (keeping, plain)]
     kept, fresh = ([torch.tensor(s.logprobs) for s in result[0].samples] for result in results)
     right = [len(a) == len(b) and torch.allclose(a, b, atol=1e-5) for a, b in zip(kept, fresh, strict=True)] == [True]
-    assert right == looks
-    assert (results[0].stats.restored_tokens == 0) == looks
+    seen = looks == "at the sums" or (looks == "at a pass alone" and change not in (*BY_SUMS, a_row_in_place))
+    assert (right, results[0].stats.restored_tokens == 0) == (seen, seen)
+
+
+def test_what_is_kept_stays_while_nothing_changes() -> None:
+    keeping = loaded(architecture="deepseek-v3")
+    for restored in (0, len(SYSTEM), len(SYSTEM)):
+        assert answers(keeping, [[*SYSTEM, restored % 50]])[1].restored_tokens == restored
+    for tensor in (
+        torch.arange(5, dtype=torch.uint8),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(9.0)[1:],
+        torch.tensor(True),
+    ):
+        (alone,) = prefix_cache._sums_of(tensor)
+        assert torch.equal(alone, next(iter(prefix_cache._sums_of(tensor.clone()))))
 
 
 def test_a_layer_around_the_head_is_other_weights() -> None:

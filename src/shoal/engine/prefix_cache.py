@@ -8,22 +8,25 @@ another user's prompt by timing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.slots import DraftSlots
 from shoal.models.cache.prefix_tree import common
 from shoal.models.runner import Runner
+from shoal.models.weights.matrix import PACKED
+from shoal.models.weights.parameter import PackedWeight
 from shoal.types.requests import Row
 
 PROBED = 8
 """The number of tokens of the pass by which a target is recognised."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer types by their bytes."""
+WORDS = 1 << 20
+"""The number of words of 8 bytes that one sum of a weight reads."""
 
 
 class PrefixMemory:
@@ -52,8 +55,7 @@ class PrefixMemory:
         )
         self._new_kept = target.new_kept, (target if draft_model is None else draft_model).new_kept
         self._probed: Tensor | None = None
-        self._tables: list[Tensor] = []
-        self._versions: list[int] = []
+        self._sums: list[Tensor] = []
         self.clear()
 
     def clear(self) -> None:
@@ -67,13 +69,11 @@ class PrefixMemory:
 
     @torch.inference_mode()
     def recognise(self, target: Runner) -> None:
-        """Forgets all prefixes if the target's weights have changed since the last call.
+        """Forgets all prefixes if the target has changed since the last call.
 
-        Writes in place are detected by PyTorch's count of them. Other changes are detected by a
-        pass over `PROBED` tokens, and in tables of embeddings, of which the pass reads a few rows,
-        by sums of their bits. Not detected are `weight.data` writes to experts of a mixture that
-        none of these tokens reaches. Changes of the draft model are not looked for, because they
-        change no distribution.
+        Its weights and buffers are compared by sums over all of their bytes. A pass over `PROBED`
+        tokens detects other code, such as hooks or an adapter that is switched off. Changes of the
+        draft model are not looked for, because they change no distribution.
         """
         runner = target.fork_for_ordinary_passes()
         runner.reserve(1, PROBED)
@@ -81,45 +81,66 @@ class PrefixMemory:
         ids = torch.arange(PROBED, device=runner.device)[None] % min(
             runner.known_ids, runner.vocab_size
         )
-        logits, tables, versions = (
-            runner.feed([0], ids, [PROBED]).clone(),
-            _table_sums(runner.hf),
-            _versions(runner.hf),
-        )
-        known = (
-            self._probed is not None
-            and torch.equal(logits, self._probed)
-            and versions == self._versions
-        )
+        logits, sums = runner.feed([0], ids, [PROBED]).clone(), _sums(runner.hf)
         if (
-            not known
-            or len(tables) != len(self._tables)
-            or not all(map(torch.equal, tables, self._tables))
+            self._probed is None
+            or not torch.equal(logits, self._probed)
+            or len(sums) != len(self._sums)
+            or not all(map(torch.equal, sums, self._sums))
         ):
             self.clear()
-        self._probed, self._tables, self._versions = logits, tables, versions
+        self._probed, self._sums = logits, sums
 
 
-def _versions(hf: nn.Module) -> list[int]:
-    """Returns the number of times that each weight was written in place.
+def _sums(hf: nn.Module) -> list[Tensor]:
+    """Returns sums that change with a write into the weights and buffers of a model.
 
-    Writes to `weight.data` are not counted.
+    Packed weights are written by their matrix alone, which counts the writes; so does PyTorch for
+    tensors without bytes of their own.
     """
-    return [0 if weight.is_inference() else weight._version for weight in hf.parameters()]
-
-
-def _table_sums(hf: Any) -> list[Tensor]:
-    """Returns sums [width] of the bits, as integers, of each table of embeddings.
-
-    A table that is the head as well is left out, because a pass reads all of it.
-    """
-    # A layer that wraps the head may have no weight.
-    head = getattr(hf.get_output_embeddings(), "weight", None)
-    weights = [module.weight for module in hf.modules() if isinstance(module, nn.Embedding)]
-    tables = [
-        weight.detach() for weight in weights if weight is not head and weight.is_contiguous()
+    sums: list[Tensor] = []
+    counts: list[int] = []
+    for tensor in (*hf.parameters(), *hf.buffers()):
+        if isinstance(tensor, PackedWeight):
+            counts += [id(tensor.matrix), tensor.matrix.epoch]
+            if tensor.matrix.form == PACKED:
+                continue
+            tensor = tensor.of(tensor.matrix.dense())
+        try:
+            sums += _sums_of(tensor.detach())
+        except (NotImplementedError, TypeError, RuntimeError):
+            counts += [id(tensor), 0 if tensor.is_inference() else tensor._version]
+    devices = dict.fromkeys(each.device for each in sums)
+    return [
+        torch.tensor(counts),
+        *(torch.stack([one for one in sums if one.device == device]) for device in devices),
     ]
-    return [table.view(INTEGERS[table.element_size()]).sum(0) for table in tables]
+
+
+def _sums_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a sum of each `WORDS` words of a tensor, each word times an odd number of its place.
+
+    The sums tell where a word is. A single word that changes always changes its sum, as odd numbers
+    have inverses modulo 2^64.
+    """
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()  # this process's shard of a parallel model
+    rows = tensor.t() if tensor.ndim == 2 and tensor.t().is_contiguous() else tensor
+    data = rows.contiguous().flatten().view(torch.uint8)
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = F.pad(data, (0, -len(data) % 8)).clone()
+    words, factors = data.view(torch.int64), _factors(tensor.device)
+    for part in words.split(WORDS):
+        yield (part * factors[: len(part)]).sum()
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Makes `WORDS` odd numbers, int64."""
+    generator = torch.Generator().manual_seed(0)
+    limits = torch.iinfo(torch.int64)
+    numbers = torch.randint(limits.min, limits.max, (WORDS,), generator=generator)
+    return (numbers | 1).to(device)
 
 
 class PrefixCache:

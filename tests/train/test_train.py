@@ -1,6 +1,6 @@
 """The training code at small sizes, and the pair that it shipped.
 
-Tests of: train.corpus, train.distil, train.loop, train.models, train.muon, train.report, train.sampling, train.tokenizer,
+Tests of: train.corpus, train.distil, train.loop, train.models, train.muon, train.tokenizer,
 problems.generator.
 """
 
@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from continuations import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measure_pair import SHIPPED, LoadedPair, first_function, is_valid, passes, text_figures
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig
 
@@ -25,8 +27,6 @@ from shoal.train.distil import acceptance, distillation_loss
 from shoal.train.loop import Schedule, Trainer
 from shoal.train.models import build, next_token_loss
 from shoal.train.muon import orthogonalise
-from shoal.train.report import SHIPPED, LoadedPair, first_function, is_valid, passes, text_figures
-from shoal.train.sampling import sample
 from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer
 
 SPLITS = ("train", "constants", "templates")

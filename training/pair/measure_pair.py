@@ -1,4 +1,4 @@
-"""The measurement of the shipped pair: `python -m shoal.train.report`."""
+"""The measurement of the shipped pair: `python training/pair/measure_pair.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import typer
+from continuations import sample
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -23,13 +24,13 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from shoal.models.loading import bundled
 from shoal.problems.generator import FunctionProblem, Split, generate
 from shoal.train.corpus import Tokens, pack, stdlib_pieces
 from shoal.train.distil import acceptance
 from shoal.train.models import logits
-from shoal.train.sampling import sample
 
-SHIPPED = Path(__file__).parent.parent / "data" / "pair"
+SHIPPED = bundled("target").parent
 SEED = 1
 LENGTH = 384  # tokens in a window
 STDLIB_SHARE = 0.24  # of the training tokens, and so of the overall figures
@@ -75,18 +76,13 @@ class LoadedPair:
     def load(cls, directory: Path) -> LoadedPair:
         """Reads `target` and `drafter` below a directory."""
         target, drafter = (
-            LlamaForCausalLM.from_pretrained(directory / name, dtype=torch.float32).eval()
-            for name in ("target", "drafter")
+            LlamaForCausalLM.from_pretrained(directory / name, dtype=torch.float32).eval() for name in ("target", "drafter")
         )
-        return cls(
-            target, drafter, Tokenizer.from_file(str(directory / "target" / "tokenizer.json"))
-        )
+        return cls(target, drafter, Tokenizer.from_file(str(directory / "target" / "tokenizer.json")))
 
 
 @torch.inference_mode()
-def text_figures(
-    pair: LoadedPair, text: str, tokens: Tokens, counted: npt.NDArray[np.bool_] | None = None
-) -> TextFigures:
+def text_figures(pair: LoadedPair, text: str, tokens: Tokens, counted: npt.NDArray[np.bool_] | None = None) -> TextFigures:
     """Computes the figures of one packed text, or of the tokens `counted` in it.
 
     The text is read in windows of `LENGTH` tokens.
@@ -126,9 +122,7 @@ def mixed(problems: TextFigures, stdlib: TextFigures) -> TextFigures:
         target_loss=mean(problems.target_loss, stdlib.target_loss),
         drafter_loss=mean(problems.drafter_loss, stdlib.drafter_loss),
         agreement=mean(problems.agreement, stdlib.agreement),
-        acceptance={
-            key: mean(kept, stdlib.acceptance[key]) for key, kept in problems.acceptance.items()
-        },
+        acceptance={key: mean(kept, stdlib.acceptance[key]) for key, kept in problems.acceptance.items()},
     )
 
 
@@ -156,9 +150,7 @@ def passes(function: str, problem: FunctionProblem) -> bool:
     """Runs the tests of a problem on a function in a fresh interpreter."""
     program = "\n".join([function, *problem.tests])
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", program], capture_output=True, timeout=TIMEOUT
-        )
+        done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=TIMEOUT)
     except (subprocess.TimeoutExpired, ValueError):
         return False
     return done.returncode == 0
@@ -179,14 +171,10 @@ def code_figures(
     prompts = [pair.tokenizer.encode(problem.prompt).ids for problem in problems]
     rows = sample(pair.target, prompts, temperature, SEED, NEW_TOKENS)
     functions = [
-        first_function(problem.prompt + pair.tokenizer.decode(row))
-        for problem, row in zip(problems, rows, strict=True)
+        first_function(problem.prompt + pair.tokenizer.decode(row)) for problem, row in zip(problems, rows, strict=True)
     ]
     valid = [is_valid(function) for function in functions]
-    passed = [
-        ok and passes(function, problem)
-        for ok, function, problem in zip(valid, functions, problems, strict=True)
-    ]
+    passed = [ok and passes(function, problem) for ok, function, problem in zip(valid, functions, problems, strict=True)]
     count = len(problems)
     shares = sum(valid) / count, sum(passed) / count
     samples = [Continuation(*both) for both in zip(prompts, rows, strict=True)]
@@ -200,18 +188,14 @@ def sample_figures(pair: LoadedPair, name: str, samples: Sequence[Continuation])
     return text_figures(pair, name, np.array(tokens, dtype=np.uint16), np.array(counted))
 
 
-def measure(
-    directory: Path, tokens: int, samples: int
-) -> tuple[list[TextFigures], list[CodeFigures]]:
+def measure(directory: Path, tokens: int, samples: int) -> tuple[list[TextFigures], list[CodeFigures]]:
     """Measures all figures.
 
     They are of about `tokens` tokens of held-out problems, and of `samples` samples of the target.
     """
     pair = LoadedPair.load(directory)
     count = max(2, tokens // 150)
-    documents = [
-        problem.document for split in SPLITS for problem in generate(SEED, count // 2, split)
-    ]
+    documents = [problem.document for split in SPLITS for problem in generate(SEED, count // 2, split)]
     problems = text_figures(pair, "held-out problems", pack(documents, pair.tokenizer))
     pieces = list(stdlib_pieces(True, int(tokens * 1.5), SEED))
     stdlib = text_figures(pair, "held-out stdlib", pack(pieces, pair.tokenizer))
@@ -247,9 +231,7 @@ def text_table(rows: Sequence[TextFigures]) -> Table:
 
 def code_table(rows: Sequence[CodeFigures]) -> Table:
     """Returns a table of one line per split and temperature."""
-    table = Table(
-        "held-out", "temperature", "samples", "parses", "passes its tests", box=SIMPLE_HEAD
-    )
+    table = Table("held-out", "temperature", "samples", "parses", "passes its tests", box=SIMPLE_HEAD)
     for row in rows:
         shares = f"{row.valid:.1%}", f"{row.passed:.1%}"
         table.add_row(row.split, f"{row.temperature}", str(row.samples), *shares)

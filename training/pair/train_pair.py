@@ -1,4 +1,4 @@
-"""The training of the bundled pair from nothing: `python -m shoal.train.pair`."""
+"""The training of the bundled pair from nothing: `python training/pair/train_pair.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from continuations import sample
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -19,7 +20,6 @@ from shoal.train.corpus import CorpusSize, Tokens, Windows, build_corpus, pack
 from shoal.train.distil import distillation_loss
 from shoal.train.loop import Schedule, Trainer
 from shoal.train.models import build, drafter_config, export, next_token_loss, target_config
-from shoal.train.sampling import sample
 from shoal.train.tokenizer import save_tokenizer, train_tokenizer
 
 SEED = 20
@@ -121,18 +121,14 @@ class PairTrainer:
             rows = (prompt + row for prompt, row in zip(prompts, written, strict=True))
             packed = np.array([token for row in rows for token in row], dtype=np.uint16)
             np.save(self.work / "samples.npy", packed)
-            console.log(
-                f"samples: {len(packed):,} tokens, of which written {sum(map(len, written)):,}"
-            )
+            console.log(f"samples: {len(packed):,} tokens, of which written {sum(map(len, written)):,}")
         return self.tokens("samples")
 
     def warm_drafter(self) -> Trainer:
         """Trains the drafter on the corpus alone."""
         model = build(drafter_config(), SEED).to(self.device)
         trainer = Trainer(model, next_token_loss, self.work / "drafter-warm.pt")
-        trainer.train(
-            self.windows(self.tokens("train"), SEED + 1), Schedule(self.config.warm_steps)
-        )
+        trainer.train(self.windows(self.tokens("train"), SEED + 1), Schedule(self.config.warm_steps))
         return trainer
 
     def train_drafter(self) -> Trainer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from shoal.models import formats, quantize, weights
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.cache import slots
 from shoal.models.executors.lean import C_DECODER
-from shoal.models.lean import whole
+from shoal.models.lean import native, whole
 from shoal.models.lean.decoder import decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels
@@ -135,7 +136,15 @@ def test_a_prompt_at_the_wrong_place_of_the_shared_store_shows(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_threads_give_the_bits_of_one(dtype: torch.dtype) -> None:
+def test_two_threads_give_the_bits_of_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernels: PyTorch, which attends over the long prompt, rounds otherwise with other threads on some processors."""
+    attended = native.attended
+
+    def by_one_thread(*arguments: Any) -> Tensor:
+        with threads(1):
+            return attended(*arguments)
+
+    monkeypatch.setattr(native, "attended", by_one_thread)
     runner = packed("qwen2 with windows", dtype)
     expected = lived(runner)
     with threads(2):

@@ -158,11 +158,11 @@ def test_alternatives_of_the_server_are_in_the_card(opened: Callable[..., Any], 
     expect(page.get_by_role("status")).to_contain_text("1 sample, 4 tokens")
     page.locator("#samples .token").first.click()
     card = page.get_by_role("tooltip")
-    assert card.get_by_role("listitem").count() == 3
     body = {"max_tokens": 4, "logprobs": 3, "seed": 1, "temperature": 0.8, "top_p": 0.95, "prompt": ""}
     body["prompt"] = page.get_by_label("Prompt").input_value()
     (choice,) = server.post(**body, shoal={"details": True}).json()["choices"]
     first = choice["shoal"]["tokens"][0]
+    assert card.get_by_role("listitem").count() == len(choice["logprobs"]["top_logprobs"][0]) == 4  # the drawn one, too
     expected = f"{first['logprob']:.3f}".replace("-", "−")
     assert card.locator("dd").all_text_contents()[2:4] == [str(first["id"]), expected]
 

@@ -228,11 +228,39 @@ def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
         assert again.write({"id": 1, "choices": []}) is True
         assert again.write({"id": 1, "error": {"code": None}}) is False
         assert again.write({"id": "1", "error": {"code": None}}) is True
-    with OutputFile(tmp_path / "out", asked, {}) as ledger:
-        assert (ledger.ids, ledger.failed) == ({1, "1"}, {"1"})
+        assert (again.ids, again.failed) == ({1, "1"}, {"1"})
     written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     made = [{"line": line.digest} for line in asked]
     assert written == [{"id": 1, "choices": [], "shoal": made[0]}, {"id": "1", "error": {"code": None}, "shoal": made[1]}]
+    with OutputFile(tmp_path / "out", asked, {}) as ledger:
+        assert (ledger.ids, ledger.failed, ledger.retried) == ({1}, set(), 1)
+        with pytest.raises(RequestError, match="another process is writing"):
+            OutputFile(tmp_path / "out", asked, {})  # the file that replaced it is locked, too
+    assert [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] == written[:1]
+
+
+def test_a_line_that_failed_is_tried_again_also_a_mended_one(tmp_path: Path, batch: Any) -> None:
+    """And what no model can answer, names of other models included, is told before one is loaded."""
+    good, wrong = {"id": 1, "prompt": "hello", "seed": 1}, {"id": 2, "prompt": "hello", "seed": 1, "model": "other"}
+    source, out, link = write(tmp_path / "in", [good, wrong]), tmp_path / "out", tmp_path / "link"
+    link.symlink_to(out)
+    tally = batch(source, link)
+    assert (tally["answered"], tally["failed"]) == (2, 1)
+    first, error = sorted(out.read_text().splitlines(), key=lambda line: json.loads(line)["id"])
+    assert "there is no model 'other' here" in error
+    tally = batch(write(source, [good, {**wrong, "model": "tiny", "n": 2}]), link, "--name", "tiny")
+    assert (tally["kept"], tally["answered"], tally["failed"]) == (1, 1, 0)
+    kept, second = out.read_text().splitlines()
+    assert kept == first
+    assert len(json.loads(second)["choices"]) == 2
+    assert link.is_symlink()
+
+
+def test_nothing_is_loaded_for_lines_that_no_model_can_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pytest.fail("loaded"))
+    lines = [{"prompt": "x", "model": "other"}, {"prompt": "x", "temperature": "hot"}, {"url": "/v1/embeddings"}]
+    assert cli.run(["batch", str(write(tmp_path / "in", lines)), str(tmp_path / "out")]) == 1
+    assert len((tmp_path / "out").read_text().splitlines()) == 3
 
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,8 +427,8 @@ def test_the_exit_code_is_1_if_every_line_failed(tmp_path: Path, batch: Any) -> 
     code, tally = batch(write(tmp_path / "in", wrong), tmp_path / "out")
     assert (code, tally["answered"], tally["failed"]) == (1, 3, 3)
     code, tally = batch(tmp_path / "in", tmp_path / "out")
-    assert (code, tally["kept"], tally["answered"]) == (1, 3, 0), "also where they failed before"
-    assert batch(write(tmp_path / "in", [*wrong, {"id": 4, "prompt": "x"}]), tmp_path / "out")["answered"] == 1
+    assert (code, tally["kept"], tally["answered"], tally["failed"]) == (1, 0, 3, 3), "also where they failed before"
+    assert batch(write(tmp_path / "in", [*wrong, {"id": 4, "prompt": "x"}]), tmp_path / "out")["failed"] == 3
     assert batch(write(tmp_path / "none", []), tmp_path / "none.out")["lines"] == 0
 
 
@@ -558,4 +586,4 @@ def test_failures_are_counted(tmp_path: Path, batch: Any) -> None:
     settings = json.loads((tmp_path / "out").read_text().splitlines()[0])["shoal"]
     del settings["line"]
     with OutputFile(tmp_path / "out", list(read_lines(source)), settings) as ledger:
-        assert ledger.failed == ledger.ids == {"a", "b"}
+        assert (ledger.ids, ledger.retried) == (set(), 2)

@@ -177,7 +177,7 @@ def batch(
         source.load, allowed, controller, rule, in_bytes(limits.kv_memory)
     )
     with output_file.OutputFile(files.answers, lines, _settings(source, allowed, rule)) as output:
-        _report_cut(output, files.answers)
+        _report_found(output, files.answers)
         progress = BatchProgress(len(lines), len(output.ids))
         answer = (
             partial(_answer_on_ray, config, machines)
@@ -185,7 +185,7 @@ def batch(
             else partial(_answer_here, config, progress, output)
         )
         try:
-            _answer(lines, output, progress, answer)
+            _answer(lines, allowed, output, progress, answer)
         except KeyboardInterrupt:
             stderr().print(
                 f"interrupted: {progress}; the same command goes on from there",
@@ -221,20 +221,30 @@ def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
     }
 
 
-def _report_cut(output: OutputFile, answers: Path) -> None:
+def _report_found(output: OutputFile, answers: Path) -> None:
+    """Tells what was dropped of an output that an earlier run left."""
+    said = []
     if output.cut:
-        said = (
-            f"{answers}: its last {output.cut} bytes were no whole answers, as a kill or a "
-            f"crash leaves them, and were cut off"
+        said.append(
+            f"its last {output.cut} bytes were no whole answers, as a kill or a crash leaves "
+            f"them, and were cut off"
         )
-        stderr().print(said, markup=False, soft_wrap=True)
+    if output.retried:
+        said.append(f"{output.retried} lines that failed before are tried again")
+    for text in said:
+        stderr().print(f"{answers}: {text}", markup=False, soft_wrap=True)
 
 
 def _answer(
-    lines: Sequence[BatchLine], output: OutputFile, progress: BatchProgress, answer: Answer
+    lines: Sequence[BatchLine],
+    allowed: Settings,
+    output: OutputFile,
+    progress: BatchProgress,
+    answer: Answer,
 ) -> None:
     """Answers the lines that have no answer yet."""
-    waiting = [line for line in lines if line.id not in output.ids]
+    from shoal.serve.offline import refusal
+
     with displayed(progress) as changed:
 
         def done(entry: Json) -> None:
@@ -242,9 +252,13 @@ def _answer(
                 progress.add(entry)
                 changed()
 
+        for line in lines:  # before weights are read, which may take minutes
+            if line.id not in output.ids and (entry := refusal(line, allowed)) is not None:
+                done(entry)
+        waiting = [line for line in lines if line.id not in output.ids]
         if waiting:
             answer(waiting, done)
-    missing = [line.id for line in waiting if line.id not in output.ids]
+    missing = [line.id for line in lines if line.id not in output.ids]
     if missing:
         raise InternalError(
             f"{len(missing)} lines have no answer, such as {missing[0]!r}: begin again"

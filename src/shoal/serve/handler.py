@@ -13,7 +13,7 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.serve import bodies
 from shoal.serve.api_errors import ApiError
-from shoal.serve.api_formats import FORMATS, ApiFormat
+from shoal.serve.api_formats import FORMATS
 from shoal.serve.api_paths import RESPONSES
 from shoal.serve.infill import InfillResponse, parsed_infill
 from shoal.serve.infill_models import InfillRequest
@@ -29,6 +29,30 @@ from shoal.serve.responses import ApiResponse
 from shoal.serve.sampling_params import own_sampling
 from shoal.serve.settings import Settings
 from shoal.serve.worker import Worker
+
+
+def validated(path: str, fields: dict[str, Any], settings: Settings) -> Any:
+    """Returns the fields of a request as an object of the API, as far as no model is needed.
+
+    Args:
+        path: the API's path, a key of `FORMATS` or `RESPONSES`.
+
+    Raises:
+        ApiError: the request names another model.
+        RequestValidationError: a field is wrong.
+    """
+    kind = ResponsesRequest if path == RESPONSES else FORMATS[path].request_model
+    request = bodies.validated(kind, fields)
+    if request.model and request.model not in settings.names:
+        raise no_model(request.model, settings)
+    return request
+
+
+def no_model(name: str, settings: Settings) -> ApiError:
+    """Returns the error of a name that is not one of the served model's."""
+    names = ", ".join(map(repr, settings.names))
+    message = f"there is no model {name!r} here; this server has {names}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 class ApiHandler:
@@ -77,8 +101,9 @@ class ApiHandler:
             RequestValidationError: the request cannot be served.
         """
         name = str(fields.get("model") or self.settings.model)
+        request = await run_in_threadpool(validated, path, fields, self.settings)
         if path == RESPONSES:
-            request, parsed = await run_in_threadpool(self._parsed_items, fields)
+            parsed = await run_in_threadpool(parsed_items, self._parser, request)
             return ItemResponse(
                 self.worker,
                 self.shoal.tokenizer,
@@ -87,9 +112,8 @@ class ApiHandler:
                 self._owned(parsed, owner),
                 request=request,
             )
-        api = FORMATS[path]
-        parsed = await run_in_threadpool(self._parsed, api, fields)
-        return ApiResponse(self.worker, self.shoal.tokenizer, name, api, self._owned(parsed, owner))
+        parsed = self._owned(await run_in_threadpool(self._parser.parse, request), owner)
+        return ApiResponse(self.worker, self.shoal.tokenizer, name, FORMATS[path], parsed)
 
     async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:
         """Validates a request of /infill.
@@ -117,21 +141,7 @@ class ApiHandler:
         None names the model itself.
         """
         if name is not None and name not in self.settings.names:
-            message = (
-                f"there is no model {name!r} here; this server has "
-                f"{', '.join(map(repr, self.settings.names))}"
-            )
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _parsed(self, api: type[ApiFormat], fields: dict[str, Any]) -> ParsedRequest:
-        request = bodies.validated(api.request_model, fields)
-        self.require_model(request.model or None)
-        return self._parser.parse(request)
-
-    def _parsed_items(self, fields: dict[str, Any]) -> tuple[ResponsesRequest, ParsedRequest]:
-        request = bodies.validated(ResponsesRequest, fields)
-        self.require_model(request.model or None)
-        return request, parsed_items(self._parser, request)
+            raise no_model(name, self.settings)
 
     def _owned(self, parsed: ParsedRequest, owner: str) -> ParsedRequest:
         """Returns the request as the owner's, with the owner's weight."""

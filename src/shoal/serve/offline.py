@@ -13,8 +13,17 @@ from shoal.errors import InternalError
 from shoal.serve.api_errors import ApiError
 from shoal.serve.api_paths import Json
 from shoal.serve.batch_lines import BatchLine
-from shoal.serve.handler import ApiHandler
+from shoal.serve.handler import ApiHandler, validated
 from shoal.serve.settings import Settings
+
+
+def refusal(line: BatchLine, settings: Settings) -> Json | None:
+    """Returns the answer to a line that is wrong whatever the model is; None for the others."""
+    try:
+        validated(*line.request(), settings)
+    except Exception as error:
+        return line.failure(error)
+    return None
 
 
 class Offline:

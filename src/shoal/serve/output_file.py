@@ -1,6 +1,7 @@
 """The output of a batch: exactly one answer per line, also after interruptions.
 
-A line that has changed has no answer.
+A line that has changed has no answer. Errors of earlier runs are dropped: their lines are tried
+again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class OutputFile:
 
     Attributes:
         ids: the ids of the lines that have an answer.
-        failed: the ids of the lines whose answer is an error.
+        failed: the ids of the lines to which this run's answer is an error.
+        retried: the number of errors that were dropped.
         cut: the number of bytes of the truncated end.
 
     Raises:
@@ -66,6 +68,9 @@ class OutputFile:
         try:
             _lock(self._file.fileno(), path)
             self.cut = mend(self._file, self._keep)
+            self.retried = len(self.failed)
+            if self.failed:
+                self._drop_failed()
             self._sync()
             sync_entry(path)
         except BaseException:
@@ -90,7 +95,7 @@ class OutputFile:
                 f"file, or remove the line"
             )
         line = self._lines.get(named)
-        if line is None or made.get("line") != line.digest:
+        if line is None or (made.get("line") != line.digest and not has_failed(entry)):
             what = (
                 "which the input does not have"
                 if line is None
@@ -108,6 +113,26 @@ class OutputFile:
             {name: value for name, value in made.items() if name not in ("line", "notes")}, where
         )
         self._count(named, entry)
+
+    def _drop_failed(self) -> None:
+        """Replaces the file by one without errors; a crash leaves one of the two, whole."""
+        place = self._path.resolve()
+        beside = place.with_name(f"{place.name}.new")
+        new = beside.open("w+b")
+        try:
+            _lock(new.fileno(), self._path)
+            self._file.seek(0)
+            new.writelines(line for line in self._file if not has_failed(json.loads(line)))
+            sync(new)
+            beside.replace(place)
+        except BaseException:
+            new.close()
+            beside.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file = new
+        self.ids -= self.failed
+        self.failed.clear()
 
     def require(self, settings: Mapping[str, Any], where: str = "") -> None:
         """Compares settings with the settings of all answers so far, and stores new ones.

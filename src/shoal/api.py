@@ -227,6 +227,7 @@ def load(
     if draft_runner is not None:
         exits_of(draft_runner)  # exits that it does not have are refused here
     if drafting is not None:
+        drafting = drafting.settled(runner)
         drafting.require_fit(runner)
     pair = Shoal(
         runner,

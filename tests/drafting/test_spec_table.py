@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from shoal.drafting.registry import DrafterKind, Number, kinds, names, register
 from shoal.drafting.text import Guess, TextDrafter
 from shoal.errors import RequestError
 from shoal.models.loading import wrap
+from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
 from shoal.types.requests import Row
@@ -70,6 +72,10 @@ def described(drafter: Any) -> str:
     return " ".join([type(drafter).__name__, *words, f"max_nodes={drafter.max_nodes}"])
 
 
+def a_layer(target: Runner) -> Any:
+    return SimpleNamespace(config=target.hf.config.__class__(hidden_size=32), shared_head=target.hf.lm_head)
+
+
 FROZEN = json.loads((Path(__file__).parents[1] / "data/draft_specs.json").read_text("utf-8"))
 """Specs with the name in reports, the draft model and the drafter of each; and specs with the error
 of each, in which HERE stands for a directory that has the name of a drafter."""
@@ -79,6 +85,8 @@ of each, in which HERE stands for a directory that has the name of a drafter."""
 def test_specs(line: dict[str, Any], places: Path, target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.drafting.ppd.load_ppd", lambda *_: None)
     monkeypatch.setattr("shoal.drafting.suffix.fitting_index", lambda *_: None)
+    monkeypatch.setattr("shoal.drafting.mtp.checkpoint_of", lambda _: Path())
+    monkeypatch.setattr("shoal.drafting.mtp._load", lambda *_: MtpHeads(a_layer(target)))
     name, model, drafting = read(line["spec"])
     assert (name, model) == (line["name"], line["model"])
     if drafting is not None:

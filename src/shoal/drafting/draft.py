@@ -5,7 +5,7 @@
     MODEL                      a draft model, by its Hub id or directory
     MODEL:tree=...             a draft model that proposes trees
     NAME[:...]+...+LAST        a sum: drafters that read text, and a draft model or trained heads
-    auto                       the drafter for a target without one, which is `suffix`
+    auto                       `mtp` if the target's checkpoint has it, else `suffix`
 
 Torch is not imported here, so a wrong command line is refused at once.
 """
@@ -17,7 +17,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.drafting.registry import MODEL, SUFFIX, DrafterKind, File, Options, kind_of, kinds, names
+from shoal.drafting.registry import (
+    MODEL,
+    MTP,
+    SUFFIX,
+    DrafterKind,
+    File,
+    Options,
+    kind_of,
+    kinds,
+    names,
+)
 from shoal.errors import RequestError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -86,9 +96,11 @@ class Draft:
 
     Attributes:
         parts: one drafter; or drafters that read text and, as the last, a draft model or heads.
+        auto: True if the target decides.
     """
 
     parts: tuple[DraftSpec, ...]
+    auto: bool = False
 
     @property
     def name(self) -> str:
@@ -139,6 +151,14 @@ class Draft:
             )
         return SumDrafter(texts, last)
 
+    def settled(self, target: Runner) -> Draft:
+        """Returns the draft that `auto` means for a target; any other as it is."""
+        if not self.auto:
+            return self
+        from shoal.drafting.mtp import has_layer
+
+        return Draft((DraftSpec(MTP, MTP.read(None)),) if has_layer(target) else self.parts)
+
     def require_fit(self, target: Runner) -> None:
         """Makes a drafter of heads or of the target itself, and drops it.
 
@@ -177,7 +197,7 @@ def read_draft(draft: object, argument: str = "draft") -> Draft | None:
     if draft is None:
         return None
     if isinstance(draft, str):
-        return Draft(_parts(draft))
+        return Draft(_parts(draft), auto=draft == AUTO and not Path(draft).exists())
     if callable(getattr(draft, "propose", None)):
         given = DrafterKind(type(draft).__name__, "", in_sums=True)
         return Draft((DraftSpec(given, place=draft),))
@@ -206,6 +226,8 @@ def _parts(text: str) -> tuple[DraftSpec, ...]:
     word = head.partition(":")[0]
     if plus and (word == AUTO or _is_plain(kind_of(word))):
         return _sum(text)
+    if "tree" in getattr(kind_of(word), "options", ()):
+        return (_one(text),)
     source, tree, options = text.rpartition(":tree=")
     return (_trees(text, source, f"tree={options}") if tree else _one(text),)
 
@@ -262,7 +284,8 @@ def _sum(text: str) -> tuple[DraftSpec, ...]:
     *heads, source = text.split("+")
     word, colon, options = source.partition(":")
     last = kind_of(word)
-    is_heads = last is not None and last.in_sums and bool(last.directory and colon)
+    in_target = last is not None and last.reads_states
+    is_heads = last is not None and last.in_sums and (in_target or bool(last.directory and colon))
     before = [SUFFIX if head == AUTO else kind_of(head.partition(":")[0]) for head in heads]
     readable = all(kind is not None and kind.reads_text for kind in before)
     if not (source and readable and (is_heads or (last is None and word != AUTO))):
@@ -277,7 +300,7 @@ def _sum(text: str) -> tuple[DraftSpec, ...]:
         for head, part in zip(heads, parts, strict=True)
     ]
     if last is not None and is_heads:
-        return (*chains, _heads(last, options))
+        return (*chains, _one(source) if in_target else _heads(last, options))
     return (*chains, _model_of_sum(text, source))
 
 

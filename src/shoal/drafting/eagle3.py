@@ -133,7 +133,7 @@ class Eagle3Drafter(ModelDrafter):
     """A drafter that samples k tokens per row from the heads under the row's own sampling controls.
 
     Args:
-        heads: the heads, shared by all engines.
+        heads: the heads, shared by all engines: `Eagle3Heads`, or others of their form.
         reads: the target's layers whose hidden states they read.
         target: the target for which they draft.
         drawn: further arguments of `ModelDrafter`, from subclasses.
@@ -141,17 +141,16 @@ class Eagle3Drafter(ModelDrafter):
 
     name = "eagle3"
 
-    def __init__(
-        self, heads: Eagle3Heads, reads: Sequence[int], target: Runner, **drawn: Any
-    ) -> None:
+    def __init__(self, heads: Any, reads: Sequence[int], target: Runner, **drawn: Any) -> None:
         self.model = Eagle3Model(heads, self._states)
-        runner: Any = Runner(self.model, "EAGLE-3 heads", "interface", target.context)
+        runner: Any = Runner(self.model, heads.title, "interface", target.context)
+        runner.shares = runner.shares and heads.shares
         runner.vocab_size = runner.known_ids = target.vocab_size
         super().__init__(runner, target.vocab_size, pending=PENDING, **drawn)
         self.hidden_layers = tuple(reads)
         self._heads = heads
         self._prompts = PromptStates()
-        self.keeps = Keeps(heads.fc.in_features * target.dtype.itemsize, on_device=True)
+        self.keeps = Keeps(heads.features * target.dtype.itemsize, on_device=True)
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
         """The hidden states of rows from a position on, as pieces [positions, features].
 
@@ -222,11 +221,7 @@ class Eagle3Drafter(ModelDrafter):
         """
         heads = self._heads
         states = torch.zeros(
-            plan.rows,
-            plan.q,
-            heads.config.hidden_size,
-            dtype=self.model.dtype,
-            device=self.model.device,
+            plan.rows, plan.q, heads.width, dtype=self.model.dtype, device=self.model.device
         )
         places, found = [], []
         before, self._columns = self._columns, []
@@ -250,7 +245,7 @@ class Eagle3Drafter(ModelDrafter):
             self._columns.append(slice(0, count) if 0 < own < count else slice(count - 1, count))
         if places:
             rows, columns = zip(*places, strict=True)
-            states[list(rows), list(columns)] = heads.fc(torch.cat(found))
+            states[list(rows), list(columns)] = heads.read(torch.cat(found))
         return states
 
     def _rows(self, plan: Plan) -> list[Row | None]:
@@ -278,7 +273,7 @@ class Eagle3Drafter(ModelDrafter):
         return (
             torch.cat(parts)
             if parts
-            else torch.empty(0, self._heads.fc.in_features, dtype=self.model.dtype)
+            else torch.empty(0, self._heads.features, dtype=self.model.dtype)
         )
 
 

@@ -109,8 +109,9 @@ class DrafterKind:
         settle: raises RequestError if options do not fit together; returns the options for the
             maker.
         directory: the way to get the directory that has to follow the name; "" = none follows.
-        in_sums: True if it may be a part of a sum: the last one if it has a directory, else one
-            before.
+        in_sums: True if it may be a part of a sum: the last one if it has a directory or reads
+            states, else one before.
+        reads_states: True for heads in the target's own checkpoint, which need no directory.
         recognise: returns True if a directory, given in place of a model's, holds such heads.
         about: the purpose, in the help of `--draft`.
         example: a spec, for errors; "" = one with the default of each option.
@@ -123,6 +124,7 @@ class DrafterKind:
     settle: Callable[[Options], Options] = without_blanks
     directory: str = ""
     in_sums: bool = False
+    reads_states: bool = False
     recognise: Callable[[Path], bool] | None = None
     about: str = ""
     example: str = ""
@@ -131,7 +133,7 @@ class DrafterKind:
     @property
     def reads_text(self) -> bool:
         """True for a drafter that may be a part of a sum before the last one."""
-        return self.in_sums and not self.directory
+        return self.in_sums and not self.directory and not self.reads_states
 
     @property
     def as_written(self) -> str:
@@ -296,11 +298,12 @@ def _settled_trees(options: Options) -> Options:
     return settled
 
 
-def _settled_eagle3(options: Options) -> Options:
+def _settled_heads(example: str, options: Options) -> Options:
     if options["tree"] == "auto":
+        name = example.partition(":")[0]
         raise RequestError(
-            "eagle3 takes trees of one shape, as in eagle3:DIR,tree=rsd-s: tree=auto is for "
-            "draft models"
+            f"{name} takes trees of one shape, as in {example}tree=rsd-s: tree=auto is for "
+            f"draft models"
         )
     return _settled_trees(options)
 
@@ -386,10 +389,20 @@ OWN = (
         "eagle3",
         "shoal.drafting.eagle3:Eagle3Drafter",
         {**_TREES, "nodes": _NODES},
-        _settled_eagle3,
+        partial(_settled_heads, "eagle3:DIR,"),
         in_sums=True,
         directory="`shoal train eagle3` makes such a directory",
         recognise=_is_eagle3,
+    ),
+    DrafterKind(
+        "mtp",
+        "shoal.drafting.mtp:MtpDrafter",
+        {**_TREES, "nodes": _NODES},
+        partial(_settled_heads, "mtp:"),
+        in_sums=True,
+        reads_states=True,
+        about="the layer in the target's checkpoint that predicts further tokens",
+        example="mtp or mtp:tree=rsd-s,width=2,nodes=16",
     ),
     DrafterKind(
         "ppd",
@@ -403,4 +416,4 @@ OWN = (
 """The drafters of shoal; torch is imported with the class of one."""
 for _kind in OWN:
     register(_kind)
-SUFFIX = _kinds["suffix"]
+SUFFIX, MTP = _kinds["suffix"], _kinds["mtp"]

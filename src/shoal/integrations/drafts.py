@@ -56,6 +56,7 @@ def drafter_of(
             "the bundled draft model fits the bundled target alone: give the directory of a "
             "draft model"
         )
+    spec = spec.settled(target)
     if spec.has_files:
         spec.require_files(tokenizers.target or loading.tokenizer_at_hand(target.hf))
     model = None

@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from shoal.models.bridge import NAME
 from shoal.models.cache import Plan
 
 HIDDEN = -1e4
@@ -72,13 +73,23 @@ class Eagle3Layer(nn.Module):
 class Eagle3Heads(nn.Module):
     """The weights of the heads.
 
+    `shoal.models.mtp_layer` has others with the same attributes and methods.
+
     Args:
         config: the config of the layer.
         features: the width of the target's three hidden states side by side.
         draft_vocab: the number of ids that the heads draft.
         target_vocab: the number of the target's ids.
         embedding: the target's embedding; None if the checkpoint has one, `embed_tokens`.
+
+    Attributes:
+        title: the name of the heads in reports.
+        shares: True if rows of a group may read one stored prompt.
+        features: the width of the hidden states that they read, side by side.
+        width: the width of their own states.
     """
+
+    title, shares = "EAGLE-3 heads", True
 
     def __init__(
         self,
@@ -98,8 +109,14 @@ class Eagle3Heads(nn.Module):
             self.embed_tokens = nn.Embedding(target_vocab, config.hidden_size)
         self._embedding = [embedding]  # in a list: it must not become a submodule
         self.rotary = LlamaRotaryEmbedding(config)
+        self.features, self.width = features, config.hidden_size
         self.target_ids: Tensor
         self.register_buffer("target_ids", torch.arange(draft_vocab), persistent=False)
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Returns the states [tokens, width] of the target's hidden states [tokens, features]."""
+        found: Tensor = self.fc(hidden)
+        return found
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings [rows, q, width] of tokens [rows, q]."""
@@ -118,6 +135,23 @@ class Eagle3Heads(nn.Module):
         whole = logits.new_full((*logits.shape[:-1], self.target_vocab), -torch.inf)
         whole[..., self.target_ids] = logits
         return whole
+
+    def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Computes the layer's states, [rows, q, width], with the keys and values of a cache.
+
+        The arguments are those of `forward`.
+        """
+        function = AttentionInterface()[NAME]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query, key = _with_mask(query, key, positions)
+            keys, values = cache.update(key, value, 0)
+            found: Tensor = function(
+                self, query, keys, values, None, scaling=value.shape[-1] ** -0.5
+            )[0]
+            return found
+
+        return self(tokens, states, positions, attend)  # type: ignore[no-any-return]
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Callable[..., Tensor]
@@ -155,7 +189,7 @@ class Eagle3Model(nn.Module):
         computed: the layer's states for the tokens of the last pass, [rows, q, width].
     """
 
-    def __init__(self, heads: Eagle3Heads, states: States) -> None:
+    def __init__(self, heads: Any, states: States) -> None:
         super().__init__()
         self.heads, self._states = heads, states
         self.config = SimpleNamespace(
@@ -166,14 +200,15 @@ class Eagle3Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.heads.fc.weight.device
+        return next(self.heads.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.heads.fc.weight.dtype
+        return next(self.heads.parameters()).dtype
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.heads.lm_head
+        found: nn.Module = self.heads.lm_head
+        return found
 
     def forward(
         self,
@@ -193,17 +228,8 @@ class Eagle3Model(nn.Module):
             An object with the attribute `logits`.
         """
         plan = past_key_values.plan
-        function = AttentionInterface()[self.config._attn_implementation]
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            query, key = _with_mask(query, key, position_ids)
-            keys, values = past_key_values.update(key, value, 0)
-            found: Tensor = function(
-                self, query, keys, values, None, scaling=value.shape[-1] ** -0.5
-            )[0]
-            return found
-
-        states = self.heads(tokens, plan.pack(self._states(plan)), position_ids, attend)
+        own = plan.pack(self._states(plan))
+        states = self.heads.compute(tokens, own, position_ids, past_key_values)
         self.computed = plan.unpack(states)
         return SimpleNamespace(logits=self.heads.said(states[:, -logits_to_keep:]))
 

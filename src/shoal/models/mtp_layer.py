@@ -1,0 +1,191 @@
+"""The multi-token-prediction layer of a checkpoint, by Transformers' own classes.
+
+DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 and others publish a layer beside the model's own ones
+that predicts one token further (arXiv 2412.19437, section 2.2). It reads a token's embedding and
+the target's last hidden state before that token; the embedding, the head and the angles are the
+target's. Transformers has it as `MtpModel`, whose `generate` drafts one token for one row. The
+classes are used unmodified here. Further tokens are drafted by the same layer from its own states,
+as EAGLE does.
+
+Checkpoints name the layer in several ways, and Transformers knows its names at published sizes
+only: `Beside` gives it a model whose config and names are those of the checkpoint at hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.utils import cached_file
+
+from shoal.errors import ModelError, UnsupportedModel
+from shoal.models.bridge import NAME
+
+HIDING_NAME = "shoal-mtp"
+"""The attention implementation of the layer."""
+HIDDEN = -1e4
+"""The score of a row's first token, which has no state: no other token sees it."""
+
+
+def checkpoint_of(hf: Any) -> Path | None:
+    """Returns the directory of a model's checkpoint; None if it is not on this machine."""
+    name = str(getattr(hf.config, "name_or_path", ""))
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        commit = getattr(hf.config, "_commit_hash", None)
+        found = cached_file(name, "config.json", local_files_only=True, revision=commit)
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found).parent
+
+
+def layer_names(directory: Path, layers: int) -> dict[str, list[str]]:
+    """Returns the names of the tensors of each such layer in a checkpoint, by the layer's number.
+
+    Args:
+        directory: the directory of the checkpoint.
+        layers: the number of the model's own layers.
+    """
+    found: dict[str, list[str]] = {}
+    for name in _tensors(directory):
+        mtp = re.search(r"(?:^|\.)mtp\.(?:.*?layers\.(\d+)\.)?", name)
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if mtp:
+            found.setdefault(mtp[1] or "0", []).append(name)
+        elif layer and int(layer[1]) >= layers:
+            found.setdefault(str(int(layer[1]) - layers), []).append(name)
+    return found
+
+
+def _tensors(directory: Path) -> Sequence[str]:
+    """Returns the names of the tensors in a directory of safetensors files."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    file = directory / "model.safetensors"
+    if not file.is_file():
+        return []
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+class Beside:
+    """A target as `MtpModel` reads it: with the config and the names of its own checkpoint.
+
+    Args:
+        hf: the target.
+        directory: its checkpoint.
+    """
+
+    def __init__(self, hf: Any, directory: Path) -> None:
+        self._hf, self.config = hf, copy.deepcopy(hf.config)
+        self.config.name_or_path = str(directory)
+        text = self.config.get_text_config(decoder=True)
+        text.num_mtp_layers = 1
+        for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+            known = getattr(text, kinds, None)
+            if known and getattr(text, f"mtp_{kinds}", None) is None:
+                setattr(text, f"mtp_{kinds}", [preferred if preferred in known else known[-1]])
+        own = rf"(^|\.)layers\.{text.num_hidden_layers}\."
+        self._keys_to_ignore_on_load_unexpected = [own, r"(^|\.)mtp\."]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hf, name)
+
+
+class MtpHeads(nn.Module):
+    """The layer, with the attributes and methods of `shoal.models.eagle3.Eagle3Heads`.
+
+    Args:
+        layer: Transformers' `MtpModel`.
+    """
+
+    title, shares = "the checkpoint's MTP layer", False
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.lm_head = layer, layer.shared_head
+        self.features = self.width = int(layer.config.hidden_size)
+        layer.config._attn_implementation = HIDING_NAME
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Returns the hidden states: the layer reads them as they are."""
+        return hidden
+
+    def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Computes the layer's states, [rows, q, width], with the keys and values of a cache."""
+        found: Tensor = self.layer.forward_layer(0, states, positions, cache, input_ids=tokens)
+        return found
+
+    def said(self, states: Tensor) -> Tensor:
+        """Computes logits over the target's vocabulary of the layer's states [..., width]."""
+        found: Tensor = self.layer._project_to_logits(states)
+        return found
+
+
+def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
+    """Loads the layer of a target's checkpoint.
+
+    Args:
+        hf: the target.
+        directory: its checkpoint.
+        name: the target's name, for errors.
+
+    Raises:
+        UnsupportedModel: there is none, there are several, or Transformers cannot make it.
+        ModelError: some of its tensors are missing.
+    """
+    text = hf.config.get_text_config(decoder=True)
+    names = layer_names(directory, int(text.num_hidden_layers))
+    if not names:
+        raise UnsupportedModel(
+            f"{name} has no multi-token-prediction layer: its checkpoint has no such tensors"
+        )
+    if len(names) > 1:
+        raise UnsupportedModel(
+            f"{name} has {len(names)} multi-token-prediction layers: one is supported"
+        )
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise UnsupportedModel(
+            "draft=mtp needs Transformers 5.24, which has MtpModel: pip install -U transformers"
+        ) from error
+    try:
+        layer = MtpModel.from_pretrained(Beside(hf, directory), device_map={"": str(hf.device)})
+    except RuntimeError as error:
+        raise ModelError(f"{name}: {error}") from error
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UnsupportedModel(
+            f"{name}: Transformers cannot make its multi-token-prediction layer: {error}"
+        ) from error
+    layer.layers.to(hf.device, hf.dtype)
+    return MtpHeads(layer).eval().requires_grad_(False)
+
+
+def _hide_first(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Any:
+    """Computes attention that sees no first token; the first cell of each row is that token's.
+
+    A feature that is appended to queries and keys hides it, whatever the layer stores.
+    """
+    options["scaling"] = options.get("scaling") or query.shape[-1] ** -0.5
+    first = torch.zeros_like(key[..., :1])
+    first[:, :, 0] = HIDDEN
+    query = torch.cat([query, torch.ones_like(query[..., :1])], dim=-1)
+    return AttentionInterface()[NAME](
+        module, query, torch.cat([key, first], dim=-1), value, mask, **options
+    )
+
+
+AttentionInterface.register(HIDING_NAME, _hide_first)

@@ -6,6 +6,7 @@ Tests of: models.mtp_layer, drafting.mtp, drafting.eagle3, drafting.draft.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import tiny_tokenizer
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
@@ -208,3 +210,18 @@ def test_the_checkpoint_decides(tmp_path: Path) -> None:
     for place, message in ((none, "no multi-token-prediction layer"), (two, "has 2 multi-token-prediction layers: one is")):
         with pytest.raises(UnsupportedModel, match=message):
             draft.require_fit(loaded(place))
+
+
+@pytest.mark.parametrize("kind", ["gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"])
+def test_assistants_are_refused_by_name(kind: str, saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model_type": kind}
+    if kind.startswith("gemma4"):
+        config["text_config"] = {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 30,
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=rf"\({kind}\) is not supported: it drafts from the keys and values"):
+        shoal.load(saved_pair[0], str(tmp_path), dtype="float32")

@@ -42,6 +42,8 @@ ROWWISE = {
     *(made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values()),
 }
 """The layers that work on one token at a time: linear ones and activations."""
+ASSISTANT = "_assistant"
+"""The end of the model types that Transformers gives to drafters of one target."""
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.spm", "*spiece*")
 """The patterns of the files that tokenizers of any class are read from."""
 
@@ -180,6 +182,11 @@ def load_runner(
         raise UnsupportedModel(
             f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal "
             f"decodes causal language models"
+        )
+    if config.model_type.endswith(ASSISTANT):
+        raise UnsupportedModel(
+            f"{source} ({config.model_type}) is not supported: it drafts from the keys and values "
+            f"that its own target shares with it, which shoal's passes do not hand out"
         )
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
         raise UnsupportedModel(

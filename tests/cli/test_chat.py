@@ -217,7 +217,7 @@ def test_a_model_without_a_template_needs_one(talk: Chat, capsys: pytest.Capture
 
 def test_help_lists_all_commands(talk: Chat) -> None:
     found = talk(["/help"])
-    names = "help reset undo regenerate n choose save load system set stats exit".split()
+    names = "help reset clear undo regenerate n choose save load system set stats exit".split()
     assert re.findall(r"^/(\w+) ", found.err, re.M) == names
     assert found.out == ""
 

@@ -1,11 +1,12 @@
 """`shoal chat` in a pseudo-terminal: its keys, and what it leaves. What stands for the model needs no torch.
 
-Tests of: cli.chat, cli.chat_input.
+Tests of: cli.chat, cli.chat_input, cli.chat_views.
 """
 
 from __future__ import annotations
 
 import codecs
+import io
 import os
 import pty
 import re
@@ -19,13 +20,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from shoal.cli.chat_views import RunningAnswer
+from shoal.types.samples import Increment
 
 TIMEOUT_SECONDS = 280  # seconds until a wait is a hang
-CHILD = """
-import fcntl, sys, termios, time
-from types import SimpleNamespace
+CONTROL = """
+import fcntl, os, sys, termios, time
 
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal whose Ctrl-C this process gets
+"""
+CHILD = """
+from types import SimpleNamespace
 
 from shoal.cli import chat, run
 from shoal.cli.options import ModelSource
@@ -77,14 +85,14 @@ sys.exit(code)
 class Screen:
     """A terminal with a chat in it."""
 
-    def __init__(self, state: Path, *options: str) -> None:
+    def __init__(self, state: Path, *options: str, begin: str = "") -> None:
         self.master, self.slave = pty.openpty()
         self.settings, self.shown = termios.tcgetattr(self.slave), ""
         self.decode = codecs.getincrementaldecoder("utf-8")().decode  # a read may end within a character
         environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, "XDG_STATE_HOME": str(state), "COLUMNS": "100"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, "chat", *options], stdin=self.slave, stdout=self.slave, stderr=self.slave,
-            start_new_session=True, env=environment,
+            [sys.executable, "-c", CONTROL + begin + CHILD, "chat", *options],
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True, env=environment,
         )  # fmt: skip
 
     def type(self, keys: str) -> None:
@@ -122,6 +130,49 @@ def screen(tmp_path: Path) -> Iterator[Screen]:
     found = Screen(tmp_path)
     yield found
     found.close()
+
+
+def test_keys_pressed_while_it_answers_are_the_next_line(screen: Screen) -> None:
+    screen.expect("> ")
+    screen.type("slow\r")
+    screen.expect("tick tick tick")
+    screen.type("typed ahead\r\x03")
+    assert "typed" not in screen.expect("; interrupted")
+    assert screen.expect("to 3 messages: 'typed ahead'").count("typed ahead") == 1  # as the line that is edited
+    screen.expect("> ")
+    screen.type("/clear\r")
+    screen.expect("the conversation begins anew")
+
+
+def test_a_chat_in_the_background_of_its_terminal_says_so(tmp_path: Path) -> None:
+    """As under `timeout`, where it would be stopped at the first key it asks for."""
+    screen = Screen(tmp_path, begin="os.fork() and (os.wait(), os._exit(0)); os.setpgid(0, 0)")
+    screen.expect("error: the terminal is another process's, so no key would come")
+    screen.close()
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (["one two ", "thr", "ee fo", "ur"], ["one two", "three four"]),
+        (["1234567890 1", "234567890", "12345"], ["1234567890", "1234567890", "12345"]),
+        (["a\tb\n\n", "  12345678 9", "0"], ["a   b", "", "  12345678", "90"]),
+        (["ab 東京東京", "東京"], ["ab 東京東", "京東京"]),
+        (["1234567 890", "12 3"], ["1234567", "89012 3"]),
+    ],
+)
+def test_words_are_not_cut_by_the_edge(texts: list[str], shown: list[str]) -> None:
+    file = io.StringIO()
+    answer = RunningAnswer(Console(file=file, force_terminal=True, width=10), lambda text, _ended: ("", text))
+    for text in texts:
+        answer.add(Increment(0, 0, text, (1,), 0))
+    lines = [""]
+    for before, column, after in re.findall(r"([^\x1b\n]*)(?:\x1b\[(\d+)G\x1b\[K)?(\n?)", file.getvalue()):
+        lines[-1] += before
+        lines[-1] = lines[-1][: int(column) - 1] if column else lines[-1]
+        lines += [""] * len(after)
+    assert [line.rstrip() for line in lines] == shown
+    assert all(cell_len(line) <= 10 for line in lines)
 
 
 def test_keys_of_a_terminal(screen: Screen, tmp_path: Path) -> None:

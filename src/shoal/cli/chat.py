@@ -12,8 +12,10 @@ from shoal.cli.chat_input import (
     ReadLine,
     TerminalLines,
     history_file,
+    keys_kept,
     next_entry,
     read_piped,
+    require_foreground,
 )
 from shoal.cli.chat_session import ChatSession
 from shoal.cli.chat_settings import ChatSettings
@@ -94,6 +96,8 @@ def chat(
         "lookahead": parse_lookahead(speculation.lookahead),
         "rule": speculation.rule,
     }
+    if sys.stdin.isatty():
+        require_foreground()
     settings = ChatSettings(sampling.n, options, turn_ends(chats.chat_template))
     conversation = Conversation() if chats.messages is None else read_conversation(chats.messages)
     if chats.system is not None:
@@ -132,7 +136,8 @@ def _talk(session: ChatSession, view: ChatView, read: ReadLine) -> None:
         try:
             entry = next_entry(read)
             asking = True
-            _take(session, entry)
+            with keys_kept():
+                _take(session, entry)
         except (Leave, EOFError):
             if not asking:
                 say("")

@@ -171,6 +171,7 @@ def _short(text: str) -> str:
 COMMANDS = {
     "/help": Command("", "show this list", _help),
     "/reset": Command("", "begin anew, with the same system message and options", _reset),
+    "/clear": Command("", "the same as /reset", _reset),
     "/undo": Command("", "take the last message and its answer back", _undo),
     "/regenerate": Command("", "answer the last message once more", _regenerate),
     "/n": Command("K", "give K answers to each message", _n),

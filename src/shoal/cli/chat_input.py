@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,38 @@ def read_piped(_prompt: str) -> str:
     if not line:
         raise EOFError
     return line.removesuffix("\n").removesuffix("\r")
+
+
+def require_foreground() -> None:
+    """Raises RequestError if the terminal gives its keys to another process, as under `timeout`."""
+    with contextlib.suppress(OSError, AttributeError):  # no such terminal, no such system
+        if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+            raise RequestError(
+                "the terminal is another process's, so no key would come: run this in the "
+                "foreground (under timeout: timeout --foreground)"
+            )
+
+
+@contextlib.contextmanager
+def keys_kept() -> Iterator[None]:
+    """Keeps the keys that are pressed during the block for the next line, and does not show them.
+
+    Ctrl-C works as ever.
+    """
+    try:
+        import termios
+
+        before = termios.tcgetattr(sys.stdin)
+    except (ImportError, OSError, ValueError, termios.error):
+        yield
+        return
+    silent = [*before]
+    silent[3] = (silent[3] & ~(termios.ECHO | termios.ICANON)) | termios.NOFLSH
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 class TerminalLines:

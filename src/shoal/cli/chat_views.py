@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -76,11 +77,13 @@ class Counted(Progress):
 
 
 class RunningAnswer(Unseen):
-    """An answer as it comes: in a terminal with its reasoning, which is dim."""
+    """An answer as it comes: in a terminal with its reasoning, which is dim, and without words
+    that are cut by the edge."""
 
     def __init__(self, console: Console, split: Split) -> None:
         self._console, self._split = console, split
         self._reasoned, self._line_begins = False, True
+        self._column, self._word = 0, ""
 
     def __exit__(self, *_exception: object) -> None:
         if not self._line_begins:
@@ -101,10 +104,33 @@ class RunningAnswer(Unseen):
         if text:
             self._line_begins = text.endswith("\n")
             if self._console.is_terminal:
-                self._console.print(Text(printable(text), style=style), end="", soft_wrap=True)
-            else:
-                self._console.file.write(text)
+                whole = self._wrapped(printable(text))
+                text = f"\x1b[2m{whole}\x1b[0m" if style == "dim" else whole
+            self._console.file.write(text)
             self._console.file.flush()
+
+    def _wrapped(self, text: str) -> str:
+        """Returns text with line breaks between words.
+
+        A word that has begun on a line and does not fit on it is erased and begins the next line.
+        """
+        found, width = [], self._console.width
+        for character in text.expandtabs(4):
+            cells = cell_len(character)
+            if character == "\n":
+                self._column, self._word = 0, ""
+            elif self._column + cells > width:
+                start = self._column - cell_len(self._word)
+                self._word = self._word if start and character != " " else ""
+                found.append(f"\x1b[{start + 1}G\x1b[K\n{self._word}" if self._word else "\n")
+                self._column = cell_len(self._word)
+                if character == " ":
+                    continue
+            if character != "\n":
+                self._column += cells
+                self._word = "" if character == " " or cells > 1 else self._word + character
+            found.append(character)
+        return "".join(found)
 
 
 class TextView:
@@ -200,8 +226,8 @@ def show_answer(console: Console, number: int, sample: Sample, answer: Answer) -
         console.file.write(f"{answer.text.rstrip()}\n\n")
         return
     if answer.reasoning:
-        console.print(Text(f"{printable(answer.reasoning)}\n", style="dim"), soft_wrap=True)
-    console.print(Text(f"{printable(answer.text).rstrip()}\n"), soft_wrap=True)
+        console.print(Text(f"{printable(answer.reasoning)}\n", style="dim"))
+    console.print(Text(f"{printable(answer.text).rstrip()}\n"))
 
 
 def counts(stats: Stats, prompt_tokens: int = 0) -> str:

@@ -186,6 +186,15 @@ def test_a_damaged_tokenizer_is_told_in_a_whole_sentence(pair: tuple[Path, Path]
         shoal.load(pair[0])
 
 
+@pytest.mark.parametrize(
+    ("change", "said"), [({"hidden_size": "wide"}, "expected int, got str"), ({"num_attention_heads": 3}, "multiple of")]
+)
+def test_a_config_that_contradicts_itself(pair: tuple[Path, Path], change: dict[str, Any], said: str) -> None:
+    edited(pair[0] / "config.json", lambda config: config.update(change))
+    with pytest.raises(RequestError, match=rf"cannot load the \w+ of .*target: .*{said}"):
+        shoal.load(pair[0])
+
+
 def test_no_causal_language_model(pair: tuple[Path, Path]) -> None:
     edited(pair[0] / "config.json", lambda config: config.update(model_type="vit", architectures=["ViTModel"]))
     with pytest.raises(UnsupportedModel, match="Transformers has no causal language model for it"):

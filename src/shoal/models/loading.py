@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
@@ -330,7 +331,15 @@ def _from(source: str | Path, auto: Any, **options: Any) -> Any:
         raise ModelError(
             f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model"
         ) from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        RuntimeError,
+        TypeError,
+        StrictDataclassError,
+    ) as error:
         first = _first_sentence(error)
         if "trust_remote_code" in str(error):
             first += " Only if you trust it: trust_remote_code=True"

@@ -65,7 +65,7 @@ def test_names_and_options() -> None:
         ("ngrams", "'ngrams' is no drafter, and no directory here: did you mean 'ngram'?"),
         (
             "trie:min=2",
-            "'trie' is no drafter, and no directory here: there are ngram, suffix, recycling, trigrams, self. A model",
+            "'trie' is no drafter, and no directory here: there are ngram, suffix, recycling, trigrams, self, mtp. A model",
         ),
         ("ngram:", "ngram has no option ''"),
         ("ngram:least=2", "ngram has no option 'least': it has min, max, as in ngram:min=2,max=4"),

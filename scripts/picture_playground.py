@@ -1,5 +1,7 @@
 """Pictures the playground for docs/images, with the bundled pair and a fixed draft length:  python scripts/picture_playground.py
 
+With --chat DIR it pictures a chat instead, by that model (in the docs SmolLM2-135M-Instruct, tests/helpers/smollm2.py writes it).
+
 Needs playwright and chromium (extra `dev`). The seed is fixed, so the samples are the same each time. Times are this machine's, and
 differ from run to run: a picture is of a run whose speed, beside plain decoding's, is within a tenth of the median.
 """
@@ -24,15 +26,16 @@ MILLISECONDS = 60_000
 """Longest wait for anything on the page."""
 FEWEST_RUNS, MOST_RUNS = 9, 40
 """How many runs the median is of at least, and after how many the search for one near it ends."""
+QUESTION = "Write a Python function that counts the vowels of a text."
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DESKTOP = {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True}
 
 
 @contextmanager
-def served() -> Iterator[str]:
+def served(*options: str) -> Iterator[str]:
     """`shoal serve` on any free port of this machine, in a process of its own; yields its URL."""
-    command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--lookahead", "4", "--json", "--log-level", "warning"]
+    command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         try:
             assert process.stdout is not None
@@ -95,18 +98,37 @@ def take(browser: Any, url: str, folder: Path, name: str) -> None:
     print(f"{folder / name}.png: {ratios[-1]}, the median of {len(ratios)} runs is {statistics.median(ratios)}")
 
 
+def chat(browser: Any, url: str, folder: Path) -> None:
+    """Three candidates beside each other."""
+    context = browser.new_context(**DESKTOP)
+    page = context.new_page()
+    page.goto(f"{url}chat")
+    for label, text in (("Candidates", "3"), ("Most tokens", "256"), ("Seed", "1")):
+        page.get_by_label(label, exact=True).fill(text)
+    page.get_by_role("textbox", name="Message", exact=True).fill(QUESTION)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("status")).to_contain_text("3 candidates")
+    page.wait_for_timeout(500)
+    page.screenshot(path=folder / "playground-chat.png")
+    context.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"which pictures, of {', '.join(PICTURES)}; all without one")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "images", help="where they are written")
+    parser.add_argument("--chat", metavar="DIR", help="picture a chat with the model in this directory")
     options = parser.parse_args()
     if unknown := set(options.names) - set(PICTURES):
         parser.error(f"there is no picture {', '.join(sorted(unknown))}")
     expect.set_options(timeout=MILLISECONDS)
     found = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    with served() as url, sync_playwright() as api:
+    how = ("--lookahead", "4") if options.chat is None else ("--model", options.chat, "--name", "SmolLM2-135M-Instruct")
+    with served(*how) as url, sync_playwright() as api:
         browser = api.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        for name in options.names or PICTURES:
+        if options.chat is not None:
+            chat(browser, url, options.folder)
+        for name in () if options.chat is not None else options.names or PICTURES:
             take(browser, url, options.folder, name)
         browser.close()
 

@@ -68,7 +68,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     yield make
     for context in contexts:
         context.close()
-    assert not complaints
+    assert not complaints, complaints
 
 
 def asked(page: Any, answer: str = "data: [DONE]\n\n") -> list[dict[str, Any]]:

@@ -69,7 +69,9 @@ def test_the_columns_are_what_the_bundled_pair_generates(opened: Callable[..., A
     assert [column.locator(".rank").inner_text() for column in columns] == [f"#{rank}" for rank in ranks]
     best = page.locator(".best").inner_text().replace("−", "-").replace("\xa0", " ")
     assert f"mean log-prob {max(means):.3f}" in best
-    assert f"ended by {samples[means.index(max(means))].finish_reason}" in best
+    assert {"eos": "stopped by itself", "length": "reached the limit of tokens"}[
+        samples[means.index(max(means))].finish_reason
+    ] in best
     assert page.locator("#accepted").inner_text() == f"{stats.accepted} of {stats.drafted}"
     rounds = sum(sample.rounds for sample in samples)
     assert page.locator("#acceptance").inner_text() == f"{stats.committed / 2 / rounds:.2f}"
@@ -243,6 +245,8 @@ def test_every_control_is_asked_for(opened: Callable[..., Any]) -> None:
         page = opened(server.url)
         got = asked(page)
         expect(page.get_by_label("Send as a message")).to_be_visible()
+        expect(page.get_by_label("Send as a message")).to_be_checked()
+        page.get_by_label("Send as a message").uncheck()
         page.get_by_text("More", exact=True).click()
         fields = {
             "Prompt": "hi", "Samples (n)": "2", "Most tokens": "5", "Temperature": "0.25", "Top p": "0.5", "Seed": "-3",
@@ -259,6 +263,11 @@ def test_every_control_is_asked_for(opened: Callable[..., Any]) -> None:
         page.keyboard.press("Control+Enter")
         eventually(page, lambda: len(got) == 2)
         expect(page.get_by_role("status")).to_contain_text("0 tokens")
+        assert "prompt=hi&chat=true" in page.url
+        for link, message in (("#prompt=hi", False), ("#prompt=hi&chat=true", True), ("#n=2", True)):
+            other = opened(f"{server.url}/{link}")  # one of a model without a template means a text
+            expect(other.locator("#model")).to_have_text("tiny")
+            expect(other.get_by_label("Send as a message")).to_be_checked(checked=message)
     (completion, chat) = got
     assert completion.pop("path") == "completions"
     assert chat.pop("path") == "chat/completions"
@@ -618,7 +627,10 @@ def test_the_editor_shows_what_fits_at_the_cursor_and_takes_it(
         expect(page.get_by_role("status")).to_contain_text("different texts of 6")
         texts = page.get_by_role("listitem").locator("pre").all_text_contents()
         assert len(texts) > 2
-        assert re.search("ended by (length|eos)$", page.get_by_role("listitem").locator("p").first.text_content() or "")
+        assert re.search(
+            "(reached the limit of tokens|stopped by itself)$",
+            page.get_by_role("listitem").locator("p").first.text_content() or "",
+        )
         assert ghost.text_content() == f"ab{texts[0]} cd\n"
         page.keyboard.press("Alt+ArrowDown")
         assert ghost.text_content() == f"ab{texts[1]} cd\n"

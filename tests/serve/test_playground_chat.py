@@ -5,7 +5,9 @@ Tests of: serve/playground: the page at /chat.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -207,9 +209,9 @@ def test_candidates_are_what_the_server_draws(opened: Callable[..., Any], server
     (text,) = {choice["message"]["content"] for choice in answer["choices"]}
     kept = page.evaluate("JSON.parse(Object.entries(localStorage).find(([key]) => key.startsWith('shoal-chat:'))[1])")
     assert [candidate["text"] for candidate in kept["messages"][1]["candidates"]] == [text] * 3
-    figures = [line.replace("\xa0", " ").replace("‑", "-") for line in page.locator(".candidate .about").all_text_contents()]
-    assert all(line.startswith("24 tokens · ") and line.endswith("ended by length") for line in figures)
-    assert [line.split("acceptance length ")[1].split(" ")[0] for line in figures] == lengths
+    figures = [line.replace("\xa0", " ") for line in page.locator(".candidate .about").all_text_contents()]
+    assert all(line.startswith("24 tokens in ") and line.endswith("reached the limit of tokens") for line in figures)
+    assert [line.split(" tokens per pass")[0].split(" ")[-1] for line in figures] == lengths
     assert all(float(length) > 1 for length in lengths)
     assert fits(page)
 
@@ -282,6 +284,51 @@ def test_the_chosen_candidate_goes_into_the_next_request(opened: Callable[..., A
     assert answers.conversations[2] == [*first, ("assistant", "a"), ("user", "and now")]
 
 
+def test_settings_saved_chats_and_the_room_that_is_left(opened: Callable[..., Any], server: Served) -> None:
+    page = opened(f"{server.url}/chat", accept_downloads=True)
+    answers = Answers(page, one("a\nb"))
+    for label, text in {"Top p": "0.5", "Seed": "-3", "Stop strings": "END\n\\n\\n", "System prompt": "be brief"}.items():
+        page.get_by_label(label, exact=True).fill(text)
+    page.get_by_label("Theme").select_option("dark")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert page.locator("#room").is_hidden()
+    send(page, "hi\nyou")
+    idle(page)
+    assert [answers.asked[0][name] for name in ("top_p", "seed", "stop")] == [0.5, -3, ["END", "\n\n"]]
+    assert "\n" in page.locator(".markdown").inner_text()  # a single line break stays
+    expect(page.locator(".about")).to_contain_text("stopped by itself")
+    assert page.locator("#room").is_hidden()  # the prepared usage does not say how long the prompt was
+    page.unroute("**/chat/completions")
+    page.get_by_label("Most tokens").fill("4")
+    send(page, "more")
+    idle(page)
+    asked = page.evaluate("JSON.parse(Object.entries(localStorage).find(([key]) => key.startsWith('shoal-chat:'))[1])")
+    said_so_far = [("system", "be brief"), ("user", "hi\nyou"), ("assistant", "a\nb"), ("user", "more")]
+    body = {"messages": [{"role": role, "content": text} for role, text in said_so_far], "max_tokens": 1}
+    prompt = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_SECONDS).json()["usage"][
+        "prompt_tokens"
+    ]
+    took = asked["messages"][-1]["candidates"][0]["stats"]["tokens"]
+    expect(page.locator("#used")).to_have_text(f"{prompt + took} of 2,048 tokens")
+    files = {}
+    for kind in ("Markdown", "JSON"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=f"Save as {kind}").click()
+        files[kind] = Path(download.value.path()).read_text(encoding="utf-8")
+    assert files["Markdown"].startswith(
+        "# hi\n\n## System\n\nbe brief\n\n## You\n\nhi\nyou\n\n## Answer\n\na\nb\n\n## You\n\nmore"
+    )
+    kept = json.loads(files["JSON"])
+    assert [(one["role"], one["content"]) for one in kept["messages"]][:3] == [
+        ("system", "be brief"),
+        ("user", "hi\nyou"),
+        ("assistant", "a\nb"),
+    ]
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == dark
+    assert page.get_by_label("Seed").input_value() == "-3"
+
+
 def test_editing_and_drawing_again(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/chat")
     answers = Answers(page, one("a"), one("b"), one("c"), None, one("d"))
@@ -311,7 +358,7 @@ def test_editing_and_drawing_again(opened: Callable[..., Any], server: Served) -
     ]
     page.locator(".assistant").get_by_role("button", name="Edit").click()
     field.fill("dd")
-    page.get_by_role("button", name="Save").click()
+    page.get_by_role("button", name="Save", exact=True).click()
     expect(page.locator(".markdown")).to_have_text(["dd"])
     assert page.locator(".about").text_content() == "edited"
 
@@ -366,7 +413,7 @@ def test_the_key_is_asked_for_and_tabs_see_each_other(opened: Callable[..., Any]
         expect(page.get_by_role("alert")).to_contain_text("an API key is needed")
         key.fill("secret-key")
         page.get_by_role("button", name="Try again").click()
-        expect(page.get_by_role("status")).to_contain_text("1 candidate, 4 tokens")
+        expect(page.get_by_role("status")).to_contain_text("4 tokens in")
         assert "secret-key" not in page.evaluate("JSON.stringify(localStorage) + location.href + document.cookie")
         expect(other.locator("#list .title")).to_have_text(["hi"])
         other.locator("#list .title").click()

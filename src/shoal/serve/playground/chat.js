@@ -2,15 +2,19 @@
 
 import { Thread } from "./chat_messages.js";
 import * as store from "./chat_store.js";
+import { save } from "./clipboard.js";
+import { stops } from "./form.js";
 import { framed } from "./frames.js";
 import { Run } from "./run.js";
-import { about } from "./served.js";
+import { about, offerThemes } from "./served.js";
 import { ApiError, ask, servedModel } from "./stream.js";
 
 const at = (id) => document.getElementById(id);
 const [controls, composer, message, key, system, area] = ["controls", "composer", "message", "key", "system", "thread"].map(at);
-const CONTROLS = ["n", "temperature", "max_tokens"];
+const CONTROLS = ["n", "temperature", "max_tokens", "top_p", "seed", "stop_strings"]; // later ones last: they are kept in this order
 const MOST = 8; // candidates
+const MARGIN = 16; // pixels above a question
+const QUESTION = 0.4; // of the thread that a long question takes above several candidates
 const BELOW = 48; // pixels from the end of the thread within which it follows what is written
 const WIDE = matchMedia("(width >= 56rem)");
 
@@ -18,6 +22,7 @@ let conversation; // the one that is shown
 let current = null; // the AbortController of the answer that is being written
 let renaming = false;
 const deleted = new Set(); // ids; what ends in them later is not kept
+let model = null; // its name, once it is known
 let server = null; // what the model allows, once it is known
 const thread = new Thread(at("messages"), { choose, edit, regenerate });
 
@@ -64,9 +69,11 @@ function end(mine, talk, written, before) {
 const nothing = () => ({ text: "", reasoning: "", stats: null, error: null });
 
 function request(talk) {
-  const numbers = Object.fromEntries(CONTROLS.map((name) => [name, Number(at(name).value)]));
+  const given = [...controls.elements].filter((field) => field.type === "number" && field.value !== "" && !field.disabled);
+  const numbers = Object.fromEntries(given.map(({ name, value }) => [name, Number(value)]));
+  const stop = stops(at("stop_strings").value);
   const always = { stream: true, stream_options: { include_usage: true }, shoal: { details: true } };
-  return { messages: store.asMessages(talk), ...numbers, ...always };
+  return { messages: store.asMessages(talk), ...numbers, ...(stop.length && { stop }), ...always };
 }
 
 async function follow(events, run, { candidates }) {
@@ -82,7 +89,9 @@ async function follow(events, run, { candidates }) {
     changed.add(candidates[choice.index]);
     redraw();
   };
-  await run.follow(events, take, (usage) => usage.choices.forEach((took) => close(candidates[took.index], took)));
+  await run.follow(events, take, ({ choices, prompt_tokens: prompt }) => {
+    for (const took of choices) close(candidates[took.index], took, prompt);
+  });
 }
 
 function add(candidate, { delta, shoal: details, error }, seconds) {
@@ -94,14 +103,14 @@ function add(candidate, { delta, shoal: details, error }, seconds) {
   candidate.stats = { tokens, rounds, mean, seconds, speculation: Boolean(server?.speculation) };
 }
 
-function close({ stats }, { completion_tokens: tokens, ended_by: ended }) {
-  if (stats) Object.assign(stats, { tokens, ended });
+function close({ stats }, { completion_tokens: tokens, ended_by: ended }, prompt) {
+  if (stats) Object.assign(stats, { tokens, ended, context: prompt === undefined ? null : prompt + tokens });
 }
 
 function summary(run) {
   const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-  const length = server.speculation ? `, acceptance length ${(run.sum("committed") / Math.max(run.sum("rounds"), 1)).toFixed(2)}` : "";
-  return `${count(run.choices.size, "candidate")}, ${count(run.sum("committed"), "token")} in ${run.seconds.toFixed(2)} s${length}.`;
+  const answers = run.choices.size > 1 ? `${run.choices.size} candidates, ` : "";
+  return `${answers}${count(run.sum("committed"), "token")} in ${run.seconds.toFixed(2)} s.`;
 }
 
 // ── what is pressed in messages ─────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +146,9 @@ function choose(index, candidate) {
   conversation.messages.splice(index + 1);
   conversation.messages[index].chosen = candidate;
   if (!current) keep(conversation);
+  const place = area.scrollTop;
   draw();
+  area.scrollTop = place; // who reads a long candidate to its end and takes it stays there
 }
 
 /** Puts a text in a message's place, and goes on from there. */
@@ -190,7 +201,8 @@ function list() {
   if (renaming) return; // drawn once that is done
   const kept = store.all();
   at("list").replaceChildren(...kept.map(entry));
-  at("clear").hidden = !kept.length;
+  at("chats").hidden = at("show-chats").hidden = !kept.length;
+  at("exports").hidden = !conversation.messages.length;
 }
 
 function entry(one) {
@@ -261,14 +273,36 @@ function draw() {
   const busy = current !== null;
   at("send").hidden = busy;
   at("stop").hidden = !busy;
+  showRoom();
   list();
   if (below) toEnd();
 }
 
 const atEnd = () => area.scrollHeight - area.scrollTop - area.clientHeight < BELOW;
 
+/** To the end of what is written; of several candidates to where they begin, with their question above them: they differ in length. */
 function toEnd() {
-  area.scrollTop = area.scrollHeight;
+  const row = at("messages").querySelector(".message:last-child > .candidates");
+  const place = (node) => node.getBoundingClientRect().top - area.getBoundingClientRect().top + area.scrollTop;
+  area.scrollTop = row
+    ? Math.max(place(row.parentElement.previousElementSibling) - MARGIN, place(row) - area.clientHeight * QUESTION)
+    : area.scrollHeight;
+}
+
+/** How full the context was when the last answer ended. */
+function showRoom() {
+  const used = store.contextOf(conversation);
+  at("room").hidden = used === null || !server;
+  if (at("room").hidden) return;
+  const { context } = server;
+  Object.assign(at("context"), { max: context, low: 0.75 * context, high: 0.9 * context, optimum: 0, value: used });
+  at("used").textContent = `${used.toLocaleString("en")} of ${context.toLocaleString("en")} tokens`;
+}
+
+/** Saves the open chat as a file. */
+function take(ending, type, text) {
+  const called = store.titleOf(conversation).replace(/[^\p{L}\p{N}.-]+/gu, "-").replace(/^-+|-+$/g, "") || "chat";
+  save(new Blob([text], { type }), `${called}.${ending}`);
 }
 
 /** Unfolds a panel on narrow screens, or folds all. */
@@ -320,6 +354,10 @@ at("stop").addEventListener("click", () => {
 });
 at("new").addEventListener("click", () => turn(store.fresh(conversation.system)));
 at("clear").addEventListener("click", forgetAll);
+at("save-markdown").addEventListener("click", () => take("md", "text/markdown", store.asMarkdown(conversation)));
+at("save-json").addEventListener("click", () => {
+  take("json", "application/json", `${JSON.stringify(store.asRecord(conversation, model), null, 1)}\n`);
+});
 for (const panel of ["chats", "controls"]) {
   at(`show-${panel}`).addEventListener("click", () => open(at(panel).classList.contains("open") ? null : panel));
 }
@@ -332,7 +370,7 @@ controls.addEventListener("change", () => {
 });
 key.value = sessionStorage.getItem("shoal-key") ?? "";
 key.addEventListener("input", () => sessionStorage.setItem("shoal-key", key.value));
-document.documentElement.dataset.theme = localStorage.getItem("shoal-theme") ?? "";
+offerThemes(at("theme"));
 addEventListener("told", ({ detail }) => say(detail));
 addEventListener("pagehide", () => { if (current) keep(conversation); });
 store.onChange((id) => {
@@ -344,6 +382,7 @@ store.onChange((id) => {
 async function learn() {
   const { id, shoal } = await servedModel(key.value);
   server = shoal;
+  model = id;
   at("model").textContent = id;
   at("pair").textContent = at("pair").title = about(shoal);
   document.title = `${id} · shoal chat`;
@@ -351,6 +390,8 @@ async function learn() {
   at("n").max = Math.min(MOST, shoal.max_n);
   at("max_tokens").max = shoal.max_tokens;
   if (shoal.max_tokens < Number(at("max_tokens").value)) at("max_tokens").value = shoal.max_tokens;
+  at("seed").disabled = at("seed").parentElement.hidden = !shoal.seeds;
+  showRoom();
   at("unable").hidden = shoal.chat;
   message.disabled = at("send").disabled = !shoal.chat;
 }

@@ -4,6 +4,7 @@
 import { chosenOf } from "./chat_store.js";
 import { copyButton } from "./clipboard.js";
 import { Markdown } from "./markdown.js";
+import { ending } from "./served.js";
 
 function element(name, className, ...content) {
   const made = document.createElement(name);
@@ -16,6 +17,19 @@ function button(text, pressed) {
   const made = element("button", "", text);
   made.type = "button";
   made.addEventListener("click", pressed);
+  return made;
+}
+
+/** The last answer's row of candidates and each of them: they scroll. */
+function scrolled(container) {
+  const row = container.querySelector(".message:last-child > .candidates");
+  return row ? [row, ...row.children] : [];
+}
+
+/** Candidates beside each other: up to four in a line, more in two. */
+function row(nodes) {
+  const made = element("div", "candidates", ...nodes);
+  made.style.setProperty("--columns", nodes.length <= 4 ? nodes.length : Math.ceil(nodes.length / 2));
   return made;
 }
 
@@ -34,7 +48,9 @@ export class Thread {
     const drawn = messages.map((message, index) => (
       message.role === "user" ? this.question(message, index, index === last) : this.answer(message, index, index === last, busy)
     ));
+    const places = scrolled(this.container).map(({ scrollLeft, scrollTop }) => [scrollLeft, scrollTop]);
     this.container.replaceChildren(...drawn);
+    scrolled(this.container).forEach((node, index) => places[index] && node.scroll(...places[index]));
   }
 
   /** Draws what has come of a candidate of the answer that is being written; of others nothing. */
@@ -61,7 +77,8 @@ export class Thread {
       return new Candidate(candidate, { place, live, choose, chosen: place === chosen });
     });
     if (live) candidates.forEach((candidate, place) => this.live.set(candidate, shown[place]));
-    if (last) node.append(element("div", candidates.length > 1 ? "candidates" : "single", ...shown.map((one) => one.node)));
+    const nodes = shown.map((one) => one.node);
+    if (last) node.append(candidates.length > 1 ? row(nodes) : element("div", "single", ...nodes));
     else node.append(...folded(shown, chosen));
     const tools = element("div", "tools");
     if (last && !live) tools.append(idle(button("Regenerate", () => this.actions.regenerate())));
@@ -96,7 +113,7 @@ function folded(shown, chosen) {
   const single = element("div", "single", shown[chosen].node);
   if (!others.length) return [single];
   const more = element("summary", "", others.length === 1 ? "1 other candidate" : `${others.length} other candidates`);
-  return [single, element("details", "others", more, element("div", "candidates", ...others))];
+  return [single, element("details", "others", more, row(others))];
 }
 
 function editor(text, done, last, save, cancel) {
@@ -125,6 +142,7 @@ function editor(text, done, last, save, cancel) {
 class Candidate {
   constructor(candidate, { place, live, choose, chosen }) {
     this.node = element("section", chosen ? "candidate chosen" : "candidate");
+    this.several = choose !== null;
     if (choose) this.node.append(this.head(place, choose, chosen));
     this.reasoning = element("div", "said");
     this.thought = element("details", "reasoning", element("summary", "", "Reasoning"), this.reasoning);
@@ -150,20 +168,20 @@ class Candidate {
     this.markdown.update(text);
     this.error.hidden = !error;
     this.error.textContent = error ?? "";
-    this.about.textContent = figures(candidate, live).join(" · ");
+    this.about.textContent = figures(candidate, live, this.several).join(" · ");
     this.node.classList.toggle("waiting", live && !text && !reasoning);
   }
 }
 
-/** What an answer took; figures of one text, so its acceptance length is its own. */
-function figures({ stats, edited }, live) {
+/** What an answer took; of one of several also how probable the model finds it, which is how they are ranked. */
+function figures({ stats, edited }, live, several) {
   if (edited) return ["edited"];
   if (!stats) return [];
   const { tokens, seconds, rounds, speculation, mean, ended } = stats;
-  const told = [`${tokens} token${tokens === 1 ? "" : "s"}`, `${seconds.toFixed(2)} s`];
-  if (seconds) told.push(`${(tokens / seconds).toFixed(0)} tok/s`);
-  if (speculation && rounds) told.push(`acceptance length ${(tokens / rounds).toFixed(2)}`);
-  if (mean !== null) told.push(`mean log-prob ${mean.toFixed(3).replace("-", "−")}`);
-  if (!live) told.push(ended ? `ended by ${ended}` : "not finished");
-  return told.map((figure) => figure.replaceAll(" ", "\u00a0").replace("-", "\u2011"));
+  const told = [`${tokens} token${tokens === 1 ? "" : "s"} in ${seconds.toFixed(2)} s`];
+  if (seconds) told.push(`${(tokens / seconds).toFixed(0)} a second`);
+  if (speculation && rounds) told.push(`${(tokens / rounds).toFixed(2)} tokens per pass`);
+  if (several && mean !== null) told.push(`mean probability ${(100 * Math.exp(mean)).toFixed(0)} %`);
+  if (!live) told.push(ended ? ending(ended) : "not finished");
+  return told.map((figure) => figure.replaceAll(" ", "\u00a0"));
 }

@@ -1,7 +1,8 @@
 // Conversations, kept in this browser: each under a key of its own, so that several tabs do not overwrite each other's.
 //
 // { id, title, changed, system, messages }; a message is { role: "user", text }, or { role: "assistant", candidates, chosen }, `chosen` being
-// null until somebody chooses. A candidate is { text, reasoning, stats, error, edited }. A title of null: the first message's.
+// null until somebody chooses. A candidate is { text, reasoning, stats, error, edited };
+// `stats.context`: tokens of the conversation with it. A title of null: the first message's.
 
 const PREFIX = "shoal-chat:";
 const TITLE = 60; // characters
@@ -58,6 +59,29 @@ export function chosenOf({ candidates, chosen }) {
   const rank = ({ stats, error }) => (error ? -1 : ["eos", "stop"].includes(stats?.ended) ? 1 : 0);
   const order = candidates.map((one, index) => ({ index, rank: rank(one), mean: one.stats?.mean ?? -Infinity }));
   return order.sort((a, b) => b.rank - a.rank || b.mean - a.mean)[0].index;
+}
+
+/** The tokens that the conversation took when its last answer ended; null where that is not known. */
+export function contextOf({ messages }) {
+  const answers = messages.filter(({ role }) => role === "assistant").map((message) => message.candidates[chosenOf(message)]);
+  return answers.at(-1)?.stats?.context ?? null;
+}
+
+/** The conversation for people to read: what was said, of each answer the candidate that was chosen. */
+export function asMarkdown(conversation) {
+  const { system, messages } = conversation;
+  const said = system.trim() ? [["System", system]] : [];
+  for (const message of messages) {
+    said.push(message.role === "user" ? ["You", message.text] : ["Answer", message.candidates[chosenOf(message)].text]);
+  }
+  return [`# ${titleOf(conversation)}`, ...said.map(([who, text]) => `## ${who}\n\n${text.trim()}`)].join("\n\n") + "\n";
+}
+
+/** The conversation for programs: the messages as the API takes them, and all that is kept of it. */
+export function asRecord(conversation, model) {
+  const { id: _, ...kept } = conversation;
+  const form = { format: "shoal chat", version: 1, saved: new Date().toISOString(), model };
+  return { ...form, messages: asMessages(conversation), conversation: { ...kept, title: titleOf(conversation) } };
 }
 
 /** The conversation as the API takes it: of each answer the candidate that was chosen, without its reasoning. Messages of one role that

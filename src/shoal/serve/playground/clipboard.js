@@ -1,6 +1,7 @@
-// Buttons that copy. What came of it is said in the button for a moment, and to the page by an event.
+// What is taken along: buttons that copy, and files. What came of it is said in the button for a moment, and to the page by an event.
 
 const MOMENT = 1500; // milliseconds
+const KEPT = 60_000; // milliseconds that a browser has to take a file
 
 /** Copies `text()` whenever a button is pressed. `what`: what that is, "The link". */
 export function copies(button, text, what) {
@@ -28,6 +29,17 @@ export function copyButton(text, what) {
 /** Tells the page something: an event "told" on the window, with the sentence as its detail. */
 export function tell(element, sentence) {
   element.dispatchEvent(new CustomEvent("told", { bubbles: true, detail: sentence }));
+}
+
+/** Saves a file. `blob`: null where the browser could not make it. */
+export function save(blob, called) {
+  if (!blob) return tell(document.body, "This browser could not draw the image.");
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = called;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), KEPT);
+  return tell(document.body, `Saved ${called}.`);
 }
 
 /** Browsers have a clipboard only for secure and local pages; over plain HTTP what is selected can be copied. */

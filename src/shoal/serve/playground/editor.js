@@ -1,6 +1,7 @@
 // The editor: what fits between the text before the cursor and the text behind it, shown in place.
 
 import { Run } from "./run.js";
+import { ending, offerThemes } from "./served.js";
 import { ApiError, ask, servedModel } from "./stream.js";
 
 const at = (id) => document.getElementById(id);
@@ -90,7 +91,7 @@ function entry(suggestion, index) {
 function about({ mean, end, times }, index) {
   const figures = [`#${index + 1}`, mean === null ? "–" : `mean log-prob ${mean.toFixed(3).replace("-", "−")}`];
   if (times > 1) figures.push(`${times} times`);
-  if (end) figures.push(`ended by ${end}`);
+  if (end) figures.push(ending(end));
   return figures.join(" · ");
 }
 
@@ -170,7 +171,7 @@ addEventListener("keydown", (event) => {
 });
 key.value = sessionStorage.getItem("shoal-key") ?? "";
 key.addEventListener("input", () => sessionStorage.setItem("shoal-key", key.value));
-document.documentElement.dataset.theme = localStorage.getItem("shoal-theme") ?? "";
+offerThemes(at("theme"));
 
 async function learn() {
   const { id, shoal: about } = await servedModel(key.value);

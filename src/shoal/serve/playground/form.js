@@ -7,8 +7,11 @@ const EXAMPLES = {
   regex: "[a-z]+(, [a-z]+)*",
   lark: 'start: word ("," word)*\nword: /[a-z]+/',
 };
+const MESSAGE = "Explain to a child why the sky is blue, in three sentences.";
 const TEXTS = ["prompt", "suffix"];
 const TASK = [...TEXTS, "chat", "stop", "kind", "grammar"]; // fields that say what is to be written
+
+let given = new URLSearchParams(); // what the link names
 
 const value = (field) => (field.type === "checkbox" ? String(field.checked) : field.value);
 
@@ -26,17 +29,21 @@ function put(field, text) {
 const named = (form) => [...form.elements].filter((field) => field.name);
 const offered = (form) => named(form).filter((field) => !field.disabled);
 
-/** Whatever differs from what a fresh page has, as a URL's hash. `drawn`: the seed that stands for an empty one, if one does. */
+/** Whatever differs from what a fresh page has, as a URL's hash; a text also with whether it is a message, whatever the model that the
+ *  link is opened on. `drawn`: the seed that stands for an empty one, if one does. */
 export function toHash(form, drawn) {
-  const changed = named(form).filter((field) => value(field) !== preset(field));
+  const { chat, prompt } = form.elements;
+  const differs = (field) => value(field) !== preset(field);
+  const changed = named(form).filter((field) => differs(field) || (field === chat && chat.defaultChecked && differs(prompt)));
   const parameters = new URLSearchParams(changed.map((field) => [field.name, value(field)]));
   if (drawn !== undefined && !parameters.has("seed")) parameters.set("seed", drawn);
   return parameters.toString();
 }
 
-/** The inverse: fields that the hash does not name get what a fresh page has. */
+/** The inverse: fields that the hash does not name get what a fresh page has. A text without `chat` is no message. */
 export function fromHash(form, hash) {
-  const given = new URLSearchParams(hash.replace(/^#/, ""));
+  given = new URLSearchParams(hash.replace(/^#/, ""));
+  if (given.has("prompt") && !given.has("chat")) given.set("chat", "false");
   for (const field of named(form)) put(field, given.get(field.name) ?? preset(field));
   adapt(form);
 }
@@ -70,13 +77,24 @@ export function control(form, param) {
   return form.elements[PLACES[name] ?? name];
 }
 
-/** Shows what a model allows, and disables what it does not. */
+/** Makes what a fresh page has fit a model: one with a chat template gets a message. What was written or linked to stays. */
+function greet({ chat, prompt }) {
+  const fresh = [[chat, () => { chat.defaultChecked = true; }], [prompt, () => { prompt.defaultValue = MESSAGE; }]];
+  for (const [field, change] of fresh) {
+    const untouched = value(field) === preset(field) && !given.has(field.name);
+    change();
+    if (untouched) put(field, preset(field));
+  }
+}
+
+/** Shows what a model allows, and takes away what it does not. */
 export function allow(form, { shoal: about }) {
   const { n, max_tokens, seed, speculation, compare, chat, suffix } = form.elements;
   n.max = about.max_n;
   max_tokens.max = about.max_tokens;
-  seed.disabled = !about.seeds;
-  speculation.disabled = compare.disabled = !about.speculation;
+  if (about.chat) greet(form.elements);
+  show(seed, about.seeds);
+  for (const field of [speculation, compare]) show(field, about.speculation);
   show(chat, about.chat);
   show(suffix, about.fill_in_middle);
 }
@@ -116,7 +134,8 @@ function choice(name, text) {
   return /^\d+$/.test(text) ? Number(text) : text;
 }
 
-function stops(text) {
+/** Stop strings, one a line, with their escapes. */
+export function stops(text) {
   const escapes = { n: "\n", t: "\t", "\\": "\\" };
   const lines = text.split("\n").filter((line) => line !== "");
   return lines.map((line) => line.replace(/\\([nt\\])/g, (_, escaped) => escapes[escaped]));

@@ -6,15 +6,18 @@ function write(id, text) {
   at(id).textContent = text;
 }
 
-/** Nothing has come yet. */
-export function reset(seed, drafts) {
+/** Nothing has come yet. `drafts`: whether the run may draft; `compared`: whether plain decoding comes after it; `pair`: whether there is
+ *  a drafter at all. What has nothing to show is not there. */
+export function reset(seed, { drafts, compared, pair }) {
   at("figures").hidden = false;
+  at("results").classList.toggle("undrafted", !drafts);
+  at("results").classList.toggle("uncompared", !compared);
   for (const id of ["acceptance", "accepted", "tokens", "seconds", "times"]) write(id, "–");
   write("used-seed", seed ?? "none");
-  write("mine-label", drafts ? "speculative" : "plain");
+  at("used-seed").parentElement.hidden = seed === undefined;
+  write("mine-label", drafts ? "speculative" : pair ? "plain" : "speed");
   if (drafts) showPlain("has not been");
-  else write("gauge-note", "No drafts: this run is plain decoding itself.");
-  at("plain-row").hidden = !drafts;
+  else write("gauge-note", pair ? "No drafts: this run is plain decoding itself." : "");
   for (const id of ["mine", "plain"]) bar(id, 0, 1);
 }
 

@@ -166,8 +166,10 @@ function chance(logprob) {
 
 function content({ id, text, logprob, drafter, top = [] }, round) {
   const rows = [
-    ["from", drafter === null ? "the target itself" : `accepted draft of ${drafter}`],
-    ["round", round ?? "–"],
+    ...(drafter === null && round === undefined ? [] : [
+      ["from", drafter === null ? "the target itself" : `accepted draft of ${drafter}`],
+      ["round", round ?? "–"],
+    ]),
     ["token id", id],
     ["log-probability", logprob === null ? "–" : logprob > -0.0005 ? "> −0.0005" : number(logprob, 3)],
     ["probability", chance(logprob)],

@@ -9,7 +9,7 @@ import { reset, showComparison, showFigures, showPlain } from "./gauge.js";
 import { inspect } from "./inspect.js";
 import { Run } from "./run.js";
 import { Samples } from "./samples.js";
-import { about } from "./served.js";
+import { about, offerThemes } from "./served.js";
 import { offerToShare, share } from "./share.js";
 import { ApiError, ask, servedModel } from "./stream.js";
 import { coloursOf, paintSamples } from "./syntax.js";
@@ -17,7 +17,7 @@ import { offer } from "./watch.js";
 
 const at = (id) => document.getElementById(id);
 const form = at("form");
-const [run, stop, key, error, theme] = ["run", "stop-button", "key", "error", "theme"].map(at);
+const [run, stop, key, error] = ["run", "stop-button", "key", "error"].map(at);
 const NARROW = matchMedia("(width < 56rem)");
 const RERUN = "run"; // in a link: draw at once
 
@@ -32,12 +32,12 @@ let served = null; // the model and its limits, once they are known
 async function start() {
   current?.abort();
   const mine = (current = new AbortController());
-  remember();
   complain(null);
   stop.disabled = false;
   form.setAttribute("aria-busy", "true");
   try {
     if (!served) await learn();
+    remember();
     await sample(mine);
   } catch (failure) {
     if (current === mine && shown !== mine) wipe(); // what is there is of another request
@@ -65,8 +65,9 @@ async function sample(controller) {
   const answer = await ask(path, body, key.value, signal);
   shown = controller;
   link = hash;
-  const columns = clear(body, drafts);
-  const result = { path, body, run: mine, columns };
+  const compared = drafts && form.elements.compare.checked;
+  const columns = clear(body, { drafts, compared, pair: served.shoal.speculation });
+  const result = { path, body, run: mine, columns, drafts };
   const draw = () => {
     if (shown !== controller) return; // a later run has the page
     columns.draw();
@@ -79,9 +80,9 @@ async function sample(controller) {
     draw();
     if (shown === controller) present(result); // also what was stopped, or broke off
   }
-  const done = summary(mine);
+  const done = summary(mine, drafts);
   say(done);
-  if (drafts && form.elements.compare.checked) await compare(result, done, signal);
+  if (compared) await compare(result, done, signal);
 }
 
 /** Offers what can be done with the samples that are shown; null: there are none. */
@@ -92,12 +93,12 @@ function present(result) {
 }
 
 /** Makes room for the samples of a request that the server has taken. */
-function clear(body, drafts) {
+function clear(body, how) {
   at("empty").hidden = true;
   present(null);
-  reset(body.seed, drafts);
+  reset(body.seed, how);
   context = body.prompt ?? "";
-  const columns = new Samples(at("samples"), body.n, new Drafters(at("drafters")));
+  const columns = new Samples(at("samples"), body.n, how.drafts ? new Drafters(at("drafters")) : null);
   say(`Drawing ${count(body.n, "sample")}…`);
   if (NARROW.matches) at("results").scrollIntoView();
   return columns;
@@ -109,6 +110,12 @@ function wipe() {
   present(null);
   at("samples").replaceChildren();
   at("figures").hidden = true;
+  welcome();
+}
+
+/** What a page without samples says: of drafts only where there is a drafter. */
+function welcome() {
+  at("results").classList.toggle("undrafted", served?.shoal.speculation === false);
   at("empty").hidden = false;
 }
 
@@ -131,11 +138,11 @@ async function compare(result, done, signal) {
 
 const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 
-function summary(mine) {
+function summary(mine, drafts) {
   const length = (mine.sum("committed") / Math.max(mine.sum("rounds"), 1)).toFixed(2);
   const samples = count(mine.choices.size, "sample");
   const tokens = count(mine.sum("committed"), "token");
-  return `${samples}, ${tokens} in ${mine.seconds.toFixed(2)} s, acceptance length ${length}.`;
+  return `${samples}, ${tokens} in ${mine.seconds.toFixed(2)} s${drafts ? `, acceptance length ${length}` : ""}.`;
 }
 
 // ── saying ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,6 +174,11 @@ function reason(failure) {
   return failure instanceof ApiError ? failure.message : `The server cannot be reached (${failure.message}).`;
 }
 
+/** An answer to a message has its code in fences, and may be in any language; what goes on from a text is as the text. */
+function colourAsSent() {
+  at("colours").value = form.elements.chat.checked ? "fenced" : "python";
+}
+
 /** What the samples are coloured as: what a grammar makes JSON is JSON. */
 function language() {
   const json = ["json_object", "json_schema"].includes(form.elements.kind.value);
@@ -178,21 +190,19 @@ function language() {
 async function learn() {
   const model = await servedModel(key.value);
   allow(form, model);
+  offerExamples(at("examples"), form, model.shoal.chat);
+  colourAsSent();
   at("model").textContent = model.id;
   at("pair").textContent = at("pair").title = about(model.shoal);
   at("editor").hidden = !model.shoal.fill_in_middle;
   document.title = `${model.id} · shoal playground`;
   served = model;
+  if (!at("empty").hidden) welcome();
 }
 
 function remember() {
   const hash = toHash(form);
   history.replaceState(null, "", hash ? `#${hash}` : location.pathname);
-}
-
-function dress(choice) {
-  theme.value = choice;
-  document.documentElement.dataset.theme = choice;
 }
 
 /** A link to the samples that are shown, which draws them again when it is opened; without samples, to the form. */
@@ -216,11 +226,13 @@ form.addEventListener("submit", (event) => {
   start();
 });
 form.addEventListener("input", () => adapt(form));
+form.elements.chat.addEventListener("change", colourAsSent);
 form.addEventListener("change", remember);
 form.addEventListener("invalid", (event) => reveal(event.target), true);
 stop.addEventListener("click", () => current?.abort());
 addEventListener("hashchange", () => {
   fromHash(form, location.hash);
+  colourAsSent();
   rerun();
 });
 addEventListener("keydown", (event) => {
@@ -231,15 +243,11 @@ addEventListener("keydown", (event) => {
 key.value = sessionStorage.getItem("shoal-key") ?? "";
 key.addEventListener("input", () => sessionStorage.setItem("shoal-key", key.value));
 at("show-rejected").addEventListener("change", ({ target }) => at("samples").classList.toggle("unmarked", !target.checked));
-theme.addEventListener("change", () => {
-  localStorage.setItem("shoal-theme", theme.value);
-  dress(theme.value);
-});
-dress(localStorage.getItem("shoal-theme") ?? "");
+offerThemes(at("theme"));
 copies(at("link"), linkToThis, "The link");
 share({
   server: () => ({ model: served, keyed: key.value !== "" }),
-  look: () => ({ marked: at("show-rejected").checked, coloured: (text) => coloursOf(text, language(), context) }),
+  look: () => ({ marked: at("show-rejected").checked && !at("results").classList.contains("undrafted"), coloured: (text) => coloursOf(text, language(), context) }),
 });
 addEventListener("told", ({ detail }) => say(detail));
 
@@ -248,6 +256,6 @@ const repaint = paintSamples(at("samples"), () => [language(), context]);
 at("colours").addEventListener("change", repaint);
 
 offerLengths(form.elements.speculation, 16);
-offerExamples(at("examples"), form);
+offerExamples(at("examples"), form, false);
 fromHash(form, location.hash);
 learn().then(rerun, complain);

@@ -39,7 +39,7 @@ export class Markdown {
 /** marked recurses: a text that nests too deeply for it is shown as it is. */
 function tokensOf(text) {
   try {
-    return lexer(text);
+    return lexer(text, { gfm: true, breaks: true }); // a line break of the model's is one
   } catch {
     return Object.assign([{ type: "html", raw: text }], { links: {} });
   }

@@ -2,6 +2,7 @@
 
 import { LINE, Pen } from "./picture_pen.js";
 import { cells, lines } from "./picture_text.js";
+import { ending } from "./served.js";
 
 const [MARGIN, GAP, PAD] = [32, 20, 16];
 const WIDTH = 1204; // pixels of a style sheet, as all lengths here
@@ -73,7 +74,7 @@ function summary({ samples, usage, seconds, plain, tokens_per_second: rate, requ
   const [committed, rounds, drafted, accepted] = ["committed", "rounds", "drafted", "accepted"].map(sum);
   return [
     `${samples.length} sample${samples.length === 1 ? "" : "s"}`, `${committed} tokens in ${seconds.toFixed(2)} s`,
-    ...(rounds ? [`acceptance length ${(committed / rounds).toFixed(2)}`] : []),
+    ...(rounds && drafted ? [`acceptance length ${(committed / rounds).toFixed(2)}`] : []),
     ...(drafted ? [`${accepted} of ${drafted} drafts accepted`] : []),
     ...(plain?.tokens_per_second ? [`${(rate / plain.tokens_per_second).toFixed(2)}× plain decoding`] : []),
     ...(request.body.seed === undefined ? [] : [`seed ${request.body.seed}`]), ...(usage ? [] : ["stopped"]),
@@ -123,7 +124,7 @@ function column(pen, sample, rows, { x, top, width, height }) {
   const rank = { size: 15, bold: true, colour: best ? "accent" : "quiet", right: true };
   if (sample.rank) pen.text(`#${sample.rank}`, x + width - PAD, top + 22, rank);
   const mean = sample.mean_logprob === null ? "–" : sample.mean_logprob.toFixed(3).replace("-", "−");
-  const end = sample.error ?? (sample.ended_by ? `ended by ${sample.ended_by}` : "stopped");
+  const end = sample.error ?? (sample.ended_by ? ending(sample.ended_by) : "stopped");
   const about = [`mean log-prob ${mean}`, `${sample.committed ?? 0} tokens`, end].join(" · ");
   pen.text(about, x + PAD, top + 44, { size: 13, colour: sample.error ? "wrong" : "quiet", width: width - 2 * PAD });
   pen.box(x, top + 61, width, 1, pen.colours.line);
@@ -137,7 +138,7 @@ function legend(byDrafter, styles, marked) {
     return [{ text: ` ${name} `, style }, drafted === undefined ? "accepted" : `${accepted} of ${drafted} accepted`];
   });
   const marks = [[{ text: "struck", rejected: true }, "rejected draft"], [{ text: "edge", begins: true }, "a round begins"]];
-  return [...drafters, [{ text: "plain" }, "the target's own"], ...(marked && styles.size ? marks : [])];
+  return styles.size ? [...drafters, [{ text: "plain" }, "the target's own"], ...(marked ? marks : [])] : [];
 }
 
 /** Draws an entry of the legend, four in a line. */

@@ -3,6 +3,7 @@
 import { copies } from "./clipboard.js";
 import { remember } from "./inspect.js";
 import { Rounds } from "./rounds.js";
+import { ending } from "./served.js";
 
 const number = (value, digits) => (value === null ? "–" : value.toFixed(digits).replace("-", "−"));
 
@@ -16,7 +17,7 @@ function element(name, className, text = "") {
 /** One column. */
 class Sample {
   constructor(index, drafters) {
-    this.drafters = drafters;
+    this.drafters = drafters; // null: the run does not draft, so its rounds say nothing
     this.place = null; // its rank, once there is a token
     this.figures = { mean_logprob: null, committed: 0, drafted: 0, accepted: 0, rounds: 0 };
     this.waiting = { tokens: [], rounds: [] }; // what has come and is not drawn yet
@@ -38,7 +39,7 @@ class Sample {
   add({ tokens, by_round: rounds = [], ...figures }) {
     this.figures = figures;
     this.waiting.tokens.push(...tokens);
-    this.waiting.rounds.push(...rounds);
+    if (this.drafters) this.waiting.rounds.push(...rounds);
   }
 
   /** Draws what has come since the last time. */
@@ -54,13 +55,13 @@ class Sample {
   end({ ended_by, error }) {
     this.rounds.end();
     this.node.classList.toggle("failed", error !== null);
-    this.describe(error ?? (ended_by === "not started" ? ended_by : `ended by ${ended_by}`));
+    this.describe(error ?? ending(ended_by));
   }
 
   describe(state) {
     const { mean_logprob, committed, rounds } = this.figures;
-    const length = rounds ? committed / rounds : null;
-    const figures = [`${committed} tokens`, `${number(length, 2)} per pass`, `mean log-prob ${number(mean_logprob, 3)}`, state];
+    const passes = this.drafters ? [`${number(rounds ? committed / rounds : null, 2)} per pass`] : [];
+    const figures = [`${committed} tokens`, ...passes, `mean log-prob ${number(mean_logprob, 3)}`, state];
     this.about.replaceChildren(...figures.flatMap((figure) => [element("span", "", figure), " "]));
   }
 
@@ -85,7 +86,8 @@ function copyButton(index, text) {
 function tokenNode(token, drafters) {
   const { text, logprob, drafter } = token;
   const node = element("span", drafter === null ? "token" : `token draft ${drafters.style(drafter)}`, text);
-  node.title = `${drafter === null ? "the target's own" : `accepted draft of ${drafter}`}, log-prob ${number(logprob, 3)}`;
+  const from = drafter === null ? "the target's own, " : `accepted draft of ${drafter}, `;
+  node.title = `${drafters ? from : ""}log-prob ${number(logprob, 3)}`;
   remember(node, token);
   return node;
 }
@@ -118,7 +120,7 @@ export class Samples {
   end(usage) {
     this.draw();
     for (const took of usage.choices) this.all[took.index].end(took);
-    this.drafters.count(usage.by_drafter);
+    this.drafters?.count(usage.by_drafter);
   }
 
   rank() {

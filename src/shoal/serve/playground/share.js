@@ -1,11 +1,10 @@
 // What can be taken along of the run that is shown: its request as a command of other clients, and its result as files.
 
-import { copies, tell } from "./clipboard.js";
+import { copies, save } from "./clipboard.js";
 import { picture } from "./picture.js";
 import { record } from "./record.js";
 import { asCurl, asPython } from "./snippets.js";
 
-const KEPT = 60_000; // milliseconds that a browser has to take a file
 const at = (id) => document.getElementById(id);
 
 let shown = null; // { path, body, run, columns, plain }
@@ -37,14 +36,4 @@ export function share({ server, look }) {
 function name({ id }, ending) {
   const { seed } = shown.body;
   return `shoal-${id.replace(/[^\w.-]+/g, "-")}${seed === undefined ? "" : `-seed${seed}`}.${ending}`;
-}
-
-function save(blob, called) {
-  if (!blob) return tell(document.body, "This browser could not draw the image.");
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(blob);
-  link.download = called;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), KEPT);
-  return tell(document.body, `Saved ${called}.`);
 }

@@ -12,6 +12,8 @@ const COLOURS = {
   title: "title", section: "title", attr: "title", attribute: "title", property: "title",
   built_in: "type", type: "type", variable: "type", "template-variable": "type",
 }; // of highlight.js's classes; the style sheet has one ::highlight() of each colour
+const FENCED = "fenced"; // of a text: code stands between fences, and says of which language it is
+const FENCES = /^ {0,3}(`{3,}|~{3,}) *([\w+#.-]*)[^\n`]*\n([^]*?)(?:^ {0,3}\1|$(?![^]))/dgm;
 const MILLISECONDS = 8; // of a frame that colouring may take; what is left waits for a later one
 
 const supported = typeof CSS !== "undefined" && "highlights" in CSS;
@@ -20,7 +22,7 @@ const waiting = new Map(); // element -> what to colour it by
 const schedule = framed(work);
 let library = null;
 
-/** Colours the text of an element, once there is time. `language`: highlight.js's name, "auto", or "" for none; `before`: text that comes
+/** Colours the text of an element, once there is time. `language`: highlight.js's name, "auto", "fenced", or "" for none; `before`: text that comes
  *  before it without being in it; the rest of what is called twice is done once. */
 export function paint(element, language, before = "") {
   if (!supported || !element) return;
@@ -71,9 +73,15 @@ function colour(element, { language, before }) {
 /** Where a text has which colour, as { name, start, end } in order; nowhere before the library is loaded. As for `paint`. */
 export function coloursOf(text, language, before = "") {
   if (!library || !language) return [];
+  if (language === FENCED) return [...text.matchAll(FENCES)].flatMap(inFences);
   const from = before.length;
   const places = spans(highlighted(before + text, language)).filter(({ end }) => end > from);
   return places.map(({ name, start, end }) => ({ name, start: Math.max(start - from, 0), end: end - from }));
+}
+
+function inFences({ 2: language, 3: code, indices }) {
+  const [from] = indices[3];
+  return coloursOf(code, language.toLowerCase() || "auto").map(({ name, start, end }) => ({ name, start: start + from, end: end + from }));
 }
 
 /** highlight.js's answer: text in which &, < and the like are escaped, and span elements. */

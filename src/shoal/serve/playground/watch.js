@@ -16,13 +16,13 @@ const RACE = "Times are those at which tokens arrived in this browser. The two r
   + "first the speculative one, then the plain one; each clock starts when its request is sent, so prompt, network and whoever else "
   + "is served are in it.";
 
-let shown = null; // { run, plain, columns }, plain undefined until it is measured
+let shown = null; // { run, plain, columns, drafts }, plain undefined until it is measured
 
 /** Offers what there is to watch; null: nothing. */
 export function offer(result) {
   if (result?.columns !== shown?.columns) close();
   shown = result;
-  at("watch-rounds").hidden = !result || !steps(result.run.trace).length;
+  at("watch-rounds").hidden = !result?.drafts || !steps(result.run.trace).length;
   at("watch-race").hidden = !result?.plain;
 }
 

@@ -1,5 +1,7 @@
 """`python benchmarks/gguf_passes.py FILE.gguf`: shoal over llama.cpp against llama.cpp's own passes (docs/how-to/gguf.md).
 
+The file is loaded with `compile="off"`, which keeps it from shoal's own kernels.
+
 Tokens per second of plain decoding at each batch size: by shoal at T = 0.8, and by `llama_decode` in a bare loop that reads every
 logit and takes the highest. Both decode the same rows for as many steps, in turns. Before a time is taken, greedy ids of both are
 compared; near ties are counted.
@@ -94,7 +96,7 @@ def main(
     """Measures the cost of what shoal does beside llama.cpp's passes."""
     require_place(json_path)
     model, table = (
-        shoal.load(file),
+        shoal.load(file, compile="off"),
         Table("batch", "shoal, T = 0.8", "passes alone", "ratio", "passes, one buffer", "rows that differ"),
     )
     prompt = model.tokenizer(PROMPT)["input_ids"]

@@ -189,6 +189,7 @@ def load(
         "device": device,
         "attention": attention,
         "strict": strict,
+        "compile": compile,
         **common,
     }
     runner = _runner(

@@ -1,6 +1,6 @@
 """Captured rounds of a model: sizes and buffers, caches, whole runs, settings, and what fails.
 
-Tests of: models.compiled.capturable, models.compiled.results, models.compiled.view, models.compiled,
+Tests of: models.compiled.executors, models.compiled.results, models.compiled.view, models.compiled,
 models.compiled.block, models.compiled.captures, models.compiled.failures, models.attention.fused.
 """
 

@@ -37,10 +37,16 @@ def tiny_gguf_model(seed: int = 0, layers: int = 2) -> Any:
     return Qwen3ForCausalLM(config).float().eval()
 
 
-def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwen3") -> Path:
-    """Writes a model in float32, with a byte-level vocabulary."""
+def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwen3", kind: str = "F32", **more: str) -> Path:
+    """Writes a model with a byte-level vocabulary.
+
+    Args:
+        kind: of matrices; the model's own weights become those that the file stands for.
+        more: further texts of the file's metadata, "__" for dots.
+    """
     import gguf
 
+    form = gguf.GGMLQuantizationType[kind]
     config, writer = hf.config, gguf.GGUFWriter(str(file), architecture)
     rope = config.rope_parameters["rope_theta"]
     writer.add_context_length(config.max_position_embeddings)
@@ -60,11 +66,22 @@ def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwe
     writer.add_token_merges(list(MERGES))
     writer.add_eos_token_id(TOKENS.index(END))
     writer.add_add_bos_token(False)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    for key, text in more.items():
+        writer.add_string(key.replace("__", "."), text)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, weight in hf.state_dict().items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert place is not None, name
-        writer.add_tensor(place, weight.detach().numpy())
+        numbers = weight.detach().numpy()
+        if numbers.ndim > 1 and kind != "F32":
+            stored = gguf.quants.quantize(numbers, form)
+            weight.data.copy_(torch.from_numpy(gguf.quants.dequantize(stored, form)))
+            numbers = weight.detach().numpy()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            numbers = numbers.reshape(heads, 2, -1, *numbers.shape[1:]).swapaxes(1, 2).reshape(numbers.shape)
+        stored = gguf.quants.quantize(numbers, form) if numbers.ndim > 1 else numbers
+        writer.add_tensor(place, stored, raw_dtype=form if numbers.ndim > 1 else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

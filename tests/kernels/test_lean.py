@@ -1,6 +1,6 @@
 """Lean passes compute what the model's modules compute, and only for models that they know.
 
-Tests of: models.lean.angles, models.lean.decoder, models.lean.forward, models.bridge,
+Tests of: models.lean.decoder, models.lean.decoder, models.lean.forward, models.bridge,
 models.lean.native, models.selfcheck, models.divergence.
 """
 
@@ -28,8 +28,7 @@ from shoal.models import passes, selfcheck, weights
 from shoal.models.bridge import Bridge
 from shoal.models.divergence import LIMITS
 from shoal.models.executors.lean import C_DECODER
-from shoal.models.lean.angles import Angles
-from shoal.models.lean.decoder import Decoder, decoder_of
+from shoal.models.lean.decoder import Angles, Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes, use_lean_passes

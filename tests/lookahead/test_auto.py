@@ -1,6 +1,6 @@
 """Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays.
 
-Tests of: lookahead.backoff, lookahead.stopping, lookahead.credit, lookahead.plain_rounds,
+Tests of: lookahead.plain_rounds, lookahead.stopping, lookahead.credit, lookahead.plain_rounds,
 lookahead.record, lookahead.unfed, lookahead.acceptance.
 """
 

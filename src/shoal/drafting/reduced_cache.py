@@ -19,6 +19,7 @@ from shoal.drafting.slots import DraftSlots
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.cache import SlotCache
 from shoal.models.early_exit import first_layers, head_of, layer_count, require_exit
+from shoal.models.four_bits import four_bit_copy
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
@@ -65,7 +66,11 @@ class ReducedCacheDrafter(Drafter):
 
 
 def self_drafter(
-    target: Runner, exit: int | None = None, window: int | None = None, sinks: int = 0
+    target: Runner,
+    exit: int | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+    int4: bool = False,
 ) -> Drafter:
     """Makes a drafter of the target's first layers, of all with a part of its cache, or of both.
 
@@ -75,11 +80,14 @@ def self_drafter(
             round.
         window: the number of most recent tokens that are read while drafting; None = all.
         sinks: the number of first tokens that are read beside a window.
+        int4: True for the target's copy in 4 bits, with a cache of its own.
 
     Raises:
         RequestError: the target has no such exit.
-        UnsupportedModel: the target has no exit at all, or takes no positions.
+        UnsupportedModel: the target has no exit at all, takes no positions, or has no such copy.
     """
+    if int4:
+        return ModelDrafter(four_bit_copy(target), target.vocab_size)
     layer_count(target)
     if exit is not None or window is None:
         require_exit(target, 1 if exit is None else exit)

@@ -84,7 +84,14 @@ class File:
             raise RequestError(f"cannot keep {key} in {path!r}: there is no such directory")
 
 
-Option = Number | Word | File
+@dataclass(frozen=True)
+class Flag:
+    """A word that stands without a value."""
+
+    default: bool | None = None
+
+
+Option = Number | Word | File | Flag
 
 
 def without_blanks(options: Options) -> Options:
@@ -94,7 +101,8 @@ def without_blanks(options: Options) -> Options:
 
 def spelled(options: Options) -> str:
     """Returns the options that have a value, as in a spec."""
-    return ",".join(f"{key}={value}" for key, value in without_blanks(options).items())
+    given = without_blanks(options).items()
+    return ",".join(key if value is True else f"{key}={value}" for key, value in given)
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,13 @@ class DrafterKind:
                 raise RequestError(
                     f"{title} has no option {key!r}: it has {options}, as in {self._sample()}"
                 )
+            if isinstance(self.options[key], Flag):
+                if equals:
+                    raise RequestError(
+                        f"{title} takes {key} without a value, as in {self._sample()}"
+                    )
+                given[key] = True
+                continue
             if not equals or not value or key in given:
                 raise RequestError(f"{title} needs one value for {key}, as in {self._sample()}")
             number = isinstance(self.options[key], Number)
@@ -266,6 +281,8 @@ def _settled_ngram(options: Options) -> Options:
 
 
 def _settled_self(options: Options) -> Options:
+    if options["int4"] and without_blanks(options) != {"int4": True}:
+        raise RequestError(f"self:int4 has all layers and sees all tokens: {SELF_EXAMPLE}")
     if options["window"] == 0:
         raise RequestError("self needs a window of at least 1 token, got window=0")
     if options["window"] is None and options["sinks"] is not None:
@@ -331,7 +348,7 @@ _TABLE: dict[str, Option] = {
     "k": Number(8, 1, MOST_NODES),
     "nodes": Number(8, 0, MOST_NODES),
 }
-SELF_EXAMPLE = "self:exit=6 or self:window=256,sinks=4"
+SELF_EXAMPLE = "self:exit=6, self:int4 or self:window=256,sinks=4"
 MODEL = DrafterKind(
     "model",
     "shoal.drafting.tree_model:tree_drafter",
@@ -372,9 +389,9 @@ OWN = (
     DrafterKind(
         "self",
         "shoal.drafting.reduced_cache:self_drafter",
-        {"exit": Number(None), "window": Number(None), "sinks": Number(None)},
+        {"exit": Number(None), "window": Number(None), "sinks": Number(None), "int4": Flag()},
         _settled_self,
-        about="the target's own first layers",
+        about="the target's own first layers, or its copy in 4 bits",
         example=SELF_EXAMPLE,
     ),
     DrafterKind(

@@ -18,8 +18,8 @@ from operator import add, mul
 import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Array, Tried
-from shoal.lookahead.backoff import Backoff
 from shoal.lookahead.costs import PairCosts
+from shoal.lookahead.plain_rounds import Backoff
 from shoal.lookahead.plan import best_plan, remaining_weights, repays
 from shoal.lookahead.record import Record
 from shoal.lookahead.stopping import Stopping

@@ -1,4 +1,4 @@
-"""One draft length for the batch, grown by the best row: Algorithm 1 of BASS.
+"""One draft length for the batch: Algorithm 1 of BASS, and the heuristic of Transformers.
 
 Qian et al. 2024, arXiv 2404.15778. The paper's constants: l0 = 7, l_incre = 2, l_mod = 10, l_limit
 = 32. The *maximum* over rows triggers growth, so the length drifts up with the batch; that suits an
@@ -40,3 +40,30 @@ class Bass:
             shrunk = self._length - math.ceil(self._length / self.MODULUS) - self._shrank
             self._length = max(1, *counted, shrunk)
             self._shrank = 1
+
+
+class Heuristic:
+    """A draft length that starts at 5 and never leaves 1..20.
+
+    A batch counts as fully accepted if at least half of its rows were: by its best row, as in
+    Algorithm 1 of BASS, lengths would drift up with the batch; by its worst row they would sink to
+    1. Rows without drafts do not count.
+    """
+
+    START, GROWTH, SHRINKAGE, LIMIT = 5, 2, 1, 20
+
+    def __init__(self) -> None:
+        self.limit = self.LIMIT
+        self._length = self.START
+
+    def next_length(self) -> int:
+        return self._length
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        taken = [a == d for a, d in zip(accepted, drafted, strict=True) if d]
+        if not taken:
+            return
+        grows = 2 * sum(taken) >= len(taken)
+        self._length = min(
+            max(self._length + (self.GROWTH if grows else -self.SHRINKAGE), 1), self.limit
+        )

@@ -17,7 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.capabilities import capabilities, keeps_states
-from shoal.models.gguf.runner import load_gguf
+from shoal.models.executors.lean import C_DECODER
+from shoal.models.gguf.own import own_model
+from shoal.models.gguf.runner import load_gguf, require_own_options
 from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.mixers import use_mixers
 from shoal.models.quantize import Int8Linear, quantized
@@ -135,6 +137,7 @@ def load_runner(
     target_dtype: torch.dtype | None = None,
     pack: bool = True,
     kept: Sequence[int] | None = None,
+    compile: str = "auto",
     watch: StageWatch = unwatched,
 ) -> Runner:
     """Loads a causal LM through `from_pretrained`.
@@ -151,6 +154,7 @@ def load_runner(
         target_dtype: the target's format, for a drafter.
         pack: True if weights may be packed (`shoal.models.weights`).
         kept: the ids that the model's head keeps (`shoal.models.trimming`); None for all.
+        compile: the setting of `shoal.models.passes`; "off" gives a GGUF file to llama.cpp.
         watch: the function that is told the stages of the load.
 
     Raises:
@@ -160,18 +164,15 @@ def load_runner(
     """
     file = gguf_of(source, revision, local_files_only)
     if file is not None:
-        return load_gguf(
-            file,
-            str(source),
-            device=str(device),
-            strict=strict,
-            watch=watch,
-            dtype=dtype,
-            attention=attention,
-            quantize=quantize,
-            tensor_parallel=tensor_parallel,
-            kept=kept,
-        )
+        options: dict[str, Any] = {
+            "strict": strict,
+            "dtype": dtype,
+            "attention": attention,
+            "quantize": quantize,
+            "tensor_parallel": tensor_parallel,
+            "kept": kept,
+        }
+        return _gguf_runner(file, str(source), str(device), compile, watch, options)
     place = resolve_device(device)
     hub = {
         "revision": revision,
@@ -215,6 +216,25 @@ def load_runner(
     runner.known_ids = known
     runner.notes |= {"dtype": why, "quantize": how, "weights": order}
     return lead(runner) if sharding else runner
+
+
+def _gguf_runner(
+    file: Path, name: str, device: str, compile: str, watch: StageWatch, options: dict[str, Any]
+) -> Runner:
+    """Loads a GGUF file for the kernels in C, or, where they do not compute it, for llama.cpp."""
+    require_own_options(name, **options)
+    reason = f"compile={compile!r}"
+    if compile not in ("off", "modules"):
+        with watch("weights"):
+            hf, reason = own_model(file, device)
+        if hf is not None:
+            with watch("checking"):
+                runner = wrap(hf, name)
+            runner.notes |= {"dtype": "float32: beside the file's weights", "weights": reason}
+            return runner
+    runner = load_gguf(file, name, device=device, watch=watch, **options)
+    runner.absent[C_DECODER] = reason
+    return runner
 
 
 def _moved(hf: Any, source: str | Path, place: torch.device) -> Any:

@@ -18,6 +18,7 @@ from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
+from shoal.models.weights.groups import GroupLinear, group_matrix_of
 from shoal.native.build import SUFFIXES, missing
 
 log = logging.getLogger("shoal")
@@ -108,7 +109,11 @@ def use_lean_passes(runner: Runner) -> None:
     """
     decoder = None
     if runner.dtype in SUFFIXES and runner.can_be_lean and runner.attention in ("auto", "native"):
-        decoder = decoder_of(runner.hf) or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
+        decoder = (
+            decoder_of(runner.hf)
+            or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
+            or decoder_of(runner.hf, (GroupLinear,), group_matrix_of)
+        )
     if decoder is None or decoder.dim > MOST_DIM:
         runner.absent[C_DECODER] = _no_decoder(runner)
         return

@@ -203,21 +203,23 @@ def cannot_save(*_: Any, **__: Any) -> None:
 
 
 def _int8_copy(hf: Any, packing: type[Int8Matrix] | None) -> Any:
-    return _with_layers(hf, lambda layer: Int8Linear(layer, packing))
+    return with_layers(hf, lambda layer: Int8Linear(layer, packing))
 
 
 def _weight_only(hf: Any, form: torch.dtype) -> Any:
     """Makes a copy for CUDA with shoal's own product kernel, as fast as reading the weights."""
-    return _with_layers(hf, lambda layer: WeightOnly8Bit(layer, form))
+    return with_layers(hf, lambda layer: WeightOnly8Bit(layer, form))
 
 
-def _with_layers(hf: Any, make: Callable[[nn.Linear], nn.Module]) -> Any:
-    """Makes a copy of the model with other linear layers."""
+def with_layers(
+    hf: Any, make: Callable[[Any], nn.Module], kinds: tuple[type, ...] = LINEARS
+) -> Any:
+    """Makes a copy of the model with other linear layers in the place of those of some types."""
     ours = _copy(hf)
     ours.save_pretrained = cannot_save
     for parent in list(ours.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in LINEARS:
+            if type(child) in kinds:
                 setattr(parent, name, make(child))
     return ours.eval()
 

@@ -37,6 +37,7 @@ from shoal.models.lean.forward import LeanPass
 from shoal.models.out_of_memory import explained
 from shoal.models.vectors import require_vectors
 from shoal.models.weights import nbytes
+from shoal.models.weights.groups import GroupLinear
 from shoal.types.prefix import Prefix
 
 
@@ -141,7 +142,10 @@ class Runner:
     @property
     def parameter_count(self) -> int:
         """The number of parameters, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self.hf.parameters())
+        grouped = [module for module in self.hf.modules() if isinstance(module, GroupLinear)]
+        return sum(layer.in_features * layer.out_features for layer in grouped) + sum(
+            each.numel() for each in self.hf.parameters() if each.is_floating_point() or not grouped
+        )
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Returns the number of bytes that a cache of that size takes."""

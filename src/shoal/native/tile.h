@@ -91,14 +91,81 @@ INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const c
 #define BFLOAT16_TILE(...) tile(BFLOAT16, __VA_ARGS__)
 #define BYTES_TILE(...) tile(BYTES, __VA_ARGS__)
 
+/* Weights by groups of inputs: whole numbers times the group's scale, plus its minimum. A group of a panel has the scales of its 16
+   outputs, the minima (not BYTES_OF_32), and the numbers: a byte each, or two inputs in a byte, the first in its low half. A weight
+   is the float32 that the format stands for, so that the sums are those of unpacked weights. */
+#define GROUP_OF(form) ((form) == BYTES_OF_16 ? 16 : 32)
+#define HAS_MINIMA(form) ((form) != BYTES_OF_32)
+#define INPUTS_OF_BYTE(form) ((form) == NIBBLES_OF_32 ? 2 : 1)
+#define FACTOR_BYTES(form) (4 * LANES * (1 + HAS_MINIMA(form)))
+#define GROUP_BYTES(form) (FACTOR_BYTES(form) + GROUP_OF(form) * LANES / INPUTS_OF_BYTE(form))
+
+static int64_t bytes_of_groups(int64_t form, int64_t width) { return width / GROUP_OF(form) * GROUP_BYTES(form); }
+
+/* The numbers of input k of a step as floats; `w`: the step's bytes of a register's outputs. */
+INLINE reg numbers_of(int form, const char *w, int k) {
+    if (form != NIBBLES_OF_32) return weights_bytes(w, 0);
+#if defined(__AVX512F__)
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)w));
+    return (reg)_mm512_cvtepi32_ps(k ? _mm512_srli_epi32(wide, 4) : _mm512_and_si512(wide, _mm512_set1_epi32(15)));
+#elif defined(__AVX2__)
+    __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)w));
+    return (reg)_mm256_cvtepi32_ps(k ? _mm256_srli_epi32(wide, 4) : _mm256_and_si256(wide, _mm256_set1_epi32(15)));
+#else
+    reg x;
+    for (int i = 0; i < WIDTH; i++) x[i] = k ? (uint8_t)w[i] >> 4 : w[i] & 15;
+    return x;
+#endif
+}
+INLINE reg factor_at(const char *w) { reg x; memcpy(&x, w, sizeof x); return x; }
+/* The weights of a register's outputs; `factors`: of these outputs in the group. */
+INLINE reg weights_in_group(int form, const char *factors, const char *w, int k) {
+    reg x = numbers_of(form, w, k) * factor_at(factors);
+    return HAS_MINIMA(form) ? x + factor_at(factors + 4 * LANES) : x;
+}
+
+/* As `tile`, by weights in groups. */
+INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel, const char *tokens, int64_t width, float *sums) {
+    const int registers = n * PARTS, step = INPUTS_OF_BYTE(form);
+    const float *x = (const float *)tokens;
+    reg sum[TOKENS][PANELS * PARTS];
+    UNROLL for (int i = 0; i < m; i++)
+        UNROLL for (int p = 0; p < registers; p++) sum[i][p] = (reg){};
+    for (int64_t at = 0; at < width; at += GROUP_OF(form), w += GROUP_BYTES(form)) {
+        const char *numbers = w + FACTOR_BYTES(form);
+        for (int line = 0; line < FACTOR_BYTES(form); line += 64)
+            UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(w + p * panel + FETCHED + line);
+        for (int inner = 0; inner < GROUP_OF(form); inner += step, numbers += LANES) {
+            if (inner % (4 * step) == 0)
+                UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(numbers + p * panel + FETCHED);
+            UNROLL for (int k = 0; k < step; k++) {
+                reg unpacked[PANELS * PARTS];
+                UNROLL for (int p = 0; p < registers; p++) {
+                    int64_t from = p / PARTS * panel;
+                    unpacked[p] = weights_in_group(form, w + from + p % PARTS * 4 * WIDTH, numbers + from + p % PARTS * WIDTH, k);
+                }
+                UNROLL for (int i = 0; i < m; i++) {
+                    float feature = x[i * width + at + inner + k];
+                    UNROLL for (int p = 0; p < registers; p++) sum[i][p] += feature * unpacked[p];
+                }
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < m; i++)
+        UNROLL for (int p = 0; p < registers; p++) memcpy(sums + (i * registers + p) * WIDTH, &sum[i][p], sizeof(reg));
+}
+#define BYTES_16_TILE(...) tile_in_groups(BYTES_OF_16, __VA_ARGS__)
+#define BYTES_32_TILE(...) tile_in_groups(BYTES_OF_32, __VA_ARGS__)
+#define NIBBLES_32_TILE(...) tile_in_groups(NIBBLES_OF_32, __VA_ARGS__)
+
 /* A function that makes the sums [m, n * 16] of tokens x [m, width] by n panels of so many bytes each. */
 typedef void Tile(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums);
 
 /* A function that unpacks so many weights of bytes. */
 typedef void Unpack(void *to, const int8_t *w, int64_t count);
 
-/* The tiles of a product: the most tokens and panels (0: as many as registers hold), the bytes of a feature, and of a weight as the
-   tile reads it. */
+/* The tiles of a product: the most tokens and panels (0: as many as registers hold), the bytes of a feature, and of a weight that is
+   unpacked. */
 typedef struct {
     Tile *tile;
     int64_t tokens, panels, feature, size;
@@ -118,6 +185,9 @@ typedef struct {
 TILE(tile_float32, FLOAT32_TILE)
 TILE(tile_bfloat16, BFLOAT16_TILE)
 TILE(tile_bytes, BYTES_TILE)
+TILE(tile_bytes_16, BYTES_16_TILE)
+TILE(tile_bytes_32, BYTES_32_TILE)
+TILE(tile_nibbles_32, NIBBLES_32_TILE)
 
 static void floats_of_bytes(void *to, const int8_t *w, int64_t count) {
     for (int64_t i = 0; i < count; i += WIDTH) {
@@ -126,3 +196,26 @@ static void floats_of_bytes(void *to, const int8_t *w, int64_t count) {
         __builtin_prefetch(w + i + FETCHED);
     }
 }
+
+/* So many weights in groups. */
+INLINE void floats_of_groups(int form, float *to, const char *w, int64_t count) {
+    const int step = INPUTS_OF_BYTE(form);
+    for (int64_t group = 0; group < count / (GROUP_OF(form) * LANES); group++, w += GROUP_BYTES(form)) {
+        const char *numbers = w + FACTOR_BYTES(form);
+        for (int inner = 0; inner < GROUP_OF(form); inner += step, numbers += LANES) {
+            __builtin_prefetch(numbers + FETCHED);
+            UNROLL for (int k = 0; k < step; k++)
+                UNROLL for (int p = 0; p < PARTS; p++, to += WIDTH) {
+                    reg x = weights_in_group(form, w + p * 4 * WIDTH, numbers + p * WIDTH, k);
+                    memcpy(to, &x, sizeof x);
+                }
+        }
+    }
+}
+static void floats_of_bytes_16(void *to, const int8_t *w, int64_t n) { floats_of_groups(BYTES_OF_16, to, (const char *)w, n); }
+static void floats_of_bytes_32(void *to, const int8_t *w, int64_t n) { floats_of_groups(BYTES_OF_32, to, (const char *)w, n); }
+static void floats_of_nibbles_32(void *to, const int8_t *w, int64_t n) { floats_of_groups(NIBBLES_OF_32, to, (const char *)w, n); }
+
+/* By form; WHOLE: signed bytes. */
+static Tile *const tiles_in_place[] = {tile_bytes, tile_bytes_16, tile_bytes_32, tile_nibbles_32};
+static Unpack *const floats_of[] = {floats_of_bytes, floats_of_bytes_16, floats_of_bytes_32, floats_of_nibbles_32};

@@ -78,19 +78,20 @@ static NOINLINE void NAME(finish)(const Product *a, int64_t token, int64_t m, in
 /* Who multiplies so many tokens. */
 static Tiling NAME(tiling)(const Product *a, int64_t count) {
 #ifdef PAIR_TOKENS
-    if (sizeof(T) == 2 && multiplies_pairs())
+    if (sizeof(T) == 2 && a->form == WHOLE && multiplies_pairs())
         return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_PANELS, 2, 2, a->scales ? pairs_of_bytes : NULL};
 #endif
-    if (!a->scales) return (Tiling){NAME(tile), TOKENS, 0, 4, sizeof(T), NULL};
-    if (count <= TOKENS) return (Tiling){tile_bytes, TOKENS, 0, 4, 1, NULL};
-    return (Tiling){tile_float32, TOKENS, 0, 4, 4, floats_of_bytes};
+    if (a->form == WHOLE && !a->scales) return (Tiling){NAME(tile), TOKENS, 0, 4, sizeof(T), NULL};
+    if (count <= TOKENS) return (Tiling){tiles_in_place[a->form], TOKENS, 0, 4, 0, NULL};
+    return (Tiling){tile_float32, TOKENS, 0, 4, 4, floats_of[a->form]};
 }
 
 /* `count` tokens from `token` on by panels `panel` to `end`, in tiles of nearly equal numbers of tokens. */
 static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count, int64_t panel, int64_t end, int *failed) {
     const Tiling by = NAME(tiling)(a, count);
     int64_t tiles = (count + by.tokens - 1) / by.tokens, panels = by.panels ? by.panels : PANELS_OF((count + tiles - 1) / tiles);
-    int64_t width = a->width, weights = width * LANES, stored = weights * (a->scales ? 1 : (int64_t)sizeof(T));
+    int64_t width = a->width, weights = width * LANES;
+    int64_t stored = a->form ? bytes_of_groups(a->form, width) : weights * (a->scales ? 1 : (int64_t)sizeof(T));
     int64_t wide = by.feature == sizeof(T) ? 0 : count * width, unpacked = by.unpack ? panels * weights : 0;
     float *room = scratch(wide + unpacked + LANES), sums[16 * PANELS * LANES] __attribute__((aligned(64)));
     const char *x = (const char *)((const T *)a->x + token * width);
@@ -102,10 +103,11 @@ static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count,
     for (int64_t n = panels; panel < end; panel += n) {
         if (n > end - panel) n = end - panel;
         const char *w = (const char *)a->weight + panel * stored;
+        int64_t stride = by.unpack ? weights * by.size : stored;
         if (by.unpack) by.unpack(room + wide, (const int8_t *)w, n * weights), w = (const char *)(room + wide);
         for (int64_t i = 0; i < tiles; i++) {
             int64_t from = count * i / tiles, m = count * (i + 1) / tiles - from;
-            by.tile(m, n, w, weights * by.size, x + from * width * by.feature, width, sums);
+            by.tile(m, n, w, stride, x + from * width * by.feature, width, sums);
             NAME(finish)(a, token + from, m, panel * LANES, n, sums);
         }
     }

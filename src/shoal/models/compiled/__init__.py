@@ -8,8 +8,7 @@ that change from round to round lie in buffers.
     buckets          the sizes there are
     block            the buffers of one pass: tokens, positions, cells
     view             the cache that a model meets inside
-    executors        eager (to test), graphed (CUDA)
-    capturable       models that cannot be captured
+    executors        eager (to test), graphed (CUDA); models that cannot be captured
     captures         the captured rounds of a model, by cache
     failures         rounds that are left to their stages
     drafting         a drafter's step with its draw
@@ -19,8 +18,7 @@ that change from round to round lie in buffers.
 """
 
 from shoal.models.compiled.buckets import reservation
-from shoal.models.compiled.capturable import obstacle
 from shoal.models.compiled.captures import ATTENTION, Captures
-from shoal.models.compiled.executors import executor_for
+from shoal.models.compiled.executors import executor_for, obstacle
 
 __all__ = ["ATTENTION", "Captures", "executor_for", "obstacle", "reservation"]

@@ -1,7 +1,9 @@
-"""The models in GGUF files, whose passes llama.cpp computes.
+"""The models in GGUF files, whose passes the kernels in C or llama.cpp compute.
 
 library    finds llama.cpp
-model      reads a file
+contents   reads a file's facts and weights
+own        makes a model for the kernels in C of them
+model      gives it to llama.cpp
 sequences  the cache: a row is a sequence of llama.cpp's memory
 kept       rows that are kept for later rows
 tokenizer  makes a tokenizer of the file's vocabulary

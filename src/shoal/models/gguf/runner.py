@@ -103,7 +103,7 @@ def load_gguf(
     watch: StageWatch = unwatched,
     **options: object,
 ) -> GgufRunner:
-    """Loads the model of a GGUF file.
+    """Loads the model of a GGUF file by llama.cpp.
 
     Args:
         name: as the user wrote it.
@@ -114,6 +114,17 @@ def load_gguf(
         RequestError: strict, or another option that does not go with such a file.
         ModelError, UnsupportedModel: see `GgufModel` and `shoal.models.selfcheck`.
     """
+    require_own_options(name, strict=strict, **options)
+    with watch("weights"):
+        runner = GgufRunner(GgufModel(file, str(device)), name)
+    with watch("checking"):
+        self_check(runner)
+    runner.notes |= {"weights": runner.hf.description, "dtype": "float32: llama.cpp's logits"}
+    return runner
+
+
+def require_own_options(name: str, *, strict: bool, **options: object) -> None:
+    """Raises RequestError for options that do not go with GGUF files."""
     if strict:
         raise RequestError(
             f"{name}: strict=True does not go with GGUF files: shoal cannot prove the bits of "
@@ -127,9 +138,3 @@ def load_gguf(
             f"{name}: {' and '.join(given)} does not go with GGUF files, which say what their "
             f"weights are"
         )
-    with watch("weights"):
-        runner = GgufRunner(GgufModel(file, str(device)), name)
-    with watch("checking"):
-        self_check(runner)
-    runner.notes |= {"weights": runner.hf.description, "dtype": "float32: llama.cpp's logits"}
-    return runner

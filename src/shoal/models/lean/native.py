@@ -14,8 +14,7 @@ from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.native import takes
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.lean.angles import Angles
-from shoal.models.lean.decoder import Decoder, Norm
+from shoal.models.lean.decoder import Angles, Decoder, Norm
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import Attention, Heads
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from shoal.models.attention.masks import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean import decoder as decoders
-from shoal.models.lean.angles import Angles
-from shoal.models.lean.decoder import Decoder, DecoderLayer
+from shoal.models.lean.decoder import Angles, Decoder, DecoderLayer
 from shoal.models.weights import Matrix
+from shoal.models.weights.groups import GroupMatrix
 from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, library
@@ -230,7 +230,7 @@ class _Structs:
         )
 
     def _weights(self, matrix: Matrix) -> Weights:
-        if not isinstance(matrix, PanelMatrix | Int8PanelMatrix) or not matrix.whole:
+        if not isinstance(matrix, PanelMatrix | Int8PanelMatrix | GroupMatrix) or not matrix.whole:
             raise _Unfit("its weights are not packed in panels")
         bias = None if matrix.bias is None else self._address(matrix.bias)
         weight = self._address(matrix.panels, matrix.panels.dtype)
@@ -238,7 +238,8 @@ class _Structs:
             scales = self._address(matrix.scales, torch.float32)
         else:
             scales = None
-        return Weights(matrix.shape[1], matrix.shape[0], weight, bias, scales)
+        form = matrix.kernel_form if isinstance(matrix, GroupMatrix) else 0
+        return Weights(matrix.shape[1], matrix.shape[0], form, weight, bias, scales)
 
     def _norm(self, norm: decoders.Norm | None) -> Norm:
         return Norm() if norm is None else Norm(self._address(norm.weight), norm.eps)

@@ -35,7 +35,7 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     if _packed(first) and matches(first.matrix, layers):
         return first.matrix
     form = PACKED if _packed(first) else AS_IS
-    dense, bias = joined([_plain(layer.weight) for layer in layers]), None
+    dense, bias = joined([plain(layer.weight) for layer in layers]), None
     if layers[0].bias is not None:
         bias = joined([layer.bias.detach() for layer in layers])
     table = any(
@@ -81,7 +81,7 @@ def _is_part(matrix: Matrix, start: int, layer: nn.Linear) -> bool:
         return weight.matrix is matrix and weight.start == start
     if matrix.form == PACKED:
         return False
-    dense, own = matrix.dense()[start:], _plain(weight)
+    dense, own = matrix.dense()[start:], plain(weight)
     return (
         own.data_ptr() == dense.data_ptr()
         and own.dtype == dense.dtype
@@ -99,7 +99,7 @@ def _packed(weight: Tensor) -> TypeGuard[PackedWeight]:
     return isinstance(weight, PackedWeight) and weight.matrix.form == PACKED
 
 
-def _plain(weight: Tensor) -> Tensor:
+def plain(weight: Tensor) -> Tensor:
     """Returns an ordinary tensor of these weights: their own memory, unless they are packed."""
     return weight.of(weight.matrix.dense()) if isinstance(weight, PackedWeight) else weight.detach()
 

@@ -1,0 +1,77 @@
+"""A copy of a target with its linear layers in 4 bits, which drafts for it.
+
+Weights are rounded in groups (`shoal.models.weights.groups`); all other tensors are the target's.
+The copy proposes a little less well than the target would, and a draft costs a fraction of the
+target's pass: weights are what a pass of few tokens reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shoal.errors import UnsupportedModel
+from shoal.models.belongings import Belongings
+from shoal.models.executors.lean import C_DECODER
+from shoal.models.loading import wrap
+from shoal.models.passes import use_lean_passes
+from shoal.models.quantize import Int8Linear, with_layers
+from shoal.models.runner import Runner
+from shoal.models.weights import LINEARS
+from shoal.models.weights.fusing import plain
+from shoal.models.weights.groups import GROUP, GroupLinear, Groups
+from shoal.native.build import missing
+
+_copies: Belongings[Runner] = Belongings("4-bit copies")
+
+
+def four_bit_copy(target: Runner) -> Runner:
+    """Returns a runner of the copy with a cache of its own; the weights are rounded once.
+
+    Raises:
+        UnsupportedModel: the kernels in C do not compute the target.
+    """
+    known = _copies.of(target.hf)
+    if "copy" not in known:
+        known["copy"] = _made(target)
+    return known["copy"].fork()
+
+
+def _made(target: Runner) -> Runner:
+    reason = target.absent.get(C_DECODER)
+    if target.device.type != "cpu" or missing():
+        reason = missing() or f"the kernels for it compute on a CPU, and {target.device} is none"
+    if reason is None and target.lean is None:
+        reason = "the kernels in C do not compute its passes"
+    if reason is not None:
+        raise UnsupportedModel(f"{target.name} has no copy in 4 bits: {reason}")
+    runner = wrap(_rounded(target.hf, target.name), f"{target.name} in 4 bits", checked=False)
+    use_lean_passes(runner)
+    if runner.lean is None:
+        raise UnsupportedModel(
+            f"{target.name} has no copy in 4 bits: {runner.absent.get(C_DECODER)}"
+        )
+    return runner
+
+
+def _rounded(hf: Any, name: str) -> Any:
+    """Makes the copy of a Transformers model."""
+
+    def rounded(layer: Any) -> GroupLinear:
+        if layer.in_features % GROUP:
+            raise UnsupportedModel(
+                f"{name} has no copy in 4 bits: a layer has {layer.in_features} inputs, no "
+                f"multiple of {GROUP}"
+            )
+        return GroupLinear(Groups.in_4_bits(_dense(layer)), layer.bias)
+
+    return with_layers(hf, rounded, (*LINEARS, Int8Linear, GroupLinear))
+
+
+def _dense(layer: Any) -> Tensor:
+    """Returns the weights [out, in] of a linear layer, in a floating-point format."""
+    if isinstance(layer, GroupLinear):
+        return layer.matrix.dense()[layer.start : layer.start + layer.out_features]
+    weight = plain(layer.weight)
+    return weight * layer.scales[:, None] if isinstance(layer, Int8Linear) else weight

@@ -1,0 +1,245 @@
+"""The contents of a GGUF file: its facts, by llama.cpp's functions, and its weights as groups."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import UnsupportedModel
+from shoal.models.gguf.library import library
+from shoal.models.weights.groups import Groups
+
+
+class BlockFormat(NamedTuple):
+    """A format of blocks.
+
+    Attributes:
+        name: the format's name in llama.cpp.
+        inputs: weights of a block.
+        size: bytes of a block.
+        read: the function from blocks [..., size] uint8 to numbers [..., inputs], scales and minima
+            [..., groups] float32; None for no minima.
+    """
+
+    name: str
+    inputs: int
+    size: int
+    read: Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def _half(block: Tensor, place: int) -> Tensor:
+    """Returns the float16 at a place of each block, [..., 1] float32."""
+    return block[..., place : place + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(bytes_: Tensor) -> Tensor:
+    """Returns the low halves of the bytes, then the high ones."""
+    return torch.cat([bytes_ & 15, bytes_ >> 4], -1)
+
+
+def _fifth_bits(block: Tensor, place: int) -> Tensor:
+    """Returns 32 bits of each block, [..., 32], as 0 or 16."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (block[..., place : place + 4, None] >> shifts & 1).flatten(-2) << 4
+
+
+def _q8_0(block: Tensor) -> tuple[Tensor, Tensor, None]:
+    return block[..., 2:].contiguous().view(torch.int8), _half(block, 0), None
+
+
+def _q4_0(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = _half(block, 0)
+    return _nibbles(block[..., 2:]), scale, -8 * scale
+
+
+def _q4_1(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _nibbles(block[..., 4:]), _half(block, 0), _half(block, 2)
+
+
+def _q5_0(block: Tensor) -> tuple[Tensor, Tensor, None]:
+    numbers = _nibbles(block[..., 6:]) | _fifth_bits(block, 2)
+    return numbers.to(torch.int8) - 16, _half(block, 0), None
+
+
+def _q5_1(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = _nibbles(block[..., 8:]) | _fifth_bits(block, 4)
+    return numbers.to(torch.int8), _half(block, 0), _half(block, 2)
+
+
+def _factors_of_k(block: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scales and minima of the eight groups of a block of Q4_K or Q5_K."""
+    first, second, last = block[..., 4:8], block[..., 8:12], block[..., 12:16]
+    scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], -1)
+    minima = torch.cat([second & 63, last >> 4 | second >> 6 << 4], -1)
+    return _half(block, 0) * scales, -(_half(block, 2) * minima)
+
+
+def _q4_k(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = _nibbles(block[..., 16:].unflatten(-1, (4, 32))).flatten(-2)
+    return numbers, *_factors_of_k(block)
+
+
+def _q5_k(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    low = _nibbles(block[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = (block[..., None, 16:48] >> shifts & 1).flatten(-2)
+    return (low | high << 4).to(torch.int8), *_factors_of_k(block)
+
+
+def _q6_k(block: Tensor) -> tuple[Tensor, Tensor, None]:
+    low = _nibbles(block[..., :128].unflatten(-1, (2, 64))).flatten(-2)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = (block[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
+    scales = block[..., 192:208].contiguous().view(torch.int8)
+    return (low | high << 4).to(torch.int8) - 32, _half(block, 208) * scales, None
+
+
+BLOCKS = {
+    2: BlockFormat("Q4_0", 32, 18, _q4_0),
+    3: BlockFormat("Q4_1", 32, 20, _q4_1),
+    6: BlockFormat("Q5_0", 32, 22, _q5_0),
+    7: BlockFormat("Q5_1", 32, 24, _q5_1),
+    8: BlockFormat("Q8_0", 32, 34, _q8_0),
+    12: BlockFormat("Q4_K", 256, 144, _q4_k),
+    13: BlockFormat("Q5_K", 256, 176, _q5_k),
+    14: BlockFormat("Q6_K", 256, 210, _q6_k),
+}
+"""The formats, by their numbers of `ggml_type`."""
+PART = 4096
+"""Rows of a tensor that are read at once, to bound memory."""
+
+
+def groups_of(kind: int, data: Tensor, inputs: int) -> Groups:
+    """Reads a tensor of a format in `BLOCKS`.
+
+    Args:
+        data: its bytes, uint8.
+        inputs: weights of a row, a multiple of the block's.
+    """
+    block = BLOCKS[kind]
+    rows = data.view(-1, inputs // block.inputs, block.size)
+    return Groups.joined([_read(block, part) for part in rows.split(PART)])
+
+
+def _read(block: BlockFormat, rows: Tensor) -> Groups:
+    numbers, scales, minima = block.read(rows)
+    return Groups(
+        numbers.flatten(1), scales.flatten(1), None if minima is None else minima.flatten(1)
+    )
+
+
+NUMBERS = {4: "u32", 5: "i32", 6: "f32", 7: "bool", 10: "u64", 11: "i64"}
+"""The numbers of `gguf_type` that are read, and the ends of the functions' names."""
+RESULTS = {
+    "u32": ctypes.c_uint32,
+    "i32": ctypes.c_int32,
+    "f32": ctypes.c_float,
+    "bool": ctypes.c_bool,
+    "u64": ctypes.c_uint64,
+    "i64": ctypes.c_int64,
+}
+
+
+class TensorPlace(NamedTuple):
+    """A tensor in the file.
+
+    Attributes:
+        kind: the number of `ggml_type`.
+        start: the first byte in the file.
+        size: the number of bytes.
+    """
+
+    kind: int
+    start: int
+    size: int
+
+
+class _Parameters(ctypes.Structure):
+    """`gguf_init_params`."""
+
+    _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]
+
+
+@cache
+def _ggml() -> Any:
+    """Returns the library of `gguf_...`, with the types of the functions that are called."""
+    library()
+    from llama_cpp._ggml import libggml
+
+    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+    kinds: dict[str, tuple[Any, list[Any]]] = {
+        "gguf_init_from_file": (pointer, [text, _Parameters]),
+        "gguf_free": (None, [pointer]),
+        "gguf_find_key": (number, [pointer, text]),
+        "gguf_get_kv_type": (ctypes.c_int, [pointer, number]),
+        "gguf_get_n_tensors": (number, [pointer]),
+        "gguf_get_tensor_name": (text, [pointer, number]),
+        "gguf_get_tensor_type": (ctypes.c_int, [pointer, number]),
+        "gguf_get_tensor_offset": (ctypes.c_size_t, [pointer, number]),
+        "gguf_get_tensor_size": (ctypes.c_size_t, [pointer, number]),
+        "gguf_get_data_offset": (ctypes.c_size_t, [pointer]),
+        "gguf_get_val_str": (text, [pointer, number]),
+        **{f"gguf_get_val_{end}": (RESULTS[end], [pointer, number]) for end in RESULTS},
+    }
+    for name, (result, arguments) in kinds.items():
+        function = getattr(libggml, name)
+        function.restype, function.argtypes = result, arguments
+    return libggml
+
+
+class Header:
+    """The header of a GGUF file.
+
+    Attributes:
+        tensors: the places of the tensors by their names.
+        size: the number of bytes of the file.
+
+    Raises:
+        UnsupportedModel: llama.cpp does not read the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        lib = _ggml()
+        self._handle = lib.gguf_init_from_file(str(file).encode(), _Parameters(True, None))
+        if not self._handle:
+            raise UnsupportedModel(f"{file}: llama.cpp cannot read its header")
+        weakref.finalize(self, lib.gguf_free, self._handle)
+        first, handle = lib.gguf_get_data_offset(self._handle), self._handle
+        self.tensors = {
+            lib.gguf_get_tensor_name(handle, i).decode(): TensorPlace(
+                lib.gguf_get_tensor_type(handle, i),
+                first + lib.gguf_get_tensor_offset(handle, i),
+                lib.gguf_get_tensor_size(handle, i),
+            )
+            for i in range(lib.gguf_get_n_tensors(handle))
+        }
+        self._bytes = np.memmap(file, np.uint8, "c")
+        self.size = len(self._bytes)
+
+    def value(self, key: str) -> Any:
+        """Returns a number or text of the file; None for what is not there, or is a list."""
+        lib = _ggml()
+        place = lib.gguf_find_key(self._handle, key.encode())
+        kind = lib.gguf_get_kv_type(self._handle, place) if place >= 0 else None
+        if kind == 8:
+            return lib.gguf_get_val_str(self._handle, place).decode("utf-8", "replace")
+        if kind not in NUMBERS:
+            return None
+        return getattr(lib, f"gguf_get_val_{NUMBERS[kind]}")(self._handle, place)
+
+    def has(self, key: str) -> bool:
+        """Returns True if the file has a value of this name."""
+        return bool(_ggml().gguf_find_key(self._handle, key.encode()) >= 0)
+
+    def bytes_of(self, name: str) -> Tensor:
+        """Returns the bytes of a tensor, mapped from the file."""
+        place = self.tensors[name]
+        return torch.from_numpy(self._bytes[place.start : place.start + place.size])

@@ -1,0 +1,214 @@
+"""The model of a GGUF file on shoal's own kernels, where they know its family and formats.
+
+The weights are groups, as the file has them, and everything else is float32: the model is the one
+that Transformers would compute with the file's weights unpacked, and what is promised for a
+directory holds. Other files are computed by llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from shoal.errors import UnsupportedModel
+from shoal.models.gguf.contents import BLOCKS, Header, groups_of
+from shoal.models.gguf.library import library
+from shoal.models.quantize import cannot_save
+from shoal.models.weights.groups import GroupLinear, Groups
+from shoal.native.build import missing
+
+FAMILIES: dict[str, Any] = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+"""The configs of Transformers by the architecture that a file names."""
+LINEARS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+"""The names of a layer's parts, in Transformers and in files."""
+FLOATS = 0
+"""The number of float32 in `ggml_type`."""
+
+
+def own_model(file: Path, device: str) -> tuple[Any | None, str]:
+    """Returns the Transformers model of a file and the formats of its weights.
+
+    Returns None and the reason where llama.cpp computes the file.
+
+    Args:
+        device: "cpu", or "auto" for the devices that llama.cpp was built for.
+    """
+    if missing():
+        return None, f"there are no kernels in C: {missing()}"
+    if device != "cpu" and (device != "auto" or library().llama_supports_gpu_offload()):
+        return None, f"device={device!r}, and llama.cpp was built for more than the CPU"
+    try:
+        reader = _Reader(file)
+        return reader.model(), reader.formats
+    except (_NotOurs, UnsupportedModel) as reason:
+        return None, str(reason)  # what is damaged is told by llama.cpp, too
+
+
+class _NotOurs(Exception):
+    """The reason why the kernels do not compute a file."""
+
+
+class _Reader:
+    """Reads the model of a file. Methods raise _NotOurs."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._header = file, Header(file)
+        self._family = str(self._header.value("general.architecture"))
+        self._left = set(self._header.tensors)
+
+    def model(self) -> Any:
+        """Makes the model."""
+        config = self._config()
+        with torch.device("meta"):
+            hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        for number, layer in enumerate(hf.model.layers):
+            for name, stem in LINEARS.items():
+                inputs = layer.get_submodule(name).in_features
+                turned = heads.get(stem) if self._family == "llama" else None
+                made = self._linear(f"blk.{number}.{stem}", inputs, turned)
+                parent, _, last = name.rpartition(".")
+                setattr(layer.get_submodule(parent), last, made)
+            for name, stem in NORMS.items():
+                if f"blk.{number}.{stem}.weight" in self._left:
+                    self._norm(layer.get_submodule(name), f"blk.{number}.{stem}")
+        self._norm(hf.model.norm, "output_norm")
+        table = self._groups("token_embd", config.hidden_size)
+        tied = "output.weight" not in self._left
+        hf.lm_head = GroupLinear(table) if tied else self._linear("output", config.hidden_size)
+        hf.model.embed_tokens.weight = nn.Parameter(table.dense(), requires_grad=False)
+        hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
+        if self._left:
+            raise _NotOurs(f"its tensor {min(self._left)} is none that the kernels know")
+        if any(parameter.is_meta for parameter in hf.parameters()):
+            raise _NotOurs("it lacks tensors of its family")
+        hf.save_pretrained = cannot_save
+        return hf.eval()
+
+    @property
+    def formats(self) -> str:
+        """The formats of the matrices and their numbers, in words."""
+        kinds = (place.kind for place in self._header.tensors.values() if place.kind in BLOCKS)
+        return ", ".join(f"{n} {BLOCKS[kind].name}" for kind, n in Counter(kinds).most_common())
+
+    def _config(self) -> Any:
+        header, family = self._header, self._family
+        if family not in FAMILIES:
+            raise _NotOurs(f"the kernels do not know the family {family}")
+        for key in ("rope.scaling.type", "expert_count", "attention.sliding_window"):
+            if header.value(f"{family}.{key}") not in (None, 0, "none"):
+                raise _NotOurs(f"it has {family}.{key}")
+
+        def number(key: str, otherwise: float | None = None) -> Any:
+            found = header.value(f"{family}.{key}")
+            if found is None and (otherwise is None or header.has(f"{family}.{key}")):
+                raise _NotOurs(f"it has no number {family}.{key}")
+            return otherwise if found is None else found
+
+        width, heads = number("embedding_length"), number("attention.head_count")
+        dim = number("attention.key_length", width // heads)
+        if dim != number("attention.value_length", dim) or dim != number(
+            "rope.dimension_count", dim
+        ):
+            raise _NotOurs("its heads are of several sizes")
+        ends = _ends(self._file)
+        return FAMILIES[family](
+            vocab_size=self._rows("token_embd.weight", width),
+            hidden_size=width,
+            intermediate_size=number("feed_forward_length"),
+            num_hidden_layers=number("block_count"),
+            num_attention_heads=heads,
+            num_key_value_heads=number("attention.head_count_kv", heads),
+            head_dim=dim,
+            max_position_embeddings=number("context_length"),
+            rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
+            rope_parameters={"rope_type": "default", "rope_theta": number("rope.freq_base", 1e4)},
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=ends or None,
+            pad_token_id=None,
+            name_or_path=str(self._file),
+        )
+
+    def _rows(self, name: str, inputs: int) -> int:
+        """Returns the number of rows of a tensor in groups."""
+        place = self._header.tensors.get(name)
+        if place is None:
+            raise _NotOurs(f"it has no tensor {name}")
+        if place.start + place.size > self._header.size:
+            raise _NotOurs("the file ends before its tensors do")
+        block = BLOCKS.get(place.kind)
+        if block is None:
+            raise _NotOurs(f"the kernels do not know the format of its tensor {name}")
+        if inputs % block.inputs:
+            raise _NotOurs(f"a row of its tensor {name} ends inside a block")
+        return place.size // (inputs // block.inputs * block.size)
+
+    def _groups(self, stem: str, inputs: int) -> Groups:
+        name = f"{stem}.weight"
+        self._rows(name, inputs)
+        self._left.discard(name)
+        return groups_of(self._header.tensors[name].kind, self._header.bytes_of(name), inputs)
+
+    def _floats(self, name: str) -> Tensor:
+        if self._header.tensors[name].kind != FLOATS:
+            raise _NotOurs(f"its tensor {name} is not float32")
+        self._left.discard(name)
+        return self._header.bytes_of(name).clone().view(torch.float32)
+
+    def _norm(self, module: Any, stem: str) -> None:
+        module.weight = nn.Parameter(self._floats(f"{stem}.weight"), requires_grad=False)
+
+    def _linear(self, stem: str, inputs: int, heads: int | None = None) -> GroupLinear:
+        """Makes a layer.
+
+        Args:
+            heads: the number of heads whose rows a file of the family "llama" has in the order in
+                which llama.cpp rotates them; None for others.
+        """
+        groups, bias = self._groups(stem, inputs), None
+        if f"{stem}.bias" in self._left:
+            bias = self._floats(f"{stem}.bias")
+        if heads is not None:
+            order = torch.arange(len(groups.numbers)).view(heads, -1, 2).transpose(1, 2).flatten()
+            groups, bias = groups.rows(order), None if bias is None else bias[order]
+        return GroupLinear(groups, bias)
+
+
+def _ends(file: Path) -> list[int]:
+    """Returns the ids that end a text, as llama.cpp knows them."""
+    lib = library()
+    params = lib.llama_model_default_params()
+    params.vocab_only = True
+    handle = lib.llama_model_load_from_file(str(file).encode(), params)
+    if not handle:
+        raise UnsupportedModel(f"{file}: llama.cpp cannot read its vocabulary")
+    try:
+        vocab = lib.llama_model_get_vocab(handle)
+        count = lib.llama_vocab_n_tokens(vocab)
+        return [i for i in range(count) if lib.llama_vocab_is_eog(vocab, i)]
+    finally:
+        lib.llama_model_free(handle)

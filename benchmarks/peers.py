@@ -130,9 +130,10 @@ class Comparer:
     def _setup(self, row: Row, engine: str, method: str, dtype: str) -> Setup:
         drafter = row.drafter and (engine == "shoal" or method != PLAIN)
         target, draft = (str(directory(self.cache, f"{row.model}-{part}")) for part in ("target", "drafter"))
+        own = row.own if engine == "shoal" else None
         length = max(map(len, row.task(0).prompts)) + row.new_tokens
         return Setup(
-            engine, method, target, draft if drafter else None, dtype, self.threads, str(self.cache), row.rows, length
+            engine, method, target, draft if drafter else own, dtype, self.threads, str(self.cache), row.rows, length
         )
 
     def _worker(self, setup: Setup, name: str) -> Worker:
@@ -176,9 +177,10 @@ class Comparer:
         if cell.engine != "shoal" or cell.identity is not None:
             return
         say(f"{cell.name}: greedy identity")
-        rounded = row.dtype == "int8"
-        expected = self._greedy(row, "shoal", PLAIN, "int8-float32") if rounded else self._expected(row)
-        found = self._greedy(row, "shoal", cell.method, "int8-float32" if rounded else "float32")
+        rounded = row.dtype not in ("float32", "bfloat16")
+        exact = f"{row.dtype}-float32" if rounded else "float32"
+        expected = self._greedy(row, "shoal", PLAIN, exact) if rounded else self._expected(row)
+        found = self._greedy(row, "shoal", cell.method, exact)
         same = sum(length == row.new_tokens for length in _leading(found, expected))
         if same < row.rows:
             raise InternalError(f"{cell.name}: greedy ids differ from the reference in {row.rows - same} of {row.rows} rows")

@@ -26,7 +26,10 @@ class Engine:
     def __init__(self, setup: Setup) -> None:
         if setup.method != PLAIN:
             raise Absent("CTranslate2 has no speculative decoding")
-        wanted = setup.dtype if setup.dtype in ctranslate2.get_supported_compute_types("cpu") else "float32"
+        if setup.dtype == "Q4_0":
+            raise Absent("CTranslate2 has no 4-bit weights on a CPU")
+        dtype = "int8" if setup.dtype == "Q8_0" else setup.dtype
+        wanted = dtype if dtype in ctranslate2.get_supported_compute_types("cpu") else "float32"
         self.generator = ctranslate2.Generator(
             str(_converted(setup)), device="cpu", compute_type=wanted, inter_threads=1, intra_threads=setup.threads
         )

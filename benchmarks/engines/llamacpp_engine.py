@@ -24,14 +24,10 @@ from engines.tasks import Answer, Setup, Task, convert
 SLACK = 8  # positions beyond the longest row: drafts that are not kept
 
 
-def _file(setup: Setup, model: str) -> Path:
-    return Path(setup.cache) / f"{Path(model).name}-{setup.dtype}.gguf"
-
-
 def prepare(setup: Setup) -> None:
     """Writes both models as GGUF files, matrices in the dtype; "int8" is Q8_0."""
     for model in filter(None, (setup.target, setup.draft)):
-        convert(_file(setup, model), partial(gguf_file.write, Path(model), dtype=setup.dtype))
+        convert(setup.gguf_file(model), partial(gguf_file.write, Path(model), dtype=setup.dtype))
 
 
 class Model:
@@ -120,10 +116,13 @@ class Engine:
     def __init__(self, setup: Setup) -> None:
         llama_cpp.llama_log_set(_silent, None)
         self.drafted = setup.drafted
-        self.target = Model(_file(setup, setup.target), setup)
-        self.draft = Model(_file(setup, setup.draft), setup) if setup.draft is not None and setup.drafted else None
+        self.target = Model(setup.gguf_file(setup.target), setup)
+        self.draft = Model(setup.gguf_file(setup.draft), setup) if setup.draft is not None and setup.drafted else None
         self.version = version("llama-cpp-python")
-        self.settings = {"weights": gguf_file.TYPES[setup.dtype].name, "drafted": str(self.drafted)}
+        self.settings = {
+            "weights": gguf_file.TYPES[setup.dtype].name if setup.dtype in gguf_file.TYPES else setup.dtype,
+            "drafted": str(self.drafted),
+        }
 
     def generate(self, task: Task) -> Answer:
         """One call; rows that have all their tokens drop out of the batch."""

@@ -1,4 +1,4 @@
-"""The models of the rows, made once: the bundled pair, and random weights. `python -m engines.models NAME CACHE`.
+"""The models of the rows, made once: the bundled pair, SmolLM2, and random weights. `python -m engines.models NAME CACHE`.
 
 All are saved in float32 (their numbers fit bfloat16), with a tokenizer of which the converters only want that it is there: token i
 is called "t{i}", and no engine is given text.
@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
-BUNDLED = Path(__file__).parents[2] / "src/shoal/data/pair"
+ROOT = Path(__file__).parents[2]
+BUNDLED = ROOT / "src/shoal/data/pair"
 TEMPERATURE = 0.8
 ACCEPTANCE = 0.8
 """What the random pair agrees on: the probability that a draft of its drafter is accepted."""
@@ -48,6 +49,27 @@ def bundled(cache: Path) -> None:
     """The pair that ships with shoal."""
     for part in ("drafter", "target"):
         save(AutoModelForCausalLM.from_pretrained(BUNDLED / part, dtype=torch.float32), directory(cache, f"bundled-{part}"))
+
+
+def smollm2_checkpoint() -> Path:
+    """The directory that the tests decode; it needs the extra `real`."""
+    sys.path.append(str(ROOT / "tests/helpers"))
+    import smollm2 as helper
+
+    return helper.checkpoint()
+
+
+def smollm2(cache: Path) -> None:
+    """SmolLM2-135M-Instruct, as a directory and as GGUF files."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_checkpoint(), dtype=torch.float32)
+    for name, value in NO_ENDS.items():
+        setattr(model.config, name, value)
+        setattr(model.generation_config, name, value)
+    from gguf_files import smollm2_gguf
+
+    for kind in ("Q8_0", "Q4_0"):
+        smollm2_gguf(cache, kind).replace(cache / f"smollm2-target-{kind}.gguf")
+    save(model, directory(cache, "smollm2-target"))
 
 
 def qwen(cache: Path) -> None:
@@ -150,7 +172,7 @@ def _probabilities(model: Any, ids: Tensor) -> Tensor:
     return (model(ids).logits / TEMPERATURE).softmax(-1)
 
 
-MAKERS = {"bundled": bundled, "llama": llama, "qwen": qwen}
+MAKERS = {"bundled": bundled, "llama": llama, "qwen": qwen, "smollm2": smollm2}
 
 
 def make(name: str, cache: Path) -> None:

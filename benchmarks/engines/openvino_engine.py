@@ -25,8 +25,14 @@ def _module() -> ModuleType:
     return module
 
 
+def _weights(setup: Setup) -> list[str]:
+    """The format of the weights, and options of it: groups as those of the GGUF files."""
+    forms = {"int8": ["int8"], "Q8_0": ["int8"], "Q4_0": ["int4", "--group-size", "32", "--sym", "--ratio", "1.0"]}
+    return forms.get(setup.dtype, ["fp32"])
+
+
 def _export(setup: Setup, model: str) -> Path:
-    return Path(setup.cache) / f"{Path(model).name}-openvino-{'int8' if setup.dtype == 'int8' else 'fp32'}"
+    return Path(setup.cache) / f"{Path(model).name}-openvino-{_weights(setup)[0]}"
 
 
 def prepare(setup: Setup) -> None:
@@ -36,7 +42,7 @@ def prepare(setup: Setup) -> None:
 
     for model in filter(None, (setup.target, setup.draft)):
         command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model]
-        command += ["--task", "text-generation-with-past", "--weight-format", "int8" if setup.dtype == "int8" else "fp32"]
+        command += ["--task", "text-generation-with-past", "--weight-format", *_weights(setup)]
         convert(_export(setup, model), partial(_run, command))
 
 
@@ -50,7 +56,8 @@ class Engine:
     def __init__(self, setup: Setup) -> None:
         self.module, self.drafted = _module(), setup.drafted
         draft = str(_export(setup, setup.draft)) if setup.draft is not None and setup.drafted else None
-        self.engine = self.module.OpenVinoEngine(str(_export(setup, setup.target)), setup.dtype, setup.threads, draft)
+        dtype = setup.dtype if setup.dtype in self.module.PRECISIONS else "int8"
+        self.engine = self.module.OpenVinoEngine(str(_export(setup, setup.target)), dtype, setup.threads, draft)
         self.version = self.engine.version
         self.settings = {name: str(value) for name, value in self.engine.properties.items()}
 

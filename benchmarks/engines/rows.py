@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 
-from engines.models import ACCEPTANCE, TEMPERATURE
+from engines.models import ACCEPTANCE, TEMPERATURE, smollm2_checkpoint
 from engines.tasks import PLAIN, Task
 from shoal.errors import RequestError
 
@@ -20,8 +20,10 @@ class Row:
     """One row: n samples of each prompt, with one pair of models.
 
     Attributes:
-        model: a name of `engines.models.MAKERS`. prompt_tokens: of random prompts; 0: texts, for the bundled pair.
-        drafter: whether there is one.
+        model: a name of `engines.models.MAKERS`.
+        prompt_tokens: of random prompts; 0: texts.
+        drafter: whether there is a draft model.
+        own: a spec of a drafter without weights, which shoal takes where there is no draft model.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Row:
     prompt_tokens: int = 0
     top_p: float = 1.0
     drafter: bool = True
+    own: str | None = None
 
     @property
     def rows(self) -> int:
@@ -49,6 +52,7 @@ class Row:
 
 BUNDLED = "bundled pair (8.8 M), float32"
 LLAMA = "Llama shape, 349 M"
+SMOLLM2 = "SmolLM2-135M-Instruct"
 AGREED = f"drafts accepted at {ACCEPTANCE:g} by construction"
 ROWS = (
     Row("bundled-8", f"{BUNDLED}, batch 8", "bundled", "float32", 1, 8, 128),
@@ -62,6 +66,15 @@ ROWS = (
     Row("bundled-128", f"{BUNDLED}, 16 prompts of 8 rows", "bundled", "float32", 16, 8, 64),
     Row("llama-8-int8", f"{LLAMA}, 8-bit weights, batch 8; {AGREED}", "llama", "int8", 1, 8, 64, 100),
     Row("llama-1-int8", f"{LLAMA}, 8-bit weights, batch 1; {AGREED}", "llama", "int8", 1, 1, 64, 100),
+    *(
+        Row(f"smollm2-{n}{name}", f"{SMOLLM2}, {title}, batch {n}", "smollm2", dtype, 1, n, 128, drafter=False, own=own)
+        for name, title, dtype, own in (
+            ("", "bfloat16", "bfloat16", "self:int4"),
+            ("-q8", "Q8_0 file", "Q8_0", "suffix"),
+            ("-q4", "Q4_0 file", "Q4_0", "suffix"),
+        )
+        for n in (8, 1)
+    ),
 )  # fmt: skip
 
 OWN = (("shoal", PLAIN), ("shoal", "auto"), ("shoal", f"fixed:{DRAFTED}"))
@@ -76,7 +89,7 @@ LOCAL = ("shoal", "transformers")
 def cells_of(row: Row) -> Iterator[tuple[str, str]]:
     """(engine, method) of a row's cells, in the order of the table."""
     for engine, method in OWN + PEERS:
-        if row.drafter or method == PLAIN:
+        if row.drafter or method == PLAIN or (row.own and (engine, method) == ("shoal", "auto")):
             yield engine, method
 
 
@@ -107,6 +120,8 @@ def prompt_ids(model: str, count: int, length: int) -> tuple[tuple[int, ...], ..
     from shoal.models.loading import bundled, load_tokenizer
     from shoal.problems.generator import generate
 
+    if model == "smollm2":
+        return (tuple(load_tokenizer(smollm2_checkpoint()).encode(PROMPT)),)
     texts = [PROMPT] if count == 1 else [problem.prompt for problem in generate(PROBLEMS_SEED, count, "templates")]
     tokenizer = load_tokenizer(bundled("target"))
     return tuple(tuple(tokenizer.encode(text)) for text in texts)

@@ -13,15 +13,18 @@ ROUNDED = "target=int8,draft=int8"
 
 
 class Engine:
-    """See `engines.tasks.Engine`. With 8-bit weights all else is bfloat16; "int8-float32", for the identity check, float32."""
+    """See `engines.tasks.Engine`. Beside 8-bit weights all is bfloat16; float32 with "-float32", for the identity check."""
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
-        dtype = {"int8": "bfloat16", "int8-float32": "float32"}.get(setup.dtype, setup.dtype)
+        dtype = "float32" if setup.dtype.endswith("float32") else "bfloat16"
         options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "quantize": ROUNDED if "int8" in setup.dtype else "off"}
-        if setup.draft is None:
+        if setup.draft is None and "quantize" in options:
             options["quantize"] = options["quantize"].partition(",")[0]
-        self.pair = shoal.load(setup.target, draft=setup.draft, **options)
+        target: Any = setup.target
+        if setup.dtype.startswith("Q"):
+            target, options = setup.gguf_file(setup.target), {"device": "cpu"}
+        self.pair = shoal.load(target, draft=setup.draft, **options)
         self.lookahead: Any = "off" if setup.method == PLAIN else setup.method
         self.version, self.settings = shoal.__version__, {name: str(value) for name, value in options.items()}
 

@@ -21,8 +21,10 @@ class Setup:
     """An engine's configuration.
 
     Attributes:
-        engine: its module. target, draft: directories that `save_pretrained` wrote, in float32.
-        dtype: "float32", "bfloat16" or "int8" (weights of 8 bits, bfloat16 beside them).
+        engine: its module.
+        target: a directory that `save_pretrained` wrote, in float32.
+        draft: such a directory, or, for shoal, a drafter's spec.
+        dtype: "float32", "bfloat16", "int8" (weights of 8 bits, bfloat16 beside them), or the format of a GGUF file.
         cache: directory for what the engine converts the models to.
         rows, length: at most, of a task; prompts included.
     """
@@ -36,6 +38,10 @@ class Setup:
     cache: str
     rows: int
     length: int
+
+    def gguf_file(self, model: str) -> Path:
+        """The GGUF file of one of both models."""
+        return Path(self.cache) / f"{Path(model).name}-{self.dtype.removesuffix('-float32')}.gguf"
 
     @property
     def drafted(self) -> int:

@@ -13,7 +13,7 @@ class Engine:
 
     def __init__(self, setup: Setup) -> None:
         if setup.dtype not in ("float32", "bfloat16"):
-            raise Absent("without further packages Transformers has no 8-bit weights on a CPU")
+            raise Absent("without further packages Transformers has no 8-bit or 4-bit weights on a CPU")
         torch.set_num_threads(setup.threads)
         dtype = getattr(torch, setup.dtype)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(setup.target, dtype=dtype).eval()

@@ -226,7 +226,7 @@ def test_a_busy_machine_is_marked(made_up: type[FakeWorker]) -> None:
 
 @pytest.mark.parametrize(
     ("only", "rows", "cells"),
-    [("", 8, 7 * 9 + 5), ("bundled-1", 1, 9), ("llama-8,qwen-8/openvino", 2, 9 + 1), ("*/shoal/auto", 7, 7)],
+    [("", 14, 7 * 9 + 5 + 6 * 6), ("bundled-1", 1, 9), ("llama-8,qwen-8/openvino", 2, 9 + 1), ("*/shoal/auto", 13, 13)],
 )
 def test_only_names_rows_and_cells(only: str, rows: int, cells: int) -> None:
     found = chosen(only)

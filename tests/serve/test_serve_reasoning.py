@@ -23,7 +23,7 @@ from tool_calls import BODY, TIME, WEATHER, speaks
 
 TOKENIZER = tiny_tokenizer()
 CLOSING = THINK.closing
-HARMONY, MISTRAL = MARKS[:2]
+HARMONY, MUSE, MISTRAL, GEMMA = MARKS[:4]
 HYBRID = "{# <tool_call> </think> #}" + BODY + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 OPENED = "{# <tool_call> </think> #}" + BODY + "<think>\n"
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
@@ -136,6 +136,8 @@ OTHERS = [
     (HARMONY, "Plain.", "", "Plain."),
     (MISTRAL, "[THINK]so[/THINK]\n\nYes [THINK]", "so", "Yes [THINK]"),
     (MISTRAL, "[TH", "", "[TH"),
+    (GEMMA, "<|channel>thought\nso < <channel ok\n<channel|>\nYes <|channel>", "so < <channel ok", "Yes <|channel>"),
+    (MUSE, " to=self<|message|>so<|eom|><|start|>assistant to=user<|message|>Yes", "so", "Yes"),
 ]  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def test_other_families_mark_their_reasoning_otherwise(marks: Marks, text: str, 
 
 
 def test_templates_say_which_marks_there_are() -> None:
-    for marks in (HARMONY, MISTRAL):
+    for marks in MARKS[:-1]:
         template = f"{{# {marks.opening} #}}"
         assert rules_of(template, "x") == ReasoningRules(False, marks)
         assert rules_of(template, f"x{marks.opening}") == ReasoningRules(True, marks)
@@ -163,6 +165,14 @@ def test_a_thought_that_is_continued_stays_a_thought() -> None:
     assert rules_of(template, "<user>hi<assistant><think>\nso", "<think>\nso") == ReasoningRules(True)
     assert rules_of(template, "<think>so</think>Yes", "<think>so</think>Yes") is None
     assert rules_of(template, "<user><think><assistant>Yes", "Yes") is None
+    thoughts = "{# <channel|> #}{% for m in messages %}<{{ m.role }}>{{ m.content.split('<|channel>')[0] }}{% endfor %}"
+    thoughts += "{% if add_generation_prompt %}<assistant>{% if think %}<|channel>thought\n{% endif %}{% endif %}"
+    with served(pair(speaks("<|channel>thought\nso it is<channel|>Yes"), TOKENIZER), chat_template=thoughts) as server:
+        messages = [*ASKED, {"role": "assistant", "content": "<|channel>thought\nso"}]
+        for think in (False, True):
+            fields = {"messages": messages, "continue_final_message": True, "chat_template_kwargs": {"think": think}}
+            message = asked(server, **fields)["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("it is", "Yes")
     with served(pair(speaks("<think>so it is</think>Yes"), TOKENIZER), chat_template=HYBRID) as server:
         for begun, reasoning, text in (("<think>so", "it is", "Yes"), ("<think>so it is</think>Y", None, "es")):
             messages = [*ASKED, {"role": "assistant", "content": begun}]
@@ -261,15 +271,20 @@ def test_what_stands_around_a_grammar_is_checked() -> None:
         Grammar("lark", 'start: "a"', between=1)  # type: ignore[arg-type]
 
 
-def test_ends_that_are_special_tokens_are_read_and_refused_before_a_grammar() -> None:
+def test_ends_that_are_special_tokens_are_read_and_stand_before_no_grammar() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     model = scripted(speaks(SAID, tokenizer=tokenizer), len(tokenizer), CONTEXT)
     with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=HYBRID) as server:
         message = asked(server, tools=[TIME])["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm, a zone.", "So:")
+        message = asked(server, guided_regex="a", max_tokens=2)["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (None, "a")
+        (call,) = asked(server, tools=[TIME], tool_choice="required", parallel_tool_calls=False)["choices"][0]["message"][
+            "tool_calls"
+        ]
+        assert call["function"]["name"] == "time"
+    with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=OPENED) as server:
         body = {"messages": ASKED, "guided_regex": "a"}
         refused = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_SECONDS)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
-        closed = asked(server, **body, chat_template_kwargs={"enable_thinking": False}, max_tokens=2)
-        assert closed["usage"]["completion_tokens"]

@@ -1,8 +1,9 @@
 """Reasoning in the texts of chat models: the text between two marks before the answer, as
 templates write it.
 
-The marks are `<think>` and `</think>` of most models, `[THINK]` of Mistral's, and the channels of
-gpt-oss (harmony).
+The marks are `<think>` and `</think>` of most models, the channels of gpt-oss (harmony), and those
+of Gemma 4, Mistral, Muse, Seed-OSS, Cohere, Solar, Apertus, Kimi and
+EXAONE.
 """
 
 from __future__ import annotations
@@ -32,7 +33,17 @@ THINK = Marks("<think>", "</think>")
 FINAL = "<|channel|>final<|message|>"
 MARKS = (
     Marks("<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{FINAL}", FINAL),
+    Marks(
+        "to=self<|message|>", "<|eom|><|start|>assistant to=user<|message|>", "to=user<|message|>"
+    ),
     Marks("[THINK]", "[/THINK]"),
+    Marks("<|channel>thought", "<channel|>"),
+    Marks("<seed:think>", "</seed:think>"),
+    Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    Marks("<|think:start|>", "<|think:end|>"),
+    Marks("<|inner_prefix|>", "<|inner_suffix|>"),
+    Marks("◁think▷", "◁/think▷"),
+    Marks("<thought>", "</thought>"),
     THINK,
 )
 """The marks of all families; the first whose opening or closing stands in a template decides."""
@@ -59,20 +70,36 @@ class ReasoningRules:
         opening = re.escape(self.marks.opening)
         return r"\A" if self.opened else rf"\A\s*{opening}", self.marks.closing
 
-    def allowed_before(self, grammar: Grammar, opening: str = "") -> Grammar:
+    def allowed_before(self, grammar: Grammar, opening: str = "", *, special: bool) -> Grammar:
         """Returns the grammar of a sample whose answer alone is of a grammar.
 
         Args:
             grammar: the grammar of the answer.
             opening: stands before the answer, literally.
+            special: True if the marks are special tokens, so that the sample cannot reason.
         """
         inside = _up_to(self.marks.closing) + LINE_FEEDS
-        before = (
-            inside if self.opened else f"(?:{_escaped(self.marks.opening)}{inside})?"
-        ) + _escaped(opening)
+        reasoned = inside if self.opened else f"(?:{_escaped(self.marks.opening)}{inside})?"
+        before = ("" if special else reasoned) + _escaped(opening)
         if grammar.kind == "regex":
             return replace(grammar, text=f"{before}(?:{grammar.text})")
         return replace(grammar, before=before)
+
+
+def marks_of(template: str | None) -> Marks | None:
+    """Returns the marks that stand in a chat template; None if its models do not reason."""
+    text = template or ""
+    marks = next((one for one in MARKS if one.closing in text or one.opening in text), None)
+    # The channels of gpt-oss are put together from parts, and only the first one is sure.
+    return None if marks is THINK and THINK.closing not in text else marks
+
+
+def begun_thought(template: str | None, text: str) -> str | None:
+    """Returns the thought that a message to go on with begins; None if it is not inside of one."""
+    marks = marks_of(template)
+    if marks is None or marks.closing in text or not text.lstrip().startswith(marks.opening):
+        return None
+    return text.lstrip()[len(marks.opening) :]
 
 
 def rules_of(template: str | None, prompt: str, begun: str = "") -> ReasoningRules | None:
@@ -85,10 +112,8 @@ def rules_of(template: str | None, prompt: str, begun: str = "") -> ReasoningRul
         prompt: its text.
         begun: the text of the message that the samples go on with; empty if there is none.
     """
-    written, text = prompt.rstrip(), template or ""
-    marks = next((one for one in MARKS if one.closing in text or one.opening in text), None)
-    # The channels of gpt-oss are put together from parts, and only the first one is sure.
-    if marks is None or (marks is THINK and THINK.closing not in text):
+    written, marks = prompt.rstrip(), marks_of(template)
+    if marks is None:
         return None
     if written.endswith((marks.closing, marks.answer or marks.closing)) or marks.closing in begun:
         return None

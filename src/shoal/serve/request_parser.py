@@ -10,7 +10,7 @@ from shoal.config import Grammar
 from shoal.serve.api_errors import ApiError
 from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import Prompt
-from shoal.serve.reasoning import ReasoningRules
+from shoal.serve.reasoning import ReasoningRules, begun_thought
 from shoal.serve.reasoning import rules_of as reasoning_of
 from shoal.serve.request_builder import RequestBuilder
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
@@ -19,6 +19,8 @@ from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told
 from shoal.types.requests import Request
 
 CONTINUED = "continue_final_message"
+OPEN_TURN = {CONTINUED: False, "add_generation_prompt": True}
+"""The variables of a template that ends with the beginning of the assistant's turn."""
 DEFAULT_MAX_TOKENS = 16
 """The `max_tokens` of a completion without the field; a chat answer may then be as long as the
 server allows."""
@@ -135,9 +137,16 @@ class RequestParser:
         )
         variables |= _turn(request)
         messages = told(request) if rules and rules.told else request.messages
-        written = encoder.write(messages, variables, request.split_special_tokens is False)
+        template = encoder.template(tools=rules is not None)
         last = request.messages[-1].plain()["content"] if _turn(request).get(CONTINUED) else ""
-        reasoning = reasoning_of(encoder.template(tools=rules is not None), written, last)
+        thought = begun_thought(template, last) if len(messages) > 1 else None
+        if thought is not None:  # templates leave thoughts out, or close an empty one before them
+            messages, variables = messages[:-1], variables | OPEN_TURN
+        written = encoder.write(messages, variables, request.split_special_tokens is False)
+        if thought is not None:
+            opened = reasoning_of(template, written)
+            written += thought.lstrip() if opened and opened.opened else last
+        reasoning = reasoning_of(template, written, last)
         if rules is not None:
             rules = replace(rules, reasons=reasoning is not None)
         return (
@@ -160,14 +169,15 @@ class RequestParser:
         requests = []
         for one in parsed.requests:
             grammar = one.sampling.grammar
-            if grammar is not None and ends:
+            if grammar is not None and ends and (reasoning.opened or reasoning.marks.answer):
                 message = (
                     "this model reasons between special tokens, which no grammar can "
                     "follow: let the template close them"
                 )
                 raise ApiError(400, message, param=parsed.grammar_field, code="invalid_value")
             if grammar is not None:
-                one = _under(one, reasoning.allowed_before(grammar, rules.begins if rules else ""))
+                begins = rules.begins if rules else ""
+                one = _under(one, reasoning.allowed_before(grammar, begins, special=bool(ends)))
             requests.append(replace(one, shown_tokens=one.shown_tokens | ends))
         return replace(parsed, requests=requests, reasoning=reasoning)
 

@@ -544,7 +544,7 @@ def test_many_events_at_once_are_drawn_together(opened: Callable[..., Any], serv
 def test_drawing_goes_on_after_an_error(opened: Callable[..., Any], server: Served) -> None:
     page = opened(server.url)
     page.evaluate("""async () => {
-        const { framed } = await import("/playground/frames.js");
+        const { framed } = await import("/playground/page.js");
         addEventListener("error", (event) => event.preventDefault());
         window.drawn = 0;
         window.draw = framed(() => { window.drawn += 1; if (window.drawn === 1) throw new Error("planted"); });

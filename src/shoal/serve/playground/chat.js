@@ -1,13 +1,10 @@
 // The chat: a conversation with the served model, and those of before.
 
-import { Thread } from "./chat_messages.js";
-import * as store from "./chat_store.js";
-import { save } from "./clipboard.js";
+import * as store from "./conversation.js";
+import { ApiError, Run, about, ask, offerThemes, servedModel } from "./api.js";
+import { Thread } from "./conversation.js";
 import { stops } from "./form.js";
-import { framed } from "./frames.js";
-import { Run } from "./run.js";
-import { about, offerThemes } from "./served.js";
-import { ApiError, ask, servedModel } from "./stream.js";
+import { framed, save } from "./page.js";
 
 const at = (id) => document.getElementById(id);
 const [controls, composer, message, key, system, area] = ["controls", "composer", "message", "key", "system", "thread"].map(at);

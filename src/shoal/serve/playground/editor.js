@@ -1,8 +1,6 @@
 // The editor: what fits between the text before the cursor and the text behind it, shown in place.
 
-import { Run } from "./run.js";
-import { ending, offerThemes } from "./served.js";
-import { ApiError, ask, servedModel } from "./stream.js";
+import { ApiError, Run, ask, ending, offerThemes, servedModel } from "./api.js";
 
 const at = (id) => document.getElementById(id);
 const [form, key, text, pane, ghost, list] = ["form", "key", "text", "pane", "ghost", "suggestions"].map(at);

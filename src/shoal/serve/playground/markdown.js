@@ -1,8 +1,8 @@
 // Markdown as elements: marked reads it, and each of its tokens becomes an element or text here. HTML stays text, and only links of
 // some schemes are links, so nothing a model writes can become markup or a script.
 
-import { copyButton } from "./clipboard.js";
 import { lexer } from "./vendor/marked.esm.js";
+import { copyButton } from "./page.js";
 import { paint } from "./syntax.js";
 
 const SCHEMES = ["http:", "https:", "mailto:"];

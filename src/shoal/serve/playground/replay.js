@@ -1,8 +1,154 @@
+// What can be watched once more of the run that is shown: its rounds step by step, and its race with plain decoding.
+
+import { Race } from "./race.js";
+
+const at = (id) => document.getElementById(id);
+
+// ── play, pause, step ──────────────────────────────────────────────────────────────────────────────────────────────
+
+// The transport of a replay: play, pause, step, scrub and speed, over positions that a track shows.
+//
+// A track has: `length`, its last position (0 is before anything came); `time(position)`, seconds on its clock; `show(position)`;
+// `describe(position)`, a sentence; `marks`, the positions that the scrubber stops at; `close()`.
+
+const panel = at("replay");
+const [play, scrubber, speed, sentence] = ["play", "scrubber", "speed", "frame"].map(at);
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
+const STILL_PAUSE = 500; // least milliseconds between two pictures then
+
+let track = null;
+let position = 0;
+let clock = null; // while it plays: { started, frame, drawn }
+let opener = null; // what the focus goes back to
+
+/** Shows a track from its start, paused. */
+function open(next, { speed: wanted = "1" } = {}) {
+  if (track) leave();
+  else opener = document.activeElement;
+  track = next;
+  speed.value = wanted;
+  scrubber.max = track.marks.length - 1;
+  panel.hidden = false;
+  go(0);
+  panel.scrollIntoView(); // to the top: what is watched is below it
+  play.focus({ preventScroll: true });
+}
+
+/** Ends the replay, if there is one: all is shown as it came. */
+function close() {
+  if (!track) return;
+  const inside = panel.contains(document.activeElement);
+  leave();
+  track = null;
+  panel.hidden = true;
+  if (inside) opener?.focus();
+}
+
+/** The clock of the track has changed: playing goes on from where it is. */
+function retime() {
+  if (clock) start();
+}
+
+function leave() {
+  pause();
+  track.close();
+}
+
+// ── moving ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+function go(to) {
+  position = Math.min(Math.max(to, 0), track.length);
+  track.show(position);
+  const mark = track.marks.findLastIndex((mark) => mark <= position);
+  scrubber.value = mark;
+  sentence.textContent = track.describe(position);
+  scrubber.setAttribute("aria-valuetext", sentence.textContent);
+  at("to-start").disabled = at("step-back").disabled = position === 0;
+  at("step-on").disabled = position === track.length;
+}
+
+function step(by) {
+  pause();
+  const focused = document.activeElement;
+  go(position + by);
+  if (focused.disabled) play.focus(); // a disabled button would lose the focus, and with it the keys
+}
+
+function start() {
+  pause();
+  if (position === track.length) go(0);
+  const rate = 1000 / Number(speed.value); // milliseconds per second of the track
+  clock = { started: performance.now() - track.time(position) * rate, rate, drawn: -Infinity };
+  dress(true);
+  clock.frame = requestAnimationFrame(tick);
+}
+
+function tick(now) {
+  const passed = (performance.now() - clock.started) / clock.rate;
+  let next = position;
+  while (next < track.length && track.time(next + 1) <= passed) next += 1;
+  const late = !STILL.matches || now - clock.drawn >= STILL_PAUSE || next === track.length;
+  if (next !== position && late) {
+    clock.drawn = now;
+    go(next);
+  }
+  if (position === track.length) pause();
+  else clock.frame = requestAnimationFrame(tick);
+}
+
+function pause() {
+  if (!clock) return;
+  cancelAnimationFrame(clock.frame);
+  clock = null;
+  dress(false);
+}
+
+/** What is heard while it plays would never end, so it is only heard when it pauses. */
+function dress(playing) {
+  play.setAttribute("aria-label", playing ? "Pause" : "Play");
+  play.title = playing ? "Pause" : "Play";
+  panel.classList.toggle("playing", playing);
+  sentence.setAttribute("aria-live", playing ? "off" : "polite");
+}
+
+const toggle = () => (clock ? pause() : start());
+
+// ── wiring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+const KEYS = {
+  " ": toggle, ArrowLeft: () => step(-1), ArrowRight: () => step(1), Home: () => step(-Infinity), End: () => step(Infinity),
+};
+
+play.addEventListener("click", toggle);
+at("to-start").addEventListener("click", () => step(-Infinity));
+at("step-back").addEventListener("click", () => step(-1));
+at("step-on").addEventListener("click", () => step(1));
+at("close-replay").addEventListener("click", close);
+scrubber.addEventListener("input", () => {
+  pause();
+  go(track.marks[scrubber.value]);
+});
+speed.addEventListener("change", retime);
+panel.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") {
+    event.stopPropagation();
+    close();
+    return;
+  }
+  const { target } = event;
+  const own = target.matches("select") || (event.key === " " ? target.matches("button") : target.matches("input"));
+  if (own || event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
+  event.preventDefault();
+  KEYS[event.key]();
+});
+
+// ── rounds, step by step ───────────────────────────────────────────────────────────────────────────────────────────
+
 // Step by step: the recorded rounds once more, in the columns themselves. Drafts appear, the target decides, its own token comes.
 
 /** The rounds of all samples in the order of their arrival. A step has one round of each sample that took part: sample to the
  *  number of its round. `seconds`: when the last of them had come. */
-export function steps(trace) {
+function steps(trace) {
   const found = [];
   const counts = new Map();
   let step = null;
@@ -19,7 +165,7 @@ export function steps(trace) {
 }
 
 /** A track of the player over the rounds of a run. `recorded()`: whether its clock is the arrival times, or one second a round. */
-export class Replay {
+class Replay {
   constructor(run, columns, recorded) {
     this.recorded = recorded;
     this.steps = steps(run.trace);
@@ -125,3 +271,53 @@ function apply({ kind, rows }, on) {
     }
   }
 }
+
+// ── what is offered ────────────────────────────────────────────────────────────────────────────────────────────────
+
+// What can be watched once more of the run that is shown: its rounds, and its race with plain decoding.
+
+const pace = at("pace");
+const recorded = () => pace.value === "recorded";
+
+const ROUNDS = {
+  "": "The order of the rounds is the recorded one; their times are not: every round takes one second at 1×, a third for each of its steps.",
+  recorded: "Times are those at which rounds arrived in this browser, the steps of a round a third of its time each.",
+};
+const RACE = "Times are those at which tokens arrived in this browser. The two runs were measured one after the other, not at once: "
+  + "first the speculative one, then the plain one; each clock starts when its request is sent, so prompt, network and whoever else "
+  + "is served are in it.";
+
+let shown = null; // { run, plain, columns, drafts }, plain undefined until it is measured
+
+/** Offers what there is to watch; null: nothing. */
+export function offer(result) {
+  if (result?.columns !== shown?.columns) close();
+  shown = result;
+  at("watch-rounds").hidden = !result?.drafts || !steps(result.run.trace).length;
+  at("watch-race").hidden = !result?.plain;
+}
+
+function watchRounds() {
+  open(new Replay(shown.run, shown.columns, recorded));
+  label("Round", true, ROUNDS[pace.value]);
+}
+
+function watchRace() {
+  close();
+  const race = new Race(shown.run, shown.plain);
+  open(race, { speed: race.speed });
+  label("Time", false, RACE);
+}
+
+function label(name, paced, note) {
+  at("scrub-label").textContent = name;
+  at("pace-field").hidden = !paced;
+  at("times-note").textContent = note;
+}
+
+at("watch-rounds").addEventListener("click", watchRounds);
+at("watch-race").addEventListener("click", watchRace);
+pace.addEventListener("change", () => {
+  at("times-note").textContent = ROUNDS[pace.value];
+  retime();
+});

@@ -1,7 +1,7 @@
 // Colours of code, across the tokens of a sample: ranges of the CSS Custom Highlight API. Nothing in the page's elements changes, so
 // tints, selections and log-probabilities stay. Browsers without the API, or a library that does not load, leave code uncoloured.
 
-import { framed } from "./frames.js";
+import { framed } from "./page.js";
 
 const SUBSET = ["python", "javascript", "typescript", "java", "c", "cpp", "go", "rust", "bash", "json", "sql", "css", "xml"];
 const COLOURS = {
@@ -31,7 +31,7 @@ export function paint(element, language, before = "") {
 }
 
 /** Whether highlight.js has a language of this name, once it is loaded. */
-export const known = (language) => Boolean(library?.getLanguage(language));
+const known = (language) => Boolean(library?.getLanguage(language));
 
 async function work() {
   try {

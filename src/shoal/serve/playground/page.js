@@ -1,3 +1,7 @@
+// What all pages need: buttons that copy, files to save, and drawing at most once a frame.
+
+// ── copies and files ───────────────────────────────────────────────────────────────────────────────────────────────
+
 // What is taken along: buttons that copy, and files. What came of it is said in the button for a moment, and to the page by an event.
 
 const MOMENT = 1500; // milliseconds
@@ -27,7 +31,7 @@ export function copyButton(text, what) {
 }
 
 /** Tells the page something: an event "told" on the window, with the sentence as its detail. */
-export function tell(element, sentence) {
+function tell(element, sentence) {
   element.dispatchEvent(new CustomEvent("told", { bubbles: true, detail: sentence }));
 }
 
@@ -55,4 +59,38 @@ async function write(text) {
   field.remove();
   focused?.focus();
   if (!done) throw new Error("this browser does not let the page copy.");
+}
+
+// ── frames ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+// Drawing what streams: at most once a frame, so that reading the stream, and with it the clock of a run, does not wait for drawing.
+
+const REST = 4; // after drawing, so many times as long is left to everything else
+
+/** Calls `what` at most once a frame, and less often where that and the browser's own layout and paint take long. Each call that comes
+ *  meanwhile is done with the next. */
+export function framed(what) {
+  let asked = false;
+  let drawing = false;
+  const work = () => {
+    asked = false;
+    const begun = performance.now();
+    try {
+      what();
+    } finally { // also after an error: what comes later is drawn
+      setTimeout(() => setTimeout(rest, REST * (performance.now() - begun))); // the outer one comes after the frame is painted
+    }
+  };
+  const rest = () => {
+    drawing = false;
+    if (asked) schedule();
+  };
+  const schedule = () => {
+    drawing = true;
+    requestAnimationFrame(work);
+  };
+  return () => {
+    asked = true;
+    if (!drawing) schedule();
+  };
 }

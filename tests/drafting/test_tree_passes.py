@@ -25,7 +25,6 @@ from shoal.models.attention.masks import Masks, within
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.tree import branching, chain_words, layout
 from shoal.models.runner import Runner
-from shoal.testing import ARCHITECTURES as ALL
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.prefix import Prefix
@@ -289,12 +288,6 @@ def test_the_self_check_tries_a_tree(wrong: Any, takes: bool, monkeypatch: pytes
     checked = loading.wrap(tiny_model("llama"), "a llama")
     assert checked.takes_trees is takes
     assert checked.self_check_error is not None
-
-
-@pytest.mark.parametrize("architecture", sorted(ALL.keys() - {"mpt"}))
-def test_every_architecture_takes_trees(architecture: str) -> None:
-    checked = loading.wrap(tiny_model(architecture), architecture)
-    assert checked.takes_trees
 
 
 # ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────

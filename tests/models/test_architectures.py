@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from attention_paths import MASK_PATH, RECURRENT_HERE
+from attention_paths import KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
 from shoal.engine import batch
@@ -36,7 +36,6 @@ from shoal.testing.tiny import WINDOW
 from shoal.types.requests import Request
 from shoal.types.samples import Result
 
-INTERFACE = sorted(ARCHITECTURES.keys() - MASK_PATH)
 SLIDING = {
     "qwen2-sliding", "qwen2-moe-sliding", "mistral-sliding", "starcoder2", "gemma2", "gemma3", "phi3", "smollm3", "cohere2",
     "gpt-oss",
@@ -49,13 +48,6 @@ ERROR = 1e-4
 """Largest difference in standard deviations of the logits. Sums of up to 64 terms in two layers come out of order: about
 2^-23 * 64 * 2 = 1.5e-5 of a value, and the softmax of large scores multiplies that. A wrong mask or position costs 0.1."""
 
-
-KINDS = (
-    "llama", "qwen2-moe-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen", "falcon", "mpt",
-    *(name for name in ("qwen3-next", "jamba") if name in RECURRENT_HERE),
-)  # fmt: skip
-"""Rotary and learned positions and none, windows in some layers, soft caps, experts, sinks, MLA, recurrent states, and those that
-attend by their own code: whatever of a cache and of a pass an architecture can do in its own way."""
 
 
 @pytest.fixture(params=sorted([*ARCHITECTURES, *RECURRENT_HERE]))
@@ -141,6 +133,9 @@ def test_self_check_passes(architecture: str) -> None:
     assert runner.attention_path == ("mask" if architecture in MASK_PATH else "interface")
     assert runner.self_check_error is not None
     assert runner.self_check_error < LIMITS[torch.float32] / 10
+    assert runner.packs is (architecture not in MASK_PATH)
+    assert runner.shares is (architecture in ARCHITECTURES.keys() - UNSHARED)
+    assert runner.takes_trees is (architecture in ARCHITECTURES.keys() - {"mpt"})
 
 
 def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[Round]) -> None:
@@ -205,7 +200,7 @@ def ragged_logits(runner: Runner) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("name", INTERFACE)
+@pytest.mark.parametrize("name", [name for name in KINDS if name in ARCHITECTURES.keys() - MASK_PATH])
 def test_attention_methods_agree(name: str) -> None:
     hf = tiny_model(name)
     expected = ragged_logits(unchecked(hf, "reference"))
@@ -231,6 +226,7 @@ def shapes_fed(hf: Any, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> tupl
         return ragged_logits(runner), shapes
 
 
+@pytest.mark.parametrize("architecture", KINDS)
 def test_packed_passes_see_real_tokens_only(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tiny_model(architecture)
     padded = unchecked(hf)

@@ -240,9 +240,8 @@ def unfit(places: dict[str, Path], root: Path) -> dict[str, tuple[str, str]]:
         ),
         "wrong shapes": (f"eagle3:{shapes}", "lm_head.weight is [120, 32] and should be [60, 32]: heads of another target"),
         "no heads": (f"medusa:{places['draft']}", "its config.json has no medusa_num_heads"),
-        "heads as a model": (str(wide), f"{wide} holds trained heads, no model: write medusa:{wide}"),
-        "heads in a sum": (f"suffix+{shapes}", f"{shapes} holds trained heads, no model: write eagle3:{shapes}"),
-        "trees of heads": (f"{shapes}:tree=rsd-s", f"{shapes} holds trained heads, no model: write eagle3:{shapes}"),
+        "heads without a name": (f"suffix+{wide}", "hidden states of 16 v 32: heads of another target"),
+        "trees of heads": (f"{shapes}:tree=rsd-s", "lm_head.weight is [120, 32] and should be [60, 32]: heads of another"),
         "another tokenizer": (
             f"suffix:index={root}/other.index",
             "is one of another tokenizer: build it with `shoal index` for",

@@ -7,18 +7,20 @@ drafting.draft.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoal
 from eagle_heads import CONFIG, DRAFTS, WIDTH, V, by_definition, random_heads, save_eagle3
 from shoal.config import Limits, Sampling
-from shoal.drafting import hidden
+from shoal.drafting import eagle3, hidden
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from shoal.drafting.growth import Node
@@ -29,7 +31,6 @@ from shoal.drafting.sums import SumDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
 from shoal.lookahead.fixed import Fixed
-from shoal.models.eagle3 import published_layers
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
@@ -88,12 +89,15 @@ def decoded(
     return engine, [row.tokens for row in rows[:2] + rows[3:]]
 
 
-def largest_difference(target: Runner, drafter: Eagle3Drafter) -> float:
+def largest_difference(
+    target: Runner, file: dict[str, Tensor], reads: Sequence[int] = (0, 1, 2), normed: bool = False
+) -> float:
     """Between the q that were proposed and those of the definition, at T = 2."""
     worst = 0.0
     for tokens, draft, q in proposals:
         if len(tokens) > 1:  # a first token has no state
-            right = [(logits / 2.0).softmax(-1) for logits in by_definition(target, drafter._heads, tokens, draft)]
+            logits = by_definition(target, file, tokens, draft, reads, normed)
+            right = [(one / 2.0).softmax(-1) for one in logits]
             worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(q, right, strict=True)))
     return worst
 
@@ -112,7 +116,7 @@ def test_drafts_are_those_of_the_definition(place: Path, target: Runner, sharing
     engine, _ = decoded(target, drafter, Rejection(), 4, 2.0, sharing)
     assert len(proposals) > 30
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert largest_difference(target, drafter) < 1e-6  # norms and angles are float32
+    assert largest_difference(target, load_file(place / "model.safetensors")) < 1e-6  # norms and angles are float32
     assert not drafter._own
     assert not drafter._prompts._of
 
@@ -140,7 +144,7 @@ def test_nodes_of_trees_are_those_of_the_definition(place: Path, target: Runner)
     worst = 0.0
     for tokens, path, q in proposals:
         if len(tokens) > 1:
-            right = by_definition(target, drafter._heads, tokens, path)[-1]
+            right = by_definition(target, load_file(place / "model.safetensors"), tokens, path)[-1]
             worst = max(worst, float((q[-1] - (right / 2.0).softmax(-1)).abs().max()))
     assert worst < 1e-6
 
@@ -154,13 +158,82 @@ def test_a_shifted_hidden_state_is_noticed(place: Path, target: Runner, monkeypa
     assert isinstance(made, Eagle3Drafter)
     drafter = Recorder(made._heads, made.hidden_layers, target)
     decoded(target, drafter, Rejection(), 4, 2.0)
-    assert largest_difference(target, drafter) > 1e-3
+    assert largest_difference(target, load_file(place / "model.safetensors")) > 1e-3
 
 
-def test_layers_that_are_read() -> None:
-    assert published_layers({}, 32) == (2, 16, 29)
-    assert published_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, 32) == (1, 2, 3)
-    assert published_layers({"eagle_aux_hidden_state_layer_ids": [4, 5, 6], "eagle_config": None}, 32) == (4, 5, 6)
+SHAPES = {
+    "embed_tokens.weight": (V, WIDTH), "fc.weight": (WIDTH, 3 * WIDTH), "norm.weight": (WIDTH,), "lm_head.weight": (DRAFTS, WIDTH),
+    "layers.0.input_layernorm.weight": (WIDTH,), "layers.0.hidden_norm.weight": (WIDTH,),
+    "layers.0.post_attention_layernorm.weight": (WIDTH,), "layers.0.self_attn.q_proj.weight": (32, 2 * WIDTH),
+    "layers.0.self_attn.k_proj.weight": (16, 2 * WIDTH), "layers.0.self_attn.v_proj.weight": (16, 2 * WIDTH),
+    "layers.0.self_attn.o_proj.weight": (WIDTH, 32), "layers.0.mlp.gate_proj.weight": (48, WIDTH),
+    "layers.0.mlp.up_proj.weight": (48, WIDTH), "layers.0.mlp.down_proj.weight": (WIDTH, 48),
+}  # fmt: skip
+LLAMA = {key: value for key, value in CONFIG.items() if "draft" not in key and "eagle" not in key and key != "architectures"}
+PUBLISHED: dict[str, tuple[str, str, bool, tuple[int, ...], dict[str, Any]]] = {
+    "SafeAILab": (
+        "pytorch_model.bin", "midlayer.", False, (2, 4, 5),
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": DRAFTS},
+    ),
+    "SpecForge": (
+        "model.safetensors", "midlayer.", False, (1, 4, 7),
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTS, "target_hidden_size": WIDTH,
+         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}},
+    ),
+    "AngelSlim": (
+        "model.safetensors", "midlayer.", True, (2, 4, 5),
+        {**LLAMA, "architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 8, "draft_vocab_size": DRAFTS},
+    ),
+    "speculators": (
+        "model.safetensors", "layers.0.", True, (1, 4, 7),
+        {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": DRAFTS,
+         "eagle_aux_hidden_state_layer_ids": [1, 4, 7], "norm_before_residual": True, "target_hidden_size": None,
+         "transformer_layer_config": {**LLAMA, "model_type": "llama"}, "speculators_config": {"algorithm": "eagle3"}},
+    ),
+}  # fmt: skip
+"""Per publisher: the file, the layer's name, whether the embedding is in it, the hidden states that are read, and config.json."""
+
+
+@pytest.mark.parametrize("fault", ["", "layers", "d2t", "norm"])
+@pytest.mark.parametrize("publisher", PUBLISHED)
+@torch.inference_mode()
+def test_published_heads_are_read(publisher: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their directory alone, with a reduced vocabulary; the tokens are those of plain decoding, and a fault is seen in q."""
+    file, layer, embeds, reads, config = PUBLISHED[publisher]
+    target = wrap(tiny_model("llama", layers=8).double(), "tiny", checked=False)
+    torch.manual_seed(3)
+    tensors = {name.replace("layers.0.", layer): 0.4 * torch.randn(shape) for name, shape in SHAPES.items()}
+    if not embeds:
+        del tensors["embed_tokens.weight"]
+    ids = torch.randperm(V)[:DRAFTS].sort().values
+    tensors |= {"d2t": ids - torch.arange(DRAFTS), "t2d": torch.zeros(V, dtype=torch.bool).scatter(0, ids, True)}
+    (torch.save if file.endswith(".bin") else save_file)(tensors, tmp_path / file)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if fault == "layers":
+        monkeypatch.setattr(eagle3, "published_layers", lambda *_: tuple(layer - 1 for layer in reads))
+    if fault == "d2t":
+        monkeypatch.setattr(eagle3, "_target_ids", lambda *_: torch.arange(DRAFTS))
+    draft = read_draft(str(tmp_path))
+    assert draft is not None
+    assert draft.name == "eagle3"
+    made = draft.drafter(target)
+    assert isinstance(made, Eagle3Drafter)
+    if fault == "norm":
+        made._heads._sums_norms = not made._heads._sums_norms
+    proposals.clear()
+    stats = decoded(target, Recorder(made._heads, made.hidden_layers, target), Rejection(), 4, 2.0)[0].stats
+    assert len(proposals) > 30
+    assert (largest_difference(target, tensors, reads, publisher == "speculators") < 1e-6) == (not fault)
+    assert stats.committed == stats.row_rounds + stats.accepted
+    if not fault:
+        for rule, temperature in ((Coupled(), 2.0), (Rejection(), 0.0)):
+            assert decoded(target, made, rule, 4, temperature)[1] == decoded(target, None, rule, 4, temperature)[1]
+        assert 0 < stats.accepted < stats.drafted
+        del tensors[f"{layer}mlp.up_proj.weight"]
+        (torch.save if file.endswith(".bin") else save_file)(tensors, tmp_path / file)
+        again = wrap(tiny_model("llama", layers=8).double(), "tiny", checked=False)
+        with pytest.raises(ModelError, match=f"example {layer}mlp.up_proj.weight"):
+            draft.drafter(again)
 
 
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,13 +310,15 @@ def test_load_takes_the_heads(place: Path, tmp_path: Path) -> None:
     [
         ({"vocab_size": 99}, {}, PairMismatch, "a vocabulary of 99 v 260: heads of another target"),
         ({}, {"fc.weight": torch.zeros(WIDTH, 48)}, PairMismatch, "3 hidden states of 48 v 96: heads of another target"),
-        ({"eagle_config": None}, {}, PairMismatch, r"reads layers \[2, 1, -1\]"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, {}, PairMismatch, r"reads layers \[2, 1, -1\]"),
         ({"num_hidden_layers": 2}, {}, UnsupportedModel, "has 2 layers"),
         ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(8)}, UnsupportedModel, "for example midlayer.self_attn.q_norm"),
         ({}, {"norm.weight": torch.zeros(0)}, ModelError, "lacks 1 of the 13 tensors of its heads, for example norm.weight"),
         ({"draft_vocab_size": 60}, {}, PairMismatch, r"lm_head.weight is \[120, 32\] and should be \[60, 32\]"),
         ({}, {"d2t": torch.zeros(0)}, PairMismatch, "needs d2t with an entry for each of the 120 tokens"),
         ({}, {"d2t": torch.full((DRAFTS,), V)}, PairMismatch, "d2t does not map its tokens to as many of the target's 260"),
+        ({"speculators_model_type": "dflash"}, {}, UnsupportedModel, "heads of speculators_model_type 'dflash': 'eagle3' is"),
+        ({"norm_output": True}, {}, UnsupportedModel, "config.json has norm_output: EAGLE-3 without it is supported"),
         ({"num_attention_heads": "four"}, {}, RequestError, "is no config of EAGLE-3 heads"),
     ],
 )  # fmt: skip

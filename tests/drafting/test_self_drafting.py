@@ -279,7 +279,10 @@ def test_the_exit_that_agrees_is_chosen(shallow: Runner) -> None:
 
 def test_names() -> None:
     for text, message in (
-        ("self:exi=6", "self has no option 'exi': it has exit, window, sinks, int4, as in self:exit=6, self:int4 or self:window=256"),
+        (
+            "self:exi=6",
+            "self has no option 'exi': it has exit, window, sinks, int4, as in self:exit=6, self:int4 or self:window=256",
+        ),
         ("self+org/model", "a sum is a drafter and a draft model"),
         ("suffix+self:exit=6", "a sum is a drafter and a draft model"),
         ("self:exit=6:tree=rsd-s", "trees with tree= are those of a draft model"),

@@ -49,7 +49,6 @@ ERROR = 1e-4
 2^-23 * 64 * 2 = 1.5e-5 of a value, and the softmax of large scores multiplies that. A wrong mask or position costs 0.1."""
 
 
-
 @pytest.fixture(params=sorted([*ARCHITECTURES, *RECURRENT_HERE]))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)

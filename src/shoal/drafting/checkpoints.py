@@ -104,8 +104,19 @@ def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
         ) from error
 
 
-def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+def fill(
+    module: nn.Module,
+    tensors: dict[str, Tensor],
+    directory: Path,
+    in_file: Callable[[str], str] = str,
+) -> None:
     """Copies tensors into the parameters of the same names.
+
+    Args:
+        module: the module with the parameters.
+        tensors: the tensors by the parameters' names.
+        directory: the place of the tensors, for errors.
+        in_file: returns a parameter's name in the file, for errors.
 
     Raises:
         ModelError: some tensors are missing.
@@ -116,7 +127,7 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None
     if missing:
         raise ModelError(
             f"{directory} lacks {len(missing)} of the {len(wanted)} tensors of its heads, for "
-            f"example {missing[0]}; "
+            f"example {in_file(missing[0])}; "
             "download or train them again"
         )
     for name, parameter in wanted.items():

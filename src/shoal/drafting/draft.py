@@ -1,7 +1,7 @@
 """The meaning of `draft=` and `--draft`, for the library, the commands and the Transformers entry.
 
     NAME[:key=value,...]       a drafter of `shoal.drafting.registry`
-    NAME:DIR[,key=value,...]   trained heads in a directory
+    NAME:DIR[,key=value,...]   trained heads in a directory; DIR alone is enough
     MODEL                      a draft model, by its Hub id or directory
     MODEL:tree=...             a draft model that proposes trees
     NAME[:...]+...+LAST        a sum: drafters that read text, and a draft model or trained heads
@@ -25,6 +25,7 @@ from shoal.drafting.registry import (
     File,
     Options,
     kind_of,
+    kind_of_heads,
     kinds,
     names,
 )
@@ -202,7 +203,7 @@ def read_draft(draft: object, argument: str = "draft") -> Draft | None:
         given = DrafterKind(type(draft).__name__, "", in_sums=True)
         return Draft((DraftSpec(given, place=draft),))
     if isinstance(draft, Path) or callable(getattr(draft, "forward", None)):
-        return Draft((DraftSpec(MODEL, place=draft),))
+        return Draft((_placed(draft),))
     raise RequestError(
         f"{argument} must be a hub id, a directory, a Transformers model, a drafter's name or an "
         f"object of shoal.drafting.protocol.Drafter, got a {type(draft).__name__}"
@@ -232,6 +233,14 @@ def _parts(text: str) -> tuple[DraftSpec, ...]:
     return (_trees(text, source, f"tree={options}") if tree else _one(text),)
 
 
+def _placed(place: Any) -> DraftSpec:
+    """Returns the draft model at a place, or the heads in that directory."""
+    heads = kind_of_heads(place)
+    if heads is None:
+        return DraftSpec(MODEL, place=place)
+    return DraftSpec(heads, heads.read(None), str(place))
+
+
 def _is_plain(kind: DrafterKind | None) -> bool:
     """Returns True for a drafter that is named without a directory."""
     return kind is not None and not kind.directory
@@ -246,7 +255,7 @@ def _one(text: str) -> DraftSpec:
         return _heads(kind, options)
     if kind is None or kind.directory:
         _require_model_name(text, name if colon else text)
-        return DraftSpec(MODEL, place=text)
+        return _placed(text)
     if Path(text).exists():
         raise RequestError(
             f"{text!r} is a drafter's name and a directory here: write ./{text} for the model "
@@ -277,7 +286,8 @@ def _trees(text: str, source: str, options: str) -> DraftSpec:
     _require_one_bundled(source)
     if source != BUNDLED:
         _require_model_name(source, source)
-    return DraftSpec(MODEL, MODEL.read(options), source)
+    kind = kind_of_heads(source) or MODEL
+    return DraftSpec(kind, kind.read(options), source)
 
 
 def _sum(text: str) -> tuple[DraftSpec, ...]:
@@ -307,10 +317,12 @@ def _sum(text: str) -> tuple[DraftSpec, ...]:
 def _model_of_sum(text: str, source: str) -> DraftSpec:
     if ":tree=" not in source:
         _require_one_bundled(source)
-        _require_no_heads(source)
-        return DraftSpec(MODEL, place=source)
-    last = _parts(source)[0]
-    tree = last.options["tree"]
+        last = _placed(source)
+    else:
+        last = _parts(source)[0]
+    if last.kind is not MODEL and not last.kind.in_sums:
+        raise RequestError(f"{source} holds heads of {last.kind.name}, which draft alone")
+    tree = last.options.get("tree")
     if tree == "auto":
         raise RequestError(
             f"a sum is chosen from by its drafters: give their trees one shape, as rsd-s, in "
@@ -334,8 +346,7 @@ def _require_one_bundled(source: str) -> None:
 
 
 def _require_model_name(text: str, name: str) -> None:
-    """Raises RequestError if a text names heads, or is no path and resembles a drafter's name."""
-    _require_no_heads(text)
+    """Raises RequestError if a text is no path and resembles a drafter's name."""
     if any(character in text for character in "/\\") or Path(text).exists():
         return
     known = names()
@@ -348,12 +359,3 @@ def _require_model_name(text: str, name: str) -> None:
             f"{name!r} is no drafter, and no directory here: {meant} A model is named by its "
             f"Hub id or directory"
         )
-
-
-def _require_no_heads(source: str) -> None:
-    """Raises RequestError if a directory of heads is given in place of a model's."""
-    for kind in kinds():
-        if kind.recognise is not None and kind.recognise(Path(source)):
-            raise RequestError(
-                f"{source} holds trained heads, no model: write {kind.name}:{source}"
-            )

@@ -32,7 +32,7 @@ from shoal.drafting.shapes import shape_of
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
-from shoal.models.eagle3 import Eagle3Heads, Eagle3Model, layer_config, published_layers
+from shoal.models.eagle3 import Eagle3Heads, Eagle3Model, flattened, layer_config, published_layers
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
@@ -44,6 +44,8 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 PENDING = 64
 """The number of committed tokens of a row in a round's first pass; older ones are fed before."""
 MAPS = ("d2t", "t2d")
+VARIANTS = "norm_before_fc", "fc_norm", "norm_output"
+"""The entries of config.json that change the computation and are not supported."""
 
 
 def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int, ...]]:
@@ -56,8 +58,14 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
         UnsupportedModel: the heads have more than one layer, or tensors that EAGLE-3 for Llama does
             not have.
     """
-    config, tensors = read_config(directory), read_tensors(directory, *FILES)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    config = flattened(read_config(directory))
+    _require_eagle3(directory, config)
+    stored = read_tensors(directory, *FILES)
+    tensors = {
+        _own_name(name): one
+        for name, one in stored.items()
+        if not name.startswith("verifier_")  # the target's own, in early files of speculators
+    }
     if whole_number(config, directory, "num_hidden_layers", default=1) != 1:
         raise UnsupportedModel(
             f"{directory} has {config['num_hidden_layers']} layers: EAGLE-3 heads with one are "
@@ -100,9 +108,30 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
         raise UnsupportedModel(
             f"{directory} has tensors that EAGLE-3 for Llama has not, for example {unknown[0]}"
         )
-    fill(heads, tensors, directory)
+    layer = "layers.0." if any("layers.0." in name for name in stored) else "midlayer."
+    fill(heads, tensors, directory, lambda name: name.replace("midlayer.", layer))
     heads.target_ids.copy_(_target_ids(directory, tensors, drafts, target.vocab_size))
     return heads.to(target.device, target.dtype).eval().requires_grad_(False), reads
+
+
+def _own_name(name: str) -> str:
+    """Returns the name of a parameter that has another one in files of speculators or vLLM."""
+    name = name.removeprefix("model.")
+    return f"midlayer.{name[9:]}" if name.startswith("layers.0.") else name
+
+
+def _require_eagle3(directory: Path, config: dict[str, Any]) -> None:
+    """Raises UnsupportedModel if a config is that of other heads."""
+    kind = config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise UnsupportedModel(
+            f"{directory} has heads of speculators_model_type {kind!r}: 'eagle3' is supported"
+        )
+    variant = next((name for name in VARIANTS if config.get(name)), None)
+    if variant is not None:
+        raise UnsupportedModel(
+            f"{directory}/config.json has {variant}: EAGLE-3 without it is supported"
+        )
 
 
 def _target_ids(

@@ -120,7 +120,7 @@ class DrafterKind:
         in_sums: True if it may be a part of a sum: the last one if it has a directory or reads
             states, else one before.
         reads_states: True for heads in the target's own checkpoint, which need no directory.
-        recognise: returns True if a directory, given in place of a model's, holds such heads.
+        recognise: returns True if a directory holds such heads: it needs no name before it.
         about: the purpose, in the help of `--draft`.
         example: a spec, for errors; "" = one with the default of each option.
         title: the drafter in errors; "" = its name.
@@ -228,6 +228,14 @@ class DrafterKind:
 _kinds: dict[str, DrafterKind] = {}
 
 
+def kind_of_heads(directory: object) -> DrafterKind | None:
+    """Returns the drafter whose heads a directory holds; None if it holds none."""
+    if not isinstance(directory, str | Path):
+        return None
+    place = Path(directory)
+    return next((k for k in kinds() if k.recognise is not None and k.recognise(place)), None)
+
+
 def register(kind: DrafterKind) -> DrafterKind:
     """Adds a drafter to the named ones.
 
@@ -333,12 +341,23 @@ def _holds(pattern: str, directory: Path) -> bool:
     return any(directory.glob(pattern))
 
 
-def _is_eagle3(directory: Path) -> bool:
+def _entry(directory: Path, name: str) -> str:
+    """Returns an entry of the directory's config.json in words; "" without one."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return "eagle3" in str(config.get("architectures")).lower()
+        return str(config.get(name) or "")
     except (OSError, ValueError, AttributeError):
-        return False
+        return ""
+
+
+def _is_medusa(directory: Path) -> bool:
+    return _holds("medusa_lm_head.*", directory) or bool(_entry(directory, "medusa_num_heads"))
+
+
+def _is_eagle3(directory: Path) -> bool:
+    """Returns True for EAGLE-3 heads, and for all heads in the form of the package speculators."""
+    named = "eagle3" in _entry(directory, "architectures").lower()
+    return named or bool(_entry(directory, "speculators_model_type"))
 
 
 _NODES = Number(16, 0, MOST_NODES)
@@ -400,7 +419,7 @@ OWN = (
         {"nodes": _NODES},
         in_sums=True,
         directory="`shoal train medusa` makes such a directory",
-        recognise=partial(_holds, "medusa_lm_head.*"),
+        recognise=_is_medusa,
     ),
     DrafterKind(
         "eagle3",

@@ -5,7 +5,7 @@ The heads have norms and a vocabulary of their own. After Li et al., "EAGLE-3" (
 state. For a committed token the matrix `fc` makes the state of the target's hidden states of three
 layers at position j - 1; for a drafted token the state is the output of the layer itself for the
 token before. The embedding and the state are normalised, and side by side they are the input of
-attention. The residual sum begins with the state.
+attention. The residual sum begins with the state, normalised or not.
 
 Tensors have the names that SGLang and vLLM read: fc, midlayer.*, norm, lm_head, d2t (for each id of
 the draft vocabulary, the target's id minus it) and t2d. `Eagle3Model` has the methods of a
@@ -108,6 +108,7 @@ class Eagle3Heads(nn.Module):
         if embedding is None:
             self.embed_tokens = nn.Embedding(target_vocab, config.hidden_size)
         self._embedding = [embedding]  # in a list: it must not become a submodule
+        self._sums_norms = getattr(config, "norm_before_residual", False)
         self.rotary = LlamaRotaryEmbedding(config)
         self.features, self.width = features, config.hidden_size
         self.target_ids: Tensor
@@ -165,9 +166,9 @@ class Eagle3Heads(nn.Module):
             attend: queries, keys and values [rows, heads, q, dim] -> [rows, q, heads, dim].
         """
         layer: Any = self.midlayer
-        x = torch.cat(
-            [layer.input_layernorm(self.embed(tokens)), layer.hidden_norm(states)], dim=-1
-        )
+        normed = layer.hidden_norm(states)
+        x = torch.cat([layer.input_layernorm(self.embed(tokens)), normed], dim=-1)
+        states = normed if self._sums_norms else states
         query, key, value = layer.self_attn.projected(x)
         query, key = apply_rotary_pos_emb(query, key, *self.rotary(x, positions))
         states = states + layer.self_attn.o_proj(attend(query, key, value).flatten(2))
@@ -263,16 +264,33 @@ def layer_config(values: dict[str, Any]) -> LlamaConfig:
         "hidden_act",
         "attention_bias",
         "mlp_bias",
+        "norm_before_residual",
     )
     return LlamaConfig(**{name: values[name] for name in names if values.get(name) is not None})
+
+
+def flattened(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with the entries of the layer beside the others.
+
+    The package speculators writes the layer's apart, without those of Llama's defaults.
+    """
+    layer = values.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        return values
+    return {"vocab_size": LlamaConfig().vocab_size, **values, **layer}
 
 
 def published_layers(values: dict[str, Any], layers: int) -> tuple[int, ...]:
     """Returns the numbers of the hidden states that heads read, as Transformers numbers them.
 
-    They are the ones that a config.json names, or else the ones that SGLang and vLLM take.
+    Hidden state n is the input of layer n. So does speculators number them, at the top of
+    config.json; SGLang, SpecForge and ModelOpt name in `eagle_config` the layers whose outputs are
+    read. Without either, they are the ones that SGLang and vLLM take.
     """
-    named = values.get("eagle_aux_hidden_state_layer_ids") or (
-        values.get("eagle_config") or {}
-    ).get("eagle_aux_hidden_state_layer_ids")
-    return tuple(named) if named else (2, layers // 2, layers - 3)
+    key = "eagle_aux_hidden_state_layer_ids"
+    if named := values.get(key):
+        return tuple(named)
+    outputs = (values.get("eagle_config") or {}).get(key)
+    if outputs:
+        return tuple(layer + 1 if isinstance(layer, int) else layer for layer in outputs)
+    return 2, layers // 2, layers - 3

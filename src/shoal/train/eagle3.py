@@ -127,7 +127,7 @@ class Eagle3Trainer(HeadsTrainer):
             "max_position_embeddings": text.max_position_embeddings,
             "vocab_size": self.vocab_size,
             "draft_vocab_size": self._drafted,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self._reads())},
+            "eagle_aux_hidden_state_layer_ids": list(self._reads()),
         }
 
 

@@ -52,8 +52,13 @@ SETTINGS: dict[str, list[Sampling]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize(("k", "rule"), [(0, "rejection"), (K, "rejection"), (K, "coupled")])
+@pytest.mark.parametrize(
+    ("k", "rule", "settings"),
+    [
+        *((K, "rejection", settings) for settings in SETTINGS),
+        *((k, rule, settings) for k, rule in ((0, "rejection"), (K, "coupled")) for settings in ("several", "top_p")),
+    ],
+)
 def test_tokens_on_the_device_are_those_of_the_cpu(k: int, rule: str, settings: str, device: Pretend) -> None:
     samplings = SETTINGS[settings]
     expected = tokens(engine(k, rule, None, samplings))

@@ -63,6 +63,7 @@ def script(request: pytest.FixtureRequest, scripts: None) -> ModuleType:
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @needs_no_cuda
 @pytest.mark.parametrize("script", ["budget"], indirect=True)
 def test_a_budget_is_counted_and_called_computed(
@@ -483,6 +484,7 @@ def test_a_round_is_taken_apart(script: Any) -> None:
     assert script.gaps(union) == [(8.0, "b .. c")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["rounds"], indirect=True)
 def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--rows", "2", "--rounds", "2", "--prompt-tokens", "9"]

@@ -86,11 +86,51 @@ def test_one_call_is_all_where_no_more_are_wanted() -> None:
 def test_templates_tell_their_format() -> None:
     assert {form: format_of(text + BODY) for form, text in TEMPLATES.items()} == {form: form for form in TEMPLATES}
     assert format_of(BODY) is format_of(None) is None
-    for form in (
-        "<tool_call>\n<function={{ name }}>\n<parameter=", "<tool_call>{{ name }}\n<arg_key>", "[TOOL_CALLS]{{ name }}[ARGS]",
-        "<|python_tag|>[func_name1(params_name1=params_value1)]",
-    ):  # fmt: skip
+    for form in ("<|python_tag|>[func_name1(params_name1=params_value1)]", '{"parameters": 1}<atem:invoke name="'):
         assert format_of(form) is None, "JSON would not be what such a model writes"
+
+
+CODE = 'if a < b:\n    print("</parameter>", 5)\n'
+F = tool("f", code={"type": "string"}, n={"anyOf": [{"$ref": "#/properties/k"}, {"type": "null"}]}, k={"enum": [1, 22]},
+         o={"type": "object"}, s={"type": ["string", "null"]})  # fmt: skip
+GIVEN = {"code": CODE, "n": None, "k": 22, "o": {"a": ["5", True, {"b": 1.5}]}, "s": "5"}
+LITERAL = 'code="if a < b:\\n    print(\\"</parameter>\\", 5)\\n", n=None, k=22, o={"a": ["5", true, {"b": 1.5}]}, s="5"'
+JSON_OF = {name: value if isinstance(value, str) else json.dumps(value) for name, value in GIVEN.items()}
+XML = "<function=f>\n" + "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in JSON_OF.items()) + "</function>\n"
+INVOKE = '<invoke name="f">' + "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in JSON_OF.items()) + "</invoke>"
+KEYS = "f\n" + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in JSON_OF.items())
+Q = '<|"|>'
+OWN = f"call:f{{code:{Q}{CODE}{Q},n:null,k:22,o:{{a:[{Q}5{Q},true,{{b:1.5}}]}},s:{Q}5{Q}}}"
+WRITTEN = [
+    ("<tool_call><function=x><parameter=y>", f"<tool_call>\n{XML}</tool_call>"),
+    ("<seed:tool_call><function=x><parameter=y>", f"<seed:tool_call>\n{XML}</seed:tool_call>"),
+    ("<minimax:tool_call>", f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>"),
+    ("<tool_call>x<arg_key>", f"<tool_call>{KEYS}</tool_call>"),
+    ("[TOOL_CALLS]x[ARGS]", f"[TOOL_CALLS]f[ARGS]{json.dumps(GIVEN)}"),
+    ("<function=x>{}</function> <|python_tag|>", f"<function=f>{json.dumps(GIVEN)}</function>"),
+    ("'<|tool_call>call:'", f"<|tool_call>{OWN}<tool_call|>"),
+    ("<|tool_call_start|>[", f"<|tool_call_start|>[f({LITERAL})]<|tool_call_end|>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "call"), WRITTEN)
+def test_calls_of_other_forms_are_typed_by_the_schema_of_the_tool(template: str, call: str) -> None:
+    """However a text is cut, twice in a row; other names, and texts that the end cuts, are no calls."""
+    form = format_of(f"{{# {template} #}}{{# [TOOL_CALLS] #}}")
+    assert form is not None
+    rules = CallRules(form, {"f"}, forced=False, parallel=True, schemas={"f": F["function"]["parameters"]})
+    for size in (1, 3, 1000):
+        shown, calls = read(rules, f"So: {call}\n{call}", size)
+        assert (shown, [(one.name, json.loads(one.arguments)) for one in calls]) == ("So:", 2 * [("f", GIVEN)])
+        assert read(rules, call[: len(call) // 2], size) == ("", [])
+    other = call.replace("f(", "g(").replace("=f>", "=g>").replace('"f"', '"g"').replace(":f{", ":g{").replace("f[A", "g[A")
+    assert read(rules, other.replace(">f\n", ">g\n"), 1000)[1] == []
+    with served(pair(speaks(call), TOKENIZER), chat_template=f"{{# {template} #}}{BODY}") as server:
+        body = {"messages": ASKED, "tools": [F]}
+        (made,) = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(made["function"]["arguments"]) == GIVEN
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "guided_regex": "a"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
 def test_references_lead_to_their_own_schema() -> None:

@@ -113,7 +113,9 @@ class RequestParser:
         grammar = grammar_with_calls(request, rules, self._settings.max_grammar) if rules else None
         field = "tools" if rules and rules.forced else parsed.grammar_field
         tags = self._encoder.tokens_within(
-            f"{rules.format.opening}\n{rules.format.closing}" if rules else ""
+            "\n".join((rules.format.opening, rules.format.closing, rules.format.inner))
+            if rules
+            else ""
         )
         unstopped = (
             *((reasoning.unstopped,) if reasoning else ()),

@@ -2,18 +2,18 @@
 
 The formats are those of the templates of Hermes and Qwen (`<tool_call>{"name",
 "arguments"}</tool_call>`), Llama 3 (`{"name", "parameters"}`) and Mistral (`[TOOL_CALLS] [{"name",
-"arguments"}]`).
+"arguments"}]`), and the forms of `written_calls`, which are read and not forced.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shoal.serve.api_paths import no_constant
+from shoal.serve.written_calls import DECODER, end_of_call, written_calls
 
 
 class CallFormat(NamedTuple):
@@ -29,6 +29,8 @@ class CallFormat(NamedTuple):
         begun: the text in the prompt before a forced call.
         between: the text between two forced calls; empty if there is only one.
         behind: the text behind the last forced call; empty if there is only one.
+        form: the form of the text behind the opening, see `written_calls`; empty for JSON.
+        inner: further marks of the form, which may be special tokens.
     """
 
     opening: str
@@ -39,6 +41,8 @@ class CallFormat(NamedTuple):
     begun: str
     between: str = ""
     behind: str = ""
+    form: str = ""
+    inner: str = ""
 
 
 HERMES = CallFormat(
@@ -60,10 +64,28 @@ MARKS = {
     '"parameters":': LLAMA,
 }
 """The formats by a mark in the text of a chat template; the first mark that is found decides."""
-UNREAD = ("<function=", "<arg_key>", "[ARGS]", "[func_name1(")
-"""The marks of forms that are not read, in templates that may also have a mark of `MARKS`: the XML
-of Qwen3-Coder, of Llama and of GLM, Mistral's form without JSON around a call, and lists of calls
-in Python."""
+UNREAD = ("[func_name1(", "<atem:")
+"""The marks of forms that are not read, in templates that may also have a mark of `MARKS`: lists of
+calls in Python without marks around them, and Muse's, which stand in a channel."""
+
+
+def _written(form: str, opening: str, closing: str, inner: str = "") -> CallFormat:
+    return CallFormat(opening, closing, "", False, False, opening, form=form, inner=inner)
+
+
+WRITTEN = {
+    "<seed:tool_call>": _written("xml", "<seed:tool_call>", "</seed:tool_call>"),
+    "<parameter=": _written("xml", "<tool_call>", "</tool_call>"),
+    "<minimax:tool_call>": _written("invoke", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "<arg_key>": _written(
+        "keys", "<tool_call>", "</tool_call>", "<arg_key></arg_key><arg_value></arg_value>"
+    ),
+    "[ARGS]": _written("args", "[TOOL_CALLS]", "", "[ARGS][CALL_ID]"),
+    "<function=": _written("function", "<function=", "</function>"),
+    "<|tool_call>call:": _written("gemma", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    "<|tool_call_start|>": _written("python", "<|tool_call_start|>", "<|tool_call_end|>"),
+}
+"""The formats that are not JSON alone, by a mark in the text of a chat template; they go first."""
 
 
 def format_of(template: str | None) -> CallFormat | None:
@@ -71,7 +93,7 @@ def format_of(template: str | None) -> CallFormat | None:
     return (
         None
         if template is None or any(mark in template for mark in UNREAD)
-        else next((found for mark, found in MARKS.items() if mark in template), None)
+        else next((found for mark, found in (WRITTEN | MARKS).items() if mark in template), None)
     )
 
 
@@ -95,6 +117,8 @@ class CallRules:
         reasons: True if a forced sample may reason first, so that nothing of the call stands in the
             prompt.
         told: True if the chat template knows no tools, and a system message tells them.
+        schemas: the schemas of the tools' arguments by name, which type arguments that are not
+            JSON.
     """
 
     format: CallFormat
@@ -103,6 +127,7 @@ class CallRules:
     parallel: bool
     reasons: bool = False
     told: bool = False
+    schemas: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def begun(self) -> str:
@@ -116,7 +141,7 @@ class CallRules:
         if self.forced:
             return ((r"\A", ""),)
         bare = r"\A\s*\[?\s*\{\s*\"name\""
-        ends = own.closing if own is HERMES else ""  # the others close their calls by any mark
+        ends = own.closing if own is HERMES or own.form else ""  # others close calls by any mark
         return ((re.escape(own.opening), ends), *(((bare, ""),) if own.bare else ()))
 
     @property
@@ -207,6 +232,8 @@ class CallReader:
 
     def _inside_step(self, ended: bool) -> tuple[str, list[Call]]:
         """Reads the JSON behind an opening; incomplete JSON leaves the reader inside."""
+        if self._format.form:
+            return self._written_step(ended)
         body = self._waiting.lstrip()
         try:
             value, size = DECODER.raw_decode(body)
@@ -229,6 +256,21 @@ class CallReader:
         self._waiting = "" if cut else blanks.removeprefix(closing) if closing else rest
         self._inside, self._at_start, self._called = False, True, True
         return "", calls
+
+    def _written_step(self, ended: bool) -> tuple[str, list[Call]]:
+        """Reads the text between the marks of a form that is not JSON alone."""
+        closing, text = self._format.closing, self._waiting
+        end = text.find(closing) if closing else end_of_call(text, "[ARGS]")
+        if end is None or end < 0:
+            if ended:
+                self._waiting, self._inside = "", False
+            return "", []
+        found = written_calls(self._format.form, text[:end], self._rules.schemas)
+        if found is None:
+            return self._refused(), []
+        self._waiting = text[end + len(closing) :]
+        self._inside, self._at_start, self._called = False, True, True
+        return "", [Call(*one) for one in found]
 
     def _is_cut(self, body: str, error: Exception) -> bool:
         """Returns True if a text is the beginning of a call, by the error of reading it."""
@@ -271,7 +313,6 @@ class CallReader:
         return body
 
 
-DECODER = json.JSONDecoder(parse_int=float, parse_constant=no_constant)
 BLANKS = re.compile(r"[ \t\r\n]*")
 
 

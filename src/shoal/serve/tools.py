@@ -57,7 +57,10 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         )
         raise ApiError(400, message, param="tools", code="invalid_value")
     several = request.parallel_tool_calls is not False
-    return CallRules(found or HERMES, frozenset(chosen), forced, several, told=found is None)
+    told = found is None or bool(found.form and forced)  # such forms are read and not forced
+    schemas = {tool.function.name: tool.function.parameters for tool in request.tools or ()}
+    read = HERMES if found is None or told else found
+    return CallRules(read, frozenset(chosen), forced, several, told=told, schemas=schemas)
 
 
 def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
@@ -119,6 +122,14 @@ def grammar_with_calls(
         return _calls(request, rules, max_characters)
     if given is None:
         return None
+    if rules.format.form:
+        raise ApiError(
+            400,
+            "the calls of this model's chat template are not JSON, so tools do not go with a "
+            "grammar unless tool_choice is 'none' or forces a call",
+            param="tools",
+            code="invalid_value",
+        )
     calls = _calls(request, rules, max_characters)
     marked = replace(calls, opening=rules.format.begun or rules.format.opening)
     if given.kind == "regex":

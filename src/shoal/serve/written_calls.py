@@ -1,0 +1,193 @@
+"""Calls of tools that are not written as one JSON object, typed by the tools' schemas.
+
+The forms are XML of Qwen3-Coder, Qwen3.5, Nemotron and Seed-OSS (`<function=..><parameter=..>`),
+of MiniMax (`<invoke name=..>`) and of GLM (`<arg_key>`), JSON behind a name of Mistral (`[ARGS]`)
+and Llama (`<function=..>`), Gemma 4's own form, and lists of calls in Python (LFM2).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from shoal.serve.api_paths import no_constant
+
+DECODER = json.JSONDecoder(parse_int=float, parse_constant=no_constant)
+Written = Iterator[tuple[str, str]]
+"""The names of calls, and the texts of their arguments, JSON objects."""
+Reader = Callable[[str, Mapping[str, Any]], Written]
+"""A reader of the text between two marks; it gets the schemas of the tools by name.
+
+It raises ValueError, SyntaxError or RecursionError for a text that is no call.
+"""
+PYTHON_NAMES = {"true": True, "false": False, "null": None}
+GEMMA_QUOTE = '<|"|>'
+
+
+def _elements(call: str, argument: str, text: str, schemas: Mapping[str, Any]) -> Written:
+    """Yields calls whose arguments are elements, by expressions of a call and of an argument."""
+    found = [*re.finditer(call, text, re.DOTALL)]
+    if not found:
+        raise ValueError("no call")
+    for one in found:
+        name, body = one.group(1).strip(), one.group(2)
+        values = {
+            key.strip(): _typed(value, schemas.get(name), key.strip())
+            for key, value in re.findall(argument, body, re.DOTALL)
+        }
+        yield name, _object(values)
+
+
+def _typed(text: str, schema: Any, key: str) -> str:
+    """Returns the JSON text of an argument's text, by the schema of its tool.
+
+    A text is a string where the schema says so, else the JSON that it is, else a string.
+    """
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    own = properties.get(key) if isinstance(properties, dict) else None
+    types = _types(own, schema)
+    written = text.strip()
+    written = {"True": "true", "False": "false", "None": "null"}.get(written, written)
+    try:
+        value, end = DECODER.raw_decode(written)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = _kind(value)
+    fits = not types or kind in types or (kind == "number" and "integer" in types)
+    if end < len(written) or (not fits and "string" in types):
+        return json.dumps(text, ensure_ascii=False)
+    return written
+
+
+def _kind(value: Any) -> str:
+    """Returns the type of a value in JSON Schema's words, but for a text, which has quotes."""
+    kinds = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+    return "quoted" if isinstance(value, str) else kinds.get(type(value), "null")
+
+
+def _types(schema: Any, root: Any, depth: int = 8) -> set[str]:
+    """Returns the types that a schema names, its alternatives and references included."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    types, found = schema.get("type"), set[str]()
+    found |= {types} if isinstance(types, str) else set()
+    found |= {one for one in types if isinstance(one, str)} if isinstance(types, list) else set()
+    listed = schema.get("enum")
+    values = [
+        *(listed if isinstance(listed, list) else ()),
+        *[schema[k] for k in ["const"] if k in schema],
+    ]
+    if not found:
+        found |= {_kind(one).replace("quoted", "string") for one in values}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        place = root
+        for part in reference[2:].split("/"):
+            place = place.get(part) if isinstance(place, dict) else None
+        found |= _types(place, root, depth - 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        alternatives = schema.get(name)
+        for one in alternatives if isinstance(alternatives, list) else ():
+            found |= _types(one, root, depth - 1)
+    return found
+
+
+def _object(values: Mapping[str, str]) -> str:
+    """Returns the text of an object, given the texts of its values."""
+    members = (f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in values.items())
+    return f"{{{', '.join(members)}}}"
+
+
+def _named(behind: str, text: str, schemas: Mapping[str, Any]) -> Written:
+    """Yields the call of a name, a mark and a JSON object."""
+    name, _, arguments = text.partition(behind)
+    if not isinstance(DECODER.decode(arguments.strip()), dict):
+        raise ValueError("the arguments are no object")
+    yield name.partition("[CALL_ID]")[0].strip(), arguments.strip()
+
+
+def _gemma(text: str, schemas: Mapping[str, Any]) -> Written:
+    """Yields the call `call:NAME{KEY:VALUE}`, whose strings stand between marks of their own."""
+    found = re.fullmatch(r"\s*call:\s*([^\s{]+)(\{.*\})\s*", text, re.DOTALL)
+    if found is None:
+        raise ValueError("no call")
+    parts = found.group(2).split(GEMMA_QUOTE)
+    for i, part in enumerate(parts):
+        parts[i] = (
+            json.dumps(part, ensure_ascii=False)
+            if i % 2
+            else re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', part)
+        )
+    arguments = "".join(parts)
+    DECODER.decode(arguments)
+    yield found.group(1), arguments
+
+
+def _python(text: str, schemas: Mapping[str, Any]) -> Written:
+    """Yields the calls of a list in Python whose arguments are named literals."""
+    parsed = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
+    for call in parsed.elts if isinstance(parsed, ast.List) else [parsed]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("no call")
+        values = {}
+        for argument in call.keywords:
+            if argument.arg is None:
+                raise ValueError("an argument without a name")
+            values[argument.arg] = ast.literal_eval(argument.value)
+        yield ast.unparse(call.func), json.dumps(values, allow_nan=False)
+
+
+class _JsonNames(ast.NodeTransformer):
+    """A pass over a syntax tree that puts constants in the place of JSON's names."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        known = node.id in PYTHON_NAMES
+        return ast.copy_location(ast.Constant(PYTHON_NAMES[node.id]), node) if known else node
+
+
+READERS: dict[str, Reader] = {
+    "xml": partial(
+        _elements,
+        r"<function=([^>\n]+)>(.*?)(?:</function>)?\s*(?=<function=|\Z)",
+        r"<parameter=([^>\n]+)>\n?(.*?)(?:\n?</parameter>)?\s*(?=<parameter=|\Z)",
+    ),
+    "invoke": partial(
+        _elements,
+        r'<invoke name="([^"\n]+)">(.*?)</invoke>',
+        r'<parameter name="([^"\n]+)">(.*?)</parameter>\s*(?=<parameter name=|\Z)',
+    ),
+    "keys": partial(
+        _elements, r"\A\s*([^\s<]+)(.*)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    ),
+    "args": partial(_named, "[ARGS]"),
+    "function": partial(_named, ">"),
+    "gemma": _gemma,
+    "python": _python,
+}
+"""The readers of the forms by name."""
+
+
+def written_calls(form: str, text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]] | None:
+    """Returns the calls between two marks; None if there is none or one that names no tool."""
+    try:
+        found = [*READERS[form](text, schemas)]
+    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        return None
+    return found if found and all(name in schemas for name, _ in found) else None
+
+
+def end_of_call(text: str, mark: str) -> int | None:
+    """Returns the place behind the JSON that follows a mark; None while it is not whole."""
+    at = text.find(mark)
+    if at < 0:
+        return None
+    start = at + len(mark)
+    start += len(text[start:]) - len(text[start:].lstrip())
+    try:
+        return DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None

@@ -42,49 +42,85 @@ def refused(prompts: Any, match: str, tokenizer: Any = None, **options: Any) -> 
     assert [model.forwards for model in models] == [0, 0]
 
 
-# ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is asked ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+NO_PROMPT = "a prompt must be a text or a list of token ids, got"
+PROMPTS: dict[str, list[Any]] = {
+    "the prompt is empty: at least one token": [[[]], [[1], []], ((),), "", ["a", ""]],
+    r"the prompt is not text: U\+D83D at position 1": ["a\ud83d"],
+    r"the prompt is not text: U\+DCFF at position 0": [["a", "\udcff"]],
+    "prompts must be a text, texts or lists of token ids, at least one, got": [[], (), None, 5, 1.5, {}],
+    NO_PROMPT: [[None], [1.5], [[None]], [["a"]], [object()], b"abc", [b"abc"], [[1], bytearray(b"abc")]],
+    rf"prompt ids must be in 0\.\.{V - 1}, got -1\.\.0": [[[0, -1]]],
+    rf"prompt ids must be in 0\.\.{V - 1}, got {V}\.\.{V}": [[[V]]],
+    rf"prompt ids must be in 0\.\.{V - 1}, got 3\.\.1000000000000": [[[3, 10**12]]],
+    "prompt ids must be in": [[[1, 2], [3], [V + 1]]],
+    f"the prompt has {CONTEXT} tokens; the-target holds {CONTEXT}": [[[1] * CONTEXT]],
+}
 
 
-@pytest.mark.parametrize("prompts", [[[]], [[1], []], ((),)], ids=str)
-def test_an_empty_prompt_of_ids(prompts: Any) -> None:
-    refused(prompts, "the prompt is empty: at least one token")
+@pytest.mark.parametrize("match", PROMPTS)
+def test_what_is_no_prompt(match: str) -> None:
+    for prompts in PROMPTS[match]:
+        refused(prompts, match, tiny_tokenizer())
 
 
-@pytest.mark.parametrize("prompts", ["", ["a", ""]])
-def test_an_empty_prompt_of_text(prompts: Any) -> None:
-    refused(prompts, "the prompt is empty: at least one token", tiny_tokenizer())
+OPTIONS: list[tuple[str, str, list[Any]]] = [
+    ("temperature", ">= 0", [-0.1, float("nan"), float("inf"), "warm", True]),
+    ("top_k", "an integer >= 0", [-1, 2.0]),
+    ("top_p", r"in \(0, 1\]", [0, 1.1]),
+    ("min_p", r"in \[0, 1\]", [-0.1, 2]),
+    ("typical_p", r"in \(0, 1\]", [0.0]),
+    ("repetition_penalty", "> 0", [0, -1.2]),
+    ("presence_penalty", "a finite number", [float("inf")]),
+    ("frequency_penalty", "a finite number", ["much"]),
+    ("logit_bias", "a mapping of token id to a finite number", [{1: float("nan")}, {"a": 1.0}, [(1, 2.0)]]),
+    ("bad_words", "a list of non-empty token id lists", [[[]], 5, [5], None]),
+    ("processors", "a list of callables", [None, [3]]),
+    ("stop", "non-empty strings", [None, b"x", [""], [5]]),
+    ("eos", "token ids >= 0", [1.5, "</s>", [-1], ["</s>"]]),
+    ("min_new_tokens", "an integer >= 0", [-1]),
+    ("no_repeat_ngram", "an integer >= 0", [1.5]),
+    ("seed", "an integer or None", [1.5]),
+    ("max_new_tokens", "an integer >= 1", [0, 2.5]),
+    ("time_budget", "seconds > 0 or None", [0, float("nan")]),
+    ("lookahead", ">= 0", [-1]),
+    ("lookahead", "'auto', a draft length", ["fast", "fixed:x", None, 1.5, object()]),
+    ("n", "an integer >= 1", [0, -3, 1.5, "2", None]),
+    ("top_logprobs", rf"an integer in 0\.\.{V}", [-1, V + 1, 1.5, "3", None]),
+]
 
 
-def test_half_a_surrogate_pair_is_no_text() -> None:
-    refused("a\ud83d", r"the prompt is not text: U\+D83D at position 1", tiny_tokenizer())
-    refused(["a", "\udcff"], r"the prompt is not text: U\+DCFF at position 0", tiny_tokenizer())
-
-
-@pytest.mark.parametrize("prompts", [[], (), None, 5, 1.5, {}], ids=str)
-def test_no_prompts(prompts: Any) -> None:
-    refused(prompts, "prompts must be a text, texts or lists of token ids, at least one, got")
+@pytest.mark.parametrize(("name", "expected", "values"), OPTIONS, ids=[f"{name} {text}" for name, text, _ in OPTIONS])
+def test_an_option_out_of_range_is_named_with_what_was_expected(name: str, expected: str, values: list[Any]) -> None:
+    for value in values:
+        refused([[1]], rf"^{name} must be {expected}", **{name: value})
 
 
 @pytest.mark.parametrize(
-    "prompts", [[None], [1.5], [[None]], [["a"]], [object()]], ids=["None", "1.5", "[None]", "['a']", "object"]
+    ("name", "value", "match"),
+    [
+        ("bad_words", ["x", ""], "a bad word is empty"),
+        ("bad_words", "\ud800", r"a bad word is not text: U\+D800"),
+        ("bad_words", [[1, V]], rf"names token id {V}"),
+        ("logit_bias", {V: 1.0}, rf"names token id {V}"),
+        ("lookahead", 65, r"draft length must be in 0\.\.64, got 65"),
+        ("temprature", 1, "unknown option 'temprature'; did you mean 'temperature'"),
+        ("max_tokens", 1, "unknown option 'max_tokens'; did you mean 'max_new_tokens'"),
+        ("topp", 1, "unknown option 'topp'; did you mean 'top_p'"),
+        ("stops", 1, "unknown option 'stops'; did you mean 'stop'"),
+        ("look_ahead", 1, "unknown option 'look_ahead'; did you mean 'lookahead'"),
+        ("zzz", 1, "unknown option 'zzz'; known options: .*temperature"),
+    ],
 )
-def test_what_is_no_prompt(prompts: Any) -> None:
-    refused(prompts, "a prompt must be a text or a list of token ids, got")
-
-
-def test_bytes_are_no_token_ids() -> None:
-    for prompts in (b"abc", [b"abc"], [[1], bytearray(b"abc")]):
-        refused(prompts, "a prompt must be a text or a list of token ids, got")
+def test_an_option_that_cannot_be_meant(name: str, value: Any, match: str) -> None:
+    refused([[1]], match, tiny_tokenizer(), **{name: value})
 
 
 def test_text_without_a_tokenizer() -> None:
     refused("hello", "a text prompt needs a tokenizer")
     refused([[1]], "bad_words that are texts need a tokenizer", bad_words=["x"])
-
-
-def test_bad_words_that_are_no_texts() -> None:
-    refused([[1]], "a bad word is empty", tiny_tokenizer(), bad_words=["x", ""])
-    refused([[1]], r"a bad word is not text: U\+D800", tiny_tokenizer(), bad_words="\ud800")
+    refused([[1]], "stop strings need a tokenizer", stop="x")
 
 
 def test_one_bad_word_is_no_list_of_letters() -> None:
@@ -98,17 +134,6 @@ def test_one_bad_word_is_no_list_of_letters() -> None:
     assert rare == free != banned
 
 
-@pytest.mark.parametrize(
-    ("ids", "got"), [([0, -1], r"-1\.\.0"), ([V], rf"{V}\.\.{V}"), ([3, 10**12], r"3\.\.1000000000000")]
-)
-def test_ids_outside_the_vocabulary(ids: list[int], got: str) -> None:
-    refused([ids], rf"prompt ids must be in 0\.\.{V - 1}, got {got}")
-
-
-def test_a_prompt_longer_than_the_context() -> None:
-    refused([[1] * CONTEXT], f"the prompt has {CONTEXT} tokens; the-target holds {CONTEXT}")
-
-
 @pytest.mark.parametrize("lookahead", ["off", 4, "auto"])
 def test_the_drafter_does_not_limit_the_prompt(lookahead: str | int) -> None:
     pair, _ = shoal()
@@ -116,115 +141,10 @@ def test_the_drafter_does_not_limit_the_prompt(lookahead: str | int) -> None:
     assert (len(sample.token_ids), sample.finish_reason) == (1, "length")
 
 
-def test_one_bad_prompt_of_many_stops_all_before_the_first() -> None:
-    refused([[1, 2], [3], [V + 1]], "prompt ids must be in")
-
-
-# ── n and limits ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("n", [0, -3, 1.5, "2", None])
-def test_n(n: Any) -> None:
-    refused([[1]], "n must be an integer >= 1, got", n=n)
-
-
-@pytest.mark.parametrize("top", [-1, V + 1, 1.5, "3", None])
-def test_top_logprobs(top: Any) -> None:
-    refused([[1]], rf"top_logprobs must be an integer in 0\.\.{V}, got", top_logprobs=top)
-
-
 @pytest.mark.parametrize("size", [0, -1, 2.5, "4", "all", None])
 def test_max_batch(size: Any) -> None:
     with pytest.raises(RequestError, match="max_batch must be 'auto' or an integer >= 1, got"):
         shoal(max_batch=size)
-
-
-def test_stop_strings_without_a_tokenizer() -> None:
-    refused([[1]], "stop strings need a tokenizer", stop="x")
-
-
-# ── options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-OUT_OF_RANGE: list[tuple[str, Any, str]] = [
-    ("temperature", -0.1, ">= 0"),
-    ("temperature", float("nan"), ">= 0"),
-    ("temperature", float("inf"), ">= 0"),
-    ("temperature", "warm", ">= 0"),
-    ("temperature", True, ">= 0"),
-    ("top_k", -1, "an integer >= 0"),
-    ("top_k", 2.0, "an integer >= 0"),
-    ("top_p", 0, r"in \(0, 1\]"),
-    ("top_p", 1.1, r"in \(0, 1\]"),
-    ("min_p", -0.1, r"in \[0, 1\]"),
-    ("min_p", 2, r"in \[0, 1\]"),
-    ("typical_p", 0.0, r"in \(0, 1\]"),
-    ("repetition_penalty", 0, "> 0"),
-    ("repetition_penalty", -1.2, "> 0"),
-    ("presence_penalty", float("inf"), "a finite number"),
-    ("frequency_penalty", "much", "a finite number"),
-    ("logit_bias", {1: float("nan")}, "a mapping of token id to a finite number"),
-    ("logit_bias", {"a": 1.0}, "a mapping of token id to a finite number"),
-    ("logit_bias", [(1, 2.0)], "a mapping of token id to a finite number"),
-    ("bad_words", [[]], "a list of non-empty token id lists"),
-    ("bad_words", 5, "a list of non-empty token id lists"),
-    ("bad_words", [5], "a list of non-empty token id lists"),
-    ("bad_words", None, "a list of non-empty token id lists"),
-    ("processors", None, "a list of callables"),
-    ("stop", None, "non-empty strings"),
-    ("stop", b"x", "non-empty strings"),
-    ("eos", 1.5, "token ids >= 0"),
-    ("eos", "</s>", "token ids >= 0"),
-    ("min_new_tokens", -1, "an integer >= 0"),
-    ("no_repeat_ngram", 1.5, "an integer >= 0"),
-    ("processors", [3], "a list of callables"),
-    ("seed", 1.5, "an integer or None"),
-    ("max_new_tokens", 0, "an integer >= 1"),
-    ("max_new_tokens", 2.5, "an integer >= 1"),
-    ("stop", [""], "non-empty strings"),
-    ("stop", [5], "non-empty strings"),
-    ("eos", [-1], "token ids >= 0"),
-    ("eos", ["</s>"], "token ids >= 0"),
-    ("time_budget", 0, "seconds > 0 or None"),
-    ("time_budget", float("nan"), "seconds > 0 or None"),
-    ("lookahead", -1, ">= 0"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "expected"), OUT_OF_RANGE, ids=[f"{n}={v!r}" for n, v, _ in OUT_OF_RANGE])
-def test_an_option_out_of_range_is_named_with_what_was_expected(name: str, value: Any, expected: str) -> None:
-    refused([[1]], rf"^{name} must be {expected}, got ", **{name: value})
-
-
-NEAR = {
-    "temprature": "temperature",
-    "max_tokens": "max_new_tokens",
-    "topp": "top_p",
-    "stops": "stop",
-    "look_ahead": "lookahead",
-}
-
-
-@pytest.mark.parametrize(("wrong", "meant"), NEAR.items())
-def test_an_unknown_option_suggests_the_nearest(wrong: str, meant: str) -> None:
-    refused([[1]], f"unknown option '{wrong}'; did you mean '{meant}'", **{wrong: 1})
-
-
-def test_an_option_like_no_other_lists_them_all() -> None:
-    refused([[1]], "unknown option 'zzz'; known options: .*temperature", zzz=1)
-
-
-@pytest.mark.parametrize("name", ["fast", "fixed:x", None, 1.5, object()], ids=["fast", "fixed:x", "None", "1.5", "object"])
-def test_an_unknown_lookahead(name: Any) -> None:
-    refused([[1]], "lookahead must be 'auto', a draft length", lookahead=name)
-
-
-def test_a_draft_length_too_long() -> None:
-    refused([[1]], r"draft length must be in 0\.\.64, got 65", lookahead=65)
-
-
-@pytest.mark.parametrize("options", [{"logit_bias": {V: 1.0}}, {"bad_words": [[1, V]]}], ids=str)
-def test_ids_in_options_outside_the_vocabulary(options: dict[str, Any]) -> None:
-    refused([[1]], rf"names token id {V}", **options)
 
 
 def test_controls_that_leave_no_token_possible() -> None:

@@ -1,6 +1,6 @@
 """How rows end: EOS, stop strings, limits, time, cancellation; what is cut, what is shown, and the same with speculation.
 
-Tests of: engine.samples, engine.stream.
+Tests of: engine.detokenizer, engine.samples, engine.stream.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from endings import DRAFTERS, PROMPT, TOKENIZER, assert_consistent, encode, only, pair, stream_of
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
+from shoal.engine.detokenizer import Detokenizer, Stops
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing.engines import engine_of
@@ -93,8 +94,10 @@ def test_a_processor_that_allows_nothing_after_eos(kind: str) -> None:
 # ── stop strings ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    ("kind", "k"),
+    [("plain", 1), *(("oracle", k) for k in (1, 2, 4, 7)), ("adversarial", 4), ("sometimes", 2), ("sometimes", 7)],
+)
 def test_a_stop_string_inside_and_across_blocks(kind: str, k: int) -> None:
     """Several tokens long, so that it begins and ends at every place of a block."""
     for before in range(7):
@@ -135,6 +138,10 @@ def test_an_eos_that_is_also_the_end_of_a_stop_string(kind: str) -> None:
 
 def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count() -> None:
     assert only("bc", "oracle", stop=["it:", ":b"], max_new_tokens=2).text == "bc"
+    text = Detokenizer(TOKENIZER, (), Stops(["ab"]), visible_from=1)  # an "a" that the user has, decoded anew
+    for token in encode("abcab"):
+        text.push(token)
+    assert (text.stopped, text.text) == (True, "abc")
 
 
 class Chunks:

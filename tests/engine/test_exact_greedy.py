@@ -58,11 +58,16 @@ def drafted_in_total(k: int, kind: str, new: int = NEW) -> int:
     return drafted
 
 
-CASES = [(kind, k) for kind in ("same", "random", "adversarial", "sometimes") for k in (0, 1, 3, 8, 32)]
-CASES += [("oracle", k) for k in (0, 1, 2, 3, 7, 16, 31, 32)]
+LENGTHS = {
+    "oracle": (0, 1, 3, 7, 31, 32),
+    "same": (3,),
+    "random": (3, 32),
+    "adversarial": (1, 8, 32),
+    "sometimes": (1, 3, 8, 32),
+}
 
 
-@pytest.mark.parametrize(("kind", "k"), CASES)
+@pytest.mark.parametrize(("kind", "k"), [(kind, k) for kind, lengths in LENGTHS.items() for k in lengths])
 def test_every_draft_length_and_drafter(kind: str, k: int) -> None:
     prompts = 5 if k < 8 else 3
     engine, rows = decode(drafter(kind, prompts), k, prompts=prompts, n=1, max_batch=prompts - 1)
@@ -97,7 +102,7 @@ def test_an_oracle_commits_one_more_than_it_drafts_in_every_round(k: int) -> Non
     assert (engine.stats.target_passes, engine.stats.draft_passes) == (3, 3 * k)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 5, 9, 16, 33])
+@pytest.mark.parametrize("batch", [1, 2, 9, 33])
 def test_every_batch_size(batch: int) -> None:
     """All prompts in one batch of that size exactly; draft lengths and drafters take turns."""
     kind, k = ("sometimes", "random", "oracle", "same", "adversarial")[batch % 5], batch % 6 + 1

@@ -286,6 +286,9 @@ def test_every_moment_can_be_said(moment: datetime.datetime) -> None:
         ({"type": "string", "format": "date-time", "pattern": "^1999"}, "1999-01-01T00:00:00.12345678901234567890Z"),
         ({"type": "string", "format": "email", "maxLength": 300}, "a@" + "y." * 140 + "y"),
         ({"format": "date", "enum": ["0000-01-01", "2000-01-01"]}, "0000-01-01"),
+        ({"format": "email", "enum": ["a", "b"]}, "a"),
+        ({"type": "string", "pattern": r"^\b[a-z]+\d\b$"}, "ab1"),
+        ({"type": "string", "pattern": r"^\bfo{2}\w{1,3}\b$"}, "foobar"),
     ],
 )
 def test_what_else_a_schema_says_of_a_text_goes_first(schema: dict[str, Any], text: str) -> None:
@@ -324,6 +327,20 @@ def test_formats_of_the_standard_that_cannot_be_kept_are_refused_by_name(name: s
     with pytest.raises(RequestError, match=f'"format": "{name}" cannot be kept: leave it out'):
         row_of(of({"type": "string", "format": name}))
     assert fits(of({"format": name, "enum": ["a", "b"]}), '"a"')  # which is one, is the schema's word
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        *((one, r"looks around .* cannot be kept: leave it out of ") for one in
+          (r"^\ba*$", r"a?\b$", r"^\ba|b\b$", r"\x20\b$", r"^[ -z]\b$", r"^\ba{0,1}$", r"^(?=a)", r"a\bb")),
+        ("[", r"the pattern \[ cannot be used: unclosed character class"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_cannot_be_kept_is_named(pattern: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as error:
+        row_of(of({"type": "string", "pattern": pattern}))
+    assert "parse error" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["int64", "path", "json-string", "no such format", "jsonpath"])

@@ -359,6 +359,12 @@ def test_what_cannot_be_called_is_refused(free: Served, fields: dict[str, Any], 
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+def test_parts_that_are_no_text_are_refused_in_words(free: Served) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}
+    error = httpx.post(f"{free.url}/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], "This server takes text, no images" in error["message"]) == ("messages.0.content.0.type", True)
+
+
 def prompt_of(server: Served, messages: list[Any], **fields: Any) -> tuple[str, str]:
     """The prompt that the template makes, and the header that names what was passed over."""
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, **fields}

@@ -155,6 +155,8 @@ class _Reading:
         _require_countable(schema)
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
         made = _bounded_format(made)
+        if "pattern" in schema:
+            made["pattern"] = _without_edges(schema["pattern"])
         if "uniqueItems" in schema:
             made = with_orders(made, self._items(schema))
         return self._any_of(schema, made)
@@ -259,7 +261,7 @@ def _embeds(schema: Any, top: bool = True) -> bool:
 def _is_remark(schema: dict[str, Any]) -> bool:
     """Returns True if `format` says nothing of the texts, or the texts are listed."""
     name, listed = schema.get("format"), "enum" in schema or "const" in schema
-    return isinstance(name, str) and name not in KEPT and (listed or name not in LOST)
+    return isinstance(name, str) and (listed or name not in (*KEPT, *LOST))
 
 
 def remarks(text: str) -> list[str]:
@@ -282,6 +284,24 @@ def remarks(text: str) -> list[str]:
     except (ValueError, RecursionError):
         return []  # reading it says why it cannot be used
     return [*found]
+
+
+_WORDS = r"\[(?:[a-z]-[a-z]|[A-Z]-[A-Z]|\d-\d|[A-Za-z0-9_])+\]"
+_WORD = rf"(?:(?<!\\)[A-Za-z0-9_]|\\[wd]|(?<!\\){_WORDS})"
+EDGES = (
+    (re.compile(rf"^\^\\b(?={_WORD}(?![*?{{]))"), "^"),
+    (re.compile(rf"({_WORD}(?:\+|\{{[1-9]\d*(?:,\d*)?\}})?)\\b\$$"), r"\1$"),
+)
+"""The ends of a text where `\\b` says nothing: a word's character stands beside it anyway."""
+
+
+def _without_edges(pattern: Any) -> Any:
+    """Returns a pattern without `\\b` where it says nothing; the grammar library has none."""
+    if not isinstance(pattern, str) or re.search(r"\||\\[xupPck]", pattern):
+        return pattern
+    for edge, rest in EDGES:
+        pattern = edge.sub(rest, pattern)
+    return pattern
 
 
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:

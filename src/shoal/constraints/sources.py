@@ -73,8 +73,16 @@ def short(text: str) -> str:
         return f"{keywords[1]} cannot be kept: leave out what it says, or say it otherwise"
     if name := re.match("Unknown format: (.*)", text):
         return f'"format": "{name[1]}" cannot be kept: leave it out, or give a pattern'
+    if text.startswith("Unsatisfiable schema: Regex is empty"):
+        return "no text fits what it says of a string (pattern, format, enum, lengths)"
+    pattern = re.search(r"regex parse error:\s+(.*)\n|in regex /(.*)/$", text)
+    own = (pattern[1] or pattern[2])[:200] if pattern else "it"
     if "look-around" in text or "lookarounds" in text:
-        return f"a pattern looks around (\\b, (?=, (?!), which cannot be kept: {text[:200]}"
+        return (
+            f"a pattern looks around (\\b, (?=, (?!), which cannot be kept: leave it out of {own}"
+        )
+    if pattern and (reason := re.search(r"\nerror: (.*)", text)):
+        return f"the pattern {own} cannot be used: {reason[1]}"
     return text if len(text) <= 500 else f"{text[:500]} ..."
 
 

@@ -35,6 +35,9 @@ class TextPart(OpenModel):
     def _refusal(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("type") == "refusal":
             return {"type": "refusal", "text": given.get("refusal", given.get("text"))}
+        if isinstance(given, dict) and given.get("type", "text") != "text":
+            message = "This server takes text, no images, sounds or files: leave this part out"
+            raise error_at("type", "unknown_part", message)
         return given
 
 

@@ -70,7 +70,9 @@ class ReasoningRules:
         opening = re.escape(self.marks.opening)
         return r"\A" if self.opened else rf"\A\s*{opening}", self.marks.closing
 
-    def allowed_before(self, grammar: Grammar, opening: str = "", *, special: bool) -> Grammar:
+    def allowed_before(
+        self, grammar: Grammar, opening: str = "", *, special: bool = False
+    ) -> Grammar:
         """Returns the grammar of a sample whose answer alone is of a grammar.
 
         Args:

@@ -127,7 +127,7 @@ class CallRules:
     parallel: bool
     reasons: bool = False
     told: bool = False
-    schemas: Mapping[str, Any] = field(default_factory=dict)
+    schemas: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def begun(self) -> str:

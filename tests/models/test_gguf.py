@@ -49,7 +49,7 @@ def file(stock: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(file: Path) -> Iterator[Shoal]:
-    with shoal.load(file) as loaded:
+    with shoal.load(file, compile="off") as loaded:
         yield loaded
 
 
@@ -61,7 +61,7 @@ def drafted(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
     with torch.no_grad():
         for weight in near.parameters():
             weight += 0.02 * torch.randn(weight.shape, generator=noise)
-    with shoal.load(file, write_gguf(tmp_path_factory.mktemp("gguf") / "near.gguf", near)) as loaded:
+    with shoal.load(file, write_gguf(tmp_path_factory.mktemp("gguf") / "near.gguf", near), compile="off") as loaded:
         yield loaded
 
 
@@ -91,7 +91,7 @@ def test_greedy_ids_are_those_of_transformers(model: Shoal, stock: Any) -> None:
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "recycling"])
 def test_drafts_change_no_greedy_id(file: Path, model: Shoal, draft: str) -> None:
     """Rejected drafts leave the memory: a key of one that stays is seen by the row's next tokens."""
-    with shoal.load(file, draft) as drafting:
+    with shoal.load(file, draft, compile="off") as drafting:
         result = drafting.generate(PROMPTS, 2, temperature=0, lookahead=3, **OPTIONS)
     assert texts(result) == texts(model.generate(PROMPTS, 2, temperature=0, **OPTIONS))
     assert 0 <= result.stats.accepted < result.stats.drafted
@@ -232,7 +232,7 @@ def test_long_passes_are_cut_into_calls(model: Shoal, monkeypatch: pytest.Monkey
 def test_prompts_are_kept_for_later_calls(file: Path, model: Shoal, stock: Any) -> None:
     """A second turn computes what is new of it; rows that were written down go into a memory of another size."""
     first = [int(i) for i in torch.randint(0, 200, (30,), generator=torch.Generator().manual_seed(2))]
-    with shoal.load(file, prefix_memory=1 << 20) as kept:
+    with shoal.load(file, prefix_memory=1 << 20, compile="off") as kept:
         answer = list(kept.generate([first], 1, temperature=0, **OPTIONS)[0].samples[0].token_ids)
         second = [*first, *answer, 7, 8, 9]
         result = kept.generate([[1, 2, 3], second], 3, temperature=0, **OPTIONS)
@@ -284,7 +284,7 @@ def test_passes_are_explained(model: Shoal) -> None:
 )
 def test_drafters_that_need_modules_are_refused(file: Path, draft: str, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        shoal.load(file, draft).generate([[1, 2]], 1, max_new_tokens=2)
+        shoal.load(file, draft, compile="off").generate([[1, 2]], 1, max_new_tokens=2)
 
 
 def test_trained_heads_are_refused(model: Shoal, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_options_of_other_models_are_refused(file: Path, options: dict[str, Any]
 
 def test_trees_are_refused(file: Path) -> None:
     with pytest.raises((RequestError, UnsupportedModel), match="tree"):
-        shoal.load(file, f"{file}:tree=rsd-s").generate([[1, 2]], 1, max_new_tokens=4, lookahead=2)
+        shoal.load(file, f"{file}:tree=rsd-s", compile="off").generate([[1, 2]], 1, max_new_tokens=4, lookahead=2)
 
 
 def test_files_that_are_none(file: Path, tmp_path: Path) -> None:
@@ -359,7 +359,12 @@ def test_end_of_text_ends_a_row(model: Shoal) -> None:
 
 
 def test_the_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["generate", "--model", str(file), "-p", "the", "-n", "2", "--max-new-tokens", "4", "--json"]) == 0
+    assert (
+        cli.run(
+            ["generate", "--model", str(file), "-p", "the", "-n", "2", "--max-new-tokens", "4", "--json", "--compile", "off"]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["stats"]["executors"]["target"].keys() == {"llama.cpp"}
 

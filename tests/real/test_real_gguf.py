@@ -1,4 +1,4 @@
-"""SmolLM2's GGUF files: quantised ones by the kernels in C, BF16 by llama.cpp; ids, tokenizer, chats, drafts.
+"""SmolLM2's GGUF files: quantised ones by the kernels in C, BF16 by llama.cpp (`compile="off"`); ids, tokenizer, chats, drafts.
 
 Tests of: models.gguf, models.executors.llama_cpp. Four formats; the other three are made of the file's own by llama.cpp.
 """
@@ -35,7 +35,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S
 
     @cache
     def one(kind: str) -> Shoal:
-        opened.append(shoal.load(smollm2_gguf(folder, kind)))
+        opened.append(shoal.load(smollm2_gguf(folder, kind), compile="off" if kind == "BF16" else "auto"))
         return opened[-1]
 
     yield one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -223,17 +223,17 @@ def _gguf_runner(
 ) -> Runner:
     """Loads a GGUF file for the kernels in C, or, where they do not compute it, for llama.cpp."""
     require_own_options(name, **options)
-    reason = f"compile={compile!r}"
+    notes: Mapping[str, str] = {"reason": f"compile={compile!r}"}
     if compile not in ("off", "modules"):
         with watch("weights"):
-            hf, reason = own_model(file, device)
+            hf, notes = own_model(file, device)
         if hf is not None:
             with watch("checking"):
                 runner = wrap(hf, name)
-            runner.notes |= {"dtype": "float32: beside the file's weights", "weights": reason}
+            runner.notes |= notes
             return runner
     runner = load_gguf(file, name, device=device, watch=watch, **options)
-    runner.absent[C_DECODER] = reason
+    runner.absent[C_DECODER] = notes["reason"]
     return runner
 
 

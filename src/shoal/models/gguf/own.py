@@ -1,13 +1,15 @@
 """The model of a GGUF file on shoal's own kernels, where they know its family and formats.
 
-The weights are groups, as the file has them, and everything else is float32: the model is the one
-that Transformers would compute with the file's weights unpacked, and what is promised for a
-directory holds. Other files are computed by llama.cpp.
+Quantised weights are groups, as the file has them, and everything else is float32: the model is the
+one that Transformers would compute with the file's weights unpacked, and what is promised for a
+directory holds. A file in 16 or 32 bits is loaded as a directory is. Other files are computed by
+llama.cpp.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import transformers
 from torch import Tensor, nn
 
 from shoal.errors import UnsupportedModel
+from shoal.models import formats
 from shoal.models.gguf.contents import BLOCKS, Header, groups_of
 from shoal.models.gguf.library import library
 from shoal.models.quantize import cannot_save
+from shoal.models.weights import by_facts, lay_out
 from shoal.models.weights.groups import GroupLinear, Groups
 from shoal.native.build import missing
 
@@ -44,27 +48,28 @@ NORMS = {
     "self_attn.k_norm": "attn_k_norm",
 }
 """The names of a layer's parts, in Transformers and in files."""
-FLOATS = 0
-"""The number of float32 in `ggml_type`."""
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""The formats without blocks, by their numbers of `ggml_type`."""
 
 
-def own_model(file: Path, device: str) -> tuple[Any | None, str]:
-    """Returns the Transformers model of a file and the formats of its weights.
+def own_model(file: Path, device: str) -> tuple[Any | None, Mapping[str, str]]:
+    """Returns the Transformers model of a file and the notes of its runner.
 
-    Returns None and the reason where llama.cpp computes the file.
+    Returns None and the note "reason" where llama.cpp computes the file.
 
     Args:
         device: "cpu", or "auto" for the devices that llama.cpp was built for.
     """
     if missing():
-        return None, f"there are no kernels in C: {missing()}"
+        return None, {"reason": f"there are no kernels in C: {missing()}"}
     if device != "cpu" and (device != "auto" or library().llama_supports_gpu_offload()):
-        return None, f"device={device!r}, and llama.cpp was built for more than the CPU"
+        reason = f"device={device!r}, and llama.cpp was built for more than the CPU"
+        return None, {"reason": reason}
     try:
         reader = _Reader(file)
-        return reader.model(), reader.formats
+        return reader.model(), {"dtype": reader.why, "weights": reader.formats}
     except (_NotOurs, UnsupportedModel) as reason:
-        return None, str(reason)  # what is damaged is told by llama.cpp, too
+        return None, {"reason": str(reason)}  # what is damaged is told by llama.cpp, too
 
 
 class _NotOurs(Exception):
@@ -78,12 +83,17 @@ class _Reader:
         self._file, self._header = file, Header(file)
         self._family = str(self._header.value("general.architecture"))
         self._left = set(self._header.tensors)
+        self.why = "float32: beside the file's weights"
+        self._dtype = torch.float32
 
     def model(self) -> Any:
         """Makes the model."""
         config = self._config()
+        stored = FLOATS.get(self._header.tensors["token_embd.weight"].kind)
+        if stored is not None:
+            self._dtype, self.why = formats.number_format(stored, config.hidden_size, formats.cpu())
         with torch.device("meta"):
-            hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            hf = transformers.AutoModelForCausalLM.from_config(config, dtype=self._dtype)
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         for number, layer in enumerate(hf.model.layers):
             for name, stem in LINEARS.items():
@@ -96,23 +106,34 @@ class _Reader:
                 if f"blk.{number}.{stem}.weight" in self._left:
                     self._norm(layer.get_submodule(name), f"blk.{number}.{stem}")
         self._norm(hf.model.norm, "output_norm")
-        table = self._groups("token_embd", config.hidden_size)
-        tied = "output.weight" not in self._left
-        hf.lm_head = GroupLinear(table) if tied else self._linear("output", config.hidden_size)
-        hf.model.embed_tokens.weight = nn.Parameter(table.dense(), requires_grad=False)
+        table = self._matrix("token_embd", config.hidden_size)
+        embedding = table.dense() if isinstance(table, Groups) else table
+        hf.model.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
+        if "output.weight" in self._left:
+            hf.lm_head = self._linear("output", config.hidden_size)
+        elif isinstance(table, Groups):
+            hf.lm_head = GroupLinear(table)
+        else:
+            hf.lm_head.weight = hf.model.embed_tokens.weight
         hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
         if self._left:
             raise _NotOurs(f"its tensor {min(self._left)} is none that the kernels know")
         if any(parameter.is_meta for parameter in hf.parameters()):
             raise _NotOurs("it lacks tensors of its family")
+        if stored is not None:
+            lay_out(hf, by_facts)
         hf.save_pretrained = cannot_save
         return hf.eval()
 
     @property
     def formats(self) -> str:
         """The formats of the matrices and their numbers, in words."""
-        kinds = (place.kind for place in self._header.tensors.values() if place.kind in BLOCKS)
-        return ", ".join(f"{n} {BLOCKS[kind].name}" for kind, n in Counter(kinds).most_common())
+        kinds = Counter(
+            BLOCKS[place.kind].name if place.kind in BLOCKS else str(FLOATS[place.kind])[6:]
+            for name, place in self._header.tensors.items()
+            if "norm" not in name and name.endswith(".weight")
+        )
+        return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
 
     def _config(self) -> Any:
         header, family = self._header, self._family
@@ -154,12 +175,14 @@ class _Reader:
         )
 
     def _rows(self, name: str, inputs: int) -> int:
-        """Returns the number of rows of a tensor in groups."""
+        """Returns the number of rows of a matrix."""
         place = self._header.tensors.get(name)
         if place is None:
             raise _NotOurs(f"it has no tensor {name}")
         if place.start + place.size > self._header.size:
             raise _NotOurs("the file ends before its tensors do")
+        if place.kind in FLOATS:
+            return place.size // inputs // FLOATS[place.kind].itemsize
         block = BLOCKS.get(place.kind)
         if block is None:
             raise _NotOurs(f"the kernels do not know the format of its tensor {name}")
@@ -167,35 +190,49 @@ class _Reader:
             raise _NotOurs(f"a row of its tensor {name} ends inside a block")
         return place.size // (inputs // block.inputs * block.size)
 
-    def _groups(self, stem: str, inputs: int) -> Groups:
+    def _matrix(self, stem: str, inputs: int) -> Groups | Tensor:
+        """Reads a matrix, in groups or in floats as that of the embeddings is."""
         name = f"{stem}.weight"
-        self._rows(name, inputs)
+        rows, kind = self._rows(name, inputs), self._header.tensors[name].kind
+        if (kind in FLOATS) != (self._header.tensors["token_embd.weight"].kind in FLOATS):
+            raise _NotOurs("only some of its matrices are quantised")
+        if kind in FLOATS:
+            return self._floats(name).view(rows, inputs)
         self._left.discard(name)
-        return groups_of(self._header.tensors[name].kind, self._header.bytes_of(name), inputs)
+        return groups_of(kind, self._header.bytes_of(name), inputs)
 
     def _floats(self, name: str) -> Tensor:
-        if self._header.tensors[name].kind != FLOATS:
-            raise _NotOurs(f"its tensor {name} is not float32")
+        kind = FLOATS.get(self._header.tensors[name].kind)
+        if kind is None:
+            raise _NotOurs(f"its tensor {name} is quantised")
         self._left.discard(name)
-        return self._header.bytes_of(name).clone().view(torch.float32)
+        return self._header.bytes_of(name).clone().view(kind).to(self._dtype)
 
     def _norm(self, module: Any, stem: str) -> None:
         module.weight = nn.Parameter(self._floats(f"{stem}.weight"), requires_grad=False)
 
-    def _linear(self, stem: str, inputs: int, heads: int | None = None) -> GroupLinear:
+    def _linear(self, stem: str, inputs: int, heads: int | None = None) -> nn.Module:
         """Makes a layer.
 
         Args:
             heads: the number of heads whose rows a file of the family "llama" has in the order in
                 which llama.cpp rotates them; None for others.
         """
-        groups, bias = self._groups(stem, inputs), None
+        weight, bias = self._matrix(stem, inputs), None
         if f"{stem}.bias" in self._left:
             bias = self._floats(f"{stem}.bias")
         if heads is not None:
-            order = torch.arange(len(groups.numbers)).view(heads, -1, 2).transpose(1, 2).flatten()
-            groups, bias = groups.rows(order), None if bias is None else bias[order]
-        return GroupLinear(groups, bias)
+            rows = len(weight.numbers if isinstance(weight, Groups) else weight)
+            order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+            weight = weight.rows(order) if isinstance(weight, Groups) else weight[order]
+            bias = None if bias is None else bias[order]
+        if isinstance(weight, Groups):
+            return GroupLinear(weight, bias)
+        layer = nn.Linear(inputs, len(weight), bias is not None, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        return layer
 
 
 def _ends(file: Path) -> list[int]:

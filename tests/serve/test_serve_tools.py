@@ -1,6 +1,6 @@
 """Tools in chats, with the official client: calls that are forced by a grammar, and calls that the model makes by itself.
 
-Tests of: serve.tools, serve.tool_calls, serve.message_models.
+Tests of: serve.tools, serve.tool_calls, serve.written_calls, serve.message_models.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ The first line is a `Setup` with "prepare": true converts the models and ends; f
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -16,8 +18,15 @@ from typing import Any
 from engines.tasks import Absent, Setup, Task
 
 
+def die_with_parent() -> None:
+    """Lets the kernel kill this process when its driver ends, though it is stopped then and reads no stdin (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
     """Answers until stdin ends. What libraries print on stdout goes to stderr."""
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

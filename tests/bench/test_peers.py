@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -326,6 +327,34 @@ def test_a_worker_is_stopped_between_tasks(places: tuple[str, str], tmp_path: Pa
         worker.process.wait()
         with pytest.raises(InternalError, match="shoal plain ended with code -9"):
             worker.run(Task(((5, 6, 7),), 2, 4, 0.8, 1.0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not end a child with its parent")
+def test_a_killed_driver_takes_its_stopped_workers_with_it(places: tuple[str, str], tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from engines.process import Worker; from engines.tasks import Setup\n"
+        f"worker = Worker(sys.executable, {setup_of('transformers', PLAIN, places)!r}, Path({str(tmp_path / 'log.txt')!r}))\n"
+        "print(worker.process.pid, flush=True); time.sleep(600)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as driver:
+        assert driver.stdout is not None
+        worker = int(driver.stdout.readline())
+        assert runs(worker)
+        driver.kill()
+    until = time.monotonic() + 100
+    while runs(worker) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not runs(worker)
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there, and no ended one that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.slow

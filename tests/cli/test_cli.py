@@ -513,8 +513,8 @@ def test_check_of_a_good_pair(shoal: Command, tiny: Models) -> None:
     assert answer.code == 0
     verdicts = _verdicts(answer)
     assert list(verdicts) == [
-        "target", "drafter", "tokenizer", "target self-check", "target passes", "drafter self-check", "prompts", "context",
-        "dtype", "memory",
+        "target", "drafter", "tokenizer", "target self-check", "family", "target passes", "drafter self-check", "prompts",
+        "context", "dtype", "memory",
         "acceptance", "costs", "speed-up", "greedy identity", "seeded identity",
     ]  # fmt: skip
     assert set(verdicts.values()) <= {"ok", "warn"}

@@ -21,7 +21,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 487,
-    "lines": 77_596,
+    "lines": 77_626,
     "short modules": 46,
     "long lines": 34,
     "packed statements": 7,

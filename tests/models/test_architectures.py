@@ -28,6 +28,7 @@ from shoal.models import bridge, loading
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.divergence import LIMITS
+from shoal.models.lean.decoder import FAMILY
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
@@ -62,6 +63,28 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 # Prompt and new tokens: one token only; longer than the window from the start; grows past it. The unequal ends make rows
 # join late and the last ones move into holes.
 ASKED = ((prompt(1), 6), (prompt(WINDOW + 5), 14), (prompt(4), 24))
+
+
+@lru_cache
+def table() -> dict[str, list[str]]:
+    """What docs/reference/models.md says of each target: trees, prefix memory, fused passes, drafters."""
+    text = (Path(__file__).parents[2] / "docs/reference/models.md").read_text("utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count("|") == 6]
+    names = {letters(name.partition("(")[0]): said for targets, *said in rows for name in targets.split(", ")}
+    return {name: said for name, said in names.items() if not name.startswith(("through", "with"))}
+
+
+def letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def test_the_table_of_models_says_what_the_code_can(architecture: str) -> None:
+    runner = loading.wrap(tiny_model(architecture), architecture, checked=False)
+    family = architecture.removesuffix("-sliding").removesuffix("-mqa").removesuffix("-mha")
+    said = table()[letters(family)]
+    fused = type(runner.hf).__name__ in FAMILY
+    assert [word == "yes" for word in said[:3]] == [runner.takes_trees, runner.can_keep_prefixes, fused]
+    assert ("without `self`" in said[3]) == (runner.cut_obstacle is not None)
 
 
 @lru_cache(maxsize=1)  # the tests of one architecture run side by side

@@ -21,7 +21,7 @@ import shoal
 from attention_paths import RECURRENT_HERE
 from laws import ALPHA, declared_law, joint
 from laws import run as sampled
-from shoal.cli.check_model import executors
+from shoal.cli.check_model import executors, family
 from shoal.config import Limits, Sampling
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter
@@ -458,6 +458,8 @@ def test_the_model_is_its_owners_again_after_a_pass() -> None:
 
 
 def test_check_names_the_modules() -> None:
+    assert family(target("zamba")).data["drafters"] == ["suffix", "ngram", "recycling", "trigrams"]
+    assert family(target("zamba")).data["layers_with_states"]
     said = executors(target("zamba"), "target", 3).figure
     kinds = "1 of model.layers.*.mamba, 1 of model.layers.*.mamba_decoder.mamba"
     assert said.endswith(f"; recurrent states in {kinds}: chains only, no prefixes are kept")

@@ -146,6 +146,7 @@ def checks_of(
     case = Case(model, sets, measuring.n, measuring.max_new_tokens, measuring.k, repeats, say)
     yield from check_model.turn_end(model)
     yield check_model.self_check(model.target, "target")
+    yield check_model.family(model.target, model.drafter_name)
     yield check_model.executors(model.target, "target", measuring.k)
     if model.draft_model is not None:
         yield check_model.self_check(model.draft_model, "drafter")

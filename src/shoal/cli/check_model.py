@@ -6,6 +6,7 @@ Each is a function from a `Case` or a model to a `CheckResult`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from shoal.cli.check_case import Case
 from shoal.cli.check_result import CheckResult
 from shoal.cli.options import ModelSource, display_name, dtype_name
 from shoal.drafting.draft import BUNDLED
+from shoal.drafting.registry import MTP, SUFFIX, kinds
 from shoal.errors import ModelError, PairMismatch, RequestError
 
 if TYPE_CHECKING:
@@ -161,6 +163,33 @@ def turn_end(model: Shoal) -> Iterator[CheckResult]:
         f"add {own} to eos_token_id in generation_config.json: other programs go on behind it",
         {"tokenizer": own, "generation_config": list(named)},
     )
+
+
+def family(target: Runner, drafter: str | None = None) -> CheckResult:
+    """Tells the family of a model, the layers that keep states, and the drafters in the box.
+
+    These need neither a second model nor training. The first is the one that `auto` means. Without
+    a drafter, the advice is the command that measures it.
+    """
+    from shoal.drafting.mtp import has_layer
+
+    config = getattr(target.hf, "config", None) if target.has_modules else None
+    kind = "GGUF" if config is None else config.get_text_config().model_type
+    names = () if target.mixers is None else target.mixers.modules
+    layers = sorted({int(found[1]) for name in names if (found := re.search(r"\.(\d+)\.", name))})
+    states = f"layers {', '.join(map(str, layers))}" if layers else "no layer"
+    drafters = [MTP.name] if has_layer(target) else []
+    drafters += sorted(
+        (one.name for one in kinds() if one.reads_text and one.maker and not one.about),
+        key=lambda name: name != SUFFIX.name,
+    )
+    if target.has_modules and target.cut_obstacle is None:
+        drafters.append("self")
+    figure = f"{kind}; {states} with recurrent states; drafters in the box: {', '.join(drafters)}"
+    command = f"shoal check --model {display_name(target)} --draft {drafters[0]}"
+    data = {"family": kind, "layers_with_states": layers, "drafters": drafters}
+    advice = "" if drafter else f"whether one pays: {command}"
+    return CheckResult("family", "ok", figure, advice, data)
 
 
 def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:

@@ -67,7 +67,7 @@ format: $(DEV) ## apply ruff's format and safe fixes
 
 clean: ## remove .venv, builds and caches
 	rm -rf .venv .lanes build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find src tests scripts benchmarks training -name __pycache__ -prune -exec rm -rf {} +
 
 $(CORE): pyproject.toml constraints.txt
 	@scripts/setup.sh core

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import command
+from held_out import problems
 from precision import a_pass
 from shoal.api import Shoal
 from shoal.bench.machine import machine
@@ -28,7 +29,6 @@ from shoal.models.loading import bundled, load_runner, load_tokenizer
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
-from shoal.problems.generator import generate as problems
 
 TARGET, DRAFTER = bundled("target"), bundled("drafter")
 WAYS = ("modules", "modules, packed", "lean")
@@ -60,7 +60,7 @@ def pass_ms(source: Path, dtype: str, shapes: Sequence[tuple[int, int]], repeats
 
 def speeds(target: Path, draft: Path, dtype: str, batch: int, tokens: int, lookahead: str, repeats: int) -> dict[str, float]:
     """Median tokens per second of one batch of one prompt by way, plain and speculative; T = 0.8."""
-    prompt, tokenizer = problems(20, 1, "templates")[0].prompt, load_tokenizer(target)
+    prompt, tokenizer = problems(1)[0].prompt, load_tokenizer(target)
     pairs = {way: Shoal(runner_for(way, target, dtype), runner_for(way, draft, dtype), tokenizer) for way in WAYS}
 
     def rate(pair: Shoal, ahead: str) -> float:

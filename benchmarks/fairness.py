@@ -21,12 +21,12 @@ from rich.table import Table
 
 import command
 import shoal
+from held_out import problems
 from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.provenance import require_place, write_results
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError
-from shoal.problems.generator import generate
 from shoal.sampling.acceptance import Coupled
 from shoal.types.requests import Request, Row
 
@@ -113,7 +113,7 @@ def main(
     require_place(to)
     pair = shoal.load(max_batch=SLOTS)
     tokenizer = pair.tokenizer
-    prompts = [tuple(tokenizer(problem.prompt)["input_ids"]) for problem in generate(7, 4 * SLOTS, "templates")]
+    prompts = [tuple(tokenizer(problem.prompt)["input_ids"]) for problem in problems(4 * SLOTS, seed=7)]
     table = Table("load", "quantum", "first tokens, median s", "most", "end, median s", "all, s", "pauses", "prompt tokens")
     figures = []
     for load in LOADS:

@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import command
+from held_out import problems
 from shoal.bench.machine import machine
 from shoal.bench.provenance import require_place, write_results
 from shoal.models.gguf import sequences
@@ -25,7 +26,6 @@ from shoal.models.gguf.library import library
 from shoal.models.gguf.model import GgufModel
 from shoal.models.gguf.runner import GgufRunner
 from shoal.models.gguf.tokenizer import tokenizer_of
-from shoal.problems.generator import generate as problems
 
 ROWS, PROMPT, LENGTH, DRAFTS = 6, 20, 80, 4
 MADE = sequences._made
@@ -89,7 +89,7 @@ def main(
 ) -> None:
     """Counts the highest logits that company changes."""
     require_place(json_path)
-    text = "\n".join(one.prompt for one in problems(1, 20, "templates"))
+    text = "\n".join(one.prompt for one in problems(20, seed=1))
     ids, model = tokenizer_of(file)(text)["input_ids"], GgufModel(file)
     rows = [ids[number * LENGTH : (number + 1) * LENGTH] for number in range(ROWS)]
     assert all(len(row) == LENGTH for row in rows)

@@ -30,6 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import shoal
 from held_out import problems
+from problems.generator import FunctionProblem
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
 from shoal.evaluation.execution import execute
@@ -37,7 +38,6 @@ from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
 from shoal.integrations.trl import rollout_func
 from shoal.models.loading import bundled
-from shoal.problems.generator import FunctionProblem
 
 PARSES = 0.2
 WAYS = {

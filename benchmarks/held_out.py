@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training" / "pair"))  # for those that import this module, too
 
 import shoal
+from problems.generator import FunctionProblem, generate
 from shoal.engine.engine import Engine
-from shoal.problems.generator import FunctionProblem, generate
 from shoal.types.requests import Request
 from shoal.types.stats import Stats
 
-SEED = 20
 
-
-def problems(count: int) -> list[FunctionProblem]:
-    """So many problems whose templates were held out of training."""
-    return generate(SEED, count, "templates")
+def problems(count: int, seed: int = 20) -> list[FunctionProblem]:
+    """So many problems whose templates were held out of training; without a seed, those that `shoal bench` takes."""
+    return generate(seed, count, "templates")
 
 
 def prompts(pair: shoal.Shoal, count: int) -> list[tuple[int, ...]]:

@@ -25,13 +25,13 @@ from rich.table import Table
 
 import command
 import shoal
+from held_out import problems
 from shoal.bench.machine import machine
 from shoal.bench.provenance import require_place, write_results
 from shoal.errors import InternalError
 from shoal.models.loading import wrap
-from shoal.problems.generator import generate
 
-TEMPERATURE, SEED = 0.8, 20
+TEMPERATURE = 0.8
 DRAFTERS = ("own", "shuffled", "shuffled target")
 
 
@@ -82,7 +82,7 @@ def lines(batches: list[int], tokens: int, repeats: int) -> Iterator[dict[str, A
     for drafter in DRAFTERS:
         for batch in batches:
             pair = pair_with(drafter, max(batches))
-            prompts = [problem.prompt for problem in generate(SEED, batch, "templates")]
+            prompts = [problem.prompt for problem in problems(batch)]
             require_identity(pair, prompts, min(tokens, 48))
             seconds(pair, "off", prompts, 0, tokens)  # the machine's own warm-up
             first = seconds(pair, "off", prompts, 1, tokens) / seconds(pair, "auto", prompts, 1, tokens)

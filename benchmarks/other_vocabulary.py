@@ -24,13 +24,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 import shoal
+from held_out import problems
+from pair_corpus import CorpusSize, build_corpus, pack
+from pair_models import build, drafter_config
+from pair_tokenizer import END, PAD
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, Choice, Tally
 from shoal.models.loading import bundled
-from shoal.problems.generator import generate
-from shoal.train.corpus import CorpusSize, Windows, build_corpus, pack
+from shoal.train.corpus import Windows
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.models import build, drafter_config, next_token_loss
-from shoal.train.tokenizer import END, PAD
+from shoal.train.losses import next_token_loss
 
 SEED = 20
 SCALE = 0.3
@@ -89,7 +91,7 @@ def main() -> None:
     for name in VOCABULARIES.keys() & set(given.drafters):
         if not (given.work / name / "config.json").exists():
             train(given.work, name, given.steps)
-    prompts = [problem.prompt for problem in generate(SEED, given.prompts, "templates")]
+    prompts = [problem.prompt for problem in problems(given.prompts)]
     columns = (
         "drafter",
         "rule",

@@ -19,12 +19,12 @@ from rich.table import Table
 from torch.nn.functional import linear
 
 import shoal
+from held_out import problems
 from shoal.bench.measure import compared, interleave
 from shoal.models import weights
 from shoal.models.loading import bundled, load_runner
 from shoal.models.runner import Runner
 from shoal.models.weights import matrix
-from shoal.problems.generator import generate as problems
 
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 7), (4, 7), (8, 5), (8, 7))
 """Rows x positions."""
@@ -146,7 +146,7 @@ def identity_table(texts: list[str], n: int, max_new_tokens: int) -> Table:
 def main(n: int = 8, max_new_tokens: int = 96, prompts: int = 3, repeats: int = 25) -> None:
     """Prints the tables of docs/measurements/numerics.md."""
     console = Console(width=120)
-    texts = [problem.prompt for problem in problems(20, prompts, "templates")]
+    texts = [problem.prompt for problem in problems(prompts)]
     console.print(product_table(repeats))
     for part in ("target", "drafter"):
         runners = variants(part)

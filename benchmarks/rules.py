@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import shoal
+from held_out import problems
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
-from shoal.problems.generator import generate as problems
 from shoal.sampling.acceptance import Coupled
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args()
     pair = shoal.load(dtype="float32")
-    prompts = [problem.prompt for problem in problems(21, given.prompts, "templates")]
+    prompts = [problem.prompt for problem in problems(given.prompts, seed=21)]
     lines = [line(pair, prompts, given, temperature) for temperature in TEMPERATURES]
     if given.json is not None:
         asked = {name: value for name, value in vars(given).items() if name != "json"}

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
+from held_out import problems
 from shoal.drafting import model as draft_model
 from shoal.engine import engine, logprobs
 from shoal.models import runner
 from shoal.models.cache import slots
 from shoal.models.lean.drafting import LeanSteps
 from shoal.models.runner import Runner
-from shoal.problems.generator import generate as problems
 from shoal.sampling import acceptance, scores
 from shoal.types.stats import Stats
 
@@ -86,7 +86,7 @@ def pass_ms(model: Runner, n: int, context: int = 128, repeats: int = 40) -> flo
 def main(n: int = 8, max_new_tokens: int = 128, lookahead: str = "auto", dtype: str = "float32", repeats: int = 4) -> None:
     """Prints milliseconds and calls per round."""
     pair = shoal.load(dtype=dtype, max_batch=n)
-    prompt = problems(20, 1, "templates")[0].prompt
+    prompt = problems(1)[0].prompt
     seconds, calls, stats = defaultdict[str, float](float), Counter[str](), Stats()
     for seed in range(-1, repeats):
         if seed < 0:  # warm up

@@ -25,6 +25,7 @@ import torch
 
 import shoal
 from held_out import problems
+from problems.generator import FunctionProblem
 from shoal.bench.machine import machine
 from shoal.bench.provenance import place_of_results, write_results
 from shoal.constraints.syntax.layout import Layout
@@ -34,7 +35,6 @@ from shoal.engine import engine
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
-from shoal.problems.generator import FunctionProblem
 
 Json = dict[str, Any]
 LONGEST = 40

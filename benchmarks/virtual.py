@@ -34,6 +34,7 @@ from rich.table import Table
 
 import command
 import shoal
+from held_out import problems
 from scaling import CONTEXT, prepared_pass
 from shoal.bench.machine import machine
 from shoal.bench.provenance import require_place, write_results
@@ -41,12 +42,11 @@ from shoal.bench.regret import CONTROLLERS, SWEEP
 from shoal.bench.work import Stopwatch, timed
 from shoal.lookahead.controller import Controller, PairCosts, as_controller, by_name
 from shoal.models.runner import Runner
-from shoal.problems.generator import generate
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
 TEMPERATURE = 0.8
-PROBLEMS, SAMPLES, PROBLEMS_SEED = 48, 2, 20
+PROBLEMS, SAMPLES = 48, 2
 WIDTH = 120
 """Columns where stdout is no terminal."""
 QUEUES = {"none": 0, "three batches": 3}
@@ -96,7 +96,7 @@ class PassCosts:
 def traces(pair: shoal.Shoal, tokens: int) -> list[Trace]:
     """Texts for held-out problems, decoded plainly, and the distributions of both models along them."""
     assert pair.draft_model is not None
-    prompts = [problem.prompt for problem in generate(PROBLEMS_SEED, PROBLEMS, "templates")]
+    prompts = [problem.prompt for problem in problems(PROBLEMS)]
     controls: dict[str, Any] = {"lookahead": "off", "temperature": TEMPERATURE, "seed": 1, "max_new_tokens": tokens}
     ends = pair.generate(prompts, SAMPLES, **controls)
     whole = pair.generate(prompts, SAMPLES, **controls, eos=())

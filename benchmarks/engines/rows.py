@@ -12,7 +12,6 @@ from engines.tasks import PLAIN, Task
 from shoal.errors import RequestError
 
 DRAFTED = 4  # tokens per round of peers, and of "fixed:4"
-PROBLEMS_SEED = 20  # of the held-out problems that are prompts
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,12 @@ def prompt_ids(model: str, count: int, length: int) -> tuple[tuple[int, ...], ..
         vocabulary = {"llama": 32000, "qwen": 151936}[model]
         generator = random.Random(0)
         return tuple(tuple(generator.choices(range(vocabulary), k=length)) for _ in range(count))
+    from held_out import problems
     from shoal.cli.demo import PROMPT
     from shoal.models.loading import bundled, load_tokenizer
-    from shoal.problems.generator import generate
 
     if model == "smollm2":
         return (tuple(load_tokenizer(smollm2_checkpoint()).encode(PROMPT)),)
-    texts = [PROMPT] if count == 1 else [problem.prompt for problem in generate(PROBLEMS_SEED, count, "templates")]
+    texts = [PROMPT] if count == 1 else [problem.prompt for problem in problems(count)]
     tokenizer = load_tokenizer(bundled("target"))
     return tuple(tuple(tokenizer.encode(text)) for text in texts)

@@ -35,7 +35,7 @@ from shoal.testing.drafters import check_drafter
 from shoal.testing.significance import chi_square
 from shoal.train import own_samples
 from shoal.train.drafter import DrafterTrainer, DrafterTraining
-from shoal.train.models import logits, next_token_loss
+from shoal.train.losses import logits, next_token_loss
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 

@@ -1,33 +1,36 @@
 """The training code at small sizes, and the pair that it shipped.
 
-Tests of: train.corpus, train.distil, train.loop, train.models, train.muon, train.tokenizer,
-problems.generator.
+Tests of: problems, train.corpus, train.losses, train.loop, train.muon, and of training/pair.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
-from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from continuations import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measure_pair import SHIPPED, LoadedPair, first_function, is_valid, passes, text_figures
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig
 
-from shoal.problems.generator import generate, split_of, templates
-from shoal.train.corpus import CorpusSize, Windows, build_corpus, fill_in_middle, is_held_out, pack, stdlib_files
-from shoal.train.distil import acceptance, distillation_loss
+from continuations import sample
+from measure_pair import SHIPPED, LoadedPair, first_function, is_valid, passes, text_figures
+from pair_corpus import CorpusSize, build_corpus, fill_in_middle, pack
+from pair_models import build
+from pair_tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer
+from problems.generator import generate, split_of, templates
+from shoal.errors import RequestError
+from shoal.evaluation.tasks import function_problems
+from shoal.problems import Draw, stored_problems
+from shoal.train.corpus import Windows, is_held_out, stdlib_files
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.models import build, next_token_loss
+from shoal.train.losses import acceptance, distillation_loss, next_token_loss
 from shoal.train.muon import orthogonalise
-from shoal.train.tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer
+from shoal.train.own_samples import stored_prompts
+from store_problems import DRAWS, drawn
 
 SPLITS = ("train", "constants", "templates")
 SMALL = CorpusSize(problems=40, stdlib_characters=20_000, held_out_problems=10, held_out_characters=5_000)
@@ -49,17 +52,21 @@ def test_problems_and_corpus_repeat_for_a_seed_and_differ_between_seeds():
     assert build_corpus(SMALL, seed=1) == build_corpus(SMALL, seed=1)
 
 
-PINNED = {  # first 16 digits of the SHA-256 of what the shipped pair was trained and is measured on
-    "templates": "6e7fd5f736878439", "train": "93a91c7f0669afc8", "constants": "b0c56842b26da5d8",
-    "held-out templates": "4328ad985c267d8f",
-}  # fmt: skip
+@pytest.mark.parametrize("draw", DRAWS)
+def test_stored_problems_are_the_generator_s(draw: Draw) -> None:
+    fields = "name", "prompt", "solution", "tests", "function", "document"
+    stored, made = (
+        [[getattr(one, field) for field in fields] for one in some] for some in (stored_problems(draw), drawn(draw))
+    )
+    assert stored == made
 
 
-def test_the_generated_problems_never_change():
-    texts = {"templates": repr([astuple(template) for template in templates()])}
-    for name, split in {"train": "train", "constants": "constants", "held-out templates": "templates"}.items():
-        texts[name] = repr([astuple(problem) for problem in generate(7, 400, split)])
-    assert {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()} == PINNED
+def test_a_larger_draw_has_further_problems_or_is_refused() -> None:
+    prompts, further = ([one.prompt for one in stored_problems(draw)] for draw in ("prompts", "corpus"))
+    assert [stored_prompts(count) for count in (3, 2401, 10**5)] == [prompts[:3], [*prompts, further[0]], prompts + further]
+    assert len(function_problems(1996)) == 1996
+    with pytest.raises(RequestError, match="has 1996 problems, and 1997 were asked for"):
+        function_problems(1997)
 
 
 def test_splits_share_no_template_no_constants_and_no_file():

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import train_mtp
 from transformers import Qwen3_5ForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import shoal
+import train_mtp
 from shoal.drafting.mtp import MtpDrafter
 from shoal.models.mtp_layer import Beside
 

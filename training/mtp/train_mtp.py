@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pair"))
 
 import torch
 import typer
@@ -23,10 +26,11 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
 
 import shoal
+from pair_corpus import CorpusSize, build_corpus, pack
+from problems.generator import generate
 from shoal.models.loading import bundled
 from shoal.models.mtp_layer import Beside
-from shoal.problems.generator import generate
-from shoal.train.corpus import CorpusSize, Windows, build_corpus, pack
+from shoal.train.corpus import Windows
 
 SIZE = CorpusSize(problems=12_000, stdlib_characters=400_000)
 LENGTH, BATCH, RATE = 128, 16, 4e-3

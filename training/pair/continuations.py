@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import LlamaForCausalLM
 
-from shoal.train.models import END_ID, PAD_ID
+from pair_models import END_ID, PAD_ID
 
 BATCH = 256  # rows
 

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import typer
-from continuations import sample
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -24,11 +23,12 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
+from continuations import sample
+from pair_corpus import pack
+from problems.generator import FunctionProblem, Split, generate
 from shoal.models.loading import bundled
-from shoal.problems.generator import FunctionProblem, Split, generate
-from shoal.train.corpus import Tokens, pack, stdlib_pieces
-from shoal.train.distil import acceptance
-from shoal.train.models import logits
+from shoal.train.corpus import Tokens, stdlib_pieces
+from shoal.train.losses import acceptance, logits
 
 SHIPPED = bundled("target").parent
 SEED = 1

@@ -11,16 +11,17 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from continuations import sample
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from shoal.problems.generator import generate
-from shoal.train.corpus import CorpusSize, Tokens, Windows, build_corpus, pack
-from shoal.train.distil import distillation_loss
+from continuations import sample
+from pair_corpus import CorpusSize, build_corpus, pack
+from pair_models import build, drafter_config, export, target_config
+from pair_tokenizer import save_tokenizer, train_tokenizer
+from problems.generator import generate
+from shoal.train.corpus import Tokens, Windows
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.models import build, drafter_config, export, next_token_loss, target_config
-from shoal.train.tokenizer import save_tokenizer, train_tokenizer
+from shoal.train.losses import distillation_loss, next_token_loss
 
 SEED = 20
 WORK = Path("build/pair")

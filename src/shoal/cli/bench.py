@@ -17,12 +17,13 @@ from shoal.cli.files import listed_prompts
 from shoal.cli.option_groups import models_option, option_groups, sampling_option, speed_option
 from shoal.cli.options import PROMPTS_HELP, ModelSource, NewTokensOption, PairNames, parse_lookahead
 from shoal.errors import RequestError
+from shoal.problems import stored_problems
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.bench.job import Job
 
-PROBLEMS_SEED, POOL = 20, 64  # held-out problems that are the default prompts
+POOL = 64  # held-out problems that are the default prompts
 
 Value = TypeVar("Value")
 
@@ -255,9 +256,7 @@ def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[t
             for _ in range(size)
         ]
     if not texts:
-        from shoal.problems.generator import generate
-
-        texts = [problem.prompt for problem in generate(PROBLEMS_SEED, size, "templates")]
+        texts = [problem.prompt for problem in stored_problems("held_out")[:size]]
     return [tuple(pair.tokenizer.encode(text)) for text in texts]
 
 

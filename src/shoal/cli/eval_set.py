@@ -73,7 +73,9 @@ class SetOptions:
     ] = None
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Only the first so many problems; functions: 200 without it."),
+        typer.Option(
+            min=1, help="Only the first so many problems; functions: 200 without it, 1996 at most."
+        ),
     ] = None
     chat: Annotated[bool, sampling_option("--chat", help="Ask by the model's chat template.")] = (
         False
@@ -98,7 +100,7 @@ class SetOptions:
 
         if self.set_ == "functions":
             if self.data is not None:
-                raise RequestError("the set functions is generated: leave out --data")
+                raise RequestError("the set functions is bundled: leave out --data")
             problems = tasks.function_problems(self.limit or tasks.FUNCTIONS)
             return EvalSet(
                 self.set_, tasks.code_tasks(problems, chat=self.chat), problems, chat=self.chat

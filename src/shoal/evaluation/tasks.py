@@ -13,6 +13,7 @@ from shoal.errors import RequestError
 from shoal.evaluation.chat_answers import cut_answer
 from shoal.evaluation.endings import FENCE, ending
 from shoal.evaluation.problems import Problem, records, text_field
+from shoal.problems import Draw, stored_problems
 from shoal.types.inputs import chat_template_of
 
 CHAT = (
@@ -21,8 +22,9 @@ CHAT = (
 )
 CHAT_SUMMARY = "Summarize the following text in one sentence.\n\n{document}"
 SUMMARY = "{document}\n\nTL;DR:"
-FUNCTIONS_SEED, FUNCTIONS = 404, 200
-"""The seed and the default number of the held-out problems."""
+SPLITS: tuple[Draw, ...] = ("templates", "constants")
+FUNCTIONS = 200
+"""The default number of the held-out problems."""
 
 
 @dataclass(frozen=True)
@@ -119,28 +121,29 @@ def function_problems(count: int = FUNCTIONS) -> list[Problem]:
     """Returns distinct problems held out of the bundled pair's training.
 
     Templates and constants alternate.
-    """
-    from shoal.problems.generator import generate
 
+    Raises:
+        RequestError: there are fewer.
+    """
     templates, constants = (
-        list(
-            {problem.prompt: problem for problem in generate(FUNCTIONS_SEED, count, split)}.values()
-        )
-        for split in ("templates", "constants")
+        {problem.prompt: (split, problem) for problem in stored_problems(split)}.values()
+        for split in SPLITS
     )
-    alternating = [problem for both in zip(templates, constants, strict=False) for problem in both][
-        :count
-    ]
+    alternating = [each for both in zip(templates, constants, strict=False) for each in both]
+    if count > len(alternating):
+        raise RequestError(
+            f"the set functions has {len(alternating)} problems, and {count} were asked for"
+        )
     return [
         Problem(
-            task_id=f"{problem.split}/{place:04}/{problem.name}",
+            task_id=f"{split}/{place:04}/{problem.name}",
             language="python",
             prompt=problem.prompt,
             tests="\n".join(problem.tests) + "\n",
             entry_point=problem.name,
             canonical=problem.solution,
         )
-        for place, problem in enumerate(alternating)
+        for place, (split, problem) in enumerate(alternating[:count])
     ]
 
 

@@ -1,1 +1,1 @@
-"""The bundled target and drafter: their corpus, training and report."""
+"""The training of draft models and heads for any target."""

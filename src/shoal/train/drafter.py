@@ -22,20 +22,16 @@ from shoal.drafting.multi_exit import EXITS
 from shoal.errors import RequestError
 from shoal.models.early_exit import shallow
 from shoal.models.loading import eos_ids, load_tokenizer
-from shoal.problems.generator import generate
+from shoal.problems import stored_problems
 from shoal.train.corpus import Tokens, stdlib_pieces
-from shoal.train.distil import acceptance, distillation_loss
 from shoal.train.loop import Loss
-from shoal.train.models import logits, next_token_loss
+from shoal.train.losses import acceptance, distillation_loss, logits, next_token_loss
 from shoal.train.own_samples import SEED
 from shoal.train.shrink import small_model
 from shoal.train.stages import Figures, Stage, StagedTrainer, Training
 
-PROBLEMS, CHARACTERS = 8000, 2_000_000
-"""The problems and characters of the corpus if none is given.
-
-They are small programming problems, and Python's standard library.
-"""
+CHARACTERS = 2_000_000
+"""The characters of Python's standard library in the corpus if none is given."""
 DISTIL_LR = 0.6
 
 
@@ -169,5 +165,5 @@ class DrafterTrainer(StagedTrainer):
 
 
 def _built_in() -> Iterator[str]:
-    yield from (problem.document for problem in generate(SEED + 1, PROBLEMS, "train"))
+    yield from (problem.document for problem in stored_problems("corpus"))
     yield from stdlib_pieces(False, CHARACTERS, SEED)

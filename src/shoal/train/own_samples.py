@@ -17,7 +17,7 @@ from rich.progress import track
 
 from shoal.api import Shoal, load
 from shoal.errors import RequestError
-from shoal.problems.generator import generate
+from shoal.problems import stored_problems
 from shoal.train.corpus import Tokens
 
 PART = 96
@@ -59,9 +59,7 @@ class OwnSamples:
     ) -> None:
         self._work, self._source, self._count = work, source, count
         self._new_tokens, self._temperature = new_tokens, temperature
-        self._prompts = list(prompts) or [
-            problem.prompt for problem in generate(SEED, count, "train")
-        ]
+        self._prompts = list(prompts) or stored_prompts(count)
         work.mkdir(parents=True, exist_ok=True)
         settings: dict[str, Any] = {
             "target": source or "bundled",
@@ -120,6 +118,14 @@ class OwnSamples:
             else [file for i, file in enumerate(files) if i % HELD_OUT or len(files) == 1]
         )
         return np.concatenate([np.load(file) for file in chosen])
+
+
+def stored_prompts(count: int) -> list[str]:
+    """Returns so many prompts of stored problems, or all 10,400."""
+    problems = stored_problems("prompts")
+    if count > len(problems):
+        problems += stored_problems("corpus")
+    return [problem.prompt for problem in problems[:count]]
 
 
 def _fitting(prompts: Sequence[str], pair: Shoal) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.problems.templates import NONE, SMALL, WIDE, Single
+from problems.templates import NONE, SMALL, WIDE, Single
 
 LISTS: tuple[Single, ...] = (
     (
@@ -84,8 +84,7 @@ LISTS: tuple[Single, ...] = (
         "Group {a0} by the remainder modulo {k}.",
         ("ints",),
         SMALL,
-        "groups = {{}}\nfor x in {a0}:\n    groups.setdefault(x % {k}, []).append(x)\nreturn "
-        "groups",
+        "groups = {{}}\nfor x in {a0}:\n    groups.setdefault(x % {k}, []).append(x)\nreturn groups",
     ),
     ("append_{k}", "Return {a0} with {k} at the end.", ("ints",), WIDE, "return {a0} + [{k}]"),
     (
@@ -107,16 +106,14 @@ LISTS: tuple[Single, ...] = (
         "Return the running totals of {a0}.",
         ("ints",),
         NONE,
-        "total = 0\nresult = []\nfor x in {a0}:\n    total += x\n    "
-        "result.append(total)\nreturn result",
+        "total = 0\nresult = []\nfor x in {a0}:\n    total += x\n    result.append(total)\nreturn result",
     ),
     (
         "running_max",
         "Return the running maximum of {a0}.",
         ("some",),
         NONE,
-        "best = {a0}[0]\nresult = []\nfor x in {a0}:\n    best = max(best, x)\n    "
-        "result.append(best)\nreturn result",
+        "best = {a0}[0]\nresult = []\nfor x in {a0}:\n    best = max(best, x)\n    result.append(best)\nreturn result",
     ),
     (
         "differences",

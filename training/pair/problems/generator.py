@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from shoal.problems.numbers import (
+from problems.numbers import (
     DICT_OPERATIONS,
     EXPRESSIONS,
     INT_CONDITIONS,
     INT_OPERATIONS,
     MAPS,
 )
-from shoal.problems.pools import POOLS, Pool
-from shoal.problems.singles import SINGLES
-from shoal.problems.strings import (
+from problems.pools import POOLS, Pool
+from problems.singles import SINGLES
+from problems.strings import (
     CHAR_CONDITIONS,
     CHAR_OPERATIONS,
     WORD_CONDITIONS,
     WORD_OPERATIONS,
 )
-from shoal.problems.templates import Condition, Operation, Template
+from problems.templates import Condition, Operation, Template
 
 Split = Literal["train", "constants", "templates"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.problems.single_lists import LISTS
-from shoal.problems.templates import MARKS, NONE, SMALL, WIDE, Single
+from problems.single_lists import LISTS
+from problems.templates import MARKS, NONE, SMALL, WIDE, Single
 
 _STRINGS: tuple[Single, ...] = (
     ("repeat_word_{k}_times", "Repeat {a0} {k} times.", ("word",), SMALL, "return {a0} * {k}"),
@@ -224,8 +224,7 @@ _NUMBERS: tuple[Single, ...] = (
         "Return the digits of {a0} in base {k}.",
         ("big",),
         SMALL,
-        "digits = []\nwhile {a0} > 0:\n    digits.append({a0} % {k})\n    {a0} //= {k}\nreturn "
-        "digits[::-1]",
+        "digits = []\nwhile {a0} > 0:\n    digits.append({a0} % {k})\n    {a0} //= {k}\nreturn digits[::-1]",
     ),
     (
         "arithmetic_series_{k}",
@@ -302,8 +301,7 @@ _NUMBERS: tuple[Single, ...] = (
         "Check whether {a0} is a prime number.",
         ("n",),
         NONE,
-        "if {a0} < 2:\n    return False\nfor d in range(2, {a0}):\n    if {a0} % d == 0:\n      "
-        "  return False\nreturn True",
+        "if {a0} < 2:\n    return False\nfor d in range(2, {a0}):\n    if {a0} % d == 0:\n        return False\nreturn True",
     ),
     (
         "primes_up_to",
@@ -338,8 +336,7 @@ _NUMBERS: tuple[Single, ...] = (
         "Count the Collatz steps from {a0} to 1.",
         ("n",),
         NONE,
-        "steps = 0\nwhile {a0} != 1:\n    {a0} = {a0} // 2 if {a0} % 2 == 0 else 3 * {a0} + 1\n "
-        "   steps += 1\nreturn steps",
+        "steps = 0\nwhile {a0} != 1:\n    {a0} = {a0} // 2 if {a0} % 2 == 0 else 3 * {a0} + 1\n    steps += 1\nreturn steps",
     ),
     (
         "triangle_number",

@@ -1,15 +1,14 @@
-"""The shapes of target and drafter, and how they are built, run and exported."""
+"""The shapes of target and drafter, and how they are built and exported."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from shoal.train.tokenizer import CONTEXT, VOCABULARY
+from pair_tokenizer import CONTEXT, VOCABULARY
 
 END_ID, PAD_ID = 0, 4
 
@@ -53,24 +52,8 @@ def build(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Computes the logits of tokens (batch, length), the first excepted.
-
-    They are (batch, length - 1, vocabulary).
-    """
-    result: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return result
-
-
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Computes the mean cross-entropy, in nats, of tokens (batch, length)."""
-    return F.cross_entropy(logits(model, tokens).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def export(model: LlamaForCausalLM, tokenizer: Path, directory: Path) -> None:
     """Writes a Hugging Face directory with bfloat16 weights; leaves `model` as it is."""
-    from transformers import AutoTokenizer
-
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(directory)

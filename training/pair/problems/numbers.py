@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from shoal.problems.templates import Condition, Expression, Operation, integers
+from problems.templates import Condition, Expression, Operation, integers
 
 INT_CONDITIONS = (
     Condition("even", "even numbers", "even", "{x} % 2 == 0", {}),
     Condition("odd", "odd numbers", "odd", "{x} % 2 == 1", {}),
     Condition("positive", "positive numbers", "positive", "{x} > 0", {}),
     Condition("negative", "negative numbers", "negative", "{x} < 0", {}),
-    Condition(
-        "above", "numbers greater than {k}", "above_{k}", "{x} > {k}", {"k": integers(1, 30)}
-    ),
+    Condition("above", "numbers greater than {k}", "above_{k}", "{x} > {k}", {"k": integers(1, 30)}),
     Condition("below", "numbers less than {k}", "below_{k}", "{x} < {k}", {"k": integers(1, 30)}),
-    Condition(
-        "multiple", "multiples of {k}", "multiples_of_{k}", "{x} % {k} == 0", {"k": integers(3, 12)}
-    ),
+    Condition("multiple", "multiples of {k}", "multiples_of_{k}", "{x} % {k} == 0", {"k": integers(3, 12)}),
     Condition(
         "indivisible",
         "numbers not divisible by {k}",
@@ -30,12 +26,8 @@ INT_CONDITIONS = (
         "{k} <= {x} <= {m}",
         {"k": integers(0, 9), "m": integers(10, 30)},
     ),
-    Condition(
-        "ending", "numbers ending in {k}", "ending_in_{k}", "{x} % 10 == {k}", {"k": integers(0, 9)}
-    ),
-    Condition(
-        "other", "numbers other than {k}", "other_than_{k}", "{x} != {k}", {"k": integers(0, 20)}
-    ),
+    Condition("ending", "numbers ending in {k}", "ending_in_{k}", "{x} % 10 == {k}", {"k": integers(0, 9)}),
+    Condition("other", "numbers other than {k}", "other_than_{k}", "{x} != {k}", {"k": integers(0, 20)}),
     Condition("above_arg", "numbers greater than {a1}", "above", "{x} > {a1}", {}, "limit"),
     Condition("below_arg", "numbers less than {a1}", "below", "{x} < {a1}", {}, "limit"),
     Condition("multiple_arg", "multiples of {a1}", "multiples", "{x} % {a1} == 0", {}, "divisor"),
@@ -93,9 +85,7 @@ INT_OPERATIONS = (
         ("Return the positions of the {noun} in {a0}.",),
         "return [i for i, x in enumerate({a0}) if {p}]",
     ),
-    Operation(
-        "zero", ("Replace the {noun} in {a0} by zero.",), "return [0 if {p} else x for x in {a0}]"
-    ),
+    Operation("zero", ("Replace the {noun} in {a0} by zero.",), "return [0 if {p} else x for x in {a0}]"),
     Operation(
         "square",
         ("Return the squares of the {noun} in {a0}.",),
@@ -142,9 +132,7 @@ EXPRESSIONS = (
     Expression("plus", "plus {k}", "plus_{k}", "{x} + {k}", {"k": integers(1, 30)}),
     Expression("minus", "minus {k}", "minus_{k}", "{x} - {k}", {"k": integers(1, 30)}),
     Expression("times", "times {k}", "times_{k}", "{x} * {k}", {"k": integers(2, 20)}),
-    Expression(
-        "over", "divided by {k}, rounded down", "over_{k}", "{x} // {k}", {"k": integers(2, 12)}
-    ),
+    Expression("over", "divided by {k}, rounded down", "over_{k}", "{x} // {k}", {"k": integers(2, 12)}),
     Expression("mod", "modulo {k}", "mod_{k}", "{x} % {k}", {"k": integers(2, 12)}),
     Expression("squared", "squared", "squared", "{x} * {x}", {}),
     Expression(
@@ -154,9 +142,7 @@ EXPRESSIONS = (
         "{x} * {k} + {m}",
         {"k": integers(2, 9), "m": integers(1, 9)},
     ),
-    Expression(
-        "at_most", "limited to at most {k}", "at_most_{k}", "min({x}, {k})", {"k": integers(2, 20)}
-    ),
+    Expression("at_most", "limited to at most {k}", "at_most_{k}", "min({x}, {k})", {"k": integers(2, 20)}),
     Expression(
         "at_least",
         "raised to at least {k}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.problems.templates import Condition, Operation, integers
+from problems.templates import Condition, Operation, integers
 
 CHAR_CONDITIONS = (
     Condition("vowels", "vowels", "vowels", '{x} in "aeiou"', {}),
@@ -97,9 +97,7 @@ WORD_CONDITIONS = (
         {"k": "abcdeghilnoprstu"},
     ),
     Condition("longer_arg", "words longer than {a1}", "longer", "len({x}) > {a1}", {}, "limit"),
-    Condition(
-        "starting_arg", "words starting with {a1}", "starting", "{x}.startswith({a1})", {}, "letter"
-    ),
+    Condition("starting_arg", "words starting with {a1}", "starting", "{x}.startswith({a1})", {}, "letter"),
 )
 
 
@@ -119,9 +117,7 @@ WORD_OPERATIONS = (
         ("Count the {noun} in {a0}.", "Return how many {noun} are in {a0}."),
         "return sum(1 for w in {a0} if {p})",
     ),
-    Operation(
-        "join", ("Join the {noun} in {a0} with spaces.",), 'return " ".join(w for w in {a0} if {p})'
-    ),
+    Operation("join", ("Join the {noun} in {a0} with spaces.",), 'return " ".join(w for w in {a0} if {p})'),
     Operation(
         "measure",
         ("Return the lengths of the {noun} in {a0}.",),

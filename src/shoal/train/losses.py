@@ -1,4 +1,4 @@
-"""The loss that makes the drafter's distribution the target's."""
+"""The losses of training: of the next token, and of the distance to the target's distribution."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.train.loop import Loss
-from shoal.train.models import logits
 
 LABEL_WEIGHT = 0.05  # of the cross-entropy with the text itself
 OVERLAP_WEIGHT = 0.5  # of the share of drafts that the target would reject
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Computes the logits of tokens (batch, length), the first excepted.
+
+    They are (batch, length - 1, vocabulary).
+    """
+    result: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return result
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Computes the mean cross-entropy, in nats, of tokens (batch, length)."""
+    return F.cross_entropy(logits(model, tokens).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def acceptance(p_logits: Tensor, q_logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -59,19 +59,14 @@ def _number_lists() -> list[list[int]]:
 
 def _word_lists() -> list[list[str]]:
     rng = random.Random(8)
-    return [WORDS[i : i + 3] for i in range(0, 60, 3)] + [
-        rng.sample(WORDS, rng.randint(2, 4)) for _ in range(30)
-    ]
+    return [WORDS[i : i + 3] for i in range(0, 60, 3)] + [rng.sample(WORDS, rng.randint(2, 4)) for _ in range(30)]
 
 
 def _dicts() -> list[dict[str, int]]:
     rng = random.Random(9)
     plain = [{"a": 1, "b": 2}, {"x": 5, "y": 12, "z": 3}, {"a": 10, "b": -4, "c": 7}]
     names = ("a", "b", "c", "d", "x", "y", "z")
-    drawn = [
-        {name: rng.randint(-5, 30) for name in sorted(rng.sample(names, rng.randint(2, 3)))}
-        for _ in range(40)
-    ]
+    drawn = [{name: rng.randint(-5, 30) for name in sorted(rng.sample(names, rng.randint(2, 3)))} for _ in range(40)]
     return plain + drawn
 
 

@@ -1,6 +1,6 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
-Tests of: bench.runner, bench.methods, bench.imposed, bench.report, bench.tables, bench.regret, bench.shapes, bench.work,
+Tests of: bench.runner, bench.methods, bench.imposed, bench.report, bench.tables, bench.shapes, bench.work,
 bench.roofline, bench.memory, bench.job, cli.bench.
 """
 
@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+import regret
 import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
+from never_slower import shuffled
 from shoal.api import Shoal, load
-from shoal.bench import methods, quiet, regret, shapes, tables
+from shoal.bench import methods, quiet, shapes, tables
 from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
@@ -492,13 +494,15 @@ def test_regret_compares_with_the_best_fixed_length() -> None:
     assert eight.over_plain == pytest.approx({"auto": 0.99})
 
 
-def test_the_regret_command_sweeps(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [*COMMAND, "--batch-sizes", "2", "--max-new-tokens", "4", "--regret", "--shuffled"]
-    assert command_line(small) == 0
+def test_the_regret_in_a_file_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small = [*COMMAND, "--batch-sizes", "2", "--lookahead", "off,fixed:1,auto", "--baselines", "", "--output"]
+    assert command_line([*small, str(tmp_path / "out.json")]) == 0
+    capsys.readouterr()
+    regret.main(tmp_path / "out.json")
     shown = capsys.readouterr().out
-    assert "Regret: all prompts different" in shown
-    assert all(name in shown for name in regret.LOOKAHEADS)
-    assert "hf" not in shown
+    assert shown.startswith("Regret: all prompts different")
+    batch, best, _, lost, _ = shown.split()[-5:]
+    assert (batch, best in ("off", "fixed:1"), lost[-1]) == ("2", True, "%")
 
 
 def test_published_shapes_have_the_published_sizes() -> None:
@@ -526,11 +530,10 @@ def test_a_hopeless_drafter_keeps_its_numbers_and_loses_their_order() -> None:
     drafter = pair.draft_model
     assert drafter is not None
     ids = torch.tensor([POOL[0]])
-    before, numbers = drafter.hf(ids).logits, [p.detach().clone() for p in drafter.hf.parameters()]
-    shapes.shuffle_weights(drafter)
-    assert not torch.equal(drafter.hf(ids).logits, before)
-    for old, new in zip(numbers, drafter.hf.parameters(), strict=True):
-        assert torch.equal(old.flatten().sort().values, new.detach().flatten().sort().values)
+    other = shuffled(drafter.hf)
+    assert not torch.equal(drafter.hf(ids).logits, other(ids).logits)
+    for old, new in zip(drafter.hf.parameters(), other.parameters(), strict=True):
+        assert torch.equal(old.detach().flatten().sort().values, new.detach().flatten().sort().values)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the profiler reports memory on Linux")

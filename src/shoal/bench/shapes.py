@@ -19,7 +19,6 @@ from shoal.models import loading, weights
 from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.quantize import quantized
-from shoal.models.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -97,18 +96,6 @@ def shaped_pair(
         choose_passes(runner, compile, owned=True)
         runners.append(runner)
     return Shoal(*runners, max_batch=max_batch)
-
-
-def shuffle_weights(drafter: Runner, seed: int = 0) -> None:
-    """Shuffles the numbers of each matrix of a drafter, in place.
-
-    Its passes cost the same, but its predictions are lost.
-    """
-    generator = torch.Generator(drafter.device).manual_seed(seed)
-    for weight in drafter.hf.parameters():
-        if weight.dim() > 1:
-            order = torch.randperm(weight.numel(), generator=generator, device=weight.device)
-            weight.data.copy_(weight.data.flatten()[order].view_as(weight))
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:

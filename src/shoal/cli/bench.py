@@ -30,15 +30,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class RandomWeights(PairNames):
-    """The options for random weights, or shuffled ones."""
+    """The option for random weights."""
 
     shape: Annotated[
         str | None,
         models_option(help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m or tiny."),
     ] = None
-    shuffled: Annotated[
-        bool, models_option("--shuffled", help="Shuffle the drafter's weights.")
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -54,23 +51,17 @@ class BenchSource(ModelSource, RandomWeights):
         Raises:
             RequestError: options contradict each other.
         """
-        from shoal.bench.shapes import shaped_pair, shuffle_weights
+        from shoal.bench.shapes import shaped_pair
 
         if self.shape is None:
-            pair = self.load()
-        elif self.model is not None or self.draft is not None:
+            return self.load()
+        if self.model is not None or self.draft is not None:
             raise RequestError("--shape makes its own models: leave out --model and --draft")
-        else:
-            placed = {
-                name: getattr(self, name)
-                for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")
-            }
-            pair = shaped_pair(self.shape, seed=seed, **placed)
-        if self.shuffled:
-            if pair.draft_model is None:
-                raise RequestError("--shuffled needs a draft model: give --draft DIR")
-            shuffle_weights(pair.draft_model, seed)
-        return pair
+        placed = {
+            name: getattr(self, name)
+            for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")
+        }
+        return shaped_pair(self.shape, seed=seed, **placed)
 
 
 @dataclass(frozen=True)
@@ -139,10 +130,6 @@ class WorkOptions:
             min=0, max=1, help="Impose an acceptance rate per draft; the text then means nothing."
         ),
     ] = None
-    regret: Annotated[
-        bool,
-        speed_option("--regret", help="Sweep draft lengths and compare the rules with the best."),
-    ] = False
 
     def job(self, repeats: int) -> Job:
         """Returns the job, without the ids that end rows.
@@ -159,8 +146,8 @@ class WorkOptions:
             if self.layout == "both"
             else _list(self.layout, str, "--layout"),
             temperatures=_list(self.temperature, float, "--temperature"),
-            lookaheads=_lookaheads(self.lookahead, self.regret),
-            baselines=() if self.regret else _list(self.baselines, str, "--baselines"),
+            lookaheads=_lookaheads(self.lookahead),
+            baselines=_list(self.baselines, str, "--baselines"),
             max_new_tokens=self.max_new_tokens,
             repeats=repeats,
             seed=self.seed,
@@ -195,7 +182,7 @@ def bench(
     )  # keeps torch's profiler, which counts memory, quiet; read at its import
     output.require_writable()
     if output.replay is not None:
-        output.deliver(read_report(output.replay), work.regret)
+        output.deliver(read_report(output.replay))
         return 0
     return _measure(source, work, repeats, wait, output)
 
@@ -233,7 +220,7 @@ def _measure(
                 pass
         except KeyboardInterrupt:
             interrupted = True
-    output.deliver(runner.report, work.regret)
+    output.deliver(runner.report)
     return EXIT_INTERRUPTED if interrupted else 0
 
 
@@ -268,10 +255,8 @@ def _list(text: str, kind: Callable[[str], Value], option: str) -> tuple[Value, 
         raise RequestError(f"{option} must be values separated by commas, got {text!r}") from None
 
 
-def _lookaheads(text: str, regret: bool) -> tuple[str, ...]:
-    from shoal.bench.regret import LOOKAHEADS
-
-    names = LOOKAHEADS if regret else _list(text, str, "--lookahead")
+def _lookaheads(text: str) -> tuple[str, ...]:
+    names = _list(text, str, "--lookahead")
     for name in names:
         parse_lookahead(name)
     return tuple("off" if name in ("0", "fixed:0") else name for name in names)

@@ -58,9 +58,9 @@ class ReportOptions:
 
             require_matplotlib()
 
-    def deliver(self, report: Report, with_regret: bool) -> None:
+    def deliver(self, report: Report) -> None:
         """Writes the files first, then the tables, or every repeat as JSON, to stdout."""
-        from shoal.bench import regret, tables
+        from shoal.bench import tables
         from shoal.bench.provenance import write_results
 
         files = [self.output] if self.output else []
@@ -77,10 +77,7 @@ class ReportOptions:
         if self.markdown:
             print(tables.markdown(report))
             return
-        console = _console(tables.WIDTH)
-        tables.show(report, console)
-        if with_regret:
-            regret.show(report, console)
+        tables.show(report, _console(tables.WIDTH))
 
 
 def _console(width: int) -> Console:

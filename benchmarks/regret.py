@@ -1,28 +1,41 @@
-"""The regret of a draft length controller.
+"""The regret of draft length controllers on the wall clock, from a file of `shoal bench`; for quiet machines.
 
-It is how much slower the controller is than the best fixed draft length, which is not known
-beforehand.
+It is how much slower a controller is than the best fixed draft length, which is not known beforehand.
+
+    shoal bench --lookahead off,fixed:1,fixed:2,fixed:3,fixed:4,fixed:5,fixed:6,fixed:8,fixed:10,fixed:12,auto,bass,heuristic \\
+        --baselines "" --output FILE
+    python benchmarks/regret.py FILE
+    python benchmarks/regret.py --shuffle DIR    # a pair for `shoal bench --model DIR/target --draft DIR/drafter`
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from statistics import median
+from typing import Annotated
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM
 
+import command
+from never_slower import shuffled
 from shoal.bench.methods import PLAIN
 from shoal.bench.report import Line, Report
-from shoal.bench.tables import heading
+from shoal.bench.tables import WIDTH, heading
+from shoal.cli.bench_report import read_report
+from shoal.errors import RequestError
+from shoal.models.loading import bundled
 
 SWEEP = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 """The fixed draft lengths that are tried beside 0."""
 CONTROLLERS = ("auto", "bass", "heuristic")
-LOOKAHEADS = (PLAIN, *(f"fixed:{k}" for k in SWEEP), *CONTROLLERS)
 
 
 @dataclass(frozen=True)
@@ -90,12 +103,30 @@ def show(report: Report, console: Console) -> None:
                     _text(one.over_plain.get(name), ".2f"),
                 )
             ]
-            table.add_row(
-                str(one.batch), one.best.setting, f"{one.best.speedup.median:.2f}", *figures
-            )
+            table.add_row(str(one.batch), one.best.setting, f"{one.best.speedup.median:.2f}", *figures)
         console.print(table)
         console.print()
 
 
 def _text(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def main(
+    file: Annotated[Path | None, typer.Argument(help="What `shoal bench --output` wrote.")] = None,
+    shuffle: Annotated[
+        Path | None, typer.Option(help="Write the bundled pair there, the drafter's weights shuffled.")
+    ] = None,
+) -> None:
+    """Prints the regrets in a file, or writes a pair whose drafter is as fast as the bundled one and useless."""
+    if (file is None) == (shuffle is None):
+        raise RequestError("give FILE or --shuffle DIR")
+    if file is not None:
+        show(read_report(file), Console(highlight=False, width=WIDTH))
+    if shuffle is not None:
+        shutil.copytree(bundled("target").parent, shuffle, dirs_exist_ok=True)
+        shuffled(AutoModelForCausalLM.from_pretrained(bundled("drafter"))).save_pretrained(shuffle / "drafter")
+
+
+if __name__ == "__main__":
+    command.run(main)

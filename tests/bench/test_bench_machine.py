@@ -1,6 +1,6 @@
 """`shoal bench` beside other programs: what it waits for, marks and shows of the time; and OpenVINO as a baseline.
 
-Tests of: bench.quiet, bench.openvino, bench.plots, cli.bench_progress.
+Tests of: bench.quiet, bench.plots, cli.bench_progress.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import ClassVar
 import pytest
 import torch
 
+import beside_openvino
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
+from engines.openvino_engine import OpenVinoSampling
 from shoal.api import Shoal
 from shoal.bench import methods, plots, quiet, tables
 from shoal.bench.job import Job
-from shoal.bench.openvino import OpenVinoSampling
 from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report
 from shoal.bench.runner import BenchmarkRunner
 from shoal.bench.work import Ids, Work
 from shoal.cli import bench_progress
 from shoal.cli import run as command_line
-from shoal.errors import RequestError
 
 __all__ = ["pair", "quick_ceilings"]  # fixtures
 TOKENS = 6
@@ -161,35 +161,21 @@ class FakeEngine:
         return [list(range(1, sampling.new_tokens + 1)) for _ in prompts for _ in range(n)]
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
+def test_openvino_is_a_baseline_beside_the_others(
+    pair: Shoal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert beside_openvino.main([str(tmp_path)]) == beside_openvino.main([]) == 2  # no export
+    monkeypatch.setattr(methods, "BASELINES", {**methods.BASELINES})
+    monkeypatch.setattr(beside_openvino, "BASELINES", methods.BASELINES)
     (tmp_path / "openvino_model.xml").touch()
-    return tmp_path
-
-
-def test_openvino_is_a_baseline_where_an_export_is_given(pair: Shoal, monkeypatch: pytest.MonkeyPatch, export: Path) -> None:
-    monkeypatch.setattr(methods, "OpenVinoEngine", FakeEngine)
-    report = measured(pair, replace(JOB, baselines=("openvino",), openvino=export), QuietGate(0.0, read=lambda: {}))
+    monkeypatch.setitem(sys.modules, "openvino_genai", None)
+    assert beside_openvino.main([str(tmp_path), *COMMAND[1:], "--baselines", "openvino"]) == 0
+    assert "openvino (batch 2): openvino-genai is not installed: pip install '.[peers]'" in capsys.readouterr().out
+    monkeypatch.setattr(beside_openvino, "OpenVinoEngine", FakeEngine)
+    report = measured(pair, replace(JOB, baselines=("openvino",)), QuietGate(0.0, read=lambda: {}))
     (line,) = (one for one in report.lines if one.baseline)
     assert (line.setting, line.committed) == ("openvino", 3 * TOKENS)
-    assert FakeEngine.made == [(str(export), "float32", torch.get_num_threads())]  # loaded once
-    assert str(export) not in json.dumps(report.to_dict())  # results name no place
-
-
-def test_rows_of_openvino_end_at_eos(pair: Shoal, monkeypatch: pytest.MonkeyPatch, export: Path) -> None:
-    monkeypatch.setattr(methods, "OpenVinoEngine", FakeEngine)
-    run = methods.baseline_method(pair, "openvino", export).run(Work(((5, 6),), 2, 0.8, 6, seed=0, eos=(4,)))
+    assert FakeEngine.made == [(str(tmp_path), "float32", torch.get_num_threads())]  # loaded once
+    assert str(tmp_path) not in json.dumps(report.to_dict())  # results name no place
+    run = methods.baseline_method(pair, "openvino").run(Work(((5, 6),), 2, 0.8, 6, seed=0, eos=(4,)))
     assert run.ids == ((1, 2, 3, 4),) * 2
-
-
-def test_openvino_that_is_not_installed_is_listed(pair: Shoal, monkeypatch: pytest.MonkeyPatch, export: Path) -> None:
-    monkeypatch.setitem(sys.modules, "openvino_genai", None)
-    job = replace(JOB, baselines=("openvino",), openvino=export)
-    (entry,) = measured(pair, job, QuietGate(0.0, read=lambda: {})).unavailable
-    assert "openvino-genai is not installed: pip install '.[peers]'" in entry["reason"]
-
-
-def test_openvino_needs_an_export(pair: Shoal, tmp_path: Path) -> None:
-    for place in (None, tmp_path):
-        with pytest.raises(RequestError, match="--openvino DIR"):
-            methods.baseline_method(pair, "openvino", place)

@@ -62,13 +62,11 @@ RESERVED = {
     "llguidance": "constraints serve",
     "ray": "serve",
     "psutil": "bench",
-    "openvino": "bench",
-    "openvino_genai": "bench",
     "lm_eval": "integrations.lm_eval",
 }
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
 DEFERRED = (
-    "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "openvino", "openvino_genai", "lm_eval",
+    "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "lm_eval",
     "shoal.models.attention.kernels", "shoal.models.layers.kernels", "shoal.models.layers.draw_kernels", "shoal.serve",
     "shoal.integrations.lm_eval",
 )  # fmt: skip

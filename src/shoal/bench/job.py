@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 from shoal.bench.methods import PLAIN
 from shoal.bench.work import Case, Ids
@@ -26,7 +25,6 @@ class Job:
         eos: the ids that end a row; () = every row runs to `max_new_tokens`.
         rule: the acceptance rule.
         acceptance: the rate to impose, None for the real rule.
-        openvino: the target's export, for the baseline of that name.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
@@ -41,7 +39,6 @@ class Job:
     eos: Ids = ()
     rule: str = "rejection"
     acceptance: float | None = None
-    openvino: Path | None = None
 
     def __post_init__(self) -> None:
         if min(self.repeats, self.max_new_tokens) < 1:

@@ -1,6 +1,6 @@
 """The decoding methods that are compared.
 
-They are shoal at a draft length, Transformers' own on the same model object, and OpenVINO's.
+They are shoal at a draft length, and Transformers' own on the same model object.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +15,11 @@ from transformers import GenerationConfig
 from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
 from shoal.api import Shoal
-from shoal.bench.openvino import OpenVinoEngine, OpenVinoSampling
 from shoal.bench.work import Ids, Run, Work, timed
 from shoal.errors import RequestError
 from shoal.types.stats import Stats
 
-PLAIN, OPENVINO = "off", "openvino"
+PLAIN = "off"
 PAGE = 256  # tokens of a page of Transformers' continuous batching
 
 
@@ -74,21 +71,14 @@ def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method
     return Method(lookahead, run)
 
 
-def baseline_method(pair: Shoal, name: str, export: Path | None = None) -> Method:
-    """Makes one of `BASELINES`, or OpenVINO's.
-
-    Args:
-        export: the target's export, for OpenVINO.
+def baseline_method(pair: Shoal, name: str) -> Method:
+    """Makes one of `BASELINES`.
 
     Raises:
         RequestError: for another name.
     """
-    if name == OPENVINO:
-        return _openvino(pair, export)
     if name not in BASELINES:
-        raise RequestError(
-            f"baseline must be one of {', '.join((*BASELINES, OPENVINO))}, got {name!r}"
-        )
+        raise RequestError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
     return Method(
         name,
         lambda work: BASELINES[name](pair, work),
@@ -111,7 +101,7 @@ def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
     torch.manual_seed(work.seed)
     with timed(hf.device) as watch:
         out = hf.generate(ids, attention_mask=mask, **_controls(work), **options)
-    ends = _ends(out[:, width:].tolist(), work.eos)
+    ends = cut_at_eos(out[:, width:].tolist(), work.eos)
     steps, committed = out.shape[1] - width, sum(map(len, ends))
     stats = Stats(
         rounds=steps,
@@ -168,7 +158,9 @@ def _continuous(pair: Shoal, work: Work) -> Run:
         )
     started = min(output.created_time for output in outputs)
     ended = tuple(output.lifespan[1] - started for output in outputs)
-    return Run(max(ended), ended, _ends([output.generated_tokens for output in outputs], work.eos))
+    return Run(
+        max(ended), ended, cut_at_eos([output.generated_tokens for output in outputs], work.eos)
+    )
 
 
 def _assisted(pair: Shoal, work: Work) -> Run:
@@ -189,39 +181,7 @@ def _assisted(pair: Shoal, work: Work) -> Run:
         seconds += watch.seconds
         ended.append(seconds)
         ids += out[:, len(row) :].tolist()
-    return Run(seconds, tuple(ended), _ends(ids, work.eos))
-
-
-def _openvino(pair: Shoal, export: Path | None) -> Method:
-    """Makes OpenVINO GenAI's method, plain, in the number format of the target.
-
-    The user has a row when all are done.
-    """
-    if export is None or not (export / "openvino_model.xml").exists():
-        raise RequestError(
-            "--baselines openvino needs --openvino DIR, an export of the target by optimum-cli"
-        )
-
-    @cache
-    def engine() -> OpenVinoEngine:
-        try:
-            return OpenVinoEngine(
-                str(export), str(pair.target.dtype).removeprefix("torch."), torch.get_num_threads()
-            )
-        except ImportError:
-            raise RequestError("openvino-genai is not installed: pip install '.[peers]'") from None
-        except KeyError as error:
-            raise RequestError(f"OpenVINO is not measured in {error}") from None
-
-    def run(work: Work) -> Run:
-        sampling = OpenVinoSampling(work.max_new_tokens, work.temperature, work.seed, eos=work.eos)
-        loaded = engine()
-        with timed(pair.target.device) as watch:
-            rows = loaded.generate(work.prompts, work.n, sampling)
-        ids = _ends(rows, work.eos)
-        return Run(watch.seconds, (watch.seconds,) * len(ids), ids)
-
-    return Method(OPENVINO, run, baseline=True, countable=False)
+    return Run(seconds, tuple(ended), cut_at_eos(ids, work.eos))
 
 
 BASELINES: dict[str, Callable[[Shoal, Work], Run]] = {
@@ -243,7 +203,7 @@ def _controls(work: Work) -> dict[str, Any]:
     }
 
 
-def _ends(rows: Sequence[Sequence[int]], eos: Ids) -> tuple[Ids, ...]:
+def cut_at_eos(rows: Sequence[Sequence[int]], eos: Ids) -> tuple[Ids, ...]:
     """Cuts every row behind its first EOS, as padding follows it."""
     ends = []
     for row in rows:

@@ -73,9 +73,7 @@ class BenchmarkRunner:
         self.methods = [
             shoal_method(self._measured, name, self.job.rule) for name in self.job.lookaheads
         ]
-        self.methods += [
-            baseline_method(self.pair, name, self.job.openvino) for name in self.job.baselines
-        ]
+        self.methods += [baseline_method(self.pair, name) for name in self.job.baselines]
         if self.pair.drafter_name is None and len(self.job.lookaheads) > 1:
             raise RequestError(
                 "there is no drafter to compare plain decoding with: give --draft, or "
@@ -115,10 +113,11 @@ class BenchmarkRunner:
             described["draft"] = {"name": self.pair.drafting.name} | (described["draft"] or {})
         dtype = str(self.pair.target.dtype).removeprefix("torch.")
         lengths = [len(ids) for ids in self.pool]
-        asked = {
-            name: value for name, value in vars(self.job).items() if name != "openvino"
-        }  # a path of this machine
-        return described | asked | {"dtype": dtype, "prompt_tokens": [min(lengths), max(lengths)]}
+        return (
+            described
+            | vars(self.job)
+            | {"dtype": dtype, "prompt_tokens": [min(lengths), max(lengths)]}
+        )
 
     def _work(self, case: Case, repeat: int) -> Work:
         job = self.job

@@ -108,16 +108,9 @@ class WorkOptions:
         str,
         speed_option(
             metavar="NAME,...",
-            help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted; "
-            "openvino.",
+            help="Transformers' own: hf, hf-static (compiled), hf-continuous, hf-assisted.",
         ),
     ] = "hf"
-    openvino: Annotated[
-        Path | None,
-        speed_option(
-            metavar="DIR", help="The target as optimum-cli exported it, for --baselines openvino."
-        ),
-    ] = None
     rule: Annotated[
         Literal["rejection", "coupled", "typical"],
         speed_option(
@@ -153,7 +146,6 @@ class WorkOptions:
             seed=self.seed,
             rule=self.rule,
             acceptance=self.acceptance,
-            openvino=self.openvino,
         )
 
 
@@ -170,7 +162,7 @@ def bench(
         speed_option(min=0, metavar="SECONDS", help="Wait for a quiet machine, in all at most."),
     ] = TIMEOUT,
 ) -> int:
-    """Measure speculative against plain decoding and the methods of Transformers and OpenVINO.
+    """Measure speculative against plain decoding and the methods of Transformers.
 
     First decodes greedily at every batch size, layout and draft length: in float32 the tokens must
     be those of plain decoding, or nothing is shown. Then waits for a quiet machine, runs all

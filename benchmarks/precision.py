@@ -1,6 +1,6 @@
 """`python benchmarks/precision.py`: what number formats, weight order, 8 bits and strict passes cost, on the bundled pair.
 
-The figures of docs/measurements/numerics.md: single products and whole passes, least of interleaved runs; the drafter's
+The costs of number formats: single products and whole passes, least of interleaved runs; the drafter's
 acceptance in float32 and int8; and how many greedy rows stay the same when only the batch or the draft length changes.
 """
 
@@ -144,7 +144,7 @@ def identity_table(texts: list[str], n: int, max_new_tokens: int) -> Table:
 
 
 def main(n: int = 8, max_new_tokens: int = 96, prompts: int = 3, repeats: int = 25) -> None:
-    """Prints the tables of docs/measurements/numerics.md."""
+    """Prints the tables of products, passes and acceptance."""
     console = Console(width=120)
     texts = [problem.prompt for problem in problems(prompts)]
     console.print(product_table(repeats))

@@ -89,7 +89,7 @@ def main() -> None:
                 flush=True,
             )
     if given.json:
-        asked = vars(given) | {"json": str(given.json)}
+        asked = {name: value for name, value in vars(given).items() if name != "json"}
         write_results(given.json, {"machine": machine(torch.device("cpu")), "arguments": asked, "rows": rows})
 
 

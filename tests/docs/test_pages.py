@@ -5,6 +5,7 @@ Tests of: README.md, DESIGN.md, CHANGELOG.md, docs/, benchmarks/README.md; cli.h
 
 from __future__ import annotations
 
+import json
 import os
 import pkgutil
 import re
@@ -138,6 +139,31 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](other.md#a-title-x) [b](other.md#no-heading) [c](gone.md) [d](#here) [e](https://x.y/gone.md)")
     assert list(broken_links(page)) == ["other.md#no-heading", "gone.md", "#here"]
+
+
+RESULTS = re.compile(r"benchmarks/results/[\w.-]+\.json")
+COMMAND = re.compile(r"(?:python|sh)3? ((?:benchmarks|training)/[\w/]+\.(?:py|sh))|shoal \w+|make \w+")
+COMMIT, DATE = re.compile(r"`[0-9a-f]{7,40}`"), re.compile(r"\b20\d\d-\d\d-\d\d\b")
+
+
+def tables_of_unknown_origin(page: Path) -> Iterator[str]:
+    """The sections of a page with a table and neither a results file of a commit nor a command, its commit and its date."""
+    for section in re.split(r"^(?=#+ )", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        files = [json.loads((ROOT / name).read_text()) for name in RESULTS.findall(section) if (ROOT / name).exists()]
+        scripts = [match[1] for match in COMMAND.finditer(section) if not match[1] or (ROOT / match[1]).exists()]
+        repeatable = all((scripts, COMMIT.search(section), DATE.search(section)))
+        if "\n| " in section and not repeatable and not any(file["machine"]["commit"] for file in files):
+            yield section.partition("\n")[0]
+
+
+def test_tables_name_their_file_or_their_command_and_commit(tmp_path: Path) -> None:
+    pages = sorted((DOCS / "measurements").glob("*.md"))
+    assert {page.name: found for page in pages if (found := [*tables_of_unknown_origin(page)])} == {}
+    (tmp_path / "page.md").write_text(
+        "# a\n\n| x |\n\n`python benchmarks/gone.py`, `1234567`, 2026-01-01\n\n## b\n\n| x |\n\n[b](benchmarks/results/gone.json)\n"
+        "## c\n\n`make demo`, commit `1234567`, 2026-01-01:\n\n| x |\n\n## d\n\n`make demo`, 2026-01-01\n\n| x |\n"
+    )
+    assert [*tables_of_unknown_origin(tmp_path / "page.md")] == ["# a", "## b", "## d"]
 
 
 def test_pages_named_in_code_exist() -> None:

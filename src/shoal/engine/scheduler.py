@@ -15,9 +15,9 @@ may lose its place to another: a copy, if another row takes the slot; a stored p
 more prompts than slots, or too little memory. It is then computed again, at most once per row. Rows
 whose prompts are still in the caches go first within a turn, so that this is rare.
 
-While rows run, at most `chunk` tokens of prompts are computed before each round (chunked prefill,
-Agrawal et al. 2023, "SARATHI", arXiv 2308.16369). A longer prompt is computed in chunks over
-several rounds, in a slot above those of the rows that run, and no row is admitted before it is
+While rows run, at most `chunk` tokens of prompts are computed in a pass of their own before each
+round (after SARATHI, arXiv 2308.16369, which fuses both). A longer prompt is computed in chunks
+over several rounds, in a slot above those of the rows that run, and no row is admitted before it is
 complete. The tokens with which a paused row comes back are a prompt like any other. The same limit
 holds while no row runs if any row has a deadline, as deadlines are checked between chunks.
 """

@@ -1,6 +1,6 @@
 """The JSON schemas of an evaluation set: the accepted schemas, and the fit of their samples.
 
-The set and its measures come from JSONSchemaBench (Geng et al. 2025, arXiv 2501.10868).
+The layouts and five of the measures are those of JSONSchemaBench (Geng et al., arXiv 2501.10868).
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from typing import Any
 
 from engines.rows import ROWS, Row
 from engines.tasks import PLAIN
-from provenance import write_results
+from shoal.bench.provenance import write_results
 from shoal.bench.report import Spread
+from shoal.durable import write_synced
 from shoal.errors import RequestError
 
 FORMAT = 1
@@ -83,7 +84,7 @@ class Results:
         if place is not None:
             cells = [asdict(cell) for cell in self.cells.values()]
             report = {"format": FORMAT, "config": self.config, "machine": self.machine, "cells": cells}
-            write_results(place, report)
+            write_results(place, report, write_synced)
 
     @staticmethod
     def read(place: Path) -> Results:

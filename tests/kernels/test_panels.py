@@ -163,7 +163,7 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
     ("? first + n * LANES : a->outputs;", "? first + n * LANES : a->outputs / LANES * LANES;"),
     ("if (a->kind == NAME(ADD)) sums += NAME(some_lanes)((const T *)a->other + place, lanes);", ""),
     ("if (a->bias) sums += NAME(some_lanes)((const T *)a->bias + first, lanes);", ""),
-    ("x + from * width * by.feature", "x"),
+    ("x + from * by.row", "x"),
     ("a->y_rows[token + i] : token + i)", "a->y_rows[token + i] : token)"),
 ])  # fmt: skip
 def test_sabotage_is_seen(right: str, wrong: str) -> None:

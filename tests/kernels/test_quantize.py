@@ -161,7 +161,7 @@ WRONG_BYTES = {
     "another panel's scales": ("some_lanes_float32(a->scales + first, lanes)", "some_lanes_float32(a->scales, lanes)"),
     "panels of another size": ("a->scales ? 1 : (int64_t)sizeof(T)", "a->scales ? 2 : (int64_t)sizeof(T)"),
     "half of the unpacked weights": ("(const int8_t *)w, n * weights)", "(const int8_t *)w, n * weights / 2)"),
-    "features of the first tokens": ("x + from * width * by.feature", "x"),
+    "features of the first tokens": ("x + from * by.row", "x"),
 }  # fmt: skip
 
 

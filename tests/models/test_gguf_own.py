@@ -79,48 +79,98 @@ def test_formats_are_read_without_loss(kind: int) -> None:
 
 
 def groups_in(form: int, out: int, inputs: int) -> Groups:
+    """Weights in each form of `kernels.h`; all numbers appear, and scales and minima of both signs."""
     draws = torch.Generator().manual_seed(form)
-    if form == 3:
-        return Groups.in_4_bits(torch.randn(out, inputs, generator=draws))
-    numbers = torch.randint(-128, 128, (out, inputs), generator=draws).to(torch.int8)
-    size = {1: 16, 2: 32}[form]
-    scales, minima = (torch.randn(out, inputs // size, generator=draws).half().float() for _ in range(2))
-    return Groups(numbers, scales, minima if form == 1 else None)
+    size = 16 if form == 1 else 32
+    low, high = (0, 16) if form > 2 else (-128, 128)
+    numbers = torch.randint(low, high, (out, inputs), generator=draws).to(torch.uint8 if form > 2 else torch.int8)
+    scales, minima = (torch.randn(out, inputs // size, generator=draws).half() for _ in range(2))
+    if form in (1, 3):
+        scales, minima = scales.float() * 1.5, minima.float() * 1.1  # no float16, and no product with a number is rounded
+    return Groups(numbers, scales, None if form in (2, 5) else minima)
 
 
-@pytest.mark.parametrize("form", [1, 2, 3])
+def in_16_bits(x: Tensor, size: int) -> Tensor:
+    groups = x.double().view(len(x), -1, size)
+    scale = groups.abs().amax(-1, keepdim=True) / 32767
+    return (groups / scale.clamp(min=1e-300)).round().mul(scale).view(x.shape)
+
+
+SHAPES = ((48, 64), (33, 96), (256, 320))
+FORMS = pytest.mark.parametrize("form", [1, 2, 3, 4, 5])
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 43)
+
+
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_have_the_bits_of_unpacked_weights(form: int, dtype: torch.dtype) -> None:
-    """In any company, in place and unpacked, with and without what follows; scales of another group would show."""
-    for out, inputs in ((48, 64), (33, 96), (256, 320)):
+def test_exact_products_have_the_bits_of_unpacked_weights(form: int, dtype: torch.dtype) -> None:
+    """In any company, with and without what follows; scales of another group would show."""
+    for out, inputs in SHAPES:
         groups = groups_in(form, out, inputs)
         assert groups.form == form
         bias = torch.randn(out).to(dtype)
-        ours, right = GroupMatrix(groups, bias), PanelMatrix(groups.dense(), bias.float())
+        ours, right = GroupMatrix(groups, bias, exact=True), PanelMatrix(groups.dense(), bias.float())
+        assert torch.equal(ours.dense(), groups.dense())
         x, other = torch.randn(43, inputs).to(dtype), torch.randn(43, out).to(dtype)
         expected = right.linear_add(x.float(), other.float()).to(dtype)
-        for tokens in (1, 2, 7, 8, 9, 17, 43):
+        for tokens in COUNTS:
             assert torch.equal(ours.linear_add(x[:tokens].clone(), other[:tokens].clone()), expected[:tokens])
+
+
+@FORMS
+def test_products_are_those_of_features_in_16_bits(form: int) -> None:
+    """In whatever company with the same bits; a rounding of features to 15 bits would be twice as far."""
+    for out, inputs in SHAPES:
+        groups = groups_in(form, out, inputs)
+        matrix, size = GroupMatrix(groups), inputs // groups.scales.shape[1]
+        x = torch.randn(43, inputs) * 10.0 ** torch.randint(-3, 4, (43, inputs // size)).repeat_interleave(size, 1)
+        x[5, :size], x[6] = 0, 0
+        found, weights = matrix.linear(x), groups.dense().double()
+        assert torch.allclose(
+            found.double(), in_16_bits(x, size) @ weights.t(), rtol=1e-5, atol=2e-5 * float(found.abs().max())
+        )
+        error, step = (found.double() - x.double() @ weights.t())[:, :out], in_16_bits(x, size) - x.double()
+        assert float(error.norm()) < 1.1 * float((step @ weights.t()).norm()) + 1e-6 * float(found.norm())
+        for tokens in COUNTS:
+            assert torch.equal(matrix.linear(x[:tokens].clone()), found[:tokens])
+            alone = matrix.linear(x[tokens - 1 : tokens].bfloat16())
+            assert torch.equal(alone, matrix.linear(x[:tokens].bfloat16())[-1:])
+
+
+@FORMS
+def test_features_that_are_not_finite_show(form: int) -> None:
+    matrix, x = GroupMatrix(groups_in(form, 48, 64)), torch.randn(4, 64)
+    right = matrix.linear(x.clone())
+    x[1, 40], x[2, 3] = torch.nan, torch.inf
+    found = matrix.linear(x)
+    assert not found[1:3].isfinite().any()
+    assert torch.equal(found[::3], right[::3])
 
 
 def products_are_wrong(made: ctypes.CDLL) -> bool:
     with patch.object(panels, "library", lambda: made):
-        for form in (1, 2, 3):
+        for form in range(1, 6):
             groups, x = groups_in(form, 72, 96), torch.randn(11, 96, generator=torch.Generator().manual_seed(0))
             right = x.double() @ groups.dense().double().t()
-            for tokens in (1, 3, 11):
-                found = GroupMatrix(groups).linear(x[:tokens].clone())
-                if not torch.allclose(found.double(), right[:tokens], rtol=1e-4, atol=1e-3):
-                    return True
+            for exact in (False, True):
+                matrix = GroupMatrix(groups, exact=exact)
+                for tokens in (1, 2, 3, 11):
+                    found = matrix.linear(x[:tokens].clone())
+                    if not torch.allclose(found.double(), right[:tokens], rtol=1e-4, atol=3e-5 * float(right.abs().max())):
+                        return True
     return False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong"), [
-    ("? x + factor_at(factors + 4 * LANES) : x", "? x : x"),
-    ("weights_in_group(form, w + from + p % PARTS", "weights_in_group(form, w + p % PARTS"),
-    ("sum[i][p] += feature * unpacked[p]", "sum[i][p] += feature * unpacked[0]"),
-    ("x[i * width + at + inner + k]", "x[i * width + at + inner]"),
+    ("? x + factors_of(form, factors, 1) : x", "? x : x"),
+    ("CENTRE(form) * heads[i].total", "CENTRE(form) * heads[0].total"),
+    ("sum[i][p] += minima * heads[i].sum", "sum[i][p] += minima * heads[i].scale"),
+    ("(scales * heads[i].scale)", "(scales * heads[0].scale)"),
+    ("memcpy(&pair, features + i * row,", "memcpy(&pair, features,"),
+    ("numbers + p / PARTS * panel", "numbers + p % PARTS * panel"),
+    ("32767.0f / top : 0.0f", "127.0f / top : 0.0f"),
+    ("head.total += number", "head.total = number"),
     ("group < count / (GROUP_OF(form) * LANES)", "group + 1 < count / (GROUP_OF(form) * LANES)"),
 ])  # fmt: skip
 def test_sabotage_is_seen(right: str, wrong: str) -> None:
@@ -132,7 +182,8 @@ def test_the_same_products_pass_the_right_kernels() -> None:
 
 
 def test_layers_of_unlike_formats_become_one_matrix() -> None:
-    layers = [GroupLinear(groups_in(form, out, 64), torch.randn(out)) for form, out in ((2, 32), (3, 48), (1, 19))]
+    kinds = ((2, 32), (3, 48), (1, 19), (5, 16))
+    layers = [GroupLinear(groups_in(form, out, 64), torch.randn(out), exact=True) for form, out in kinds]
     x = torch.randn(3, 5, 64)
     before = [layer(x) for layer in layers]
     matrix = group_matrix_of(layers)
@@ -163,6 +214,20 @@ def test_ids_are_those_of_the_unpacked_model(family: str, kind: str, tmp_path: P
             for prompt, output in zip(PROMPTS, found, strict=True):
                 assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 3
         assert model.generate(PROMPTS[0], 1, max_new_tokens=4).stats.committed > 0  # the file's end of text is known
+
+
+def test_features_stay_in_float32_where_that_is_asked_for(tmp_path: Path) -> None:
+    require_llama()
+    file = write_gguf(tmp_path / "tiny.gguf", model_of("llama"), architecture="llama", kind="Q8_0")
+    logits = []
+    for options, why in (({}, "16 bits"), ({"dtype": "float32"}, "as asked")):
+        with shoal.load(file, **options) as model:
+            assert why in model.target.notes["dtype"]
+            assert {layer.matrix.exact for layer in model.target.hf.modules() if isinstance(layer, GroupLinear)} == {
+                bool(options)
+            }
+            logits.append(model.target.plain_logits(torch.tensor([PROMPTS[0]])))
+    assert 0 < float((logits[0] - logits[1]).abs().max()) < 1e-3
 
 
 def test_a_smaller_copy_drafts_for_a_file(tmp_path: Path) -> None:

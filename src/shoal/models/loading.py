@@ -221,12 +221,16 @@ def load_runner(
 def _gguf_runner(
     file: Path, name: str, device: str, compile: str, watch: StageWatch, options: dict[str, Any]
 ) -> Runner:
-    """Loads a GGUF file for the kernels in C, or, where they do not compute it, for llama.cpp."""
-    require_own_options(name, **options)
+    """Loads a GGUF file for the kernels in C, or, where they do not compute it, for llama.cpp.
+
+    The kernels round no features where `dtype` is float32.
+    """
+    exact = resolve_dtype(options["dtype"]) == torch.float32
+    require_own_options(name, **{**options, **({"dtype": "auto"} if exact else {})})
     notes: Mapping[str, str] = {"reason": f"compile={compile!r}"}
     if compile not in ("off", "modules"):
         with watch("weights"):
-            hf, notes = own_model(file, device)
+            hf, notes = own_model(file, device, exact)
         if hf is not None:
             with watch("checking"):
                 runner = wrap(hf, name)

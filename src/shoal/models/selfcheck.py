@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.divergence import BYTES, LIMITS, divergences
+from shoal.models.divergence import BYTES, GROUPS, LIMITS, divergences
 from shoal.models.runner import Runner
+from shoal.models.weights.groups import GroupLinear
 from shoal.types.prefix import Prefix
 
 FEW = 4
@@ -28,9 +29,15 @@ Now and then a token of a pretrained model diverges ten times as much in bfloat1
 def tolerance(runner: Runner) -> float:
     """Returns the largest divergence of passes from a plain forward that the dtype allows, in nats.
 
-    llama.cpp, which rounds activations to bytes, has a larger tolerance.
+    llama.cpp, which rounds activations to bytes, has a larger tolerance, and so have weights in
+    groups.
     """
-    return (LIMITS if runner.has_modules else BYTES)[runner.dtype]
+    if not runner.has_modules:
+        return BYTES[runner.dtype]
+    rounded = any(
+        isinstance(each, GroupLinear) and not each.matrix.exact for each in runner.hf.modules()
+    )
+    return max(LIMITS[runner.dtype], GROUPS) if rounded else LIMITS[runner.dtype]
 
 
 @torch.inference_mode()

@@ -67,7 +67,7 @@ static void NAME(norm)(const Pass *a, const Norm *norm, const T *x, T *out) {
 
 static Product NAME(product_of)(const Weights *w, int64_t tokens, int64_t threads) {
     return (Product){
-        .tokens = tokens, .width = w->width, .outputs = w->outputs, .kind = NAME(PLAIN), .threads = threads, .form = w->form,
+        .tokens = tokens, .width = w->width, .outputs = w->outputs, .kind = NAME(PLAIN), .threads = threads, .form = w->form, .exact = w->exact,
         .weight = w->weight, .bias = w->bias, .scales = w->scales,
     };
 }

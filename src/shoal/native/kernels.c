@@ -11,7 +11,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__) || defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 #if defined(__AMX_BF16__) && defined(__linux__)

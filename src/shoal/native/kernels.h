@@ -35,12 +35,13 @@ typedef struct {
 
 /* How packed weights lie: of the type of x, or signed bytes with `scales`; or whole numbers by groups of inputs, with scales and
    minima of their own. */
-enum { WHOLE, BYTES_OF_16, BYTES_OF_32, NIBBLES_OF_32 };
+enum { WHOLE, BYTES_OF_16, BYTES_OF_32, NIBBLES_OF_32, HALVES_OF_32, CENTRED_OF_32 };
 
 /* A product by packed weights: y = x W^T + b, then by `kind` an activation, a sum or a product. */
 typedef struct {
     int64_t tokens, width, outputs, kind, threads; /* width: features of x; even but for float32 */
     int64_t form;                     /* how the weights lie: WHOLE, or by groups of inputs */
+    int64_t exact;                    /* 1: features that meet groups stay float32; 0: they get 16 bits and a scale a group */
     const void *weight;               /* [panels, width, 16]; bfloat16: [panels, width / 2, 16, 2]; groups: see tile.h */
     const void *bias;                 /* [outputs], or NULL */
     const float *scales;              /* [outputs]: the weights are signed bytes times these; NULL: of the type of x */
@@ -52,7 +53,7 @@ typedef struct {
 
 /* One weight matrix, packed as `Product` takes it; an RMS norm. */
 typedef struct {
-    int64_t width, outputs, form;
+    int64_t width, outputs, form, exact;
     const void *weight, *bias;
     const float *scales;
 } Weights;

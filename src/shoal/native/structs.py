@@ -78,7 +78,10 @@ class Product(ctypes.Structure):
     """A product by packed weights."""
 
     _fields_ = [
-        *((name, _INTEGER) for name in ("tokens", "width", "outputs", "kind", "threads", "form")),
+        *(
+            (name, _INTEGER)
+            for name in ("tokens", "width", "outputs", "kind", "threads", "form", "exact")
+        ),
         *((name, _POINTER) for name in ("weight", "bias", "scales", "x", "other", "y", "y_rows")),
     ]
 
@@ -87,7 +90,7 @@ class Weights(ctypes.Structure):
     """A weight matrix, packed."""
 
     _fields_ = [
-        *((name, _INTEGER) for name in ("width", "outputs", "form")),
+        *((name, _INTEGER) for name in ("width", "outputs", "form", "exact")),
         *((name, _POINTER) for name in ("weight", "bias", "scales")),
     ]
 

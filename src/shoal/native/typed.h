@@ -77,29 +77,46 @@ static NOINLINE void NAME(finish)(const Product *a, int64_t token, int64_t m, in
 
 /* Who multiplies so many tokens. */
 static Tiling NAME(tiling)(const Product *a, int64_t count) {
+    int64_t floats = 4 * a->width, group = GROUP_OF(a->form);
 #ifdef PAIR_TOKENS
     if (sizeof(T) == 2 && a->form == WHOLE && multiplies_pairs())
-        return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_PANELS, 2, 2, a->scales ? pairs_of_bytes : NULL};
+        return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_PANELS, 2 * a->width, 2, a->scales ? pairs_of_bytes : NULL};
 #endif
-    if (a->form == WHOLE && !a->scales) return (Tiling){NAME(tile), TOKENS, 0, 4, sizeof(T), NULL};
-    if (count <= TOKENS) return (Tiling){tiles_in_place[a->form], TOKENS, 0, 4, 0, NULL};
-    return (Tiling){tile_float32, TOKENS, 0, 4, 4, floats_of[a->form]};
+    if (a->form == WHOLE && !a->scales) return (Tiling){NAME(tile), TOKENS, 0, floats, sizeof(T), NULL};
+    if (a->form == WHOLE && count <= TOKENS) return (Tiling){tile_bytes, TOKENS, 0, floats, 0, NULL};
+    if (a->form == WHOLE || a->exact) return (Tiling){tile_float32, TOKENS, 0, floats, 4, floats_of[a->form]};
+    return (Tiling){tiles_in_groups[a->form], GROUP_TOKENS, -1, a->width / group * ROUNDED_BYTES(group), 0, NULL};
+}
+
+/* Features of `count` tokens as the tiles take them: where they are, or in the room. */
+static const char *NAME(features)(const Product *a, int64_t token, int64_t count, const Tiling *by, float *room) {
+    const T *x = (const T *)a->x + token * a->width;
+    if (by->row == a->width * (int64_t)sizeof(T)) return (const char *)x;
+    if (by->panels >= 0) {
+        NAME(widened)(room, x, count * a->width);
+        return (const char *)room;
+    }
+    float *wide = room + count * by->row / 4;
+    for (int64_t i = 0; i < count; i++) {
+        NAME(widened)(wide, x + i * a->width, a->width);
+        round_features((char *)room + i * by->row, wide, a->width, GROUP_OF(a->form));
+    }
+    return (const char *)room;
 }
 
 /* `count` tokens from `token` on by panels `panel` to `end`, in tiles of nearly equal numbers of tokens. */
 static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count, int64_t panel, int64_t end, int *failed) {
     const Tiling by = NAME(tiling)(a, count);
-    int64_t tiles = (count + by.tokens - 1) / by.tokens, panels = by.panels ? by.panels : PANELS_OF((count + tiles - 1) / tiles);
-    int64_t width = a->width, weights = width * LANES;
+    int64_t tiles = (count + by.tokens - 1) / by.tokens, m = (count + tiles - 1) / tiles;
+    int64_t panels = by.panels > 0 ? by.panels : by.panels ? GROUP_PANELS_OF(m) : PANELS_OF(m);
+    int64_t width = a->width, weights = width * LANES, wide = count * by.row / 4 + width + LANES;
     int64_t stored = a->form ? bytes_of_groups(a->form, width) : weights * (a->scales ? 1 : (int64_t)sizeof(T));
-    int64_t wide = by.feature == sizeof(T) ? 0 : count * width, unpacked = by.unpack ? panels * weights : 0;
-    float *room = scratch(wide + unpacked + LANES), sums[16 * PANELS * LANES] __attribute__((aligned(64)));
-    const char *x = (const char *)((const T *)a->x + token * width);
+    float *room = scratch(wide + (by.unpack ? panels * weights : 0) + LANES), sums[16 * PANELS * LANES] __attribute__((aligned(64)));
     if (!room) {
         *failed = 1;
         return;
     }
-    if (wide) NAME(widened)(room, (const T *)x, wide), x = (const char *)room;
+    const char *x = NAME(features)(a, token, count, &by, room);
     for (int64_t n = panels; panel < end; panel += n) {
         if (n > end - panel) n = end - panel;
         const char *w = (const char *)a->weight + panel * stored;
@@ -107,7 +124,7 @@ static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count,
         if (by.unpack) by.unpack(room + wide, (const int8_t *)w, n * weights), w = (const char *)(room + wide);
         for (int64_t i = 0; i < tiles; i++) {
             int64_t from = count * i / tiles, m = count * (i + 1) / tiles - from;
-            by.tile(m, n, w, stride, x + from * width * by.feature, width, sums);
+            by.tile(m, n, w, stride, x + from * by.row, width, sums);
             NAME(finish)(a, token + from, m, panel * LANES, n, sums);
         }
     }

@@ -25,8 +25,8 @@ class BlockFormat(NamedTuple):
         name: the format's name in llama.cpp.
         inputs: weights of a block.
         size: bytes of a block.
-        read: the function from blocks [..., size] uint8 to numbers [..., inputs], scales and minima
-            [..., groups] float32; None for no minima.
+        read: the function from blocks [..., size] uint8 to numbers [..., inputs], and to scales and
+            minima [..., groups] as `Groups` has them; None for no minima.
     """
 
     name: str
@@ -36,8 +36,8 @@ class BlockFormat(NamedTuple):
 
 
 def _half(block: Tensor, place: int) -> Tensor:
-    """Returns the float16 at a place of each block, [..., 1] float32."""
-    return block[..., place : place + 2].contiguous().view(torch.float16).float()
+    """Returns the float16 at a place of each block, [..., 1]."""
+    return block[..., place : place + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
@@ -55,9 +55,8 @@ def _q8_0(block: Tensor) -> tuple[Tensor, Tensor, None]:
     return block[..., 2:].contiguous().view(torch.int8), _half(block, 0), None
 
 
-def _q4_0(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale = _half(block, 0)
-    return _nibbles(block[..., 2:]), scale, -8 * scale
+def _q4_0(block: Tensor) -> tuple[Tensor, Tensor, None]:
+    return _nibbles(block[..., 2:]), _half(block, 0), None
 
 
 def _q4_1(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +78,7 @@ def _factors_of_k(block: Tensor) -> tuple[Tensor, Tensor]:
     first, second, last = block[..., 4:8], block[..., 8:12], block[..., 12:16]
     scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], -1)
     minima = torch.cat([second & 63, last >> 4 | second >> 6 << 4], -1)
-    return _half(block, 0) * scales, -(_half(block, 2) * minima)
+    return _half(block, 0).float() * scales, -(_half(block, 2).float() * minima)
 
 
 def _q4_k(block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +98,7 @@ def _q6_k(block: Tensor) -> tuple[Tensor, Tensor, None]:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = (block[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
     scales = block[..., 192:208].contiguous().view(torch.int8)
-    return (low | high << 4).to(torch.int8) - 32, _half(block, 208) * scales, None
+    return (low | high << 4).to(torch.int8) - 32, _half(block, 208).float() * scales, None
 
 
 BLOCKS = {

@@ -52,13 +52,14 @@ FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """The formats without blocks, by their numbers of `ggml_type`."""
 
 
-def own_model(file: Path, device: str) -> tuple[Any | None, Mapping[str, str]]:
+def own_model(file: Path, device: str, exact: bool) -> tuple[Any | None, Mapping[str, str]]:
     """Returns the Transformers model of a file and the notes of its runner.
 
     Returns None and the note "reason" where llama.cpp computes the file.
 
     Args:
         device: "cpu", or "auto" for the devices that llama.cpp was built for.
+        exact: True for products of features that are not rounded.
     """
     if missing():
         return None, {"reason": f"there are no kernels in C: {missing()}"}
@@ -66,10 +67,13 @@ def own_model(file: Path, device: str) -> tuple[Any | None, Mapping[str, str]]:
         reason = f"device={device!r}, and llama.cpp was built for more than the CPU"
         return None, {"reason": reason}
     try:
-        reader = _Reader(file)
+        reader = _Reader(file, exact)
         return reader.model(), {"dtype": reader.why, "weights": reader.formats}
     except (_NotOurs, UnsupportedModel) as reason:
         return None, {"reason": str(reason)}  # what is damaged is told by llama.cpp, too
+
+
+ROUNDED = "products with the file's weights take features in 16 bits a group"
 
 
 class _NotOurs(Exception):
@@ -79,11 +83,11 @@ class _NotOurs(Exception):
 class _Reader:
     """Reads the model of a file. Methods raise _NotOurs."""
 
-    def __init__(self, file: Path) -> None:
-        self._file, self._header = file, Header(file)
+    def __init__(self, file: Path, exact: bool) -> None:
+        self._file, self._header, self._exact = file, Header(file), exact
         self._family = str(self._header.value("general.architecture"))
         self._left = set(self._header.tensors)
-        self.why = "float32: beside the file's weights"
+        self.why = "float32: as asked" if exact else f"float32: {ROUNDED}"
         self._dtype = torch.float32
 
     def model(self) -> Any:
@@ -91,7 +95,7 @@ class _Reader:
         config = self._config()
         stored = FLOATS.get(self._header.tensors["token_embd.weight"].kind)
         if stored is not None:
-            self._dtype, self.why = formats.number_format(stored, config.hidden_size, formats.cpu())
+            self._dtype, self.why = self._stored(stored, config.hidden_size)
         with torch.device("meta"):
             hf = transformers.AutoModelForCausalLM.from_config(config, dtype=self._dtype)
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -112,7 +116,7 @@ class _Reader:
         if "output.weight" in self._left:
             hf.lm_head = self._linear("output", config.hidden_size)
         elif isinstance(table, Groups):
-            hf.lm_head = GroupLinear(table)
+            hf.lm_head = GroupLinear(table, exact=self._exact)
         else:
             hf.lm_head.weight = hf.model.embed_tokens.weight
         hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
@@ -124,6 +128,12 @@ class _Reader:
             lay_out(hf, by_facts)
         hf.save_pretrained = cannot_save
         return hf.eval()
+
+    def _stored(self, stored: torch.dtype, width: int) -> tuple[torch.dtype, str]:
+        """Returns the number format of a file without groups, and the reason."""
+        if self._exact:
+            return torch.float32, "float32: as asked"
+        return formats.number_format(stored, width, formats.cpu())
 
     @property
     def formats(self) -> str:
@@ -227,7 +237,7 @@ class _Reader:
             weight = weight.rows(order) if isinstance(weight, Groups) else weight[order]
             bias = None if bias is None else bias[order]
         if isinstance(weight, Groups):
-            return GroupLinear(weight, bias)
+            return GroupLinear(weight, bias, self._exact)
         layer = nn.Linear(inputs, len(weight), bias is not None, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:

@@ -238,8 +238,11 @@ class _Structs:
             scales = self._address(matrix.scales, torch.float32)
         else:
             scales = None
-        form = matrix.kernel_form if isinstance(matrix, GroupMatrix) else 0
-        return Weights(matrix.shape[1], matrix.shape[0], form, weight, bias, scales)
+        form, exact = 0, False
+        if isinstance(matrix, GroupMatrix):
+            form, exact = matrix.kernel_form, matrix.exact
+        outputs, width = matrix.shape
+        return Weights(width, outputs, form, exact, weight=weight, bias=bias, scales=scales)
 
     def _norm(self, norm: decoders.Norm | None) -> Norm:
         return Norm() if norm is None else Norm(self._address(norm.weight), norm.eps)

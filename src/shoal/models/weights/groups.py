@@ -1,8 +1,9 @@
 """Weights as whole numbers in groups along the inputs, each with a scale and a minimum.
 
 They are the formats of GGUF files, and the 4-bit copy of a target that drafts for it. A weight is
-`number * scale + minimum` in float32, and activations keep their format: the products have the bits
-of those by the weights that the format stands for (`tile.h`).
+`number * scale + minimum` in float32. Features that meet them are rounded to 16 bits and a scale a
+group, so that a product adds whole numbers within a group (`tile.h`); or, where a matrix is exact,
+they are not rounded, and the products have the bits of those by the unpacked weights.
 """
 
 from __future__ import annotations
@@ -21,17 +22,14 @@ from shoal.models.weights.pages import empty
 from shoal.models.weights.panels import PANEL, Panels, products
 from shoal.native.build import SUFFIXES
 
-BYTES_OF_16, BYTES_OF_32, NIBBLES_OF_32 = 1, 2, 3
+BYTES_OF_16, BYTES_OF_32, NIBBLES_OF_32, HALVES_OF_32, CENTRED_OF_32 = range(1, 6)
 """The forms of packed groups; `kernels.h` has the same numbers."""
 GROUP = 32
 """The number that inputs must be a multiple of."""
-NIBBLE = 15
-"""The greatest number of 4 bits."""
-LOW_BITS = 0xFF
-"""The bits of a float32 scale that are cleared.
-
-A number times the scale then needs no rounding.
-"""
+NIBBLE, CENTRE = 15, 8
+"""The greatest number of 4 bits, and the number of a weight 0 where there are no minima."""
+LEAST = 6e-8
+"""The least scale, that of float16."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class Groups:
     A number times its scale is a float32 without rounding, or there are no minima.
 
     Attributes:
-        numbers: [out, in], int8, or uint8 of 4 bits.
-        scales: [out, groups] float32.
-        minima: [out, groups] float32, or None for zeros.
+        numbers: [out, in], int8; or uint8 of 4 bits, which are 8 less if there are no minima.
+        scales: [out, groups], float32 or float16.
+        minima: [out, groups] in the dtype of the scales, or None for zeros.
     """
 
     numbers: Tensor
@@ -53,17 +51,28 @@ class Groups:
     @property
     def form(self) -> int:
         """The smallest form that holds the weights."""
+        nibbles, halves = self.numbers.dtype == torch.uint8, self.scales.dtype == torch.float16
         if self.numbers.shape[1] != GROUP * self.scales.shape[1]:
             return BYTES_OF_16
-        if self.minima is None:
-            return BYTES_OF_32
-        return NIBBLES_OF_32 if self.numbers.dtype == torch.uint8 else BYTES_OF_16
+        if nibbles and self.minima is not None:
+            return HALVES_OF_32 if halves else NIBBLES_OF_32
+        if self.minima is None and halves:
+            return CENTRED_OF_32 if nibbles else BYTES_OF_32
+        return BYTES_OF_16
 
     def dense(self) -> Tensor:
         """Returns the weights [out, in] float32."""
         out, inputs = self.numbers.shape
-        wide = self.numbers.view(out, self.scales.shape[1], -1) * self.scales[..., None]
-        return (wide if self.minima is None else wide + self.minima[..., None]).view(out, inputs)
+        wide = self._signed().view(out, self.scales.shape[1], -1) * self.scales.float()[..., None]
+        if self.minima is not None:
+            wide = wide + self.minima.float()[..., None]
+        return wide.view(out, inputs)
+
+    def _signed(self) -> Tensor:
+        """Returns the numbers of the weights, int8."""
+        numbers = self.numbers.to(torch.int8)
+        centred = self.numbers.dtype == torch.uint8 and self.minima is None
+        return numbers - CENTRE if centred else numbers
 
     def rows(self, order: Tensor) -> Groups:
         """Returns the weights of some outputs."""
@@ -74,8 +83,10 @@ class Groups:
         """Returns the same weights in the form that holds those of any other."""
         times = self.numbers.shape[1] // 16 // self.scales.shape[1]
         minima = torch.zeros_like(self.scales) if self.minima is None else self.minima
-        scales, minima = (each.repeat_interleave(times, 1) for each in (self.scales, minima))
-        return Groups(self.numbers.to(torch.int8), scales, minima)
+        scales, minima = (
+            each.float().repeat_interleave(times, 1) for each in (self.scales, minima)
+        )
+        return Groups(self._signed(), scales, minima)
 
     @classmethod
     def joined(cls, parts: Sequence[Groups]) -> Groups:
@@ -94,11 +105,11 @@ class Groups:
         """Rounds weights [out, in] to 16 numbers between the least and the greatest of a group."""
         out, inputs = weight.shape
         wide = weight.detach().float().view(out, inputs // GROUP, GROUP)
-        minima, maxima = wide.amin(-1), wide.amax(-1)
-        scales = ((maxima - minima).clamp(min=1e-12) / NIBBLE).view(torch.int32)
-        scales = (scales & ~LOW_BITS).view(torch.float32)
-        numbers = ((wide - minima[..., None]) / scales[..., None]).round().clamp(0, NIBBLE)
-        return cls(numbers.to(torch.uint8).view(out, inputs), scales, minima)
+        minima = wide.amin(-1).half()
+        scales = ((wide.amax(-1) - minima) / NIBBLE).clamp(min=LEAST).half()
+        numbers = (wide - minima[..., None]) / scales[..., None]
+        numbers = numbers.round().clamp(0, NIBBLE).to(torch.uint8)
+        return cls(numbers.view(out, inputs), scales, minima)
 
 
 class GroupMatrix(Matrix):
@@ -108,20 +119,23 @@ class GroupMatrix(Matrix):
         panels: [panels, groups, bytes] uint8, a parameter; of each group the scales of 16 outputs,
             their minima, and the numbers.
         kernel_form: the form of the groups.
+        exact: True if features are not rounded.
     """
 
-    def __init__(self, groups: Groups, bias: Tensor | None = None) -> None:
+    def __init__(self, groups: Groups, bias: Tensor | None = None, exact: bool = False) -> None:
         if groups.numbers.shape[1] % GROUP:
             raise ValueError(f"groups need inputs that are a multiple of {GROUP}")
         groups = groups.in_bytes_of_16() if groups.form == BYTES_OF_16 else groups
         self.form, self.bias, self.kernel_form = PACKED, bias, groups.form
         self.shape, self.dtype = (len(groups.numbers), groups.numbers.shape[1]), torch.float32
         self.device, self.epoch, self.stale, self.table = groups.numbers.device, 0, False, None
-        self._groups = groups.scales.shape[1]
+        self.exact = exact
         made = _packed(groups)
         place = empty(made.shape, made.dtype).copy_(made)
         self.panels: Tensor = nn.Parameter(place, requires_grad=False)
-        product = Panels(self.panels, bias, self.shape, self.shape[1], form=self.kernel_form)
+        product = Panels(
+            self.panels, bias, self.shape, self.shape[1], form=groups.form, exact=exact
+        )
         self.linear, self.linear_add, self.linear_mul = products(product.product)
 
     @property
@@ -137,45 +151,45 @@ class GroupMatrix(Matrix):
         return self.panels.nbytes
 
     def __reduce__(self) -> Any:
-        return type(self), (_unpacked(self.panels, self.kernel_form, self.shape), self.bias)
+        groups = _unpacked(self.panels, self.kernel_form, self.shape)
+        return type(self), (groups, self.bias, self.exact)
 
 
 def _packed(groups: Groups) -> Tensor:
     """Returns the panels of groups."""
     count = groups.scales.shape[1]
     fill = -len(groups.numbers) % PANEL
-    numbers = F.pad(groups.numbers, (0, 0, 0, fill))
-    numbers = numbers.view(-1, PANEL, count, numbers.shape[1] // count).permute(0, 2, 3, 1)
-    if groups.form == NIBBLES_OF_32:
-        numbers = numbers[:, :, ::2] | numbers[:, :, 1::2] << 4
+    numbers = F.pad(groups.numbers, (0, 0, 0, fill)).view(len(groups.numbers) + fill, count, -1)
+    if numbers.dtype == torch.uint8:
+        quads = numbers.unflatten(-1, (-1, 2, 2))
+        numbers = (quads[..., 0, :] | quads[..., 1, :] << 4).flatten(2)
+    pairs = numbers.view(-1, PANEL, *numbers.shape[1:]).unflatten(-1, (-1, 2))
+    pairs = pairs.permute(0, 2, 3, 1, 4).flatten(2)
     factors = [groups.scales] if groups.minima is None else [groups.scales, groups.minima]
     parts = [
-        F.pad(each, (0, 0, 0, fill)).view(-1, PANEL, count).transpose(1, 2).contiguous()
-        for each in factors
+        F.pad(each, (0, 0, 0, fill)).view(-1, PANEL, count).transpose(1, 2) for each in factors
     ]
-    parts = [part.view(torch.uint8) for part in (*parts, numbers.contiguous().flatten(2))]
-    return torch.cat(parts, -1)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in (*parts, pairs)], -1)
 
 
 def _unpacked(panels: Tensor, form: int, shape: tuple[int, int]) -> Groups:
     """Returns the groups of panels."""
-    out, count = shape[0], panels.shape[1]
+    out = shape[0]
 
     def rows(part: Tensor) -> Tensor:
-        return part.permute(0, 3, 1, 2).reshape(len(panels) * PANEL, -1)[:out].contiguous()
+        return part.transpose(1, 2).reshape(len(panels) * PANEL, -1)[:out].contiguous()
 
-    size = 4 * PANEL
-    factors = 1 if form == BYTES_OF_32 else 2
+    dtype = torch.float32 if form in (BYTES_OF_16, NIBBLES_OF_32) else torch.float16
+    size, factors = dtype.itemsize * PANEL, 1 if form in (BYTES_OF_32, CENTRED_OF_32) else 2
     parts = panels.split([size] * factors + [panels.shape[2] - size * factors], -1)
-    numbers = parts[-1].unflatten(-1, (-1, PANEL))
-    if form == NIBBLES_OF_32:
-        numbers = torch.stack([numbers & NIBBLE, numbers >> 4], 3).flatten(2, 3)
+    pairs = parts[-1].unflatten(-1, (-1, PANEL, 2))
+    if form in (BYTES_OF_16, BYTES_OF_32):
+        pairs = pairs.contiguous().view(torch.int8)
     else:
-        numbers = numbers.contiguous().view(torch.int8)
-    scales = [
-        rows(part.contiguous().view(torch.float32).view(-1, count, 1, PANEL)) for part in parts[:-1]
-    ]
-    return Groups(rows(numbers), scales[0], scales[1] if factors == 2 else None)
+        pairs = torch.stack([pairs & NIBBLE, pairs >> 4], 3).flatten(2, 3)
+    numbers = rows(pairs.transpose(2, 3).flatten(3))
+    scales = [rows(part.contiguous().view(dtype)) for part in parts[:-1]]
+    return Groups(numbers, scales[0], scales[1] if factors == 2 else None)
 
 
 class GroupLinear(nn.Module):
@@ -188,11 +202,11 @@ class GroupLinear(nn.Module):
 
     packed: Tensor
 
-    def __init__(self, groups: Groups, bias: Tensor | None = None) -> None:
+    def __init__(self, groups: Groups, bias: Tensor | None = None, exact: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = groups.numbers.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._use(GroupMatrix(groups, self.bias), 0)
+        self._use(GroupMatrix(groups, self.bias, exact), 0)
 
     def _use(self, matrix: GroupMatrix, start: int) -> None:
         self.matrix, self.start = matrix, start
@@ -231,7 +245,8 @@ def group_matrix_of(layers: Sequence[GroupLinear]) -> GroupMatrix:
         _unpacked(layer.matrix.panels, layer.matrix.kernel_form, layer.matrix.shape)
         for layer in layers
     ]
-    matrix = GroupMatrix(Groups.joined(parts), torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    matrix = GroupMatrix(Groups.joined(parts), bias, first.exact)
     for layer, start in zip(layers, starts(layers), strict=True):
         if matrix.bias is not None:
             layer.bias = nn.Parameter(matrix.bias[start : start + layer.out_features], False)

@@ -110,6 +110,7 @@ class Panels:
         width: inputs with their padding.
         scales: scales of bytes, see `kernels.h`; else None.
         form: the form of groups, see `shoal.models.weights.groups`; else 0.
+        exact: True if features that meet groups stay float32.
     """
 
     weight: Tensor
@@ -118,6 +119,7 @@ class Panels:
     width: int
     scales: Tensor | None = None
     form: int = 0
+    exact: bool = False
 
     def product(self, x: Tensor, kind: int, other: Tensor | None = None) -> Tensor:
         """Computes x [..., in], float32 or bfloat16 -> [..., out] in the same dtype."""
@@ -130,8 +132,8 @@ class Panels:
         read = (self.weight, self.bias, self.scales, rows, other, y)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in read)
         kernel: Any = getattr(library(), f"product_{SUFFIXES[rows.dtype]}")
-        numbers = len(rows), self.width, outputs, kind, torch.get_num_threads(), self.form
-        if kernel(ctypes.byref(Product(*numbers, *addresses))):
+        numbers = len(rows), self.width, outputs, kind, torch.get_num_threads()
+        if kernel(ctypes.byref(Product(*numbers, self.form, self.exact, *addresses))):
             raise MemoryError("no memory for the features of a product")
         return y.view(*x.shape[:-1], outputs)
 

@@ -128,20 +128,7 @@ def test_every_way_in(
             assert found.stats.draft_passes > 0 == plain.stats.drafted
     if vocab is None:
         return
-    command = [
-        "generate",
-        "-m",
-        str(saved_pair[0]),
-        "--draft",
-        spec,
-        "-p",
-        "x",
-        "-n",
-        "2",
-        "--max-new-tokens",
-        "4",
-        "--json",
-    ]
+    command = f"generate -m {saved_pair[0]} --draft {spec} -p x -n 2 --max-new-tokens 4 --json".split()
     assert run(command) == 0
     assert "medusa" in capsys.readouterr().out
     model = tiny_model("llama").float()

@@ -471,17 +471,7 @@ def test_python_in_a_home_can_be_run(box: Sandbox, folder: Path) -> None:
 
 @pytest.mark.skipif(not seccomp.program(), reason="no seccomp here, or its numbers are not known")
 def test_system_calls_are_refused(attack: Callable[..., StepResult], box: Sandbox) -> None:
-    names = (
-        "ptrace",
-        "unshare",
-        "keyctl",
-        "personality",
-        "io_uring_setup",
-        "bpf",
-        "userfaultfd",
-        "perf_event_open",
-        "mount",
-    )
+    names = "ptrace unshare keyctl personality io_uring_setup bpf userfaultfd perf_event_open mount".split()
     numbers = {name: seccomp._of(os.uname().machine, seccomp.NUMBERS[name]) for name in names}
     clone = seccomp._of(os.uname().machine, seccomp.CLONE)
     ended = attack(

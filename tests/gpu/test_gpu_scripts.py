@@ -26,20 +26,7 @@ from shoal.bench.shapes import shaped_pair
 from shoal.models import loading
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-MODULES = (
-    "attention",
-    "check",
-    "common",
-    "host",
-    "identity",
-    "passes",
-    "products",
-    "requirements",
-    "rounds",
-    "run",
-    "stages",
-    "verdict",
-)
+MODULES = "attention check common host identity passes products requirements rounds run stages verdict".split()
 CPU = torch.device("cpu")
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -135,20 +135,7 @@ def test_results_and_commands_name_it(saved_pair: tuple[Path, Path], pair: Any, 
     assert LOSSY in repr(result)
     assert (result.stats + pair.generate("a", 1, max_new_tokens=2).stats).lossy == LOSSY
     assert pair.generate("a", 1, max_new_tokens=2).stats.lossy == ""
-    command = [
-        "generate",
-        "-m",
-        str(saved_pair[0]),
-        "-d",
-        str(saved_pair[1]),
-        "-p",
-        "a",
-        "-n",
-        "2",
-        "--max-new-tokens",
-        "4",
-        "--json",
-    ]
+    command = f"generate -m {saved_pair[0]} -d {saved_pair[1]} -p a -n 2 --max-new-tokens 4 --json".split()
     assert run([*command, "--rule", "typical"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["stats"]["lossy"] == LOSSY

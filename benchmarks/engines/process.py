@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import shoal
 from engines.tasks import Absent, Setup, Task
 from shoal.errors import InternalError
 
@@ -33,7 +34,9 @@ class Worker:
 
     def __init__(self, python: str, setup: Setup, log: Path, *, preparing: bool = False) -> None:
         threads = {name: str(setup.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-        environment = {**os.environ, **threads, "PYTHONPATH": str(BENCHMARKS), "HF_HUB_OFFLINE": "1"}
+        # shoal is measured as it is imported here, whose commit the results name
+        places = [BENCHMARKS, *([Path(shoal.__file__).parents[1]] if python == sys.executable else [])]
+        environment = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(map(str, places)), "HF_HUB_OFFLINE": "1"}
         self.setup, self.log = setup, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as errors:

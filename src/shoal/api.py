@@ -453,7 +453,10 @@ class Shoal:
                 with fixed draft lengths. A stream then has a row's text in its last increment.
                 "asap": also, rows draw by estimates of how the beginnings of their prompt's texts
                 go on, learned from its other rows (`shoal.constraints.estimates`), so that weights
-                become equal. "asap+smc": both.
+                become equal. "asap+smc": both. "distinct": no two samples of a prompt have the same
+                tokens: whole texts are drawn without replacement, also without limits
+                (`shoal.engine.distinct`), with weights for averages under p. A stream then has a
+                row's text in its last increment.
             syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no
                 token is written after which the text between prompt and suffix cannot be completed
                 to a program, document or text of the grammar, and a text ends by itself only if the

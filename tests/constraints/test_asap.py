@@ -264,9 +264,8 @@ def late(right: Callable[..., list[float]]) -> Callable[..., list[float]]:
     """Weights by what is known after a row's own token, not by what it was drawn by."""
 
     def wrong(node: Node, block: Sequence[int], inside: Any) -> list[float]:
-        seen = [Seen(float(logs.exp().sum()), int(logs.isfinite().sum()), float(logs[token].exp())) for token, logs in
-                zip(block, inside, strict=True)]  # fmt: skip
-        node.learn(block, seen)
+        p, drawn = inside.exp(), inside[range(len(block)), list(block)].exp()
+        node.learn(block, [Seen(V, float(one), float(own.sum() - one)) for own, one in zip(p, drawn, strict=True)])
         return right(node, block, inside)
 
     return wrong
@@ -283,7 +282,7 @@ def test_wrong_weights_show(sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_probabilities_after_masking_show_in_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What p gives to a token given that it is allowed, in the place of what p gives to it."""
     right = Node.learn
-    masked = lambda seen: [each._replace(p=each.p / each.mass) for each in seen]  # noqa: E731
+    masked = lambda seen: [each._replace(p=each.p / (each.p + each.rest)) for each in seen]  # noqa: E731
     monkeypatch.setattr(Node, "learn", lambda self, block, seen: right(self, block, masked(seen)))
     used = engine(max_batch=8)
     ran(used, [request(3, rows=200, new=SHORT)])
@@ -355,8 +354,9 @@ def test_tries_that_were_used_least_recently_are_given_up() -> None:
     rows = {owner: Row(request(0, owner=owner), 0, 0, 0, list(PROMPT), frozenset(), 99) for owner in "abc"}
     for owner in "ab":
         kept.begin([rows[owner]])
-        rows[owner].beginning.learn([0], [Seen(0.5, 2, 0.25)])
-    kept.begin([rows["a"], rows["c"]])
+        rows[owner].beginning.learn([0], [Seen(2, 0.25, 0.25)])
+    kept.begin([rows["a"]])
+    kept.begin([rows["c"]])
     assert kept.nodes == 2
     held = rows["a"].beginning.after([0])
     kept.begin([rows["a"]])

@@ -29,7 +29,7 @@ from shoal.constraints.syntax.places import end_places
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece
 from shoal.constraints.unique_items import with_orders
-from shoal.constraints.weights import weighed
+from shoal.constraints.weights import EXACT, weighed
 from shoal.errors import RequestError
 from shoal.serve.reasoning import ReasoningRules
 from shoal.testing import VOCABULARY, tiny_tokenizer
@@ -379,16 +379,21 @@ def test_what_is_cut_is_not_weighed(cut: dict[str, Any]) -> None:
 
 def test_which_weights_go_with_what() -> None:
     masked = Request((1,), 2, constraints=(Says([True], True),))
-    found = {exact: weighed(masked, exact) for exact in ("weights", "smc", "asap", "asap+smc")}
-    assert {exact: (one.weighted, one.resampled, one.estimated) for exact, one in found.items()} == {
-        "weights": (True, False, False), "smc": (True, True, False), "asap": (True, False, True), "asap+smc": (True, True, True),
-    }  # fmt: skip
+    found = [weighed(masked, exact) for exact in EXACT]
+    assert all(one.weighted for one in found)
+    assert [one.resampled for one in found] == ["smc" in exact for exact in EXACT]
+    assert [one.estimated for one in found] == ["asap" in exact for exact in EXACT]
+    assert [one.distinct for one in found] == [exact == "distinct" for exact in EXACT]
+    assert weighed(Request((1,), 1), "distinct").distinct  # also where nothing limits texts
     with pytest.raises(RequestError, match="n >= 2"):
         weighed(Request((1,), 1, constraints=masked.constraints), "smc")
     with pytest.raises(RequestError, match="needs align"):
         weighed(Request((1,), 2))
-    with pytest.raises(RequestError, match="use 'smc'"):
-        weighed(Request((1,), 2, constraints=(Check(),)), "asap")
+    for exact in ("asap", "distinct"):
+        with pytest.raises(RequestError, match="checks of single tokens have none"):
+            weighed(Request((1,), 2, constraints=(Check(),)), exact)
+    with pytest.raises(RequestError, match="leave out top_k"):
+        weighed(Request((1,), 2, Sampling(top_p=0.9)), "distinct")
 
 
 def test_estimates_multiply_probabilities_at_any_temperature() -> None:
@@ -396,7 +401,7 @@ def test_estimates_multiply_probabilities_at_any_temperature() -> None:
     estimates = Estimates()
     estimates.begin([row])
     root = row.beginning
-    root.learn([0, 1], [Seen(1.0, 3, 0.5), Seen(0.25, 2, 0.1)])
+    root.learn([0, 1], [Seen(3, 0.5, 0.5), Seen(2, 0.1, 0.15)])
     first = root.children[0]
     assert first.estimate == pytest.approx(0.25)  # 0.1 of the token that was drawn, and what was not
     assert root.estimate == pytest.approx(0.5 * 0.25 + 0.5)
@@ -413,14 +418,14 @@ def test_beginnings_are_kept_as_long_as_there_is_room() -> None:
     estimates, asked = Estimates(most=2), [row_of(estimated=True, sampling=Sampling(top_k=k)) for k in range(2)]
     estimates.begin(asked[:1])
     root = asked[0].beginning
-    assert root.learn([0, 1, 2], [Seen(1.0, 3, 0.5)] * 3) is None  # there is room for two
+    assert root.learn([0, 1, 2], [Seen(3, 0.5, 0.5)] * 3) is None  # there is room for two
     assert estimates.nodes == 2
     assert root.after([0, 1]) is not None
     assert root.after([0, 1, 2]) is None
     estimates.begin(asked[1:])  # the other question takes the room
     assert estimates.nodes == 0
-    assert root.learn([5], [Seen(1.0, 3, 0.5)]) is None  # what was given up grows no more
-    assert asked[1].beginning.learn([5], [Seen(1.0, 3, 0.5)]) is not None
+    assert root.learn([5], [Seen(3, 0.5, 0.5)]) is None  # what was given up grows no more
+    assert asked[1].beginning.learn([5], [Seen(3, 0.5, 0.5)]) is not None
     assert estimates.nodes == 1
 
 

@@ -327,9 +327,10 @@ def test_a_server_shares_its_slots_and_batches_do_not(monkeypatch: pytest.Monkey
     assert asked == [QUANTUM_SERVED, None]
 
 
-def test_rows_that_are_resampled_together_do_not_pause() -> None:
+@pytest.mark.parametrize("kind", ["resampled", "distinct"])
+def test_rows_that_depend_on_others_do_not_pause(kind: str) -> None:
     fairness = Fairness(quantum=1)
-    rows = [Row(Request(LONG, 2, resampled=True), 0, i, 0, list(LONG), frozenset(), 99) for i in range(2)]
+    rows = [Row(replace(Request(LONG, 2), **{kind: True}), 0, i, 0, list(LONG), frozenset(), 99) for i in range(2)]
     fairness.enter(rows)
     fairness.serve(rows[0], 50)
     fairness._served[1] = 0

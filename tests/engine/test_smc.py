@@ -305,15 +305,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     "draft",
     ["model", "suffix", "suffix:scope=engine", "recycling", "trigrams", "self:exit=1", "medusa", "eagle3", "suffix+model"],
 )
-def test_drafters_go_on_from_copies(often: None, places: dict[str, str], draft: str) -> None:
-    """Each row's log-probabilities are those that the target gives to its tokens, whatever rows it descends from."""
+def test_drafters_go_on_from_copies_and_from_the_prompt(often: None, places: dict[str, str], draft: str) -> None:
+    """Each row's log-probabilities are those that the target gives to its tokens, whatever it was before."""
     spec = draft.replace("model", places["model"]) if "model" in draft else places.get(draft, draft)
     with shoal.load(places["target"], spec, dtype="float32", max_batch=8, compile="off") as pair:
-        options: Any = {"exact": "smc", "constraints": [Small()], "max_new_tokens": 10, "seed": 3, "lookahead": 3, "eos": []}
-        result = pair.generate([[1, 2, 3], [4, 5]], 6, **options)
-        assert result.stats.resampled > 0
-        assert result.stats.drafted > 0
-        for output in result:
+        options: Any = {"max_new_tokens": 10, "seed": 3, "lookahead": 3, "eos": []}
+        copied = pair.generate([[1, 2, 3], [4, 5]], 6, exact="smc", constraints=[Small()], **options)
+        again = pair.generate([[1, 2, 3], [4, 5]], 6, exact="distinct", temperature=0.02, **options)
+        assert copied.stats.resampled > 0
+        assert again.stats.restarted > 0
+        assert min(copied.stats.drafted, again.stats.drafted) > 0
+        assert all(len({sample.token_ids for sample in output.samples}) == 6 for output in again)
+        for output in [*copied, *again]:
             for sample in output.samples:
                 ids = torch.tensor([[*output.prompt_ids, *sample.token_ids]])
                 with torch.no_grad():
@@ -322,15 +325,17 @@ def test_drafters_go_on_from_copies(often: None, places: dict[str, str], draft: 
                 torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_stream_has_the_text_of_rows_once_they_have_ended(bundled: shoal.Shoal) -> None:
+@pytest.mark.parametrize(("exact", "pattern"), [("smc", "[a-z]{2}[0-9]{3}x*;"), ("distinct", "[ab][0-9]?x?;")])
+def test_a_stream_has_the_text_of_rows_once_they_have_ended(bundled: shoal.Shoal, exact: str, pattern: str) -> None:
     pair = bundled
-    options: Any = {"grammar": Grammar("regex", "[a-z]{2}[0-9]{3}x*;"), "max_new_tokens": 12, "seed": 2}
-    stream = pair.stream("value = ", 6, exact="smc", lookahead=2, **options)
+    options: Any = {"grammar": Grammar("regex", pattern), "max_new_tokens": 12, "seed": 2}
+    stream = pair.stream("value = ", 6, exact=exact, lookahead=2, **options)
     texts = defaultdict(str)
     for increment in stream:
         texts[increment.sample] += increment.text
         assert not increment.text or increment.result is not None
-    assert stream.result().stats.resampled > 0
+    stats = stream.result().stats
+    assert (stats.resampled > 0, stats.restarted > 0) == (exact == "smc", exact == "distinct")
     assert [texts[row] for row in range(6)] == [sample.text for sample in stream.result()[0].samples]
 
 

@@ -473,7 +473,7 @@ def filling(bundled: Shoal) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize("exact", ["weights", "smc"])
+@pytest.mark.parametrize("exact", ["weights", "smc", "distinct"])
 def test_samples_are_weighed(filling: Served, exact: str) -> None:
     grammar = {"type": "regex", "text": "[a-z]{2}[0-9]{3} x*;"}
     before = filling.worker.thread.engine.stats.resampled
@@ -487,7 +487,7 @@ def test_samples_are_weighed(filling: Served, exact: str) -> None:
     }
     weights = [took["log_weight"] for took in filling.post(**body, exact=exact).json()["usage"]["choices"]]
     assert len(set(weights)) > 1 or exact == "smc"
-    assert all(weight < 0 for weight in weights)
+    assert all(weight < 0 for weight in weights)  # of distinct texts as well: p allows little
     assert (filling.worker.thread.engine.stats.resampled > before) is (exact == "smc")
     assert "log_weight" not in filling.post(**body).json()["usage"]["choices"][0]
 
@@ -498,6 +498,7 @@ def test_samples_are_weighed(filling: Served, exact: str) -> None:
         ({"exact": "weights", "temperature": 1.0}, "weighs samples by what limits them"),
         ({"exact": "weights", "align": True, "temperature": 0}, "temperature=0"),
         ({"exact": "smc", "align": True, "n": 2, "stream": True}, "leave out stream"),
+        ({"exact": "distinct", "n": 2, "stream": True}, "leave out stream"),
         ({"exact": "smc", "align": True}, "n >= 2"),
         ({"exact": "all", "align": True}, "exact"),
     ],

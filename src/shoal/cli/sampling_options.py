@@ -48,13 +48,14 @@ class SamplingOptions(SampleOptions):
         ),
     ] = False
     exact: Annotated[
-        Literal["weights", "smc", "asap", "asap+smc"] | None,
+        Literal["weights", "smc", "asap", "asap+smc", "distinct"] | None,
         sampling_option(
             "--exact",
             metavar="KIND",
             help="weights: weigh samples under --align so that they are samples of p; smc: and "
             "resample them while they run; asap: "
-            "and draw them by what earlier ones have shown; asap+smc: both.",
+            "and draw them by what earlier ones have shown; asap+smc: both; distinct: whole texts "
+            "without replacement, so that no two samples are equal.",
         ),
     ] = None
 

@@ -10,11 +10,16 @@ The rows of a prompt share a trie of these estimates, also with later equal requ
 A round draws by the estimates at its beginning, and learns its rows' tokens when it has ended. The
 proposal changes as estimates improve; importance weights correct for it: weight(x) = sum_y p(y|w)
 c(wy) / c(wx), the sum over the allowed tokens y, so proposal(x) * weight(x) = p(x|w).
+
+The rows of a request with `exact="distinct"` have a trie of their own. Its p is that of the allowed
+tokens, which sums to 1 at each place, so c(w) is 1 until texts that begin with w have been drawn,
+and then the share of p(. | w) that is left (`shoal.engine.distinct`).
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -31,8 +36,8 @@ that were least recently used are given up."""
 MOST_TRIES = 4096
 """The number of prompts whose estimates an engine keeps."""
 _UNSEEN = 1e-12
-"""The least share of the mass of a beginning that unseen tokens have, as long as there are any:
-sums of rounded numbers may say 0."""
+"""The least share of their mass that unseen tokens keep when others of them are seen, as long as
+there are any: differences of rounded numbers may say 0."""
 _CHANGE = 1e-14
 """The relative change of an estimate from which the estimates before it are computed anew."""
 
@@ -41,14 +46,18 @@ class Seen(NamedTuple):
     """The values of p, without constraints, at a position where a row drew a token.
 
     Attributes:
-        mass: the probability that p gives to all allowed tokens.
         tokens: the number of allowed tokens.
         p: the probability of the token that was drawn.
+        rest: the probability of the other allowed tokens, without those after `children` of them.
+            It is summed by itself: where p gives nearly everything to one token, a difference
+            would be noise.
+        children: the number of the longer beginnings that were known, the first ones of the node.
     """
 
-    mass: float
     tokens: int
     p: float
+    rest: float
+    children: int = 0
 
 
 class Node:
@@ -56,19 +65,19 @@ class Node:
 
     Attributes:
         estimate: c of the beginning.
-        mass: the probability under p of the tokens allowed after it; None until a row goes on from
-            here.
+        unseen: the probability under p of the tokens allowed after it without the `children`; None
+            until a row goes on from here.
         count: the number of the tokens allowed after it.
         children: the longer beginnings, by their last token.
         p: the probability that p gives to its last token.
     """
 
-    __slots__ = ("children", "count", "estimate", "mass", "p", "parent", "trie")
+    __slots__ = ("children", "count", "estimate", "p", "parent", "trie", "unseen")
 
     def __init__(self, trie: Trie, parent: Node | None, p: float) -> None:
         self.trie, self.parent, self.p = trie, parent, p
         self.estimate = 1.0
-        self.mass: float | None = None
+        self.unseen: float | None = None
         self.count = 0
         self.children: dict[int, Node] = {}
 
@@ -86,28 +95,37 @@ class Node:
         passed, node = [], self
         for token, here in zip(block, seen, strict=False):
             passed.append(node)
-            if node.mass is None:
-                node.mass, node.count = here.mass, here.tokens
+            if node.unseen is None:
+                node.unseen, node.count = here.p + here.rest, here.tokens
             if token not in node.children:
                 if not node.trie.grow():
                     break
+                later = sum(child.p for child in list(node.children.values())[here.children :])
+                node.unseen = max(here.rest - later, _UNSEEN * here.rest)
                 node.children[token] = Node(node.trie, node, here.p)
             node = node.children[token]
         for one in reversed(passed):
             one._settle()
+        self._tell()
+        return node if len(passed) == len(block) and node is not passed[-1] else None
+
+    def take(self) -> None:
+        """Takes the text that ends here away."""
+        self.estimate = 0.0
+        self._tell()
+
+    def _tell(self) -> None:
+        """Computes the estimates of the shorter beginnings anew, as far as they change."""
         above = self.parent
         while above is not None and above._settle():
             above = above.parent
-        return node if len(passed) == len(block) and node is not passed[-1] else None
 
     def _settle(self) -> bool:
         """Computes the estimate anew; returns True if it has changed."""
-        assert self.mass is not None
+        assert self.unseen is not None
         known = sum(child.p * child.estimate for child in self.children.values())
         if len(self.children) < self.count:
-            known += max(
-                self.mass - sum(child.p for child in self.children.values()), _UNSEEN * self.mass
-            )
+            known += self.unseen
         before, self.estimate = self.estimate, known
         return abs(known - before) > _CHANGE * before
 
@@ -159,10 +177,12 @@ class Estimates:
         self.tries: dict[Any, Trie] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Gives rows without new tokens the estimates of their prompt, if requested."""
-        for row in rows:
-            if row.request.estimated:
-                row.beginning = self._of(row.request).root
+        """Gives rows of a request, without new tokens, their estimates, if requested."""
+        request = rows[0].request
+        if request.estimated or request.distinct:
+            trie = Trie(Estimates(sys.maxsize)) if request.distinct else self._of(request)
+            for row in rows:
+                row.beginning = trie.root
 
     def _of(self, request: Request) -> Trie:
         key = _key(request)

@@ -8,7 +8,8 @@ vocabulary, and estimated without bias if checks judge single tokens (`shoal.sam
 `exact="smc"` resamples the rows of a request by these weights while they run
 (`shoal.engine.resampling`); `exact="asap"` learns from each row the value of its beginnings, so
 that later tokens are drawn more nearly by p given that the text is allowed, and weights become
-equal (`shoal.constraints.estimates`).
+equal (`shoal.constraints.estimates`). `exact="distinct"` draws whole texts without replacement
+(`shoal.engine.distinct`), also where nothing limits them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from shoal.constraints.check import Check, Cutting
 from shoal.errors import RequestError
 from shoal.types.requests import Request
 
-EXACT = ("weights", "smc", "asap", "asap+smc")
+EXACT = ("weights", "smc", "asap", "asap+smc", "distinct")
 """The values of `exact`: weighted samples; samples of rows that are resampled while they run;
-samples of rows that draw by estimates; both."""
+samples of rows that draw by estimates; both; samples that differ."""
 
 
 def read_exact(exact: bool | str) -> str:
@@ -57,22 +58,25 @@ def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -
     masked = sampling.grammar is not None or any(
         not isinstance(each, Check) for each in request.constraints
     )
-    if not masked and not request.constraints and not aligned:
+    resampled, estimated, distinct = "smc" in exact, "asap" in exact, exact == "distinct"
+    if not masked and not request.constraints and not aligned and not distinct:
         raise RequestError(
             "exact=True weighs samples by what limits them: it needs align=True, a grammar or "
             "other constraints"
         )
-    if sampling.greedy or ((masked or aligned) and sampling.truncates):
+    if sampling.greedy or ((masked or aligned or distinct) and sampling.truncates):
         raise RequestError(
             "exact=True weighs samples of the whole distribution: leave out top_k, top_p, "
             "min_p, typical_p, temperature=0"
         )
-    resampled, estimated = "smc" in exact, "asap" in exact
     if resampled and request.n < 2:
         raise RequestError(f"exact={exact!r} draws among the rows of a request: it needs n >= 2")
-    if estimated and any(isinstance(each, Check) for each in request.constraints):
+    if (estimated or distinct) and any(isinstance(each, Check) for each in request.constraints):
+        advice = "use 'smc'" if estimated else "leave them out"
         raise RequestError(
             f"exact={exact!r} learns what masks leave, and checks of single tokens have none: "
-            f"use 'smc'"
+            f"{advice}"
         )
-    return replace(request, weighted=True, resampled=resampled, estimated=estimated)
+    return replace(
+        request, weighted=True, resampled=resampled, estimated=estimated, distinct=distinct
+    )

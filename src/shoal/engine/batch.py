@@ -158,11 +158,15 @@ class Batch:
         Returns:
             Their commits, with the samples so far.
         """
-        unfinished = [row for row in dict.fromkeys(rows) if row.finish_reason is None]
+        unfinished = [
+            row
+            for row in dict.fromkeys(rows)
+            if row.finish_reason is None or row.held_at is not None
+        ]
         self.remove(unfinished)
         now, commits = self._clock(), []
         for row in unfinished:
-            row.finish_reason, row.error = reason, error
+            row.finish_reason, row.error, row.held_at = reason, error, None
             sample = finish(row, now)
             commits.append(Commit(row, [], 0, visible_text(row, sample), sample))
         return commits
@@ -172,6 +176,27 @@ class Batch:
         self.scheduler.remove(rows)
         if self.drafter is not None:
             self.drafter.end(rows)
+
+    def hold(self, rows: Sequence[Row]) -> None:
+        """Removes rows from their slots that may come back, with other tokens."""
+        self.scheduler.remove(rows)
+        if self.drafter is not None and rows:
+            self.drafter.replace([(row, row) for row in rows])
+
+    def restart(self, row: Row, first: Row, seed: int) -> None:
+        """Removes all new tokens of a row, which waits for a slot and goes on by another seed.
+
+        Args:
+            row: a row that runs or is held.
+            first: a row of its group as they all began, which itself never runs.
+            seed: the seed.
+        """
+        if row.held_at is None:
+            self.hold([row])
+        row.become(first, seed)
+        row.finish_reason = row.held_at = None
+        self.scheduler.put_back(row)
+        self.stats.restarted += 1
 
     def pause(self) -> None:
         """Pauses a row of a call that is ahead, for one that waits.

@@ -99,9 +99,12 @@ def _commit(
 ) -> Commit:
     """Returns the commit of a row.
 
-    The sample is made before the text is taken: all text of a row is known once it has ended.
+    The sample is made before the text is taken: all text of a row is known once it has ended. The
+    sample of a row that may begin again is made later (`shoal.engine.distinct`).
     """
-    sample = finish(row, now) if row.finish_reason else None
+    if row.request.distinct and row.finish_reason not in (None, "error"):
+        row.held_at = now
+    sample = finish(row, now) if row.finish_reason and row.held_at is None else None
     return Commit(row, tokens, len(path), visible_text(row, sample), sample, drafts, drafters, path)
 
 

@@ -36,6 +36,7 @@ from shoal.engine.batch import Batch
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
 from shoal.engine.commit import columns_of, commit
+from shoal.engine.distinct import Distinct
 from shoal.engine.fairness import Fairness
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for
@@ -183,6 +184,7 @@ class Engine:
             self.stats,
             self._clock,
         )
+        self._distinct = Distinct(self._batch)
 
     def _kept_on_device(self) -> Keeps:
         """Returns the bytes that the drafter keeps in the memory of the caches."""
@@ -240,12 +242,13 @@ class Engine:
                 groups.append(self.validator.rows(request, needs_text=stream))
         for rows in groups:
             self.estimates.begin(rows)
+            self._distinct.begin(rows)
         self.scheduler.add([row for rows in groups for row in rows])
         return groups
 
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
         """Ends rows now; returns their samples so far, marked "cancelled"."""
-        return self._batch.cut(rows, "cancelled")
+        return self._distinct.settled(self._batch.cut(rows, "cancelled"))
 
     def reserve_tokens(self, tokens: int) -> bool:
         """Reserves memory for tokens beside the rows, such as a prompt that is only scored.
@@ -328,7 +331,7 @@ class Engine:
         ended = self._batch.expire()
         rows = self._batch.gather(ended, drafting=self._drafting)
         if not rows:
-            return ended
+            return self._distinct.settled(ended)
         watch = Stopwatch(self._now)
         tree, scores, verdict = self._decide(rows, watch)
         verdict = checked(tree, scores, verdict)
@@ -349,7 +352,7 @@ class Engine:
         )
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
-        return ended + commits
+        return self._distinct.settled(ended + commits)
 
     def _decide(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[DraftTree, Scores, Verdict]:
         """Drafts, verifies and accepts.
@@ -440,7 +443,8 @@ class Engine:
             self.drafter.observe(rows, scores, verdict)
         for done in commits:
             self.scheduler.fairness.serve(done.row, len(done.tokens))
-        self._batch.remove([row for row in rows if row.finish_reason])
+        self._batch.remove([row for row in rows if row.finish_reason and row.held_at is None])
+        self._batch.hold([row for row in rows if row.held_at is not None])
         self._batch.zero_faults(scores)
         self._batch.pause()
         self.stats.resampled += resample(

@@ -38,11 +38,11 @@ class Fairness:
         self._rows: Counter[int] = Counter()
 
     def enter(self, rows: Sequence[Row]) -> None:
-        """Adds the rows of a new call."""
+        """Adds rows of a call, mostly a new one."""
         if rows:
             call = rows[0].call
-            self._served[call] = min(self._served.values(), default=0)
-            self._rows[call] = len(rows)
+            self._served.setdefault(call, min(self._served.values(), default=0))
+            self._rows[call] += len(rows)
 
     def leave(self, row: Row) -> None:
         """Removes a row that has ended."""
@@ -68,13 +68,14 @@ class Fairness:
         """Returns the row that is to give its slot to a row of another call; None = no row.
 
         It belongs to the call that is furthest ahead. It is the row with the fewest tokens, and the
-        last one of several. Rows that are resampled together do not pause.
+        last one of several. Rows that depend on others of their request
+        do not pause.
 
         Args:
             running: the rows that run.
             waiting: the calls with rows that wait, in the order in which they came.
         """
-        candidates = [row for row in running if not row.request.resampled]
+        candidates = [row for row in running if not (row.request.resampled or row.request.distinct)]
         if self._quantum is None or not candidates:
             return None
         ahead = max((row.call for row in candidates), key=self._served.__getitem__)

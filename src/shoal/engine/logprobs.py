@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.constraints import masks
 from shoal.constraints.estimates import Seen, log_weights
-from shoal.sampling.controls import controlled
+from shoal.sampling.controls import unbound
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
@@ -78,6 +78,8 @@ def reported(
             found.append(Logprobs(raw[b], processed[b]))
             continue
         weights, seen = _weights(scores, row, b, blocks[b], columns[b])
+        if row.request.distinct:
+            processed[b] = [math.log(each.p) if each.p else -math.inf for each in seen]
         weights = _summed(weights, verdict.check_weights.get(b, ()))
         top, ends = _top(scores, row, b, columns[b]), _ends(scores, row, b, columns[b])
         found.append(Logprobs(raw[b], processed[b], top, weights, ends, seen))
@@ -104,34 +106,45 @@ def _weights(
     A weight is the probability under p, without the row's constraints, of the tokens that the
     constraints allow, at each token of the block for which they hold. Both lists are empty unless
     the row's request asks for weights. Under estimates, the weights are those that the estimates
-    leave.
+    leave. Where texts are drawn without replacement, they are not, and the values are those of p
+    given that each token is allowed, of all tokens.
     """
-    count = masks.bound(row, block) if row.request.weighted else 0
+    distinct = row.request.distinct
+    count = len(block) if distinct else masks.bound(row, block) if row.request.weighted else 0
     if not count:
         return [], []
     own, sampling = scores.of_row(place), row.request.sampling
     logits, positions = own.logits, own.positions
     allowed = masks.allowed(positions, logits)
-    assert allowed is not None
     at = list(columns[:count])
-    unbound = (
-        controlled(logits, sampling, positions, None, {})[0, at].double() / sampling.temperature
+    inside = (
+        unbound(logits, sampling, positions, {})[0, at].double() / sampling.temperature
     ).log_softmax(-1)
-    inside = unbound.masked_fill(~allowed[0, at], -math.inf)
+    if allowed is not None:
+        inside = inside.masked_fill(~allowed[0, at], -math.inf)
     masses = inside.logsumexp(-1)
     if row.beginning is None:
         return masses.tolist(), []
-    drawn = unbound[range(count), list(block[:count])]
-    seen = [
-        Seen(*each)
-        for each in zip(
-            masses.exp().tolist(),
-            allowed[0, at].sum(-1).tolist(),
-            drawn.exp().tolist(),
-            strict=True,
-        )
-    ]
-    return log_weights(row.beginning, block[:count], inside), seen
+    if distinct:
+        return masses.tolist(), _seen(row, block, inside - masses[:, None])
+    return log_weights(row.beginning, block[:count], inside), _seen(row, block[:count], inside)
+
+
+def _seen(row: Row, block: Sequence[int], inside: Tensor) -> list[Seen]:
+    """Returns the values for estimates.
+
+    Args:
+        inside: natural log of p at each token, [tokens, vocab]; -inf for tokens that are not
+            allowed.
+    """
+    drawn = inside[range(len(block)), list(block)].exp().tolist()
+    counts = inside.isfinite().sum(-1).tolist()
+    nodes = [row.beginning.after(block[:place]) for place in range(len(block))]
+    known = [[] if node is None else list(node.children) for node in nodes]
+    for place, token in enumerate(block):
+        inside[place, [*known[place], token]] = -math.inf
+    rests = inside.logsumexp(-1).exp().tolist()
+    return [Seen(*each) for each in zip(counts, drawn, rests, map(len, known), strict=True)]
 
 
 def _summed(one: Sequence[float], other: Sequence[float]) -> list[float]:

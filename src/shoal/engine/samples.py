@@ -13,14 +13,15 @@ from shoal.types.samples import Sample
 def visible_text(row: Row, sample: Sample | None) -> str:
     """Returns the new text of a row that may be shown now.
 
-    Returns "" if the text is not needed (`Row.needs_text`). A row that may be cut anywhere, or
-    become a copy of another, is shown once it has ended.
+    Returns "" if the text is not needed (`Row.needs_text`). A row that may be cut anywhere, become
+    a copy of another or begin again is shown once it has ended.
 
     Args:
         row: the row.
         sample: the row's sample, if it has ended.
     """
-    if row.needs_text and (row.cutting is not None or row.request.resampled):
+    request = row.request
+    if row.needs_text and (row.cutting is not None or request.resampled or request.distinct):
         return "" if sample is None else sample.text
     return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.needs_text else ""
 

@@ -174,6 +174,13 @@ class Scheduler:
         self._group_sizes[row.group] = 1
         self.waiting.put_back(row)
 
+    def put_back(self, row: Row) -> None:
+        """Adds a row again that was removed, and has no new tokens; it goes first of its call."""
+        self.waiting.put_back(row)
+        self.fairness.enter([row])
+        self._group_sizes[row.group] += 1
+        self._deadlines.add([row])
+
     def _has_slot(self, row: Row) -> bool:
         return 0 <= row.slot < len(self._slots) and self._slots[row.slot] is row
 

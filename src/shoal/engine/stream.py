@@ -163,7 +163,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         for c in commits:
             if c.sample is not None:
                 self._samples[id(c.row)] = c.sample
-            ended = c.row.finish_reason
+            ended = None if c.sample is None else c.sample.finish_reason
             self._queue.append(
                 Increment(
                     self._prompt[id(c.row)],

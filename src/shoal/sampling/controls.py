@@ -81,7 +81,7 @@ def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) 
 def change(rows: Sequence[Row]) -> bool:
     """Returns True if some control changes the logits of a row."""
     settings = {id(row.request.sampling): row.request.sampling for row in rows}
-    return any(map(_changes, settings.values())) or any(row.constraints for row in rows)
+    return any(map(_changes, settings.values())) or any(row.bound for row in rows)
 
 
 def controlled(
@@ -100,8 +100,19 @@ def controlled(
         allowed: see `shoal.constraints.masks`.
         faults: see `shoal.sampling.distributions.probabilities`.
     """
-    if allowed is None and not _changes(sampling):
+    if not _changes(sampling) and not any(row.bound for row in positions.rows):
         return logits
+    scores = unbound(logits, sampling, positions, faults)
+    if allowed is not None:
+        scores.masked_fill_(~allowed, -torch.inf)
+    estimates.weigh(scores, sampling.temperature, positions)
+    return scores
+
+
+def unbound(
+    logits: Tensor, sampling: Sampling, positions: Positions, faults: Faults | None
+) -> Tensor:
+    """Computes `controlled` without constraints and estimates, always as a copy."""
     scores = logits.to(width(logits), copy=True, memory_format=torch.contiguous_format)
     penalties.bias_and_penalise(scores, sampling, positions)
     if sampling.processors:
@@ -109,9 +120,6 @@ def controlled(
         # its own words, or revive banned tokens.
         scores = possible(scores, logits, positions, faults)
         scores = penalties.process(scores, sampling.processors, positions, faults)
-    if allowed is not None:
-        scores.masked_fill_(~allowed, -torch.inf)
-        estimates.weigh(scores, sampling.temperature, positions)
     return scores
 
 
@@ -185,6 +193,11 @@ def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
     ]
     if failure:
         return RequestError(f"{where}: {failure}")
+    if row.request.distinct:
+        return RequestError(
+            f"{where}: all texts that are possible have been drawn; ask for fewer than "
+            f"{row.request.n} samples"
+        )
     if row.request.constraints:
         controls.append(
             f"constraints={[_name(constraint) for constraint in row.request.constraints]}"

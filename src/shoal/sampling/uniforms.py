@@ -40,6 +40,11 @@ class Purpose(IntEnum):
 
     See `shoal.engine.resampling`.
     """
+    DISTINCT = 5
+    """The choice if a row goes on when a text is drawn before its own, by the number of that row.
+
+    See `shoal.engine.distinct`.
+    """
     TREE = 1024
     """The first of two purposes for each draw of a draft tree.
 

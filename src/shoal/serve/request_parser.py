@@ -34,7 +34,7 @@ class RequestParser:
 
     def parse(self, request: BaseRequest) -> ParsedRequest:
         """Returns the parsed request. Raises ApiError or RequestError: it cannot be served."""
-        if request.stream and "smc" in (request.exact or ""):
+        if request.stream and request.exact in ("smc", "asap+smc", "distinct"):
             raise ApiError(
                 400,
                 f"exact {request.exact!r} replaces samples while they run: leave out stream",

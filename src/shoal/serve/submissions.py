@@ -218,6 +218,8 @@ class Submission:
         waiting = self._rounds[index]
         if commit.tokens or commit.drafts:  # a row that was cut before a round has none
             start = commit.row.new_tokens - len(commit.tokens)
+            if not start:  # a row that began again
+                waiting.clear()
             waiting.append(RoundUpdate(start, len(commit.tokens), commit.accepted, commit.rejected))
         if not self.stream and commit.sample is None:
             return ()

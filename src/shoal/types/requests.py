@@ -48,6 +48,7 @@ class Request:
             (`shoal.engine.resampling`).
         estimated: rows draw by estimates of the continuations of their beginnings
             (`shoal.constraints.estimates`).
+        distinct: rows draw whole texts without replacement (`shoal.engine.distinct`).
         owner: the owner of the request; prefixes that are kept of one owner's rows are not used for
             another owner's.
         weight: the share of the slots beside other calls, see `shoal.engine.fairness`; > 0, equal
@@ -75,6 +76,7 @@ class Request:
     weighted: bool = False
     resampled: bool = False
     estimated: bool = False
+    distinct: bool = False
     owner: str = ""
     weight: float = 1.0
     shown_tokens: frozenset[int] = frozenset()
@@ -155,8 +157,8 @@ class Row:
         cutting: the one of the checks that finds the place to cut an unfinished text, if there is
             one.
         beginning: the node of its new tokens in the trie of all rows of its prompt, if
-            `Request.estimated` (`shoal.constraints.estimates.Node`); None also once no constraint
-            binds the tokens.
+            `Request.estimated` or `Request.distinct` (`shoal.constraints.estimates.Node`). With
+            estimates it is None also once no constraint binds the tokens.
         end_logprobs: the natural log of the probability that the target gives to the row's EOS
             tokens before each new token, if there is such a check.
         drafters: for each new token, the name of the drafter that proposed it; None for a
@@ -173,7 +175,7 @@ class Row:
         log_allowed: the natural log of the product of the probabilities that p gave to the allowed
             tokens, if `Request.weighted`.
         log_weight: the natural log of the row's weight, which is that product until the row is
-            resampled (`shoal.engine.resampling`).
+            resampled (`shoal.engine.resampling`), or its text drawn (`shoal.engine.distinct`).
         draft_context: the most tokens of the row that its drafter can read and has memory for. A
             longer row is decoded plainly.
     """
@@ -211,6 +213,7 @@ class Row:
     finish_reason: str | None = None
     error: ShoalError | None = None
     started_at: float | None = None
+    held_at: float | None = None
     finished_at: float | None = None
     visible_from: int = 0
     log_allowed: float = 0.0
@@ -268,9 +271,14 @@ class Row:
         }
 
     @property
+    def bound(self) -> bool:
+        """True if its text so far decides what tokens are allowed, or how probable they are."""
+        return bool(self.constraints) or self.beginning is not None
+
+    @property
     def reads_history(self) -> bool:
         """True if the allowed tokens or the scores depend on the tokens before a position."""
-        return self.request.sampling.reads_history or bool(self.constraints)
+        return self.request.sampling.reads_history or self.bound
 
     @property
     def remaining(self) -> int:

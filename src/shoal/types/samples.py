@@ -64,7 +64,8 @@ class Sample:
             Weighted by exp(log_weight), the samples follow p conditioned on the constraint.
         log_allowed: natural log of the product of the probabilities that p gave to the allowed
             tokens. With exact="asap" it also contains the correction from the proposal back to p.
-            Equal to `log_weight` unless rows were resampled (`exact="smc"`).
+            Equal to `log_weight` unless rows were resampled (`exact="smc"`), or texts were drawn
+            without replacement (`exact="distinct"`).
         restored: the number of prompt tokens that were copied from an earlier row
             (`shoal.engine.prefix_cache`); 0 if a row of the same group computed the prompt.
         syntax: the result of a syntax check; None without a check. "complete": the row ended by

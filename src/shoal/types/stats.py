@@ -34,6 +34,8 @@ class Stats:
         pauses: times that a row gave its slot to a row of another request
             (`shoal.engine.fairness`).
         resampled: rows that became copies of other rows of their request (`exact="smc"`).
+        restarted: rows that began again, as another row of their request had drawn the text that
+            they wrote (`exact="distinct"`).
         seconds_target: seconds inside the target's forward passes, on a GPU by its own events.
         seconds_draft: seconds inside the drafter's forward passes, on a GPU by its own events.
         seconds_prefill: seconds for prompts, both models.
@@ -68,6 +70,7 @@ class Stats:
     committed: int = 0
     pauses: int = 0
     resampled: int = 0
+    restarted: int = 0
     seconds_target: float = 0.0
     seconds_draft: float = 0.0
     seconds_prefill: float = 0.0

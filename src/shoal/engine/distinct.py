@@ -1,0 +1,126 @@
+"""Draws of whole texts without replacement (`exact="distinct"`).
+
+The first row of a request draws its text from p, the second from p without this text, and so on in
+the order of their indexes, like the incremental sampling of Shi, Bieber and Sutton 2020 (arXiv
+2002.09067). Here p is the law of rows without `exact`: each token is drawn from those that the
+constraints allow. A trie has the share c(w) of the texts beginning with w that is left, and rows
+draw by it (`shoal.constraints.estimates`).
+
+The rows run together all the same. A row whose text ends is held outside the slots until the rows
+before it have drawn theirs. When a text x is drawn, c falls to c'. Each row behind it, which has
+written w, goes on by c' with probability c'(w) / c(w); else it begins again. The reason: its text
+had the law of p without the texts drawn before, and would be rejected if it became x. It becomes x
+with probability 1 - c'(w) / c(w), so this rejection is decided at once, and given that it does not,
+its further tokens have the law of c'. A row without new tokens just begins by c'. So each text has
+the law of p without all texts that were drawn before it, and neither the lengths of rounds nor the
+order in which rows end matter.
+
+Weights are those of Des Raj 1956. A text has the weight 1 - S, with S the probability of the texts
+before, which makes it a sample of all that was left, and its own probability once for each row
+behind it, as that row leaves it out. Under constraints both are multiplied by the weight of
+`exact=True`. Averages over all rows of a request are unbiased; without constraints the weights have
+the mean 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from shoal.constraints.estimates import Trie
+from shoal.engine.batch import Batch
+from shoal.engine.samples import finish, visible_text
+from shoal.sampling.uniforms import Purpose, row_seed, uniforms
+from shoal.types.requests import Row
+from shoal.types.rounds import Commit
+
+
+class _Draws(NamedTuple):
+    """The draws of a request.
+
+    Attributes:
+        rows: the rows that have not drawn their text, in order.
+        first: a row as they all began, which never runs.
+    """
+
+    rows: list[Row]
+    first: Row
+
+
+class Distinct:
+    """The requests of an engine that draw texts without replacement.
+
+    Args:
+        batch: the batch, from which rows leave and to which they come back.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._draws: dict[Trie, _Draws] = {}
+
+    def begin(self, rows: list[Row]) -> None:
+        """Adds the rows of a request, if they are to differ."""
+        if rows[0].request.distinct:
+            first = replace(rows[0], tokens=[])
+            first.become(rows[0], rows[0].seed)
+            self._draws[first.beginning.trie] = _Draws(list(rows), first)
+
+    def settled(self, commits: list[Commit]) -> list[Commit]:
+        """Returns commits, and after them those of rows whose text is drawn now.
+
+        Args:
+            commits: the commits of a round, or of rows that were cut.
+        """
+        tries = dict.fromkeys(
+            done.row.beginning.trie
+            for done in commits
+            if done.row.request.distinct and done.row.finish_reason
+        )
+        return [*commits, *(drawn for trie in tries for drawn in self._drawn(trie))]
+
+    def _drawn(self, trie: Trie) -> Iterator[Commit]:
+        """Draws the texts of held rows, as long as the first row that is left is held."""
+        rows, first = self._draws[trie]
+        while rows and rows[0].finish_reason:
+            row = rows.pop(0)
+            if row.held_at is None:
+                continue  # it was cut
+            row.log_weight = _log_weight(row, trie.root.estimate, len(rows))
+            sample, row.held_at = finish(row, row.held_at), None
+            if self._batch.drafter is not None:
+                self._batch.drafter.end([row])
+            yield Commit(row, [], 0, visible_text(row, sample), sample)
+            for other in list(_rejected(row, rows)):
+                self._batch.restart(other, first, row_seed(other.seed, row.index))
+        if not rows:
+            del self._draws[trie]
+
+
+def _log_weight(row: Row, left: float, behind: int) -> float:
+    """Returns the natural log of the weight of a row.
+
+    Args:
+        row: the row.
+        left: the share of all texts that have not been drawn before.
+        behind: the number of rows that draw after it.
+    """
+    return row.log_allowed + math.log(left + behind * math.exp(sum(row.processed_logprobs)))
+
+
+def _rejected(row: Row, others: Iterable[Row]) -> Iterator[Row]:
+    """Takes the text of a row away; returns those that begin again of the rows behind it.
+
+    The last one comes first, so that in the queue it is behind the others.
+    """
+    running = [
+        (other, other.beginning.estimate)
+        for other in others
+        if other.new_tokens and (other.finish_reason is None or other.held_at is not None)
+    ]
+    row.beginning.take()
+    for other, before in reversed(running):
+        uniform = float(uniforms(other.seed, row.index, Purpose.DISTINCT))
+        if uniform * before >= other.beginning.estimate:
+            yield other

@@ -95,7 +95,11 @@ class RoundKinds:
         """
         target, k = self._target, max(lengths)
         drafter = self.drafter if k else None
-        if not self._decides or k > LONGEST or any(row.bound for row in rows):
+        if (
+            not self._decides
+            or k > LONGEST
+            or any(row.constraints or row.beginning for row in rows)
+        ):
             return None
         style = self._style_of(rows)
         plan = target.plan([row.slot for row in rows], [1 + length for length in lengths])

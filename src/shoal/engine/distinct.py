@@ -73,6 +73,8 @@ class Distinct:
         Args:
             commits: the commits of a round, or of rows that were cut.
         """
+        if not self._draws:
+            return commits
         tries = dict.fromkeys(
             done.row.beginning.trie
             for done in commits

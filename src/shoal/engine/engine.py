@@ -443,8 +443,10 @@ class Engine:
             self.drafter.observe(rows, scores, verdict)
         for done in commits:
             self.scheduler.fairness.serve(done.row, len(done.tokens))
-        self._batch.remove([row for row in rows if row.finish_reason and row.held_at is None])
-        self._batch.hold([row for row in rows if row.held_at is not None])
+        ended = [row for row in rows if row.finish_reason]
+        if ended:
+            self._batch.remove([row for row in ended if row.held_at is None])
+            self._batch.hold([row for row in ended if row.held_at is not None])
         self._batch.zero_faults(scores)
         self._batch.pause()
         self.stats.resampled += resample(

@@ -81,7 +81,9 @@ def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) 
 def change(rows: Sequence[Row]) -> bool:
     """Returns True if some control changes the logits of a row."""
     settings = {id(row.request.sampling): row.request.sampling for row in rows}
-    return any(map(_changes, settings.values())) or any(row.bound for row in rows)
+    return any(map(_changes, settings.values())) or any(
+        row.constraints or row.beginning for row in rows
+    )
 
 
 def controlled(
@@ -100,7 +102,9 @@ def controlled(
         allowed: see `shoal.constraints.masks`.
         faults: see `shoal.sampling.distributions.probabilities`.
     """
-    if not _changes(sampling) and not any(row.bound for row in positions.rows):
+    if not _changes(sampling) and not any(
+        row.constraints or row.beginning for row in positions.rows
+    ):
         return logits
     scores = unbound(logits, sampling, positions, faults)
     if allowed is not None:

@@ -271,14 +271,9 @@ class Row:
         }
 
     @property
-    def bound(self) -> bool:
-        """True if its text so far decides what tokens are allowed, or how probable they are."""
-        return bool(self.constraints) or self.beginning is not None
-
-    @property
     def reads_history(self) -> bool:
         """True if the allowed tokens or the scores depend on the tokens before a position."""
-        return self.request.sampling.reads_history or self.bound
+        return self.request.sampling.reads_history or bool(self.constraints or self.beginning)
 
     @property
     def remaining(self) -> int:

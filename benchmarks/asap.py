@@ -27,8 +27,8 @@ from rich.table import Table
 
 import command
 import shoal
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.config import Grammar
 from shoal.constraints.estimates import Node
 from shoal.constraints.protocol import Allowed, Constraint

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import command
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.config import Limits
 from shoal.engine.batch_size import AutoBatchSize, BatchSize, FixedBatchSize
 from shoal.engine.scheduler import Scheduler

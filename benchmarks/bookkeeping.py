@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
+from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 
 PROMPT = "def is_prime(n: int) -> bool:\n"
 REPEATS = 7

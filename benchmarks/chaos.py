@@ -40,8 +40,8 @@ import chaos_planted
 import chaos_servers
 import command
 from chaos_troubles import Outcome, Texts, Trouble, lines, texts
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 
 COLUMNS = ("killed at work", "ended by an error", "leaps, slow calls", "cut by time", "asked again", "seconds")
 

@@ -21,8 +21,8 @@ from rich.table import Table
 
 import command
 import shoal
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.constraints.check import Check
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.token_bytes import token_bytes

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 import command
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.errors import RequestError
 
 PYTHON_CLIENTS = (

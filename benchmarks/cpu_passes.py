@@ -21,10 +21,10 @@ from rich.table import Table
 import command
 from held_out import problems
 from precision import a_pass
+from provenance import require_place, write_results
 from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.bench.provenance import require_place, write_results
 from shoal.models.loading import bundled, load_runner, load_tokenizer
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner

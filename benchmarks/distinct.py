@@ -20,8 +20,8 @@ from rich.table import Table
 
 import command
 import shoal
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.evaluation.grading import PASSED, code_grader
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.tasks import code_tasks, function_problems

@@ -29,12 +29,11 @@ from rich.table import Table
 import command
 import shoal
 from held_out import decode, problems
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.bench.measure import in_turns
-from shoal.bench.provenance import require_place, write_results
 from shoal.config import Grammar
 from shoal.drafting.draft import read_draft
-from shoal.durable import write_synced
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
@@ -291,7 +290,7 @@ def main(
         found += lines(pair, task, batch, names, settings)
         if json_path is not None:
             report = {"machine": about, "settings": asdict(settings), "lines": [asdict(line) for line in found]}
-            write_results(json_path, report, write_synced)
+            write_results(json_path, report)
     show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 120))
 
 

@@ -27,8 +27,8 @@ from rich.table import Table
 
 import command
 from evalplus_programs import CHEAT, completions
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.errors import RequestError
 from shoal.evaluation.execution import execute_all
 from shoal.evaluation.exports import FORMATS

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import command
 from held_out import problems
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.models.gguf import sequences
 from shoal.models.gguf.library import library
 from shoal.models.gguf.model import GgufModel

@@ -24,10 +24,10 @@ from rich.table import Table
 
 import command
 import shoal
+from provenance import require_place, write_results
 from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.bench.provenance import require_place, write_results
 from shoal.models.gguf.library import library
 from shoal.models.gguf.model import GgufModel
 from shoal.models.gguf.sequences import Feed, Sequences

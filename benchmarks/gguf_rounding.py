@@ -17,8 +17,8 @@ from torch import Tensor
 
 import command
 import shoal
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 
 TEXT = Path(__file__).parents[1] / "README.md"
 EXACT = "own kernels, float32"

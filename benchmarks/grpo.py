@@ -31,8 +31,8 @@ from trl import GRPOConfig, GRPOTrainer
 import shoal
 from held_out import problems
 from problems.generator import FunctionProblem
+from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox

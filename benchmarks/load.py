@@ -34,8 +34,8 @@ import httpx
 import torch
 
 import shoal
+from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 
 Json = dict[str, Any]
 PROMPTS = (

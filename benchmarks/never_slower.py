@@ -26,8 +26,8 @@ from rich.table import Table
 import command
 import shoal
 from held_out import problems
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.errors import InternalError
 from shoal.models.loading import wrap
 

@@ -29,9 +29,9 @@ from engines.process import Worker, make_models, prepare
 from engines.results import Cell, Results
 from engines.rows import LOCAL, Row, chosen
 from engines.tasks import PLAIN, Absent, Setup
+from provenance import require_place
 from shoal.bench.machine import machine
 from shoal.bench.measure import first_difference, in_turns
-from shoal.bench.provenance import require_place
 from shoal.bench.quiet import QuietGate
 from shoal.cli.bench_progress import duration
 from shoal.errors import InternalError

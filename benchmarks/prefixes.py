@@ -22,9 +22,9 @@ from rich.table import Table
 
 import command
 import shoal
+from provenance import require_place, write_results
 from shoal.api import Shoal
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.sampling.acceptance import Coupled

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 import command
+from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.bench.provenance import require_place, write_results
 from shoal.models.loading import bundled, load_runner
 from shoal.models.runner import Runner
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import shoal
 from held_out import problems
+from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 from shoal.sampling.acceptance import Coupled
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)

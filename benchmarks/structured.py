@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import shoal
+from provenance import place_of_results, write_results
 from schemas import SCHEMAS
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 from shoal.evaluation.schemas import verdict
 
 Json = dict[str, Any]

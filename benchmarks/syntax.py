@@ -26,8 +26,8 @@ import torch
 import shoal
 from held_out import problems
 from problems.generator import FunctionProblem
+from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 from shoal.constraints.syntax.layout import Layout
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.syntax.viable import is_complete, is_viable

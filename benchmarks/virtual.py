@@ -35,10 +35,10 @@ from rich.table import Table
 import command
 import shoal
 from held_out import problems
+from provenance import require_place, write_results
 from regret import CONTROLLERS, SWEEP
 from scaling import CONTEXT, prepared_pass
 from shoal.bench.machine import machine
-from shoal.bench.provenance import require_place, write_results
 from shoal.bench.work import Stopwatch, timed
 from shoal.lookahead.controller import Controller, PairCosts, as_controller, by_name
 from shoal.models.runner import Runner

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 from shoal.config import Sampling
 from shoal.engine import logprobs
 from shoal.sampling.acceptance import RULES

@@ -11,9 +11,8 @@ from typing import Any
 
 from engines.rows import ROWS, Row
 from engines.tasks import PLAIN
-from shoal.bench.provenance import write_results
+from provenance import write_results
 from shoal.bench.report import Spread
-from shoal.durable import write_synced
 from shoal.errors import RequestError
 
 FORMAT = 1
@@ -84,7 +83,7 @@ class Results:
         if place is not None:
             cells = [asdict(cell) for cell in self.cells.values()]
             report = {"format": FORMAT, "config": self.config, "machine": self.machine, "cells": cells}
-            write_results(place, report, write_synced)
+            write_results(place, report)
 
     @staticmethod
     def read(place: Path) -> Results:

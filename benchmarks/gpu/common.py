@@ -10,12 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.bench.provenance import place_of_results, write_results
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 

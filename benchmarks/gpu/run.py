@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from requirements import MEASURING, PROJECT, absent, project_bounds, unmet
 from stages import Outcome, Stage, run
 from verdict import markdown, verdicts
@@ -125,7 +127,7 @@ def require_packages() -> list[str]:
 
 def place_for_results(asked: str | None) -> Path:
     """The folder of the results; a temporary one where nobody asked for another and benchmarks/results may not have them."""
-    from shoal.bench.provenance import require_place
+    from provenance import require_place
     from shoal.errors import RequestError
 
     place = Path(asked or ROOT / "benchmarks" / "results")
@@ -142,7 +144,7 @@ def place_for_results(asked: str | None) -> Path:
 
 def write(outcomes: Sequence[Outcome], machine: dict[str, Any], place: Path) -> str:
     """Writes everything so far; returns the verdict as a page."""
-    from shoal.bench.provenance import write_results
+    from provenance import write_results
 
     table = verdicts(outcomes)
     page = markdown(table, outcomes, machine)

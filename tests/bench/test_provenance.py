@@ -1,6 +1,6 @@
 """Results name the commit that they were made at; benchmarks/results takes no others.
 
-Tests of: bench.provenance, bench.machine; the arguments of the scripts under benchmarks.
+Tests of: bench.machine, benchmarks/provenance.py; the arguments of the scripts under benchmarks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import prompts
 import ragged
 import scaling
 import virtual
-from shoal.bench import provenance
-from shoal.bench.machine import machine
-from shoal.bench.provenance import NO_GIT, commit, require_place, write_results
+from provenance import write_results
+from shoal.bench.machine import NO_GIT, commit, machine, require_place
 from shoal.cli import run
 from shoal.errors import RequestError
 
@@ -96,7 +95,7 @@ def test_an_installed_package_has_no_commit(repository: Path, tmp_path: Path, mo
 
 def test_a_machine_always_names_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(machine(torch.device("cpu"))["commit"], str)
-    monkeypatch.setattr(provenance, "commit", lambda: NO_GIT)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: NO_GIT)
     assert machine(torch.device("cpu"))["commit"] == NO_GIT
 
 
@@ -112,7 +111,7 @@ DIRTY, CLEAN = "0123456789ab-dirty", "0123456789ab"
 
 @pytest.mark.parametrize("made_at", [DIRTY, NO_GIT, "None", ""])
 def test_kept_results_name_a_commit(results: Path, tmp_path: Path, made_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "commit", lambda: made_at)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: made_at)
     link = tmp_path / "link"
     link.symlink_to(results)
     monkeypatch.chdir(results)
@@ -128,11 +127,11 @@ def test_kept_results_name_a_commit(results: Path, tmp_path: Path, made_at: str,
 
 
 def test_results_of_a_clean_tree_are_kept(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "commit", lambda: CLEAN)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: CLEAN)
     require_place(results, results / "a.json")
     write_results(results / "a.json", {"machine": {"commit": CLEAN}})
     assert (results / "a.json").is_file()
-    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: DIRTY)
     write_results(results / "b.json", {"machine": {"commit": CLEAN}})  # made at a clean commit, changed while it ran
 
 
@@ -144,7 +143,7 @@ def _never(*_: Any, **__: Any) -> Any:
 def test_bench_refuses_before_it_loads(
     option: tuple[str, str], results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: DIRTY)
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", _never)
     assert run(["bench", option[0], str(results / option[1])]) == 2
     assert "commit the changes first" in capsys.readouterr().err
@@ -156,7 +155,7 @@ def assert_refused(
     script: Callable[[], object], place: Path, monkeypatch: pytest.MonkeyPatch, option: str = "--json"
 ) -> None:
     """A script whose tree has changes ends with code 2 before it loads a model."""
-    monkeypatch.setattr(provenance, "commit", lambda: DIRTY)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: DIRTY)
     monkeypatch.setattr("shoal.load", _never)
     monkeypatch.setattr(sys, "argv", ["script", option, str(place)])
     with pytest.raises(SystemExit) as ended:

@@ -1,6 +1,6 @@
 """benchmarks/gpu without a GPU: refused clearly, its stages and its table, and the same lines tried out on the CPU.
 
-Tests of: bench.provenance, bench.roofline, bench.shapes.
+Tests of: bench.roofline, bench.shapes.
 """
 
 from __future__ import annotations
@@ -271,9 +271,7 @@ def test_a_run_ends_with_a_verdict_whatever_happened(
 def test_results_go_elsewhere_where_no_commit_would_be_named(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shoal.bench import provenance
-
-    monkeypatch.setattr(provenance, "commit", lambda: provenance.NO_GIT)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: "not from a git repository")
     place = script.place_for_results(None)
     assert "benchmarks" not in place.parts
     assert str(place) in capsys.readouterr().err

@@ -61,12 +61,13 @@ class ReportOptions:
     def deliver(self, report: Report) -> None:
         """Writes the files first, then the tables, or every repeat as JSON, to stdout."""
         from shoal.bench import tables
-        from shoal.bench.provenance import write_results
+        from shoal.bench.machine import require_place
 
         files = [self.output] if self.output else []
         files += [self.results / _file_name(report)] if self.results else []
         for path in files:
-            write_results(path, report.to_dict(), write_whole)
+            require_place(path, made_at=str(report.machine["commit"]))
+            write_whole(path, json.dumps(report.to_dict(), indent=1) + "\n")
         if self.plot is not None and report.lines:
             from shoal.bench.plots import plot
 

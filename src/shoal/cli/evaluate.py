@@ -157,7 +157,7 @@ def evaluate(
     many programs pass that were cut inside a token and continued.
     """
     if output.out is not None:
-        from shoal.bench.provenance import require_place
+        from shoal.bench.machine import require_place
 
         require_place(output.out)
     if output.export and (

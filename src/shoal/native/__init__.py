@@ -1,7 +1,8 @@
 """The kernels in C for work on a CPU, compiled on the machine they run on.
 
 kernels.c            vectors of the processor
-tile.h, pairs.h     sums of products in registers, and of pairs of bfloat16
+team.h               how many threads a region has
+tile.h, pairs.h      sums of products in registers, and of pairs of bfloat16
 typed.h, attend.h    products, rotary embedding with the write to the cache, RMS norm; attention
 decode.h             a decoder's pass of these in one call
 drawing.h            distributions, tokens drawn from them, the verdict on drafts

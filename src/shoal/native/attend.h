@@ -267,7 +267,13 @@ int NAME(attend)(const Attention *a) {
     int failed = 0;
     int64_t work = 0;
     for (int64_t row = 0; row < a->rows; row++) work += (a->bounds[row] + a->bounds[a->rows + row]) * a->bounds[a->rows + row];
-#pragma omp parallel num_threads(a->threads) if (work * a->heads * a->dim > PARALLEL / 4)
-    NAME(share_of_attend)(a, &failed);
+    int64_t threads = work * a->heads * a->dim > PARALLEL / 4 ? team(a->threads) : 1, lost = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        Clocks begin = clocks();
+        NAME(share_of_attend)(a, &failed);
+        keep_lost(begin, &lost);
+    }
+    judge_team(threads, lost);
     return failed;
 }

@@ -39,6 +39,7 @@ Sums and softmax are always float32.
 """
 SOURCES = (
     "kernels.c",
+    "team.h",
     "tile.h",
     "pairs.h",
     "typed.h",
@@ -257,6 +258,8 @@ def loaded(place: Path) -> ctypes.CDLL:
                 )
             getattr(made, f"draft_{suffix}").argtypes = [ctypes.POINTER(DraftStep)]
             getattr(made, f"draft_{suffix}").restype = ctypes.c_int64
+        made.team.argtypes, made.team.restype = [ctypes.c_int64], ctypes.c_int64
+        made.judge_team.argtypes, made.judge_team.restype = [ctypes.c_int64] * 2, None
         made.draw.argtypes, made.draw.restype = [ctypes.POINTER(Draws)], ctypes.c_int64
         made.verify.argtypes, made.verify.restype = [ctypes.POINTER(Verdicts)], ctypes.c_int64
     except (OSError, AttributeError) as error:

@@ -162,11 +162,15 @@ int NAME(decode)(const Pass *a) {
     NAME(Between) at = NAME(between)(a);
     int failed = NAME(place)(a, at);
     if (failed) return failed;
-#pragma omp parallel num_threads(NAME(threads_of)(a))
+    int64_t threads = team(NAME(threads_of)(a)), lost = 0;
+#pragma omp parallel num_threads(threads)
     {
+        Clocks begin = clocks();
         NAME(embed)(a, at);
         for (int64_t index = 0; index < model->layer_count; index++) NAME(layer)(a, index, at, &failed);
         if (a->logits) NAME(predict)(a, at, &failed);
+        keep_lost(begin, &lost);
     }
+    judge_team(threads, lost);
     return failed;
 }

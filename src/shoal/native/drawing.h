@@ -265,7 +265,7 @@ static int draw_at(const Draws *d, Position *at, int64_t row, int64_t column) {
 int64_t draw(const Draws *d) {
     const Block *a = &d->block;
     int64_t strange = 0, failed = 0, positions = a->rows * a->columns;
-#pragma omp parallel for schedule(static) reduction(+ : strange, failed) num_threads(a->threads) \
+#pragma omp parallel for schedule(static) reduction(+ : strange, failed) num_threads(team(a->threads)) \
     if (positions > 1 && positions * a->vocab > PARALLEL / 8)
     for (int64_t place = 0; place < positions; place++) {
         Position at;
@@ -325,7 +325,7 @@ static int verify_row(const Verdicts *v, Position *at, int64_t row) {
 int64_t verify(const Verdicts *v) {
     const Block *a = &v->block;
     int64_t strange = 0, failed = 0;
-#pragma omp parallel for schedule(static, 1) reduction(+ : strange, failed) num_threads(a->threads) \
+#pragma omp parallel for schedule(static, 1) reduction(+ : strange, failed) num_threads(team(a->threads)) \
     if (a->rows > 1 && a->rows * a->columns * a->vocab > PARALLEL / 8)
     for (int64_t row = 0; row < a->rows; row++) {
         Position at;

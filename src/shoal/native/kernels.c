@@ -3,7 +3,7 @@
 
    Plain C with OpenMP, for float32 and bfloat16; sums are float32 always. The file is compiled on the machine it runs on. The
    types come by including the other files once for each. No -ffast-math: NaN and infinity must come out as PyTorch has them. */
-#define _GNU_SOURCE /* syscall */
+#define _GNU_SOURCE /* syscall, clock_gettime */
 #include "kernels.h"
 #include <math.h>
 #include <stdlib.h>
@@ -148,6 +148,7 @@ INLINE void put_bfloat16(uint16_t *to, vec x) {
     memcpy(to, &half, sizeof half);
 }
 
+#include "team.h"
 #include "tile.h"
 #include "pairs.h"
 #define SUFFIX float32

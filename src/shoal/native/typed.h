@@ -44,7 +44,7 @@ static void NAME(share_of_rms_norm)(const void *x, const void *weight, void *out
 
 /* Zhang and Sennrich 2019, as Llama has it: rounded to T before the weight. */
 void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens, int64_t width, double eps, int64_t threads) {
-#pragma omp parallel num_threads(threads) if (tokens * width > PARALLEL)
+#pragma omp parallel num_threads(team(threads)) if (tokens * width > PARALLEL)
     NAME(share_of_rms_norm)(x, weight, out, tokens, width, eps);
 }
 
@@ -141,9 +141,15 @@ static void NAME(share_of_product)(const Product *a, int *failed) {
 
 /* Returns 0, or 1: no memory. */
 int NAME(product)(const Product *a) {
+    int64_t threads = a->tokens * a->width * a->outputs > PARALLEL / 4 ? team(a->threads) : 1, lost = 0;
     int failed = 0;
-#pragma omp parallel num_threads(a->threads) if (a->tokens * a->width * a->outputs > PARALLEL / 4)
-    NAME(share_of_product)(a, &failed);
+#pragma omp parallel num_threads(threads)
+    {
+        Clocks begin = clocks();
+        NAME(share_of_product)(a, &failed);
+        keep_lost(begin, &lost);
+    }
+    judge_team(threads, lost);
     return failed;
 }
 
@@ -180,6 +186,6 @@ static void NAME(share_of_heads)(const Heads *a) {
 }
 
 void NAME(heads)(const Heads *a) {
-#pragma omp parallel num_threads(a->threads) if (a->tokens * (a->heads + 2 * a->kv_heads) * a->dim > PARALLEL)
+#pragma omp parallel num_threads(team(a->threads)) if (a->tokens * (a->heads + 2 * a->kv_heads) * a->dim > PARALLEL)
     NAME(share_of_heads)(a);
 }

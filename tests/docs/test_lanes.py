@@ -1,10 +1,11 @@
 """The lanes: tests at reduced size in other surroundings.
 
-Tests of: scripts/lanes.py.
+Tests of: scripts/lanes.py; scripts/mutants/by_hand.toml.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from datetime import date
@@ -85,3 +86,17 @@ def test_an_install_that_fails_for_another_reason(
     pins = (tmp_path / ".lanes/oldest.txt").read_text()
     assert set(lanes.OLDEST.values()) <= set(pins.splitlines())
     assert "transformers==5.2" not in pins
+
+
+def test_mutants_made_by_hand_stand_once_in_their_files() -> None:
+    """A change of a line takes its mutants along; else they prove nothing from then on."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    place = importlib.util.spec_from_file_location("mutants_run", ROOT / "scripts" / "mutants" / "run.py")
+    assert place is not None
+    assert place.loader is not None
+    run = importlib.util.module_from_spec(place)
+    place.loader.exec_module(run)
+    mutants = tomllib.loads((ROOT / "scripts" / "mutants" / "by_hand.toml").read_text("utf-8"))["mutant"]
+    texts = {one["file"]: (ROOT / one["file"]).read_text("utf-8") for one in mutants}
+    assert [one["name"] for one in mutants if len(run.pattern(one["old"]).findall(texts[one["file"]])) != 1] == []
+    assert [test for one in mutants for test in one["tests"] if not (ROOT / test).is_file()] == []

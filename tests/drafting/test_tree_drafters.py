@@ -229,7 +229,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "controls"), zip(SHAPES, itertools.cycle(CONTROLS), strict=False))
+@pytest.mark.parametrize(("name", "controls"), list(zip(SHAPES, itertools.cycle(CONTROLS), strict=False)))
 def test_controls_along_branches(name: str, controls: str) -> None:
     """A drafter that is the target agrees with it everywhere only if it knows what stands above each node."""
     target = scripted(hashed(V), V)

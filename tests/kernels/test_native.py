@@ -33,7 +33,7 @@ from shoal.native import build as building
 from shoal.native.build import compiled
 from shoal.native.structs import Heads
 from shoal.types.prefix import Prefix
-from tree_masks import random_tree
+from tree_masks import path_of, random_tree
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = needs_compiler
@@ -124,6 +124,27 @@ def test_rows_that_share_a_prompt_have_the_bits_they_have_alone(case: str, dtype
     for count in (1, 2):
         with threads(count):
             assert torch.equal(native(inputs), native(replace(inputs, window=10**6)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 3, 9, 40])
+@pytest.mark.parametrize("start", [0, 5, 16, 43])
+def test_a_node_of_a_tree_has_the_bits_of_a_chain(start: int, window: int | None, dtype: torch.dtype) -> None:
+    tree = random_tree(24, torch.Generator().manual_seed(start))
+    inputs = build([start], [25], dtype, window=window, parents=[tree], sinks=True)
+    found = native(inputs)
+    for column in range(25):
+        path = path_of(tree, column)
+        keys = [*range(start), *(start + node for node in path)]
+        chain = build([start], [len(path)], dtype, window=window, sinks=True)
+        alone = replace(
+            chain,
+            query=inputs.query[:, :, path],
+            key=inputs.key[:, :, keys],
+            value=inputs.value[:, :, keys],
+            sinks=inputs.sinks,
+        )
+        assert torch.equal(native(alone)[0, -1], found[0, column])
 
 
 # ── attention: what it does not look at ─────────────────────────────────────────────────────────────────────────────
@@ -432,10 +453,10 @@ def test_rounding_to_bfloat16_is_that_of_torch(probe: ctypes.CDLL) -> None:
 
 # ── negative controls: kernels with one thing wrong ─────────────────────────────────────────────────────────────────
 
-SEES = "{0, position + 1, ~(uint64_t)0}"
+SEES = "{0, position + 1, position + 1, ~(uint64_t)0}"
 ATTENTION_MUTANTS = {
-    "one key too many": (SEES, "{0, position + 2, ~(uint64_t)0}"),
-    "one key too few": (SEES, "{0, position ? position : 1, ~(uint64_t)0}"),
+    "one key too many": (SEES, "{0, position + 2, position + 1, ~(uint64_t)0}"),
+    "one key too few": (SEES, "{0, position ? position : 1, position + 1, ~(uint64_t)0}"),
     "window one short": ("seen.first = position - a->window + 1;", "seen.first = position - a->window + 2;"),
     "window one long": ("seen.first = position - a->window + 1;", "seen.first = position - a->window;"),
     "offset ignored": ("int64_t offset = a->bounds[2 * a->rows + row],", "int64_t offset = 0 * a->bounds[2 * a->rows + row],"),

@@ -105,11 +105,11 @@ def test_greedy_ids_of_the_unpacked_model(load: Callable[[str], Shoal], kind: st
             assert logits.argmax(-1).tolist() == list(sample.token_ids)
 
 
-@pytest.mark.parametrize(("draft", "difference"), [("ngram", 0), ("recycling", 2e-3)])
+@pytest.mark.parametrize(("draft", "difference"), [("ngram", 0), ("recycling", 1e-4)])
 def test_a_seed_means_the_same_tokens_alone_and_in_company(
     load: Callable[[str], Shoal], draft: str, difference: float
 ) -> None:
-    """Behind chains with the same bits; the keys of a tree's node lie elsewhere, and sums of other blocks round otherwise."""
+    """Logits have the same bits behind chains and trees; log-probabilities of trees are summed by another kernel."""
     model = load("Q8_0")
     options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 3, "eos": ()}
     alone = model.generate(PROMPTS[0], 2, **options)[0].samples

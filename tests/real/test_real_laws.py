@@ -100,9 +100,11 @@ def test_typical_acceptance_says_that_it_is_lossy(drafted: Any, noisy: Path) -> 
     assert 0 < result.stats.accepted < result.stats.drafted
 
 
-def test_a_seed_means_the_same_tokens_alone_and_in_company(pair: Any) -> None:
-    """Plainly and with drafts, beside other prompts and other seeds; log-probabilities to rounding."""
-    model = pair("float32", "auto")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_seed_means_the_same_tokens_alone_and_in_company(pair: Any, dtype: str) -> None:
+    """Plainly and behind draft trees, beside other prompts and other seeds: the C decoder's logits have the same bits, in 16 bits
+    too, and log-probabilities are equal to their own rounding."""
+    model = pair(dtype, "auto")
     options = {"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.95}
     alone = model.generate(PROMPT, 2, seed=3, **options)
     from shoal.drafting.draft import read_draft
@@ -115,6 +117,7 @@ def test_a_seed_means_the_same_tokens_alone_and_in_company(pair: Any) -> None:
     )  # fmt: skip
     assert 0 < beside.stats.accepted < beside.stats.drafted
     assert alone.stats.drafted == 0
+    assert set(alone.stats.executors["target"]) == set(beside.stats.executors["target"]) == {"C decoder"}
     for one, other in zip(alone[0].samples, beside[1].samples, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

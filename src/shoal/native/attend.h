@@ -1,18 +1,18 @@
 /* Ragged attention over elements of type T; see kernels.c. */
 
-/* Which keys a column sees: [first, last), but of the row's own block only those in `word`. */
+/* Which keys a column sees: [first, last), but of the row's own block only those in `word`. `end`: behind its own position. */
 typedef struct {
-    int64_t first, last;
+    int64_t first, last, end;
     uint64_t word;
 } NAME(Sight);
 
 INLINE NAME(Sight) NAME(sight)(const Attention *a, int64_t row, int64_t column) {
     int64_t start = a->bounds[row], count = a->bounds[a->rows + row], position = start + column;
-    NAME(Sight) seen = {0, position + 1, ~(uint64_t)0};
+    NAME(Sight) seen = {0, position + 1, position + 1, ~(uint64_t)0};
     if (a->words) {
         position = a->positions[row * a->columns + column];
         seen.word = (uint64_t)a->words[row * a->columns + column];
-        seen.last = start + count;
+        seen.last = start + count, seen.end = position + 1;
     }
     if (a->window && position - a->window + 1 > 0) seen.first = position - a->window + 1;
     if (a->words && seen.first > start) seen.first = start; /* the word knows the window in the block */
@@ -42,10 +42,17 @@ INLINE void NAME(soften)(const Attention *a, float *scores, int64_t span, int64_
     float highest = sink;
     for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
     if (highest == -INFINITY) highest = 0; /* only NaN are left */
+    int64_t before = start - origin, whole = a->words ? before / LANES * LANES : span;
     for (int64_t t = 0; t < span; t += LANES) {
         vec x = exponential(load(scores + t) - highest);
-        sum += x;
+        if (t < whole) sum += x;
         store(scores + t, x);
+    }
+    if (a->words) { /* the path of a tree's node in the lanes of a chain: the sum has the same bits */
+        int64_t place = seen.end - origin - __builtin_popcountll(seen.word);
+        for (int64_t t = whole; t < before; t++) sum[t % LANES] += scores[t];
+        for (int64_t c = 0; c < count; c++)
+            if (seen.word >> c & 1) sum[place++ % LANES] += scores[before + c];
     }
     float total = sum_of(sum) + (sink == -INFINITY ? 0.0f : expf(sink - highest)), share = 1.0f / total;
     for (int64_t t = 0; t < span; t += LANES) store(scores + t, load(scores + t) * share);

@@ -37,13 +37,14 @@ PROMPTS = (
     "Paris",
 )
 TOKENS, REPEATS = 32, 5
+LOOP = "while True: pass"
 SOURCE = "int64_t team(int64_t threads) {"
 LIBRARY = build.sources()
 
 
 @contextmanager
 def busy(wanted: bool) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if wanted else None
+    process = subprocess.Popen([sys.executable, "-c", LOOP]) if wanted else None
     try:
         yield
     finally:

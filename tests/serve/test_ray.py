@@ -5,10 +5,12 @@ Tests of: serve.cluster, serve.pool, serve.relay, serve.replica_metrics.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import ipaddress
 import json
+import logging
 import os
 import re
 import signal
@@ -42,7 +44,7 @@ import psutil  # noqa: E402
 from ray import serve as ray_serve  # noqa: E402
 from ray._private.authentication.authentication_utils import is_token_auth_enabled  # noqa: E402
 
-from shoal.serve import cluster, pool  # noqa: E402
+from shoal.serve import cluster, logs, pool, relay  # noqa: E402
 
 SECONDS = 240
 """The longest that anything is waited for."""
@@ -476,7 +478,7 @@ def beside(scaled: Scaled, pair: tuple[Path, Path], tmp_path_factory: pytest.Tem
         seen.others.append(ask(url).text)
         ray_serve.delete("first")
         with redirect_stderr(io.StringIO()) as stderr:
-            run(0, cluster.Replicas(open=2, drain=1), THIN, use, log)
+            run(0, cluster.Replicas(open=2), THIN, use, log)
         seen.log = stderr.getvalue()
         seen.applications.append(list(ray_serve.status().applications))
         seen.others.append(ask(f"{url}/other").text)
@@ -515,3 +517,30 @@ def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
     ]
     assert len(answered) == beside.flood.count(200)
     assert any("prompts that are kept for later requests" in line for line in lines)
+
+
+class SlowRelay:
+    """An actor that takes half a second for a line."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def put(self, line: str) -> None:
+        await asyncio.sleep(0.5)
+        self.lines.append(line)
+
+    async def kept(self) -> list[str]:
+        return self.lines
+
+
+def test_a_replica_that_ends_has_sent_its_last_line(two_cpus: None) -> None:
+    actor: Any = ray.remote(SlowRelay).options(name="slow", namespace=relay.NAMESPACE, num_cpus=0).remote()
+    ray.get(actor.kept.remote())
+    relay.send_logs("slow", "replica 1", "info", "text")
+    try:
+        logging.getLogger("shoal.serve").info("the last line")
+        cluster.Replica().__del__()
+        assert [line.split(maxsplit=2)[2] for line in ray.get(actor.kept.remote())] == ["the last line"]
+    finally:
+        logs.restore()
+        ray.kill(actor)

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal.errors import ModelError, RequestError
 from shoal.serve import logs
 from shoal.serve.exchanges import HEADER
-from shoal.serve.relay import printed_logs, send_logs
+from shoal.serve.relay import flush_logs, printed_logs, send_logs
 from shoal.serve.replica_metrics import REPORT_SECONDS, Reporter
 from shoal.serve.run import bind
 from shoal.serve.serve_config import ServeConfig
@@ -43,6 +43,9 @@ OPTIONS: dict[str, Any] = {
     "log_to_driver": False,
     "include_dashboard": False,
 }
+DRAIN_POLL_SECONDS = 0.1
+"""The time between two counts of a replica's open requests while it is drained; Ray's default of
+2 s is longer than a short drain, at whose end a replica is killed."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,7 @@ def deploy(
         max_ongoing_requests=replicas.open,
         max_queued_requests=replicas.open,
         graceful_shutdown_timeout_s=replicas.drain,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_SECONDS,
         autoscaling_config=replicas.autoscaling,
         health_check_period_s=REPORT_SECONDS,
     )
@@ -233,6 +237,10 @@ class Replica:
             raise RuntimeError("the engine has stopped")
         with suppress(RayError, ValueError):  # the process that serves is about to end
             self.app.state.reporter.report()
+
+    def __del__(self) -> None:
+        """Sends the last lines; Ray Serve calls this method before it kills the replica."""
+        flush_logs()
 
 
 class WithoutRequestId:

@@ -84,6 +84,7 @@ class Relayed(logging.Handler):
     def __init__(self, actor: str, replica: str) -> None:
         super().__init__()
         self._replica, self._put = replica, lambda line: print(line, file=sys.stderr, flush=True)
+        self._last: Any = None  # a Ray reference to the arrival of the last line
         with suppress(ValueError):  # there is none
             self._put = ray.get_actor(actor, namespace=NAMESPACE).put.remote
 
@@ -91,15 +92,27 @@ class Relayed(logging.Handler):
         """Sends one line; a line that cannot be sent is lost."""
         try:
             record.fields = {**getattr(record, "fields", {}), "replica": self._replica}
-            self._put(self.format(record))
+            self._last = self._put(self.format(record))
         except Exception:
             self.handleError(record)
+
+    def flush(self) -> None:
+        """Waits until the actor has all lines, `LAST_SECONDS` at most."""
+        with suppress(RayError):  # the actor has ended
+            if self._last is not None and ray.is_initialized():
+                ray.get(self._last, timeout=LAST_SECONDS)
 
 
 def send_logs(actor: str, replica: str, level: str, form: logs.LogFormat) -> None:
     """Sends the logs of this replica to the actor of that name."""
     handler = {"()": f"{__name__}.Relayed", "actor": actor, "replica": replica}
     dictConfig(logs.config(level, form, handler))
+
+
+def flush_logs() -> None:
+    """Waits until all lines of this replica have been sent: a process that is killed loses them."""
+    for handler in logging.getLogger("shoal").handlers:
+        handler.flush()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 476,
-    "lines": 76_104,
+    "lines": 76_149,
     "short modules": 39,
     "long lines": 34,
     "packed statements": 7,

@@ -1,11 +1,14 @@
 """Which executor computes a pass, for models x settings x kinds of pass, and what is said of the others.
 
-Tests of: models.executors, models.executors.triton, models.runner (explain, executors), models.passes, cli.check_model (executors).
+Tests of: models.executors, models.executors.triton, models.structure, models.runner (explain, executors), models.passes,
+cli.check_model (executors).
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,23 @@ import torch
 import shoal
 from fused_launches import counting
 from native_kernels import needs_compiler
+from shoal.api import Shoal
 from shoal.cli import check_model
+from shoal.config import Limits, Sampling
+from shoal.engine.engine import Engine
 from shoal.errors import OutOfMemory
+from shoal.lookahead.controller import Fixed
 from shoal.models import formats, passes, weights
 from shoal.models.attention.fused import has_triton
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
+from shoal.models.structure import Structure
 from shoal.models.weights.matrix import PACKED
 from shoal.native.build import missing
+from shoal.serve.engine_thread import EngineThread
 from shoal.testing import save_pair, tiny_model
+from shoal.types.requests import Request
 from shoal.types.stats import Stats
 
 TOKEN, BLOCK, TREE, PROMPT = "token", "block", "tree", "prompt"
@@ -125,6 +135,93 @@ def test_replaced_weights_are_computed_by_the_modules() -> None:
     assert explanation.executor == MODULES
     assert {refusal.executor for refusal in explanation.refusals} == {C, C_LAYERS}
     assert {refusal.reason for refusal in explanation.refusals} == {"weights or layers of the model were replaced by others"}
+
+
+def replace_a_norm(hf: Any) -> None:
+    hf.model.norm.weight = torch.nn.Parameter(hf.model.norm.weight.detach() * 1.5)
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each structure was compared with its model."""
+    asked: Counter[int] = Counter()
+    compare = Structure._differs
+
+    def counted(structure: Structure) -> bool:
+        asked[id(structure)] += 1
+        return compare(structure)
+
+    monkeypatch.setattr(Structure, "_differs", counted)
+    return asked
+
+
+@pytest.fixture
+def owned(tmp_path: Path) -> Shoal:
+    """A model that shoal has loaded itself, so that the C decoder computes it."""
+    target, _ = save_pair(tmp_path)
+    return shoal.load(target)
+
+
+@needs_compiler
+def test_a_call_asks_once_if_weights_were_replaced(questions: Counter[int], owned: Shoal) -> None:
+    hf = owned.target.hf
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0, "eos": ()}
+    executors = []
+    for change in (lambda _: None, replace_a_norm):
+        change(hf)
+        questions.clear()
+        result = owned.generate([[3, 4, 5]], 2, **options)
+        assert result.stats.rounds == 12
+        assert list(questions.values()) == [1]
+        reference = hf.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert result[0].samples[0].token_ids == tuple(reference[0, 3:].tolist())
+        executors.append(set(result.stats.executors["target"]))
+    assert executors[0].isdisjoint(executors[1])
+    assert executors[1] == {MODULES}
+
+
+@needs_compiler
+def test_a_stream_asks_in_every_step(owned: Shoal) -> None:
+    stream = owned.stream([[3, 4, 5]], max_new_tokens=6, temperature=0, eos=())
+    next(stream)
+    replace_a_norm(owned.target.hf)
+    assert len(list(stream)) == 5
+    assert stream.result().stats.executors["target"] == {C: 2, MODULES: 5}
+
+
+@needs_compiler
+def test_a_server_asks_again_after_each_job(questions: Counter[int], owned: Shoal) -> None:
+    hf, engine = owned.target.hf, Engine(owned.target, None, Fixed(0))
+    request = Request((3, 4, 5), 1, Sampling(temperature=0), Limits(max_new_tokens=10, eos=()))
+
+    async def within() -> list[Counter[str]]:
+        done: asyncio.Queue[None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(commits: Any) -> None:
+            if any(commit.sample for commit in commits):
+                loop.call_soon_threadsafe(done.put_nowait, None)
+
+        thread = EngineThread(lambda: engine, tell, lambda _: None, lambda: None)
+        thread.start(loop)
+        seen: list[Counter[str]] = []
+        try:
+            for change in (lambda _: None, replace_a_norm):
+                change(hf)
+                before = engine.stats.executors.get("target", Counter()).copy()
+                questions.clear()
+                await thread.call(lambda: engine.submit(request))
+                await asyncio.wait_for(done.get(), 100)
+                assert sum(questions.values()) <= 2
+                seen.append(engine.stats.executors["target"] - before)
+        finally:
+            thread.stop()
+        return seen
+
+    first, second = asyncio.run(within())
+    assert sum(first.values()) == sum(second.values()) == 11, "the prompt and ten rounds"
+    assert set(second) == {MODULES}
+    assert MODULES not in first
 
 
 @pytest.mark.parametrize(

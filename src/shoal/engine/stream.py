@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
+from shoal.models.structure import asked_once
 from shoal.types.requests import Request
 from shoal.types.rounds import Commit
 from shoal.types.samples import Increment, Output, Result, Sample
@@ -106,8 +107,9 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
                 sum(map(len, self.rows)),
                 max(request.limits.max_new_tokens for request in self._requests),
             )
-        for _ in self:
-            pass
+        with asked_once():
+            for _ in self:
+                pass
         result = self.result()
         failed = next(
             (row.error for rows in self.rows for row in rows if row.error is not None), None

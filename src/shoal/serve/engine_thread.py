@@ -23,6 +23,7 @@ import torch
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, ModelError, OutOfStep, ShoalError
 from shoal.models.out_of_memory import explained
+from shoal.models.structure import ask_again, asked_once
 from shoal.serve.api_errors import ApiError
 from shoal.types.rounds import Commit
 
@@ -155,7 +156,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            with _quick_switches(self.engine.target.device):
+            with _quick_switches(self.engine.target.device), asked_once():
                 while self._run_jobs():
                     self.busy_since = time.perf_counter()
                     self._run_round()
@@ -183,6 +184,7 @@ class EngineThread:
             if job is None:
                 return False
             job()
+            ask_again()
             due -= 1
         return True
 

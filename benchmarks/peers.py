@@ -33,7 +33,7 @@ from provenance import require_place
 from shoal.bench.machine import machine
 from shoal.bench.measure import first_difference, in_turns
 from shoal.bench.quiet import QuietGate
-from shoal.cli.bench_progress import duration
+from shoal.cli.progress import duration
 from shoal.errors import InternalError
 
 CACHE = Path.home() / ".cache" / "shoal-peers"

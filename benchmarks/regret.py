@@ -29,7 +29,7 @@ from never_slower import shuffled
 from shoal.bench.methods import PLAIN
 from shoal.bench.report import Line, Report
 from shoal.bench.tables import WIDTH, heading
-from shoal.cli.bench_report import read_report
+from shoal.cli.bench import read_report
 from shoal.errors import RequestError
 from shoal.models.loading import bundled
 

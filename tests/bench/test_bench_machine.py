@@ -1,6 +1,6 @@
 """`shoal bench` beside other programs: what it waits for, marks and shows of the time; and OpenVINO as a baseline.
 
-Tests of: bench.quiet, bench.plots, cli.bench_progress.
+Tests of: bench.quiet, bench.plots, cli.progress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report
 from shoal.bench.runner import BenchmarkRunner
 from shoal.bench.work import Ids, Work
-from shoal.cli import bench_progress
+from shoal.cli import progress
 from shoal.cli import run as command_line
 
 __all__ = ["pair", "quick_ceilings"]  # fixtures
@@ -132,8 +132,8 @@ def test_the_time_that_is_left_follows_from_the_warm_up(pair: Shoal) -> None:
 
 def test_the_bar_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(bench_progress, "monotonic", lambda: now)
-    with bench_progress.progress_bar() as bar:
+    monkeypatch.setattr(progress, "monotonic", lambda: now)
+    with progress.progress_bar() as bar:
         bar.expect(10)
         assert bar.seconds_left() is None
         for name in "ab":

@@ -1,6 +1,6 @@
 """`shoal chat`: what is asked, what is printed and kept, and what Ctrl-C leaves.
 
-Tests of: cli.chat, cli.chat_session, cli.chat_settings, cli.chat_views, cli.chat_input, cli.conversation, cli.messages.
+Tests of: cli.chat, cli.chat_session, cli.chat_views, cli.chat_input, cli.conversation, cli.messages.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 from rich.console import Console
 
 from shoal.api import Shoal
-from shoal.cli import chat_session, chat_views, run, streaming
+from shoal.cli import chat_session, chat_views, run, samples
 from shoal.cli.chat import _talk
 from shoal.cli.chat_input import Entry, next_entry
-from shoal.cli.chat_session import ChatSession
-from shoal.cli.chat_settings import ChatSettings
+from shoal.cli.chat_session import ChatSession, ChatSettings
 from shoal.cli.chat_views import RunningAnswer, TextView
 from shoal.cli.conversation import Conversation
 from shoal.cli.files import read_template
@@ -375,7 +374,7 @@ def pressing(monkeypatch: pytest.MonkeyPatch, after: int, times: int = 1) -> Non
                 for _ in range(times):
                     os.kill(os.getpid(), signal.SIGINT)
 
-        return streaming.follow(stream, press)
+        return samples.follow(stream, press)
 
     monkeypatch.setattr(chat_session, "follow", follow)
 

@@ -1,6 +1,6 @@
 """`shoal check`: on which prompts it measures, what it says of them, and what stands beside a prediction.
 
-Tests of: cli.check, cli.check_case, cli.check_pair, cli.check_prompts, cli.files, cli.check_result.
+Tests of: cli.check, cli.check_case, cli.check_pair, cli.check_prompts, cli.files.
 """
 
 from __future__ import annotations

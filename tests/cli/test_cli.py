@@ -40,8 +40,7 @@ from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.options import ModelSource
-from shoal.cli.samples import show_output
-from shoal.cli.streaming import follow
+from shoal.cli.samples import follow, show_output
 from shoal.models.attention.methods import METHODS
 from shoal.types.samples import Increment, Output, Sample
 

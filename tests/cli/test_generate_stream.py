@@ -1,6 +1,6 @@
 """`shoal generate` while samples grow, and prompts with parameters of their own.
 
-Tests of: cli.generate, cli.streaming, cli.views, cli.prompt_lines.
+Tests of: cli.generate, cli.views, cli.prompt_lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from shoal import load
 from shoal.api import Shoal
-from shoal.cli import generate, run, streaming
+from shoal.cli import generate, run, samples
 from shoal.cli.console import printable
 
 Lines = list[dict[str, Any]]
@@ -149,7 +149,7 @@ def pressed(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             if len(seen) == after:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return streaming.follow(stream, press)
+        return samples.follow(stream, press)
 
     monkeypatch.setattr(generate, "follow", follow)
 

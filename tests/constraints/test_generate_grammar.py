@@ -1,6 +1,6 @@
 """`shoal generate` with a schema, an expression or a grammar: samples that end by themselves fit, drafted or not.
 
-Tests of: cli.grammars, constraints.sources.
+Tests of: cli.prompt_lines, constraints.sources.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import run
-from shoal.cli.grammars import GrammarOptions
+from shoal.cli.prompt_lines import GrammarOptions
 from shoal.config import Grammar
 from shoal.constraints.sources import require_readable
 

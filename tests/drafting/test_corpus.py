@@ -19,7 +19,7 @@ import pytest
 import shoal
 from drafts import V, decoded, decoded_plainly, group, proposed, row
 from shoal.cli import index as index_command
-from shoal.cli import index_texts, run
+from shoal.cli import run
 from shoal.drafting import corpus as corpus_module
 from shoal.drafting.corpus import LONGEST, Corpus
 from shoal.drafting.draft import read_draft
@@ -264,10 +264,10 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_long_texts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_texts, "PIECE", 10)
+    monkeypatch.setattr(index_command, "PIECE", 10)
     file = tmp_path / "a.txt"
     file.write_text("12345\n678\nab\n" + "x" * 25)
-    found = list(index_texts.texts_of(file))
+    found = list(index_command.texts_of(file))
     assert "".join(text for text, _ in found) == file.read_text()
     assert max(len(text) for text, _ in found) <= 10
     assert found[0] == ("12345\n678\n", 10)

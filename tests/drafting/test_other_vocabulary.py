@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 import shoal
 from laws import ALPHA, EXACT
 from shoal.cli.check_case import Case
+from shoal.cli.check_pair import vocabulary
 from shoal.cli.check_prompts import PromptSet
-from shoal.cli.check_vocabulary import vocabulary
 from shoal.config import Limits, Sampling
 from shoal.drafting import contexts as contexts_module
 from shoal.drafting.model import SharedIds

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import shoal
 from serving import pair
-from shoal.cli import batch_progress, bench_progress, console, run
+from shoal.cli import console, progress, run
 from shoal.cli.eval_output import with_progress
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
@@ -115,8 +115,8 @@ def test_the_bar_of_a_batch_makes_room_for_them(monkeypatch: pytest.MonkeyPatch)
     screen = io.StringIO()
     shown = Console(file=screen, force_terminal=True, width=80, highlight=False)
     monkeypatch.setattr(console, "stderr", lambda: shown)
-    monkeypatch.setattr(batch_progress, "stderr", lambda: shown)
-    with batch_progress.displayed(batch_progress.BatchProgress(2, 0)):
+    monkeypatch.setattr(progress, "stderr", lambda: shown)
+    with progress.displayed(progress.BatchProgress(2, 0)):
         (bar,) = console.StatusLine.shown
         assert bar.is_started
         with console.loading_shown():
@@ -149,7 +149,7 @@ def test_a_pipe_gets_a_line_of_the_innermost_display_every_so_often(monkeypatch:
         outer.expect(rows=2)
         lines_until("reading the prompts")
         assert list(with_progress("executing", iter([lines_until]), 1)) == [lines_until]
-    with bench_progress.progress_bar() as bar:
+    with progress.progress_bar() as bar:
         bar.expect(3)
         bar.step("plain")
         lines_until("1 of 3, plain")

@@ -1,6 +1,6 @@
 """`shoal batch`: what the server would answer, exactly once per id, whatever happened before; also of files of OpenAI's.
 
-Tests of: cli.batch, cli.batch_progress, serve.offline, serve.output_file, serve.batch_lines, serve.serve_config, durable.
+Tests of: cli.batch, cli.progress, serve.offline, serve.output_file, serve.batch_lines, serve.serve_config, durable.
 """
 
 from __future__ import annotations

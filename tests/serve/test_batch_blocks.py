@@ -1,6 +1,6 @@
 """Blocks of lines whose workers die: every line is answered or given up once, and only those that kill are given up.
 
-Tests of: serve.blocks.
+Tests of: serve.batch_lines.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.serve.batch_lines import BatchLine
-from shoal.serve.blocks import MAX_BLOCK_LINES, MAX_DEATHS, Block, Blocks
+from shoal.serve.batch_lines import MAX_BLOCK_LINES, MAX_DEATHS, BatchLine, Block, Blocks
 
 
 def lines(count: int) -> list[BatchLine]:

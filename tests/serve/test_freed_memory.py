@@ -1,6 +1,6 @@
 """Memory that a server freed goes back to the system.
 
-Tests of: serve.freed_memory.
+Tests of: serve.ops.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 import pytest
 
 from serving import pair, served
-from shoal.serve import app, freed_memory
+from shoal.serve import app, ops
 
 MEASURED = """
 import resource
-from shoal.serve.freed_memory import trimmer
+from shoal.serve.ops import trimmer
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 trim = trimmer()
 pieces = [b"x" * 65000 for _ in range(4000)]  # 248 MiB of the heap
@@ -25,7 +25,7 @@ held = resident()
 trim()
 print(held - resident())
 """
-needs_glibc = pytest.mark.skipif(freed_memory.trimmer() is None or sys.platform != "linux", reason="glibc gives memory back")
+needs_glibc = pytest.mark.skipif(ops.trimmer() is None or sys.platform != "linux", reason="glibc gives memory back")
 
 
 @needs_glibc
@@ -36,15 +36,15 @@ def test_freed_pieces_between_used_ones_go_back() -> None:
 
 def test_it_is_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [2, 1]
-    monkeypatch.setattr(freed_memory, "trimmer", lambda: left.pop)
+    monkeypatch.setattr(ops, "trimmer", lambda: left.pop)
     with pytest.raises(IndexError):  # by the third call
-        asyncio.run(freed_memory.give_back_freed_memory(0))
+        asyncio.run(ops.give_back_freed_memory(0))
     assert not left
 
 
 def test_nothing_is_done_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freed_memory, "trimmer", lambda: None)
-    asyncio.run(asyncio.wait_for(freed_memory.give_back_freed_memory(0), 10))
+    monkeypatch.setattr(ops, "trimmer", lambda: None)
+    asyncio.run(asyncio.wait_for(ops.give_back_freed_memory(0), 10))
 
 
 def test_a_server_does_it_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

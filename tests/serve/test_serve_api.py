@@ -1,7 +1,7 @@
 """`shoal serve` answers with exactly what `generate` gives, field by field, through the official client.
 
 Tests of: serve.app, serve.api_formats, serve.request_models, serve.request_builder, serve.response_models, serve.responses,
-serve.token_names, serve.metrics, serve.api_errors.
+serve.metrics, serve.api_errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal import __version__
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.engine import samples
-from shoal.serve.token_names import name_and_bytes
+from shoal.serve.api_formats import name_and_bytes
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import says
 from shoal.types.requests import Row

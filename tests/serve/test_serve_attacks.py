@@ -1,6 +1,6 @@
 """Requests made to stop a server, or to learn too much: each is refused at a small price, and the others are served meanwhile.
 
-Tests of: serve.bodies, serve.protocol, serve.hosts, serve.ops, serve.api_errors, serve.run,
+Tests of: serve.bodies, serve.protocol, serve.access, serve.ops, serve.api_errors, serve.run,
 serve.request_parser.
 """
 
@@ -28,8 +28,8 @@ from shoal import cli
 from shoal.cli.serve import serve
 from shoal.models.sources import name_of
 from shoal.serve import bodies, ops, protocol, run
+from shoal.serve.access import hosts_of
 from shoal.serve.api_errors import public
-from shoal.serve.hosts import hosts_of
 
 JSON = {"content-type": "application/json"}
 ANSWER = 16 * 1024

@@ -1,6 +1,6 @@
 """What a server does when clients, models, memory or its own thread fail: it says so, gives everything back, and lives on.
 
-Tests of: serve.worker, serve.engine_thread, serve.submissions, serve.keys, serve.run,
+Tests of: serve.worker, serve.engine_thread, serve.submissions, serve.access, serve.run,
 serve.scoring, cli.serve.
 """
 
@@ -32,7 +32,7 @@ from shoal import cli
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
 from shoal.serve import protocol, run
-from shoal.serve.keys import is_valid_key, owner_of, read_keys, weights_of
+from shoal.serve.access import is_valid_key, owner_of, read_keys, weights_of
 from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
 

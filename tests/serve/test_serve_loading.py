@@ -1,6 +1,6 @@
 """A server answers from its start: while its model is loaded it lives and is not ready.
 
-Tests of: serve.loading, cli.serve; deploy/grafana.json.
+Tests of: serve.run, cli.serve; deploy/grafana.json.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from shoal.api import Shoal
 from shoal.cli import run
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
-from shoal.serve import loading
-from shoal.serve.loading import answered
-from shoal.serve.run import bind
+from shoal.serve import run as run_module
+from shoal.serve.run import answered, bind
 from shoal.serve.tls import Tls
 
 
@@ -80,13 +79,13 @@ def opened_after(listening: socket.socket, tls: Tls | None = None) -> Iterator[N
 @contextmanager
 def not_yet_alive(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
     """It answers before, but /health as all else."""
-    answer = loading.answer
+    answer = run_module.answer
 
     async def unready(scope: Scope, receive: Receive, send: Send) -> None:
         await answer({**scope, "path": "/ready"}, receive, send)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "answer", unready)
+        patch.setattr(run_module, "answer", unready)
         with answered(listening, tls):
             yield
 
@@ -96,7 +95,7 @@ def test_health_is_answered_while_the_model_is_loaded(
     sabotage: Any, told: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sabotage:
-        monkeypatch.setattr(loading, "answered", sabotage)
+        monkeypatch.setattr(run_module, "answered", sabotage)
     with pytest.raises(AssertionError, match=re.escape(f"assert {told} == [200]")) if sabotage else nullcontext():
         health_while_loading(monkeypatch)
 

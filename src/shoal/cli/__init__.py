@@ -33,28 +33,28 @@ from shoal.cli import (
     serve,
     train,
 )
-from shoal.cli.commands import Command, Group
-from shoal.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEST
+from shoal.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEST
+from shoal.cli.option_groups import ReadableCommand, ReadableGroup
 from shoal.errors import ModelError, RequestError
 
 app = typer.Typer(
     name="shoal",
-    cls=Group,
+    cls=ReadableGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=Command)(demo.demo)
-app.command(cls=Command)(generate.generate)
-app.command(cls=Command)(chat.chat)
-app.command(cls=Command)(complete.complete)
-app.command(cls=Command)(serve.serve)
-app.command(cls=Command)(batch.batch)
-app.command(cls=Command)(check.check)
-app.command(cls=Command)(bench.bench)
-app.command("eval", cls=Command)(evaluate.evaluate)
-app.command(cls=Command)(index.index)
+app.command(cls=ReadableCommand)(demo.demo)
+app.command(cls=ReadableCommand)(generate.generate)
+app.command(cls=ReadableCommand)(chat.chat)
+app.command(cls=ReadableCommand)(complete.complete)
+app.command(cls=ReadableCommand)(serve.serve)
+app.command(cls=ReadableCommand)(batch.batch)
+app.command(cls=ReadableCommand)(check.check)
+app.command(cls=ReadableCommand)(bench.bench)
+app.command("eval", cls=ReadableCommand)(evaluate.evaluate)
+app.command(cls=ReadableCommand)(index.index)
 app.add_typer(train.app, name="train")
 
 

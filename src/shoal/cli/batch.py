@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.batch_progress import BatchProgress, displayed
-from shoal.cli.console import stderr, stdout
-from shoal.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED
+from shoal.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, stderr, stdout
 from shoal.cli.files import read_template, turn_ends
 from shoal.cli.option_groups import (
     limits_option,
@@ -23,6 +21,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.cli.options import JsonOption, ModelSource, Rule, parse_lookahead
+from shoal.cli.progress import BatchProgress, displayed
 from shoal.cli.serve import (
     ChatTemplateOption,
     CpusOption,

@@ -17,17 +17,20 @@ from shoal.cli.chat_input import (
     read_piped,
     require_foreground,
 )
-from shoal.cli.chat_session import ChatSession
-from shoal.cli.chat_settings import ChatSettings
+from shoal.cli.chat_session import ChatSession, ChatSettings
 from shoal.cli.chat_views import ChatView, JsonView, TextView, say
-from shoal.cli.chats import ChatOptions
-from shoal.cli.console import Progress
+from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress
 from shoal.cli.conversation import Conversation, read_conversation
-from shoal.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.files import turn_ends
+from shoal.cli.messages import ChatOptions
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
-from shoal.cli.options import ModelSource, SpeculationOptions, display_name, parse_lookahead
-from shoal.cli.sampling_options import GenerateSampling
+from shoal.cli.options import (
+    GenerateSampling,
+    ModelSource,
+    SpeculationOptions,
+    display_name,
+    parse_lookahead,
+)
 from shoal.errors import ModelError, RequestError
 
 if TYPE_CHECKING:

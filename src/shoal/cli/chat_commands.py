@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.chat_settings import SHORT
+from shoal.cli.chat_session import SHORT
 from shoal.cli.chat_views import counts, say
 from shoal.cli.conversation import read_conversation
 from shoal.cli.files import require_writable, write_whole

@@ -13,10 +13,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli import check_model, check_pair, check_prompts, check_vocabulary
+from shoal.cli import check_model, check_pair, check_prompts
 from shoal.cli.check_case import Case
-from shoal.cli.check_prompts import BUILT_IN, CODE, PromptSet, built_in, measured_on
-from shoal.cli.check_result import CheckResult, overall
+from shoal.cli.check_prompts import (
+    BUILT_IN,
+    CODE,
+    CheckResult,
+    PromptSet,
+    built_in,
+    measured_on,
+    overall,
+)
 from shoal.cli.console import StatusLine, stdout
 from shoal.cli.files import listed_prompts, read_text
 from shoal.cli.option_groups import option_groups, speed_option
@@ -158,7 +165,7 @@ def checks_of(
     if model.drafter_name is not None and context.status != "fail":
         yield from _drafting_checks(case.drafted())
     if trimming is not None:
-        yield check_vocabulary.trim(case, *trimming)
+        yield check_pair.trim(case, *trimming)
 
 
 def _drafting_checks(case: Case) -> Iterator[CheckResult]:
@@ -173,7 +180,7 @@ def _drafting_checks(case: Case) -> Iterator[CheckResult]:
         return
     checks = (
         check_pair.acceptance,
-        check_vocabulary.vocabulary,
+        check_pair.vocabulary,
         check_pair.costs,
         check_pair.speed_up,
         check_pair.identity,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.check_case import Case
-from shoal.cli.check_result import CheckResult
+from shoal.cli.check_prompts import CheckResult
 from shoal.cli.options import ModelSource, display_name, dtype_name
 from shoal.drafting.draft import BUNDLED
 from shoal.drafting.registry import MTP, SUFFIX, kinds

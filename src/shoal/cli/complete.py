@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.console import Progress, stderr, stdout
+from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, stderr, stdout
 from shoal.cli.cursor import split_at
 from shoal.cli.documents import sample_document
-from shoal.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.option_groups import option_groups, sampling_option
 from shoal.cli.options import (
     JsonOption,
     ModelSource,
     SamplesOption,
+    SamplingOptions,
     SpeculationOptions,
     parse_lookahead,
 )
-from shoal.cli.samples import report_failures
-from shoal.cli.sampling_options import SamplingOptions
-from shoal.cli.streaming import follow
+from shoal.cli.samples import follow, report_failures
 from shoal.cli.suggestions import best_first, show_suggestions
 from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError

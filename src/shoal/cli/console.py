@@ -1,4 +1,4 @@
-"""The consoles, the status line and the tables that commands print."""
+"""The consoles, the status line and the tables that commands print, and their exit codes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from shoal.types.samples import Increment
+
+
+EXIT_FAILURE, EXIT_REQUEST, EXIT_INTERRUPTED = 1, 2, 130
+"""The exit codes for our failure, for a wrong request or model, and for Ctrl-C."""
+
 
 REFRESH = 0.08  # seconds between two pictures
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
 from shoal.cli.board import Board
-from shoal.cli.console import StatusLine, plain_table, printable, stdout
-from shoal.cli.exit_codes import EXIT_INTERRUPTED
+from shoal.cli.console import EXIT_INTERRUPTED, StatusLine, plain_table, printable, stdout
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
     JsonOption,
@@ -26,8 +25,7 @@ from shoal.cli.options import (
     dtype_name,
     parse_lookahead,
 )
-from shoal.cli.samples import show_output
-from shoal.cli.streaming import follow
+from shoal.cli.samples import follow, show_output
 from shoal.config import require_text
 from shoal.errors import RequestError
 from shoal.types.options import split_options

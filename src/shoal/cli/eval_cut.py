@@ -9,11 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.cli.console import plain_table, stderr, stdout
+from shoal.cli.console import EXIT_INTERRUPTED, plain_table, stderr, stdout
 from shoal.cli.eval_output import with_progress
-from shoal.cli.eval_sandbox import SandboxOptions
-from shoal.cli.eval_set import EvalSet
-from shoal.cli.exit_codes import EXIT_INTERRUPTED
+from shoal.cli.eval_set import EvalSet, SandboxOptions
 from shoal.cli.options import ModelSource
 from shoal.errors import RequestError
 

@@ -1,15 +1,27 @@
-"""The output of `shoal eval`: progress on stderr, tables on stdout."""
+"""The output of `shoal eval`: progress on stderr, tables on stdout, files for other evaluators.
+
+`--export FORMAT:FILE` writes the samples for another evaluator.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from shoal.cli.bench_progress import progress_bar
-from shoal.cli.console import plain_table, printable, stdout
+from shoal.cli.console import plain_table, printable, stderr, stdout
+from shoal.cli.files import require_writable, write_whole
+from shoal.cli.progress import progress_bar
+from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    from shoal.cli.eval_set import EvalSet
+    from shoal.evaluation.exports import ExportFormat
+    from shoal.evaluation.run import Evaluation
+
 
 UNBOUNDED = 10_000  # columns
 Value = TypeVar("Value")
@@ -78,3 +90,67 @@ def show_solutions(summary: dict[str, Any]) -> None:
         columns = ("problems", "without_solution", "passed", "total")
         table.add_row(name, *(str(counts[column]) for column in columns), share)
     console.print(table)
+
+
+EXPORT_HELP = (
+    "Write the samples for another evaluator: evalplus:FILE.jsonl, or bigcode:FILE.json for the "
+    "BigCode evaluation harness. "
+    "Repeatable; of batched speculation, unless --methods leaves it out."
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A file to write."""
+
+    format: ExportFormat
+    file: Path
+
+    def write(self, evaluation: Evaluation, eval_set: EvalSet) -> None:
+        """Writes the samples of a complete evaluation, and names the evaluator's command.
+
+        Raises:
+            RequestError: the file cannot be written.
+        """
+        from shoal.evaluation.exports import programs_of
+        from shoal.evaluation.sampling import METHODS
+
+        config = evaluation.config
+        method = max(config.methods, key=METHODS.index)  # batched, or the method closest to it
+        programs = programs_of(eval_set.problems, evaluation.samples.entries, method, config.n)
+        write_whole(self.file, self.format.render(eval_set.name, programs))
+        said = (
+            f"{method} samples for {self.format.tool}: "
+            f"{self.format.hint(eval_set.name, str(self.file), programs)}"
+        )
+        stderr().print(said, markup=False, soft_wrap=True)
+
+
+def read_exports(texts: Sequence[str], eval_set: EvalSet) -> list[Export]:
+    """Reads the --export options of a command line.
+
+    Raises:
+        RequestError: a format is unknown, a file cannot be written or would not be read by the
+            evaluator, or the format does not fit the set.
+    """
+    from shoal.evaluation.exports import FORMATS
+
+    exports: list[Export] = []
+    for text in texts:
+        name, _, file = text.partition(":")
+        if name not in FORMATS or not file:
+            raise RequestError(
+                f"--export must be FORMAT:FILE with a format of {', '.join(FORMATS)}; got {text!r}"
+            )
+        found, path = FORMATS[name], Path(file)
+        if path.suffix != found.suffix:
+            raise RequestError(
+                f"{found.tool} reads {found.suffix} files: --export {name}:FILE{found.suffix}; "
+                f"got {text!r}"
+            )
+        if path in (other.file for other in exports):
+            raise RequestError(f"two exports would be written to {file!r}")
+        found.check(eval_set.name, eval_set.problems)
+        require_writable(path)
+        exports.append(Export(found, path))
+    return exports

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.console import plain_table, printable, stderr, stdout
+from shoal.cli.console import EXIT_INTERRUPTED, plain_table, printable, stderr, stdout
 from shoal.cli.eval_output import with_progress
-from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.options import ModelSource
 
 

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.console import stderr
+from shoal.cli.console import EXIT_INTERRUPTED, stderr
 from shoal.cli.eval_output import show_solutions, with_progress
-from shoal.cli.eval_sandbox import SandboxOptions
-from shoal.cli.eval_set import EvalSet, digest
-from shoal.cli.exit_codes import EXIT_INTERRUPTED
+from shoal.cli.eval_set import EvalSet, SandboxOptions, digest
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:

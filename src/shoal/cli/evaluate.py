@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.console import stderr
-from shoal.cli.eval_export import EXPORT_HELP, Export, read_exports
-from shoal.cli.eval_output import show_summary, with_progress
-from shoal.cli.eval_sandbox import SandboxOptions
-from shoal.cli.eval_set import EvalSet, SetOptions
+from shoal.cli.console import EXIT_INTERRUPTED, stderr
+from shoal.cli.eval_output import EXPORT_HELP, Export, read_exports, show_summary, with_progress
+from shoal.cli.eval_set import EvalSet, SandboxOptions, SetOptions
 from shoal.cli.eval_solutions import execute_solutions
-from shoal.cli.exit_codes import EXIT_INTERRUPTED
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
     JsonOption,

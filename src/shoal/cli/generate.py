@@ -13,18 +13,21 @@ import typer
 from rich.console import Console
 
 from shoal.cli.board import BESIDE_ROWS, Board
-from shoal.cli.chats import ChatOptions
-from shoal.cli.console import Progress, stderr, stdout
+from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, stderr, stdout
 from shoal.cli.documents import document, sample_document
-from shoal.cli.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.files import read_prompts, require_writable, turn_ends, write_whole
-from shoal.cli.grammars import GrammarOptions
+from shoal.cli.messages import ChatOptions
 from shoal.cli.option_groups import option_groups, output_option
-from shoal.cli.options import JsonOption, ModelSource, SpeculationOptions, parse_lookahead
-from shoal.cli.prompt_lines import PromptLine, lines_of, merged
-from shoal.cli.samples import report_failures, show_output
-from shoal.cli.sampling_options import GenerateSampling, SamplingOptions
-from shoal.cli.streaming import follow
+from shoal.cli.options import (
+    GenerateSampling,
+    JsonOption,
+    ModelSource,
+    SamplingOptions,
+    SpeculationOptions,
+    parse_lookahead,
+)
+from shoal.cli.prompt_lines import GrammarOptions, PromptLine, lines_of, merged
+from shoal.cli.samples import follow, report_failures, show_output
 from shoal.cli.views import Events, RunningText, View, decoder, show_end
 from shoal.errors import RequestError
 from shoal.types.samples import Result, Sample

@@ -1,4 +1,8 @@
-"""The option groups: dataclasses that a command takes, each field an option on the command line."""
+"""The option groups: dataclasses that a command takes, each field an option on the command line.
+
+On the help pages the kind of an option's value is named as users know it, a flag has none, and
+paragraphs are broken where the terminal ends, not where the docstring does.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import is_dataclass
 from functools import partial
+from inspect import cleandoc
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.models import ParameterInfo
 
 from shoal.config import PARAMETERS
@@ -104,3 +111,45 @@ def _panel(option: inspect.Parameter) -> int:
     """Returns the place of an option's panel among `PANELS`; a group has none."""
     info = next(extra for extra in get_args(option.annotation) if isinstance(extra, ParameterInfo))
     return PANELS.index(info.rich_help_panel)
+
+
+KINDS = {bool: "", str: "TEXT", Path: "PATH"}
+"""The words that stand for a type's name; numbers keep theirs, which names their range."""
+
+
+class ReadableCommand(TyperCommand):
+    """A command whose help page is for readers."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.help = None if self.help is None else unbroken(self.help)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Returns the command's options, the one for help included, each with a `metavar`."""
+        return with_kinds(super().get_params(ctx))
+
+
+class ReadableGroup(TyperGroup):
+    """A command of several commands, each with such a help page."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Returns the group's options, the one for help included, each with a `metavar`."""
+        return with_kinds(super().get_params(ctx))
+
+
+def unbroken(text: str) -> str:
+    """Joins the lines of each paragraph."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in cleandoc(text).split("\n\n"))
+
+
+def with_kinds(parameters: list[Any]) -> list[Any]:
+    """Returns the parameters, each option with a `metavar`.
+
+    An option without one gets the word for its type; a repeatable option gets the word for one of
+    its values.
+    """
+    for option in parameters:
+        if isinstance(option, TyperOption) and option.metavar is None:
+            annotation: Any = option.type_descriptor.annotation
+            option.metavar = KINDS.get(next(iter(get_args(annotation)), annotation))
+    return parameters

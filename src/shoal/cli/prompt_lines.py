@@ -1,4 +1,7 @@
-"""The prompts of a command line, some with sampling parameters from a line of a file."""
+"""The prompts of a command line, and the grammar that their samples must match.
+
+A line of a file may bring sampling parameters and a grammar of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shoal.cli import grammars
 from shoal.cli.files import listed_prompts, read_text
-from shoal.config import Limits, Sampling, require_text
+from shoal.cli.option_groups import sampling_option
+from shoal.config import Grammar, Limits, Sampling, require_text
+from shoal.constraints.library import as_lark, llguidance_or_refuse
+from shoal.constraints.sources import require_readable
 from shoal.errors import RequestError
 from shoal.types.options import split_options
 
@@ -22,7 +27,7 @@ OPTIONS = tuple(
     for f in fields(cls)
     if f.name not in ("processors", "grammar")
 )
-"""The fields of the two settings that a line may set, beside `grammars.FIELDS`.
+"""The fields of the two settings that a line may set, beside `FIELDS`.
 
 They are the fields that JSON can write.
 """
@@ -78,7 +83,7 @@ def _of_line(row: str, where: str) -> PromptLine:
     line = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(line, dict) or not isinstance(line.get("prompt"), str):
         raise RequestError(f'{where} must be a text or an object with a text "prompt"')
-    known = (*OWN, *OPTIONS, *grammars.FIELDS)
+    known = (*OWN, *OPTIONS, *FIELDS)
     for name in line:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -90,7 +95,7 @@ def _of_line(row: str, where: str) -> PromptLine:
     require_text(line["prompt"], f"the prompt of {where}")
     options = {name: value for name, value in line.items() if name in OPTIONS and value is not None}
     try:
-        grammar = grammars.grammar_of(line)
+        grammar = grammar_of(line)
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from error
     options |= {} if grammar is None else {"grammar": grammar}
@@ -166,3 +171,97 @@ def _settings(
     except RequestError as error:
         raise RequestError(f"{one.where}: {error}" if one.where else str(error)) from error
     return sampling, limits
+
+
+FIELDS = ("json_schema", "regex", "grammar")
+"""The fields of `GrammarOptions`, and of a line of prompts."""
+
+
+@dataclass(frozen=True)
+class GrammarOptions:
+    """The options for the grammar that each sample must match."""
+
+    json_schema: Annotated[
+        str | None,
+        sampling_option(
+            "--json-schema",
+            metavar="FILE-OR-JSON",
+            help="Samples are JSON that this schema allows.",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        sampling_option(
+            "--regex", metavar="PATTERN", help="Samples match this as a whole (Rust's syntax)."
+        ),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        sampling_option(
+            "--grammar",
+            metavar="FILE",
+            help="Samples are of this grammar, in Lark's syntax or GBNF.",
+        ),
+    ] = None
+
+    def given(self) -> Grammar | None:
+        """Returns the grammar of the options.
+
+        Raises:
+            RequestError: two are given, a file cannot be read, or it holds no such grammar; see
+                `grammar_of`.
+        """
+        schema = self.json_schema
+        if schema is not None and not schema.lstrip().startswith("{"):
+            schema = read_text(Path(schema), "the schema")
+        text = None if self.grammar is None else read_text(self.grammar, "the grammar")
+        return grammar_of({"json_schema": schema, "regex": self.regex, "grammar": text}, "--")
+
+
+def grammar_of(given: Mapping[str, Any], prefix: str = "") -> Grammar | None:
+    """Returns the grammar that one of `FIELDS` gives; None if none does.
+
+    It is compiled when the model's tokenizer is known.
+
+    Args:
+        given: a schema as an object or a text, an expression, or a grammar in Lark's syntax or
+            GBNF.
+        prefix: the prefix of the fields' names in messages.
+
+    Raises:
+        RequestError: several are given, one is not of its form, llguidance cannot read it, or is
+            not installed.
+    """
+    found = [name for name in FIELDS if given.get(name) is not None]
+    if not found:
+        return None
+    said = [prefix + (name.replace("_", "-") if prefix else name) for name in found]
+    if len(found) > 1:
+        raise RequestError(
+            f"{said[1]} does not go with {said[0]}: a sample has one grammar at most"
+        )
+    llguidance_or_refuse()
+    [name], value = found, given[found[0]]
+    try:
+        if name == "json_schema":
+            grammar = Grammar("json_schema", _schema(value))
+        elif not isinstance(value, str):
+            raise RequestError(f"expected a text, got {value!r:.80}")
+        else:
+            grammar = (
+                Grammar("regex", value) if name == "regex" else Grammar("lark", as_lark(value))
+            )
+        require_readable(grammar)
+        return grammar
+    except RequestError as error:
+        raise RequestError(f"{said[0]}: {error}") from error
+
+
+def _schema(value: Any) -> str:
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise RequestError(f"the schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise RequestError(f"a schema is a JSON object, got {json.dumps(schema):.80}")
+    return json.dumps(schema)

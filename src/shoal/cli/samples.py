@@ -1,7 +1,15 @@
-"""The samples on a console, each under a header line."""
+"""The samples on a console, each under a header line, and a stream followed to its end.
+
+Ctrl-C cancels the rows and keeps the samples that finished.
+"""
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,7 +20,8 @@ from rich.text import Text
 from shoal.cli.console import printable, stderr
 
 if TYPE_CHECKING:
-    from shoal.types.samples import Output, Result, Sample
+    from shoal.engine.stream import Stream
+    from shoal.types.samples import Increment, Output, Result, Sample
 
 
 def show_output(
@@ -78,3 +87,45 @@ def report_failures(result: Result) -> bool:
         )
         stderr().print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
     return bool(failed)
+
+
+class Interrupt:
+    """A flag that is true once Ctrl-C was pressed.
+
+    A second press raises KeyboardInterrupt at once.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __bool__(self) -> bool:
+        return self.pressed
+
+    def handle(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+
+@contextmanager
+def catch_interrupt() -> Iterator[Interrupt]:
+    """Turns Ctrl-C into a flag, so that a round is never left half done."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupt  # only the main thread may set signal handlers, and only it receives Ctrl-C
+        return
+    previous = signal.signal(signal.SIGINT, interrupt.handle)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def follow(stream: Stream, show: Callable[[Increment], None]) -> tuple[Result, bool]:
+    """Shows every increment and returns the result, and whether Ctrl-C cut it short."""
+    with catch_interrupt() as interrupt:
+        for increment in stream:
+            show(increment)
+            if interrupt:
+                stream.cancel()
+        return stream.result(), bool(interrupt)

@@ -257,7 +257,7 @@ def serve(
     if source.tensor_parallel:
         _check_with_tensor_parallel(machines, limits)
     try:
-        from shoal.serve import loading, logs, run, serve_config
+        from shoal.serve import logs, run, serve_config
     except ImportError as error:
         raise RequestError(
             f"shoal serve needs more packages ({error}): pip install '.[serve]'"
@@ -311,7 +311,7 @@ def serve(
         run.bind(address.host, address.port) as listening,
         logs.written(output.log_level, output.log_format),
     ):
-        with loading.answered(listening, encryption):
+        with run.answered(listening, encryption):
             app = served.app()
         run.run(
             app,
@@ -351,9 +351,9 @@ def _settings(
     Raises:
         RequestError: a file cannot be read, or a host is wrong.
     """
-    from shoal.serve import hosts, keys, settings
+    from shoal.serve import access, settings
 
-    given = keys.read_keys(address.api_key_file)
+    given = access.read_keys(address.api_key_file)
     return settings.Settings(
         model=names[0],
         aliases=tuple(names[1:]),
@@ -365,9 +365,9 @@ def _settings(
         timeout=limits.timeout,
         seeds=rule == "coupled",
         keys=tuple(given),
-        weights=keys.weights_of(given),
+        weights=access.weights_of(given),
         origins=tuple(address.cors_origin or ()),
-        hosts=hosts.hosts_of(address.host, address.allowed_host or ()),
+        hosts=access.hosts_of(address.host, address.allowed_host or ()),
         chat_template=read_template(chat_template),
         turn_ends=turn_ends(chat_template),
         generation_config=limits.generation_config == "auto",

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.commands import Command, Group
-from shoal.cli.console import plain_table, stderr, stdout
-from shoal.cli.exit_codes import EXIT_INTERRUPTED
+from shoal.cli.console import EXIT_INTERRUPTED, plain_table, stderr, stdout
 from shoal.cli.files import listed_documents, listed_prompts
+from shoal.cli.option_groups import ReadableCommand, ReadableGroup
 from shoal.cli.options import JsonOption
 from shoal.drafting.draft import BUNDLED
 from shoal.errors import RequestError
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.train.stages import Figures, Stage, StagedTrainer
 
 app = typer.Typer(
-    cls=Group,
+    cls=ReadableGroup,
     no_args_is_help=True,
     help="Train a drafter for a target, on what the target writes itself.",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -61,7 +60,7 @@ def train() -> None:
     """Trains a drafter for a target, on what the target writes itself."""
 
 
-@app.command(cls=Command)
+@app.command(cls=ReadableCommand)
 def drafter(
     out: OutOption,
     target: TargetOption = BUNDLED,
@@ -126,7 +125,7 @@ def drafter(
     _train(DrafterTrainer(out, source, texts, documents, training, device), str(out), json_output)
 
 
-@app.command(cls=Command)
+@app.command(cls=ReadableCommand)
 def medusa(
     out: OutOption,
     target: TargetOption = BUNDLED,
@@ -153,7 +152,7 @@ def medusa(
     _train(MedusaTrainer(out, source, texts, training, device), f"medusa:{out}", json_output)
 
 
-@app.command(cls=Command)
+@app.command(cls=ReadableCommand)
 def eagle3(
     out: OutOption,
     target: TargetOption = BUNDLED,
@@ -179,7 +178,7 @@ def eagle3(
     _train(Eagle3Trainer(out, source, texts, training, device), f"eagle3:{out}", json_output)
 
 
-@app.command(cls=Command)
+@app.command(cls=ReadableCommand)
 def ppd(
     out: OutOption,
     target: TargetOption = BUNDLED,

@@ -8,10 +8,9 @@ handler.py           `ApiHandler.handle`: the one path for HTTP and files
 responses.py         the answer of a request, whole or as events
 request_models.py    the fields of requests
 message_models.py    the fields of messages and tools
-request_fields.py    the types of fields
+request_fields.py    the types of fields, and the fields of vLLM's API
 bodies.py            reads the bodies of requests
 response_models.py   the fields of answers
-vllm_fields.py       the fields of vLLM's API
 given_grammars.py    the one grammar of a request, from any field that can give it
 tools.py             the fields of tools
 tool_calls.py        calls in texts
@@ -30,19 +29,15 @@ engine_thread.py     the thread that owns the models
 scoring.py           scores prompts for `echo`
 grammars.py          compiles grammars under limits
 grammar_probe.py     the process that tries grammars first
-api_paths.py         the paths of the API
+api_paths.py         the paths of the API, and the answers for those that do not exist
 api_errors.py        errors as OpenAI writes them
-absent_routes.py     the answers for paths that do not exist
-app.py               the application; ops.py, page.py, openapi.py, hosts.py, keys.py: its parts
-loading.py           the answers until a model is loaded
-freed_memory.py      gives freed memory back to the system
+app.py               the application; ops.py, page.py, openapi.py, access.py: its parts
 exchanges.py         requests and their answers, for logs.py (a line for each) and metrics.py
-timeline.py          the times at which rows got tokens
-run.py               uvicorn, signals, draining
+run.py               uvicorn, signals, draining, and the answers until a model is loaded
 protocol.py          the limits of connections
 tls.py               certificates
 offline.py           batch files
-batch_lines.py       the lines of batch files
+batch_lines.py       the lines of batch files, and blocks of them for several processes
 output_file.py       the answers to these lines
 model_identity.py    the public name and identifier of a model
 serve_config.py      the configuration of a process that serves
@@ -51,5 +46,4 @@ relay.py             the logs of replicas
 replica_metrics.py   the metrics of replicas
 pool.py              batches in several processes on Ray
 answerer.py          one of these processes
-blocks.py            the blocks of lines for these processes
 """

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from shoal.config import PARAMETERS
 from shoal.errors import OutOfMemory, RequestError, ShoalError
-from shoal.serve import absent_routes
+from shoal.serve import api_paths
 
 MAX_REPORTED_ERRORS = 10
 """The number of validation errors of one body that an answer contains."""
@@ -177,7 +177,7 @@ def install(app: FastAPI) -> None:
             and error.status_code in (404, 405)
         ):
             allowed = (error.headers or {}).get("Allow") if error.status_code == 405 else None
-            message = absent_routes.reason(request.method, request.url.path, allowed)
+            message = api_paths.reason(request.method, request.url.path, allowed)
             error = ApiError(
                 error.status_code, message, code="unknown_route", headers=error.headers
             )

@@ -19,19 +19,16 @@ from shoal import __version__
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, logs, openapi, response_models
+from shoal.serve.access import HostCheck, is_valid_key, owner_of
 from shoal.serve.api_errors import ApiError
 from shoal.serve.api_paths import CHAT, COMPLETIONS, INFILL, RESPONSES, Json, written
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.exchanges import Exchanges
-from shoal.serve.freed_memory import give_back_freed_memory
 from shoal.serve.handler import ApiHandler
-from shoal.serve.hosts import HostCheck
 from shoal.serve.infill_models import Infill, InfillRequest
 from shoal.serve.item_answers import ItemAnswer
 from shoal.serve.item_models import ResponsesRequest
-from shoal.serve.keys import is_valid_key, owner_of
-from shoal.serve.model_routes import model_routes
-from shoal.serve.ops import ops_routes
+from shoal.serve.ops import give_back_freed_memory, model_routes, ops_routes
 from shoal.serve.page import page
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.settings import Settings

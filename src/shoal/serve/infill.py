@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.serve.api_errors import api_error_of, naming
-from shoal.serve.api_formats import finite
+from shoal.serve.api_formats import finite, name_and_bytes
 from shoal.serve.api_paths import Json
 from shoal.serve.bodies import validated
 from shoal.serve.infill_models import InfillRequest
@@ -17,7 +17,6 @@ from shoal.serve.request_builder import RequestBuilder
 from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
-from shoal.serve.token_names import name_and_bytes
 from shoal.serve.worker import Worker
 from shoal.types.inputs import line_end, with_line_ends
 

@@ -1,6 +1,7 @@
 """Metrics for Prometheus: the engine's figures, and counters and histograms of rows and requests.
 
-The engine's figures are read on request.
+The engine's figures are read on request. A timeline keeps the times at which the rows of a request
+got slots and tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from shoal.drafting.protocol import name_of
 from shoal.serve.api_errors import ApiError
 from shoal.serve.exchanges import Exchange
 from shoal.types.counts import DraftCounts
+from shoal.types.rounds import Commit
 from shoal.types.samples import Sample
 
 if TYPE_CHECKING:
     from shoal.serve.worker import Worker
+
 
 # Buckets of the histograms.
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -254,3 +257,44 @@ def _by_drafter(counts: Sequence[tuple[str, DraftCounts]]) -> Iterator[Metric]:
         for name, one in counts:
             family.add_metric([name], getattr(one, what))
         yield family
+
+
+class Timeline:
+    """The times of a request's rows; the engine thread's own.
+
+    Args:
+        rows: the number of rows.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._started = False
+        self._first: list[float | None] = [None] * rows  # end of its first round
+        self._last = [0.0] * rows  # end of its last round so far
+        self._later = [0] * rows  # tokens after the first round
+
+    def record(self, metrics: Metrics, index: int, commit: Commit, now: float) -> None:
+        """Reports the slot and the tokens of a row in a round to the metrics.
+
+        Args:
+            index: the number of the row.
+            commit: the row's commit.
+            now: the end of the round, by the clock of `Request.submitted_at`.
+        """
+        row, request = commit.row, commit.row.request
+        if not self._started and row.started_at is not None:
+            self._started = True
+            metrics.request_started(row.started_at - request.submitted_at)
+        if commit.tokens:
+            if self._first[index] is None:
+                self._first[index] = now
+                metrics.first_tokens(now - request.submitted_at)
+            else:
+                self._later[index] += len(commit.tokens)
+                metrics.next_tokens(now - self._last[index])
+            self._last[index] = now
+        if commit.sample is not None:
+            metrics.row_ended(commit.sample, self._pace(index))
+
+    def _pace(self, index: int) -> float | None:
+        first, later = self._first[index], self._later[index]
+        return (self._last[index] - first) / later if first is not None and later else None

@@ -23,10 +23,10 @@ from shoal.serve.request_fields import (
     Stops,
     StrictModel,
     Text,
+    VllmFields,
     optional,
     passed_over,
 )
-from shoal.serve.vllm_fields import VllmFields
 
 
 class StreamOptions(StrictModel):

@@ -28,9 +28,9 @@ class Settings:
         seeds: True if seeds are accepted: with the coupled rule the same seed gives the same
             tokens, whatever else is served.
         keys: valid API keys of /v1; empty = no key is needed.
-        weights: the weights of the keys' owners (`shoal.serve.keys`), if other than 1.
+        weights: the weights of the keys' owners (`shoal.serve.access`), if other than 1.
         origins: origins of pages that may send requests from a browser (CORS).
-        hosts: allowed names beside addresses and localhost, see `shoal.serve.hosts`; "*" = any.
+        hosts: allowed names beside addresses and localhost, see `shoal.serve.access`; "*" = any.
         chat_template: replaces the tokenizer's.
         turn_ends: stop strings of all chats, beside their own.
         generation_config: True if the sampling parameters of the model's generation config hold

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,6 @@ Ranges = tuple[tuple[int, int], ...]
 # The parser of `re` itself.
 _parser: Any = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _SURROGATES = (0xD800, 0xDFFF)
-_ALL = "".join(map(chr, (*range(_SURROGATES[0]), *range(_SURROGATES[1] + 1, 0x110000))))
 _CATEGORIES = {
     "CATEGORY_" + name: code
     for name, code in zip(
@@ -192,8 +191,16 @@ def _ranges(source: str, flags: int) -> Ranges:
     """Returns the characters of a class, as `re` finds them."""
     if re.fullmatch(r"\[\\U\w{8}\]", source) and not flags & re.I:
         return ((int(source[3:11], 16),) * 2,)
-    spans = (match.span() for match in re.finditer(source + "+", _ALL, flags))
-    return tuple((ord(_ALL[first]), ord(_ALL[end - 1])) for first, end in spans)
+    text = _all()
+    spans = (match.span() for match in re.finditer(source + "+", text, flags))
+    return tuple((ord(text[first]), ord(text[end - 1])) for first, end in spans)
+
+
+@cache
+def _all() -> str:
+    """Returns all characters in their order; a quarter of a second, so not before it is needed."""
+    first, last = _SURROGATES
+    return "".join(map(chr, (*range(first), *range(last + 1, 0x110000))))
 
 
 def _common(one: Ranges, other: Ranges) -> Ranges:

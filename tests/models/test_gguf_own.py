@@ -193,6 +193,17 @@ def test_layers_of_unlike_formats_become_one_matrix() -> None:
     assert len({id(layer.packed) for layer in layers}) == 1
 
 
+@pytest.mark.parametrize("outputs", [(32, 48, 16), (32, 19, 16)], ids=["whole panels", "a part of a panel"])
+@pytest.mark.parametrize("form", range(1, 6))
+def test_layers_of_one_format_have_the_panels_of_one_matrix(form: int, outputs: tuple[int, ...]) -> None:
+    groups = [groups_in(form, out, 64) for out in outputs]
+    matrix = group_matrix_of([GroupLinear(each) for each in groups])
+    whole = GroupMatrix(Groups.joined(groups))
+    assert (matrix.kernel_form, matrix.shape) == (whole.kernel_form, whole.shape)
+    assert torch.equal(matrix.panels, whole.panels)
+    assert torch.equal(matrix.dense(), torch.cat([each.dense() for each in groups]))
+
+
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

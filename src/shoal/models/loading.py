@@ -21,6 +21,7 @@ from shoal.models.executors.lean import C_DECODER
 from shoal.models.gguf.own import own_model
 from shoal.models.gguf.runner import load_gguf, require_own_options
 from shoal.models.gguf.tokenizer import tokenizer_of
+from shoal.models.kept_checks import KeptChecks, kept_checks
 from shoal.models.mixers import use_mixers
 from shoal.models.quantize import Int8Linear, quantized
 from shoal.models.runner import Runner
@@ -57,13 +58,19 @@ def bundled(part: str) -> Path:
 
 
 def wrap(
-    hf: Any, name: str, attention: str = "auto", checked: bool = True, strict: bool = False
+    hf: Any,
+    name: str,
+    attention: str = "auto",
+    checked: bool = True,
+    strict: bool = False,
+    results: KeptChecks | None = None,
 ) -> Runner:
     """Makes a runner around a Transformers model object, and checks it.
 
     Args:
         strict: True for passes whose bits do not depend on the other rows in them
             (`shoal.models.strict`).
+        results: the kept results of checks of earlier loads; None = there are none.
 
     Raises:
         RequestError: the model is in training mode, or strict is on an accelerator or with another
@@ -79,6 +86,7 @@ def wrap(
     if strict and attention_path != "interface":
         raise UnsupportedModel(f"{name} cannot be strict: it attends by its own code")
     runner = Runner(hf, name, attention_path, context, "strict" if strict else attention)
+    runner.kept_checks = results or KeptChecks()
     if keeps_states(hf):
         if strict:
             raise UnsupportedModel(f"{name} cannot be strict: its layers keep recurrent states")
@@ -211,8 +219,12 @@ def load_runner(
             else weights.lay_out(hf, weights.without_packing if plain else weights.by_facts)
         )
         hf, how = quantized(hf, quantize, pack and not strict)
+    whole = kept is None and not sharding and place.type == "cpu"
+    checks = {"compile": compile, "quantize": quantize, "pack": pack, "dtype": kind}
+    checks |= {"device": place, "attention": attention, "strict": strict}
     with watch("checking"):
-        runner = wrap(hf, str(source), attention, strict=strict)
+        results = kept_checks(source, **checks) if whole else None
+        runner = wrap(hf, str(source), attention, strict=strict, results=results)
     runner.known_ids = known
     runner.notes |= {"dtype": why, "quantize": how, "weights": order}
     return lead(runner) if sharding else runner
@@ -233,7 +245,8 @@ def _gguf_runner(
             hf, notes = own_model(file, device, exact)
         if hf is not None:
             with watch("checking"):
-                runner = wrap(hf, name)
+                results = kept_checks(file, exact=exact, device=device, compile=compile)
+                runner = wrap(hf, name, results=results)
             runner.notes |= notes
             return runner
     runner = load_gguf(file, name, device=device, watch=watch, **options)

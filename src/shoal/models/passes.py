@@ -119,7 +119,10 @@ def use_lean_passes(runner: Runner) -> None:
         return
     kernels = NativeKernels(decoder)
     runner.lean = LeanPass(decoder, kernels, *whole_pass(decoder, kernels.angles))
-    error = largest_error(runner)
+    kept = runner.kept_checks.read(C_DECODER)
+    error = largest_error(runner) if kept is None else float(kept["error"])
+    if kept is None:
+        runner.kept_checks.write(C_DECODER, {"error": error})
     if not _computes_the_model(runner, "lean passes", error):
         runner.lean = None
         runner.absent[C_DECODER] = f"it diverges from the modules by {error:.3g} nats"

@@ -32,6 +32,7 @@ from shoal.models.executors.modules import Modules
 from shoal.models.executors.protocol import Batch, Executor, Explanation, Output, Refusal
 from shoal.models.executors.triton import TritonLayers
 from shoal.models.forks import expect_forks
+from shoal.models.kept_checks import KeptChecks
 from shoal.models.lean.drafting import Drawing, LeanSteps
 from shoal.models.lean.forward import LeanPass
 from shoal.models.out_of_memory import explained
@@ -83,6 +84,7 @@ class Runner:
         computed: the number of passes by executor, see `take_executors`.
         absent: the executors that were ruled out when the model was loaded, and the reasons.
         self_check_error: the error that `selfcheck` measured; None before it has run.
+        kept_checks: the results of checks that an earlier load has kept.
     """
 
     has_modules = True
@@ -118,6 +120,7 @@ class Runner:
         self.captures: compiled.Captures | None = None
         self.lean: LeanPass | None = None
         self.self_check_error: float | None = None
+        self.kept_checks = KeptChecks()
         self._bridge = Bridge(hf, attention_path, context)
         self.takes_trees = self._bridge.takes_positions
         self.packs = attention_path == "interface" and self._bridge.takes_positions

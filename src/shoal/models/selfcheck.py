@@ -25,6 +25,11 @@ FEW = 4
 Now and then a token of a pretrained model diverges ten times as much in bfloat16 as others do.
 """
 
+SELF_CHECK = "self-check"
+"""The name of the check in `shoal.models.kept_checks`."""
+RESULTS = ("packs", "shares", "takes_trees", "context", "self_check_error")
+"""The attributes of a runner that the check decides."""
+
 
 def tolerance(runner: Runner) -> float:
     """Returns the largest divergence of passes from a plain forward that the dtype allows, in nats.
@@ -50,12 +55,27 @@ def self_check(runner: Runner) -> float:
     goes wrong with a draft tree gets chains. A sliding window that the attention never receives
     bounds the context, as longer rows would see too much.
 
+    The result is read instead if an earlier load has kept it (`shoal.models.kept_checks`).
+
     Returns:
         The divergence (`shoal.models.divergence`), which is also stored in `self_check_error`.
 
     Raises:
         UnsupportedModel: the divergence exceeds `tolerance`.
     """
+    kept = runner.kept_checks.read(SELF_CHECK)
+    if kept is not None:
+        for name, value in kept.items():
+            setattr(runner, name, value)
+        runner.cache = runner.new_cache()
+        return float(kept["self_check_error"])
+    error = _self_check(runner)
+    runner.kept_checks.write(SELF_CHECK, {name: getattr(runner, name) for name in RESULTS})
+    return error
+
+
+def _self_check(runner: Runner) -> float:
+    """Computes the comparison of `self_check`, and stores its results in the runner."""
     ids, plain = _reference(runner)
     with runner.noting_windows() as windows:
         error = _largest(_guarded(_decode, runner, ids, plain)) if runner.packs else math.inf

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shoal.models.weights.fusing import starts
 from shoal.models.weights.matrix import PACKED, Matrix
 from shoal.models.weights.pages import empty
-from shoal.models.weights.panels import PANEL, Panels, products
+from shoal.models.weights.panels import PANEL, Panels, filled_up, products
 from shoal.native.build import SUFFIXES
 
 BYTES_OF_16, BYTES_OF_32, NIBBLES_OF_32, HALVES_OF_32, CENTRED_OF_32 = range(1, 6)
@@ -91,6 +90,8 @@ class Groups:
     @classmethod
     def joined(cls, parts: Sequence[Groups]) -> Groups:
         """Returns the weights of several layers, one below the other."""
+        if len(parts) == 1:
+            return parts[0]
         if len({part.form for part in parts}) > 1:
             parts = [part.in_bytes_of_16() for part in parts]
         minima = [part.minima for part in parts if part.minima is not None]
@@ -126,17 +127,32 @@ class GroupMatrix(Matrix):
         if groups.numbers.shape[1] % GROUP:
             raise ValueError(f"groups need inputs that are a multiple of {GROUP}")
         groups = groups.in_bytes_of_16() if groups.form == BYTES_OF_16 else groups
-        self.form, self.bias, self.kernel_form = PACKED, bias, groups.form
-        self.shape, self.dtype = (len(groups.numbers), groups.numbers.shape[1]), torch.float32
-        self.device, self.epoch, self.stale, self.table = groups.numbers.device, 0, False, None
-        self.exact = exact
-        made = _packed(groups)
-        place = empty(made.shape, made.dtype).copy_(made)
-        self.panels: Tensor = nn.Parameter(place, requires_grad=False)
-        product = Panels(
-            self.panels, bias, self.shape, self.shape[1], form=groups.form, exact=exact
-        )
+        outputs, inputs = groups.numbers.shape
+        self._take(_packed(groups), groups.form, (outputs, inputs), bias, exact)
+
+    def _take(
+        self, panels: Tensor, form: int, shape: tuple[int, int], bias: Tensor | None, exact: bool
+    ) -> None:
+        self.form, self.bias, self.kernel_form, self.exact = PACKED, bias, form, exact
+        self.shape, self.dtype = shape, torch.float32
+        self.device, self.epoch, self.stale, self.table = panels.device, 0, False, None
+        self.panels: Tensor = nn.Parameter(panels, requires_grad=False)
+        product = Panels(self.panels, bias, shape, shape[1], form=form, exact=exact)
         self.linear, self.linear_add, self.linear_mul = products(product.product)
+
+    @classmethod
+    def joined(cls, parts: Sequence[GroupMatrix], bias: Tensor | None) -> GroupMatrix:
+        """Returns the matrix of several matrices, one below the other."""
+        form, exact = parts[0].kernel_form, parts[0].exact
+        if any(part.kernel_form != form or part.shape[0] % PANEL for part in parts):
+            groups = [_unpacked(part.panels, part.kernel_form, part.shape) for part in parts]
+            return cls(Groups.joined(groups), bias, exact)
+        whole, made = cls.__new__(cls), [part.panels.detach() for part in parts]
+        panels = empty((sum(map(len, made)), *made[0].shape[1:]), torch.uint8)
+        outputs = sum(part.shape[0] for part in parts)
+        torch.cat(made, out=panels)
+        whole._take(panels, form, (outputs, parts[0].shape[1]), bias, exact)
+        return whole
 
     @property
     def whole(self) -> bool:
@@ -157,19 +173,21 @@ class GroupMatrix(Matrix):
 
 def _packed(groups: Groups) -> Tensor:
     """Returns the panels of groups."""
-    count = groups.scales.shape[1]
-    fill = -len(groups.numbers) % PANEL
-    numbers = F.pad(groups.numbers, (0, 0, 0, fill)).view(len(groups.numbers) + fill, count, -1)
+    numbers, count = filled_up(groups.numbers), groups.scales.shape[1]
+    numbers = numbers.view(len(numbers), count, -1)
     if numbers.dtype == torch.uint8:
         quads = numbers.unflatten(-1, (-1, 2, 2))
         numbers = (quads[..., 0, :] | quads[..., 1, :] << 4).flatten(2)
-    pairs = numbers.view(-1, PANEL, *numbers.shape[1:]).unflatten(-1, (-1, 2))
-    pairs = pairs.permute(0, 2, 3, 1, 4).flatten(2)
+    # Two numbers of one output as a word: PyTorch copies words far faster than pairs of bytes.
+    pairs = numbers.view(torch.int16).view(-1, PANEL, count, numbers.shape[-1] // 2)
     factors = [groups.scales] if groups.minima is None else [groups.scales, groups.minima]
-    parts = [
-        F.pad(each, (0, 0, 0, fill)).view(-1, PANEL, count).transpose(1, 2) for each in factors
-    ]
-    return torch.cat([part.contiguous().view(torch.uint8) for part in (*parts, pairs)], -1)
+    parts = [filled_up(each).view(-1, PANEL, count).transpose(1, 2) for each in factors]
+    parts += [pairs.permute(0, 2, 3, 1).flatten(2)]
+    sizes = [part.shape[2] * part.dtype.itemsize for part in parts]
+    panels = empty((len(pairs), count, sum(sizes)), torch.uint8)
+    for part, room in zip(parts, panels.split(sizes, -1), strict=True):
+        room.copy_(part.contiguous().view(torch.uint8))
+    return panels
 
 
 def _unpacked(panels: Tensor, form: int, shape: tuple[int, int]) -> Groups:
@@ -241,12 +259,8 @@ def group_matrix_of(layers: Sequence[GroupLinear]) -> GroupMatrix:
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     if biases and len(biases) < len(layers):
         raise ValueError("layers of one matrix need all a bias or none")
-    parts = [
-        _unpacked(layer.matrix.panels, layer.matrix.kernel_form, layer.matrix.shape)
-        for layer in layers
-    ]
     bias = torch.cat(biases) if biases else None
-    matrix = GroupMatrix(Groups.joined(parts), bias, first.exact)
+    matrix = GroupMatrix.joined([layer.matrix for layer in layers], bias)
     for layer, start in zip(layers, starts(layers), strict=True):
         if matrix.bias is not None:
             layer.bias = nn.Parameter(matrix.bias[start : start + layer.out_features], False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.models.weights.matrix import ACTIVATIONS, AS_IS, PACKED, Matrix, Products
-from shoal.models.weights.panels import PANEL, Panels, place_of, products
+from shoal.models.weights.panels import PANEL, Panels, filled_up, place_of, products
 from shoal.native.build import SUFFIXES
 
 GROUP = 2
@@ -75,10 +75,9 @@ class Int8PanelMatrix(Int8Matrix):
     """
 
     def _packed(self, weight: Tensor) -> Tensor:
-        padded = F.pad(
-            weight.contiguous(), (0, -weight.shape[1] % GROUP, 0, -weight.shape[0] % PANEL)
-        )
-        return place_of(self, padded.view(len(padded) // PANEL, PANEL, -1).transpose(1, 2))
+        rows = filled_up(weight, GROUP)
+        panels = rows.view(len(rows) // PANEL, PANEL, -1).transpose(1, 2)
+        return place_of(self, panels.shape, panels.dtype).copy_(panels)
 
     @property
     def panels(self) -> Tensor:

@@ -98,7 +98,7 @@ def _files_of(directory: Path) -> Iterable[Path]:
 
 @cache
 def _code() -> str:
-    """Returns a digest of the code that computes passes: shoal's own, and the versions of others'."""
+    """Returns a digest of the code that computes passes."""
     digest = hashlib.blake2b(digest_size=12)
     for package in ("torch", "transformers", "numpy"):
         digest.update(metadata.version(package).encode())

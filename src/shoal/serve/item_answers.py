@@ -46,19 +46,19 @@ class CallOutput(BaseModel):
 
 
 class InputUsage(PromptUsage):
-    """Of the tokens of the input."""
+    """The usage of the tokens of the input."""
 
     cache_write_tokens: int = Field(description="Always 0: what is kept is not counted.")
 
 
 class OutputUsage(BaseModel):
-    """Of the tokens of the output."""
+    """The usage of the tokens of the output."""
 
     reasoning_tokens: int = Field(description="Of the output tokens.")
 
 
 class ItemUsage(BaseModel):
-    """What a request of /v1/responses took."""
+    """The usage of a request of /v1/responses."""
 
     input_tokens: int
     input_tokens_details: InputUsage
@@ -91,7 +91,7 @@ class ReasoningPart(BaseModel):
 
 
 class ReasoningOutput(BaseModel):
-    """What stands before a message, between <think> and </think>."""
+    """The reasoning before a message, between <think> and </think>."""
 
     id: str
     type: Literal["reasoning"]

@@ -140,7 +140,7 @@ class CallItem(SentFunction):
 
 
 class CallOutputItem(OpenModel):
-    """What a called function returned."""
+    """The result of a called function."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -227,7 +227,7 @@ class FlatSchema(JsonSchema, JsonText):
 
 
 class TextOptions(StrictModel):
-    """What the text has to be."""
+    """The form that the text must have."""
 
     format: Annotated[TextFormat | JsonFormat | FlatSchema, Field(discriminator="type")] | None = (
         optional("Text, some JSON object, or JSON that fits a schema.")

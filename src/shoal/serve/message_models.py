@@ -47,7 +47,7 @@ def _written(arguments: Any) -> Any:
 
 
 class SentFunction(OpenModel):
-    """What a call called."""
+    """The function that a call called."""
 
     name: Text
     arguments: Annotated[Text, BeforeValidator(_written)] = Field(

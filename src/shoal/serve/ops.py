@@ -47,21 +47,21 @@ def ops_routes(worker: Worker) -> APIRouter:
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_model=Health, responses=UNAVAILABLE)
     async def health() -> Response:
-        """Whether there is an engine to decode; a supervisor restarts the process if not."""
+        """Tells if there is an engine to decode; a supervisor restarts the process if not."""
         return _status(None if worker.thread.alive else "the engine has stopped")
 
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=Health, responses=UNAVAILABLE)
     async def ready(request: Request) -> Response:
-        """Whether to send requests here: there is an engine, it gets on, and the server is not
-        about to stop."""
+        """Tells if requests should be sent here: there is an engine, it gets on, and the server is
+        not about to stop."""
         return _status(_unready(worker, request.app.state.draining))
 
     @router.get(
         "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}}
     )
     async def prometheus(request: Request) -> Response:
-        """What is counted, in Prometheus' text format."""
+        """The metrics, in Prometheus' text format."""
         return Response(await request.app.state.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
@@ -126,7 +126,7 @@ def model_routes(handler: ApiHandler) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def one_model(name: str) -> response_models.Model:
-        """The same by its name."""
+        """The model with this name."""
         handler.require_model(name)
         return models_by_name[name]
 

@@ -169,7 +169,7 @@ Pattern = Annotated[Text, Field(min_length=1)]
 
 
 class StructuredOutputs(StrictModel):
-    """What a sample must match as a whole, as vLLM says it: one of these."""
+    """The grammar that a sample must match as a whole, as vLLM says it: one of these."""
 
     json_schema: Schema | None = Field(
         None, alias="json", description="A JSON schema, as an object or a text."

@@ -38,7 +38,7 @@ class StreamOptions(StrictModel):
 
 
 class Extension(StrictModel):
-    """What only shoal has."""
+    """The fields that only shoal has."""
 
     details: bool | None = optional(
         "Every choice also tells its tokens, which of them were accepted drafts, and how it fares."
@@ -49,7 +49,7 @@ class Extension(StrictModel):
 
 
 class Grammar(StrictModel):
-    """What a sample must match as a whole."""
+    """The grammar that a sample must match as a whole."""
 
     type: Literal["regex", "lark"] = Field(
         description="A regular expression, or a grammar in EBNF as Lark writes it."
@@ -73,7 +73,7 @@ class TextFormat(StrictModel):
 
 
 class JsonText(StrictModel):
-    """What every kind of JSON may say."""
+    """The fields that every kind of JSON may have."""
 
     whitespace: Literal["bounded", "compact", "any"] | None = optional(
         "Between the symbols of the JSON: a space or a line break with its indent at most, "

@@ -13,7 +13,7 @@ Ending = Literal["stop", "length", "error", "tool_calls"]
 
 
 class Error(BaseModel):
-    """What went wrong."""
+    """The error of a request."""
 
     message: str
     type: str
@@ -28,14 +28,14 @@ class ErrorAnswer(BaseModel):
 
 
 class DraftUsage(BaseModel):
-    """What became of the tokens that a drafter proposed."""
+    """The counts of the tokens that a drafter proposed, and that were accepted."""
 
     drafted: int
     accepted: int
 
 
 class ChoiceUsage(BaseModel):
-    """What one choice took."""
+    """The usage of one choice."""
 
     index: int
     completion_tokens: int
@@ -48,8 +48,8 @@ class ChoiceUsage(BaseModel):
     mean_logprob: float | None
     ended_by: str = Field(description="eos, stop, length, time, not started, cancelled or error.")
     finished: bool = Field(
-        description="It came to an end, max_tokens included, within its time budget; `best_of` "
-        "prefers those that did."
+        description="True if it came to an end, max_tokens included, within its time budget; "
+        "`best_of` prefers those that did."
     )
     syntax: str | None = Field(
         None,
@@ -61,7 +61,7 @@ class ChoiceUsage(BaseModel):
 
 
 class PromptUsage(BaseModel):
-    """Of the prompts' tokens."""
+    """The usage of the prompts' tokens."""
 
     cached_tokens: int = Field(
         description="Copied from earlier requests that begin with the same tokens."
@@ -69,13 +69,13 @@ class PromptUsage(BaseModel):
 
 
 class CompletionUsage(BaseModel):
-    """Of the new tokens."""
+    """The usage of the new tokens."""
 
     reasoning_tokens: int
 
 
 class Usage(BaseModel):
-    """What a request took; tokens are those of all samples drawn, `choices` are those returned."""
+    """The usage of a request; tokens are those of all samples drawn, `choices` those returned."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -122,7 +122,7 @@ class Round(BaseModel):
 
 
 class Details(BaseModel):
-    """How a choice fares so far, and the tokens that this answer or chunk brings."""
+    """The state of a choice so far, and the tokens that this answer or chunk brings."""
 
     tokens: list[Token]
     mean_logprob: float | None
@@ -144,7 +144,7 @@ class PromptLogprob(BaseModel):
 
 
 class OfPrompt(BaseModel):
-    """What is told of a prompt, if asked for."""
+    """The details of a prompt, if asked for."""
 
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(
@@ -153,7 +153,7 @@ class OfPrompt(BaseModel):
 
 
 class Choice(BaseModel):
-    """What both kinds of choices have."""
+    """The fields that both kinds of choices have."""
 
     index: int
     token_ids: list[int] | None = Field(
@@ -203,7 +203,7 @@ class ChatLogprobs(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """What is called."""
+    """The called function."""
 
     name: str
     arguments: str = Field(description="A JSON object, as a text.")
@@ -218,7 +218,7 @@ class ToolCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said."""
+    """The message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -237,7 +237,7 @@ class ChatChoice(Choice):
 
 
 class Answer(BaseModel):
-    """What both kinds of answers have."""
+    """The fields that both kinds of answers have."""
 
     id: str
     created: int

@@ -30,7 +30,7 @@ import shoal
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.config import Grammar
-from shoal.constraints.estimates import Node
+from shoal.constraints.estimates import PrefixNode
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.constraints.weights import EXACT, weighed
 from shoal.lookahead.controller import Fixed
@@ -66,7 +66,7 @@ def p(text: Text) -> float:
     return float(SCRIPT((*PROMPT, *text[:-1])).double().softmax(-1)[text[-1]])
 
 
-def law(node: Node | None, state: Text = ()) -> Iterator[float]:
+def law(node: PrefixNode | None, state: Text = ()) -> Iterator[float]:
     """Probabilities of `TEXTS`, in order, where rows draw by these estimates."""
     if len(state) == 5:
         yield 1.0

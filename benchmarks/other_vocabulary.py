@@ -28,7 +28,7 @@ from held_out import problems
 from pair_corpus import CorpusSize, build_corpus, pack
 from pair_models import build, drafter_config
 from pair_tokenizer import END, PAD
-from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, Choice, Tally
+from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice, MethodTally
 from shoal.models.loading import bundled
 from shoal.train.corpus import Windows
 from shoal.train.loop import Schedule, Trainer
@@ -112,7 +112,7 @@ def main() -> None:
         pair = shoal.load(bundled("target"), draft, dtype="float32", max_batch=max(given.n, BATCH))
         for rule, temperature in (("rejection", 0.0), ("rejection", 0.8), ("coupled", 0.8))[: 1 if given.greedy else 3]:
             if pair.vocabularies is not None and pair.choice is not None:
-                pair.choice = Choice(pair.choice.cost, {method: Tally() for method in methods})
+                pair.choice = MethodChoice(pair.choice.cost, {method: MethodTally() for method in methods})
             result = pair.generate(
                 prompts, given.n, temperature=temperature, seed=0, rule=rule, lookahead=given.k, max_new_tokens=given.tokens
             )

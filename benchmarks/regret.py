@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 import command
 from never_slower import shuffled
 from shoal.bench.methods import PLAIN
-from shoal.bench.report import Line, Report
+from shoal.bench.report import Report, ReportLine
 from shoal.bench.tables import WIDTH, heading
 from shoal.cli.bench import read_report
 from shoal.errors import RequestError
@@ -51,12 +51,12 @@ class Regret:
     """
 
     batch: int
-    best: Line
+    best: ReportLine
     regrets: dict[str, float]
     over_plain: dict[str, float]
 
 
-def regrets(lines: Sequence[Line]) -> Iterator[Regret]:
+def regrets(lines: Sequence[ReportLine]) -> Iterator[Regret]:
     """Yields the regrets of each batch size that has a controller and a fixed setting."""
     for batch, group in groupby(lines, key=lambda one: one.batch):
         by_name = {one.setting: one for one in group}
@@ -72,7 +72,7 @@ def regrets(lines: Sequence[Line]) -> Iterator[Regret]:
             )
 
 
-def _lost(one: Line, best: Line) -> float:
+def _lost(one: ReportLine, best: ReportLine) -> float:
     pairs = zip(one.runs, best.runs, strict=False)
     return 1 - median(_rate(a) / _rate(b) for a, b in pairs)
 

@@ -28,7 +28,7 @@ from held_out import problems
 from problems.generator import FunctionProblem
 from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.syntax.viable import is_complete, is_viable
 from shoal.engine import engine
@@ -59,7 +59,7 @@ def library(files: int, cuts: int, seed: int) -> Json:
         counts["files"] += 1
         for _ in range(cuts):
             first = lots.randrange(len(source) - LONGEST)
-            layout, fits = Layout(), True
+            layout, fits = SourceLayout(), True
             for character in source[:first]:
                 fits = fits and layout.feed(character)
             started = time.perf_counter()

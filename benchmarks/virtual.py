@@ -39,7 +39,7 @@ from provenance import require_place, write_results
 from regret import CONTROLLERS, SWEEP
 from scaling import CONTEXT, prepared_pass
 from shoal.bench.machine import machine
-from shoal.bench.work import Stopwatch, timed
+from shoal.bench.work import TimedBlock, timed
 from shoal.lookahead.controller import Controller, PairCosts, as_controller, by_name
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
@@ -232,9 +232,9 @@ def _draft(
 
 
 @contextmanager
-def _processor_time() -> Iterator[Stopwatch]:
+def _processor_time() -> Iterator[TimedBlock]:
     """The controller's own work is measured, in processor time, as it is done here."""
-    watch, started = Stopwatch(), thread_time()
+    watch, started = TimedBlock(), thread_time()
     yield watch
     watch.seconds = thread_time() - started
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from fused_launches import of_a_round
 from pretend import Pretend, moved
 from recorder import Recorder
-from shoal.bench.shapes import SHAPES, Shape
+from shoal.bench.shapes import SHAPES, LlamaShape
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured_kinds import PENDING
 from shoal.lookahead.controller import Fixed
@@ -76,7 +76,7 @@ class Budget:
     downloads: int
 
 
-def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int, rows: int, context: int) -> Budget:
+def counted(lookahead: Any, target: LlamaShape, drafter: LlamaShape, drafts: int, rows: int, context: int) -> Budget:
     """A round in which nothing is built, in layers of these shapes over caches for rows of `context` tokens."""
     with pytest.MonkeyPatch.context() as patch:
         launched = of_a_round(lookahead(), drafts > 0, "rejection", patch)
@@ -88,7 +88,7 @@ def counted(lookahead: Any, target: Shape, drafter: Shape, drafts: int, rows: in
     return Budget(others, others + layers, crossed["replay"], crossed["upload"], crossed["download"])
 
 
-def launches_of(shape: Shape, rows: int, columns: int, context: int) -> int:
+def launches_of(shape: LlamaShape, rows: int, columns: int, context: int) -> int:
     """Of one layer."""
     capacity, dim = reservation(rows, context, by_kernel=True)[1], shape.width // shape.heads
     query, key = (
@@ -122,13 +122,13 @@ def _runner(seed: int) -> Runner:
     return made
 
 
-def weight_bytes(shape: Shape) -> float:
+def weight_bytes(shape: LlamaShape) -> float:
     """Read by a pass: layers and head."""
     layer = 4 * shape.width**2 + 3 * shape.width * shape.mlp
     return float(BYTES * (shape.layers * layer + shape.width * shape.vocabulary))
 
 
-def pass_seconds(shape: Shape, rows: int, columns: int, context: int, machine: Machine) -> float:
+def pass_seconds(shape: LlamaShape, rows: int, columns: int, context: int, machine: Machine) -> float:
     """The longer of reading weights, keys and values, and of the products."""
     kv = 2.0 * BYTES * shape.layers * shape.width * rows * context
     read = (weight_bytes(shape) + kv) / machine.bandwidth
@@ -136,7 +136,7 @@ def pass_seconds(shape: Shape, rows: int, columns: int, context: int, machine: M
 
 
 def line(
-    name: str, budget: Budget, shapes: tuple[Shape, Shape], rows: int, drafts: int, context: int, acceptance: float,
+    name: str, budget: Budget, shapes: tuple[LlamaShape, LlamaShape], rows: int, drafts: int, context: int, acceptance: float,
     machine: Machine,
 ) -> tuple[str, ...]:  # fmt: skip
     target, drafter = shapes

@@ -27,7 +27,7 @@ from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
 from shoal.bench.memory import peak_tensor_bytes
-from shoal.bench.report import Line, Report, Spread, line
+from shoal.bench.report import Report, ReportLine, Spread, line
 from shoal.bench.roofline import Load, rates
 from shoal.bench.runner import BenchmarkRunner
 from shoal.bench.work import Case, Run, Work, work_of
@@ -475,7 +475,7 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list
 # ── regret, shapes, memory, stages ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _line(batch: int, setting: str, *rates: float) -> Line:
+def _line(batch: int, setting: str, *rates: float) -> ReportLine:
     runs, plain = ([Run(100 / rate, (1.0,), ((0,) * 100,)) for rate in those] for those in (rates, [100.0] * len(rates)))
     return line(Case("same", 0.8, batch, batch), setting, True, runs, plain)
 
@@ -514,7 +514,7 @@ def test_published_shapes_have_the_published_sizes() -> None:
         assert target.vocabulary == drafter.vocabulary
 
 
-def _parameters(shape: shapes.Shape) -> int:
+def _parameters(shape: shapes.LlamaShape) -> int:
     layer = 4 * shape.width**2 + 3 * shape.width * shape.mlp
     return shape.layers * layer + shape.vocabulary * shape.width * (1 if shape.tied else 2)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import scaling
 import shoal
 from scaling import Point, Sweep, gains, grid, line, pass_sweeps, prepared_pass
-from shoal.models.executors.protocol import Batch, Output
+from shoal.models.executors.protocol import PassBatch, PassOutput
 from shoal.models.runner import Runner
 from shoal.testing.tiny import save_pair
 
@@ -69,7 +69,7 @@ def test_a_prepared_pass_is_the_pass_it_says(pair: shoal.Shoal, monkeypatch: pyt
     runner, plans = pair.target.fork(), []
     ordinary = Runner._ordinary
 
-    def noted(own: Runner, batch: Batch) -> Output:
+    def noted(own: Runner, batch: PassBatch) -> PassOutput:
         plans.append(batch.plan)
         return ordinary(own, batch)
 

@@ -17,7 +17,7 @@ import pytest
 from shoal.bench import methods
 from shoal.cli import run
 from shoal.cli.check import prompt_sets
-from shoal.cli.check_case import Case, Measured
+from shoal.cli.check_case import CheckCase, Measured
 from shoal.cli.check_model import turn_end
 from shoal.cli.check_pair import WORTHWHILE, _speed_up, _tenths
 from shoal.cli.check_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, built_in, check_prompts
@@ -104,7 +104,7 @@ def test_acceptance_of_a_kind_is_measured_on_its_own_prompts() -> None:
 
     sets = built_in(list(BUILT_IN), tiny_tokenizer())
     assert len({kind.split()[-1] for kind in BUILT_IN}) == len(BUILT_IN)  # by which findings are named
-    case = Case(SimpleNamespace(generate=generate), sets, 2, 8, 3, 1, lambda _: None)  # type: ignore[arg-type]
+    case = CheckCase(SimpleNamespace(generate=generate), sets, 2, 8, 3, 1, lambda _: None)  # type: ignore[arg-type]
     assert case.acceptance == [{0.8: f"run {i}", 0.0: f"run {i + 1}"} for i in (1, 3, 5)]
     assert calls == [(one.ids, temperature) for one in sets for temperature in (0.8, 0.0)]
     assert len({one.ids for one in sets}) == 3

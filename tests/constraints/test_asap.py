@@ -19,7 +19,7 @@ import torch
 import shoal
 from particles import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
 from shoal.config import Grammar, Limits, Sampling
-from shoal.constraints.estimates import Estimates, Node, Seen, log_weights
+from shoal.constraints.estimates import Estimates, PrefixNode, Seen, log_weights
 from shoal.constraints.weights import weighed
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
@@ -59,7 +59,7 @@ def ran(used: Engine, requests: Sequence[Request]) -> list[list[Row]]:
 # ── what is learned ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def root(used: Engine) -> Node:
+def root(used: Engine) -> PrefixNode:
     (trie,) = used.estimates.tries.values()
     return trie.root
 
@@ -81,7 +81,7 @@ def worth(state: tuple[int, ...] = ()) -> float:
     return sum(p_after(state)[token] * worth((*state, token)) for token in possible(state))
 
 
-def law(node: Node | None, state: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], float, float]]:
+def law(node: PrefixNode | None, state: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], float, float]]:
     """The texts that rows draw by these estimates, their probabilities, and those of p given that the text is allowed."""
     if len(state) == SHORT or state[-1:] == (EOS,):
         yield state, 1.0, 1.0
@@ -95,7 +95,7 @@ def law(node: Node | None, state: tuple[int, ...] = ()) -> Iterator[tuple[tuple[
             yield text, probability * share / sum(drawn), expected * right
 
 
-def divergence(node: Node | None) -> float:
+def divergence(node: PrefixNode | None) -> float:
     """KL of the law of rows from p given that the text is allowed."""
     found = list(law(node))
     assert sum(drawn for _, drawn, _ in found) == pytest.approx(1)
@@ -133,7 +133,7 @@ def test_estimates_fall_to_the_truth_and_never_below(k: int, rule: Rule) -> None
     assert 0 < used.stats.accepted < used.stats.drafted or not k
 
 
-def beginnings(node: Node, text: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:
+def beginnings(node: PrefixNode, text: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], PrefixNode]]:
     yield text, node
     for token, child in node.children.items():
         yield from beginnings(child, (*text, token))
@@ -173,7 +173,7 @@ def test_a_weight_makes_of_the_declared_probability_that_of_the_script() -> None
     assert max(gaps()) < 1e-4
 
 
-def learned(rows: int) -> Node:
+def learned(rows: int) -> PrefixNode:
     used = engine(max_batch=4)
     ran(used, [request(5, rows=rows, new=SHORT)])
     return root(used)
@@ -205,7 +205,7 @@ def fit(k: int, rule: Rule, monkeypatch: pytest.MonkeyPatch, *, told: bool = Tru
     used = engine(k, rule)
     ran(used, [request(5, rows=12, new=SHORT)])
     expected = {text: drawn for text, drawn, _ in law(root(used) if told else None)}
-    monkeypatch.setattr(Node, "learn", lambda self, block, seen: self.after(block))
+    monkeypatch.setattr(PrefixNode, "learn", lambda self, block, seen: self.after(block))
     groups = ran(used, [request(100 + seed, rows=100, new=SHORT) for seed in range(20)])
     counts = Counter(tuple(row.tokens[2:]) for rows in groups for row in rows)
     assert set(counts) <= set(expected)
@@ -250,7 +250,7 @@ def test_weights_become_equal() -> None:
 def undivided(right: Callable[..., list[float]]) -> Callable[..., list[float]]:
     """Weights that count what all tokens after a beginning are worth, not what the one that was drawn was preferred by."""
 
-    def wrong(node: Node, block: Sequence[int], inside: Any) -> list[float]:
+    def wrong(node: PrefixNode, block: Sequence[int], inside: Any) -> list[float]:
         found, here = right(node, block, inside), node.after(())
         for place, token in enumerate(block):
             here = None if here is None else here.children.get(token)
@@ -263,7 +263,7 @@ def undivided(right: Callable[..., list[float]]) -> Callable[..., list[float]]:
 def late(right: Callable[..., list[float]]) -> Callable[..., list[float]]:
     """Weights by what is known after a row's own token, not by what it was drawn by."""
 
-    def wrong(node: Node, block: Sequence[int], inside: Any) -> list[float]:
+    def wrong(node: PrefixNode, block: Sequence[int], inside: Any) -> list[float]:
         p, drawn = inside.exp(), inside[range(len(block)), list(block)].exp()
         node.learn(block, [Seen(V, float(one), float(own.sum() - one)) for own, one in zip(p, drawn, strict=True)])
         return right(node, block, inside)
@@ -281,9 +281,9 @@ def test_wrong_weights_show(sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_probabilities_after_masking_show_in_what_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What p gives to a token given that it is allowed, in the place of what p gives to it."""
-    right = Node.learn
+    right = PrefixNode.learn
     masked = lambda seen: [each._replace(p=each.p / (each.p + each.rest)) for each in seen]  # noqa: E731
-    monkeypatch.setattr(Node, "learn", lambda self, block, seen: right(self, block, masked(seen)))
+    monkeypatch.setattr(PrefixNode, "learn", lambda self, block, seen: right(self, block, masked(seen)))
     used = engine(max_batch=8)
     ran(used, [request(3, rows=200, new=SHORT)])
     assert abs(root(used).estimate / worth() - 1) > 0.05
@@ -292,14 +292,14 @@ def test_probabilities_after_masking_show_in_what_is_learned(monkeypatch: pytest
 def test_beginnings_that_are_not_told_show_in_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the beginnings of a row's round are computed anew, and none before them."""
 
-    def wrong(self: Node, block: Sequence[int], seen: Sequence[Seen]) -> Node | None:
+    def wrong(self: PrefixNode, block: Sequence[int], seen: Sequence[Seen]) -> PrefixNode | None:
         parent, self.parent = self.parent, None
         found = right(self, block, seen)
         self.parent = parent
         return found
 
-    right = Node.learn
-    monkeypatch.setattr(Node, "learn", wrong)
+    right = PrefixNode.learn
+    monkeypatch.setattr(PrefixNode, "learn", wrong)
     used = engine(max_batch=8)
     ran(used, [request(3, rows=200, new=SHORT)])
     assert divergence(root(used)) > 1e-3

@@ -22,7 +22,7 @@ from shoal.config import Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
 from shoal.constraints.syntax import python
 from shoal.constraints.syntax.endings import ends_program
-from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.python import Middle, PythonMiddle
 from shoal.constraints.syntax.requests import Syntax
 from shoal.constraints.syntax.viable import is_complete, is_viable
@@ -42,7 +42,7 @@ PIECES = ("a", "(", ")", "=", "\n", "'", " ", ":", "if ")
 
 
 def viable(text: str) -> bool:
-    layout = Layout()
+    layout = SourceLayout()
     return all((not layout.due or is_viable(layout)) and layout.feed(character) for character in text) and is_viable(layout)
 
 
@@ -52,7 +52,7 @@ def test_every_prefix_of_a_true_middle_can_be_completed(module: object) -> None:
     lots = random.Random(source)
     for _ in range(4):
         first = lots.randrange(len(source) - 30)
-        layout = Layout()
+        layout = SourceLayout()
         assert all(layout.feed(character) for character in source[:first])
         assert ends_program(source[first:])
         for place in range(first, first + 30):
@@ -113,7 +113,7 @@ def test_what_some_program_begins_with_is_not_refused(text: str) -> None:
 
 
 def test_long_files_leave_only_the_open_blocks() -> None:
-    layout = Layout()
+    layout = SourceLayout()
     source = "class A:\n" + "".join(f"    def f{i}(self):\n        return {i}\n" for i in range(100))
     assert all(layout.feed(character) for character in source + "    x")
     assert layout.text == "class A:\n    def f99(self):\n        return 99\n    x"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.constraints.syntax import literals
-from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.viable import is_complete, is_viable
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="older parsers do not tell incomplete from wrong")
@@ -27,7 +27,7 @@ ENDS = [
 
 
 def viable(text: str) -> bool:
-    layout = Layout()
+    layout = SourceLayout()
     return all((not layout.due or is_viable(layout)) and layout.feed(c) for c in text) and is_viable(layout)
 
 

@@ -28,7 +28,7 @@ BOUNDS = {
     "functions of many parameters": 28,
     "classes of many members": 13,
     "calls of many positions": 72,
-    "class names used twice": 36,
+    "class names used twice": 5,
     "module names used twice": 42,
     "docstrings without a subject": 0,
     "fields side by side": 0,

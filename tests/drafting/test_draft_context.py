@@ -18,7 +18,7 @@ from by_pairs import by_pairs
 from policies import auto
 from shoal.api import Shoal
 from shoal.cli import check_model
-from shoal.cli.check_case import Case
+from shoal.cli.check_case import CheckCase
 from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import DraftInputs
@@ -316,7 +316,7 @@ def test_the_server_offers_the_targets_context() -> None:
 def test_check_says_how_far_the_drafter_goes(length: int, new: int, said: str) -> None:
     models = SimpleNamespace(target=SimpleNamespace(context=64), draft_model=SimpleNamespace(context=24))
     prompts = PromptSet.of("", "", ["x" * length], tiny_tokenizer())
-    case = Case(models, [prompts], 1, new, 4, 1, print)  # type: ignore[arg-type]
+    case = CheckCase(models, [prompts], 1, new, 4, 1, print)  # type: ignore[arg-type]
     result = check_model.context(case)
     assert f"{result.status} {result.advice or None}" == said
 

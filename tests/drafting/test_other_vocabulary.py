@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 import shoal
 from laws import ALPHA, EXACT
-from shoal.cli.check_case import Case
+from shoal.cli.check_case import CheckCase
 from shoal.cli.check_pair import vocabulary
 from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
@@ -374,7 +374,7 @@ def test_check_says_what_is_lost_and_which_method_drafts(llamas: tuple[Runner, R
     pair = shoal.Shoal(
         target, draft, byte_level(), proposable=proposable(both("byte-level", "SentencePiece"), None, target.vocab_size)
     )
-    case = Case(pair, [PromptSet.of("", "here", [TEXTS[0]], byte_level())], 2, 24, 3, 1, lambda _: None)
+    case = CheckCase(pair, [PromptSet.of("", "here", [TEXTS[0]], byte_level())], 2, 24, 3, 1, lambda _: None)
     (said,) = vocabulary(case)
     rows = [row for by in case.acceptance for one in by.values() for out in one for row in out.samples]
     shared = set(both("byte-level", "SentencePiece").shared.target)  # type: ignore[union-attr]

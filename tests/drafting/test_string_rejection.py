@@ -16,7 +16,7 @@ from torch import Tensor
 from laws import ALPHA, EXACT, table
 from shoal.config import Limits, Sampling
 from shoal.drafting import string_rejection
-from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, Choice
+from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
@@ -237,14 +237,14 @@ def test_other_drafters_are_refused_by_name() -> None:
     """One of whose tokens another begins with: there are several ways to write a text."""
     found = letters(VOCAB, OTHERS)
     assert found.trie is None
-    assert set(Choice.of(found, 0.1).methods) == {TLI, SLEM}
+    assert set(MethodChoice.of(found, 0.1).methods) == {TLI, SLEM}
     with pytest.raises(PairMismatch, match="scripted cannot draft by SLRS: it is for drafters whose tokens are bytes or"):
         drafter_of(table_model(table(len(OTHERS), 1)), len(VOCAB), found, SLRS)
 
 
 def test_who_takes_no_trees_drafts_by_the_other_methods() -> None:
-    assert set(Choice.of(letters(VOCAB, LETTERS), 0.1, trees=False).methods) == {TLI, SLEM}
-    assert set(Choice.of(letters(VOCAB, LETTERS), 0.1).methods) == {SLRS, SLEM}
+    assert set(MethodChoice.of(letters(VOCAB, LETTERS), 0.1, trees=False).methods) == {TLI, SLEM}
+    assert set(MethodChoice.of(letters(VOCAB, LETTERS), 0.1).methods) == {SLRS, SLEM}
 
 
 def test_the_trie_has_all_tokens_of_the_target() -> None:

@@ -21,7 +21,7 @@ from shoal.evaluation.endings import ending
 from shoal.evaluation.execution import ExecutionResult
 from shoal.evaluation.exports import FORMATS, HUMANEVAL, programs_of
 from shoal.evaluation.grading import Grade, grade_entries
-from shoal.evaluation.metrics import RESAMPLES, SHUFFLES, Bootstrap, Table, pass_at, permutation_test
+from shoal.evaluation.metrics import RESAMPLES, SHUFFLES, Bootstrap, SampleTable, pass_at, permutation_test
 from shoal.evaluation.page import page
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sampling import Sampler, SamplingConfig
@@ -215,10 +215,10 @@ def test_intervals_hold_the_middle_95_per_cent() -> None:
     assert not (Bootstrap(40, 1).weights == bootstrap.weights).all()
 
 
-def table(passed: list[list[float]]) -> Table:
+def table(passed: list[list[float]]) -> SampleTable:
     score = np.array(passed)
     ones = np.ones_like(score)
-    return Table(ones, -ones, score, ones, ones, ones[:, 0])
+    return SampleTable(ones, -ones, score, ones, ones, ones[:, 0])
 
 
 def test_the_p_value_is_that_of_all_divisions() -> None:

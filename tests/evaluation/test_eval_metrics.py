@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.evaluation.metrics import Bootstrap, Table, pass_at, permutation_test
+from shoal.evaluation.metrics import Bootstrap, SampleTable, pass_at, permutation_test
 from shoal.evaluation.sampling import METHODS
 from shoal.evaluation.summary import Results, summarize
 
 INF = np.inf
 
 
-def table(finished_at: Any, score: Any, mean_logprob: Any = None) -> Table:
+def table(finished_at: Any, score: Any, mean_logprob: Any = None) -> SampleTable:
     moments, scores = np.array(finished_at, float), np.array(score, float)
     ranks = np.zeros_like(moments) if mean_logprob is None else np.array(mean_logprob, float)
     zeros = np.zeros_like(moments)
-    return Table(moments, ranks, scores, zeros + 5, zeros, np.where(np.isfinite(moments), moments, 0).max(axis=1))
+    return SampleTable(moments, ranks, scores, zeros + 5, zeros, np.where(np.isfinite(moments), moments, 0).max(axis=1))
 
 
 @given(st.integers(1, 7), st.data())
@@ -68,7 +68,7 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
     assert bootstrap.weights.sum(axis=1) == pytest.approx(1)
 
 
-def outcomes(dice: np.random.Generator, chances: Any, n: int = 8) -> Table:
+def outcomes(dice: np.random.Generator, chances: Any, n: int = 8) -> SampleTable:
     passed = dice.random((len(chances), n)) < chances[:, None]
     return table(np.ones(passed.shape), passed)
 

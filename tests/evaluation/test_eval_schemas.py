@@ -13,7 +13,7 @@ from shoal import cli
 from shoal.config import Grammar
 from shoal.constraints.compiler import grammars_of
 from shoal.errors import RequestError
-from shoal.evaluation.schemas import Schema, Tried, mask_seconds, prompt_of, read_schemas, summary, tried, verdict
+from shoal.evaluation.schemas import Schema, TriedSchema, mask_seconds, prompt_of, read_schemas, summary, tried, verdict
 
 FLAG = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 DAY = {"type": "string", "format": "date-time"}
@@ -71,10 +71,10 @@ def test_texts_are_validated(text: str, ended: bool, schema: Any, expected: str)
 
 def test_the_measures_are_those_of_the_benchmark() -> None:
     found = [
-        Tried("a", "x", "", ("valid", "valid"), 10, 0.002, 0.01),
-        Tried("b", "x", "", ("valid", "cut"), 10, 0.004, 0.03),
-        Tried("c", "x", "cannot be used"),
-        Tried("d", "y", "cannot be used"),
+        TriedSchema("a", "x", "", ("valid", "valid"), 10, 0.002, 0.01),
+        TriedSchema("b", "x", "", ("valid", "cut"), 10, 0.004, 0.03),
+        TriedSchema("c", "x", "cannot be used"),
+        TriedSchema("d", "y", "cannot be used"),
     ]
     told = summary(found)
     assert told["groups"]["x"]["declared"] == pytest.approx(2 / 3)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from laws import table
 from shoal.config import Limits, Sampling
-from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter, Tally
+from shoal.drafting.other_vocabulary import MethodChoice, MethodTally, OtherVocabularyDrafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import by_name
 from shoal.lookahead.costs import PairCosts
@@ -105,8 +105,8 @@ def both(target: str, draft: str) -> Vocabularies:
 def drafter_of(
     draft: Runner, vocab_size: int, found: Vocabularies, *methods: str, cost: float = 0.1
 ) -> OtherVocabularyDrafter:
-    choice = Choice.of(found, cost)
-    choice.methods = {method: Tally() for method in methods} if methods else choice.methods
+    choice = MethodChoice.of(found, cost)
+    choice.methods = {method: MethodTally() for method in methods} if methods else choice.methods
     return OtherVocabularyDrafter(draft.fork(), vocab_size, found, choice)
 
 

@@ -31,7 +31,7 @@ from shoal.models.attention.methods import METHODS
 from shoal.models.attention.native import MOST_COLUMNS, SUFFIXES, native
 from shoal.native import build as building
 from shoal.native.build import compiled
-from shoal.native.structs import Heads
+from shoal.native.structs import HeadsStruct
 from shoal.types.prefix import Prefix
 from tree_masks import path_of, random_tree
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
@@ -316,7 +316,7 @@ def heads(case: HeadsCase) -> tuple[Tensor, Tensor, Tensor]:
     norms = (None if norm is None else norm.data_ptr() for norm in (case.query_norm, case.key_norm))
     pointers = (t.data_ptr() for t in (case.cos, case.sin, case.positions, case.cells))
     getattr(building.library(), f"heads_{SUFFIXES[states.dtype]}")(
-        Heads(
+        HeadsStruct(
             len(states), count, case.kv_heads, states.shape[-1], case.cos.shape[1], torch.get_num_threads(), case.eps, *pointers,
             *norms, states.data_ptr(), keys.data_ptr(), values.data_ptr(),
         )

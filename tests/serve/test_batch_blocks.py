@@ -8,7 +8,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.serve.batch_lines import MAX_BLOCK_LINES, MAX_DEATHS, BatchLine, Block, Blocks
+from shoal.serve.batch_lines import MAX_BLOCK_LINES, MAX_DEATHS, BatchLine, Blocks, LineBlock
 
 
 def lines(count: int) -> list[BatchLine]:
@@ -43,7 +43,7 @@ def test_a_line_survives_machines_that_go_for_reasons_of_their_own() -> None:
         first = blocks.take()
         assert first is not None
     assert first.lines[0].number == 0
-    assert second == Block((BatchLine(1, "{}", 1),))
+    assert second == LineBlock((BatchLine(1, "{}", 1),))
     assert blocks.died(first) == BatchLine(0, "{}", 0)
     assert len(blocks) == 0
 

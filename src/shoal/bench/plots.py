@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.methods import PLAIN
-from shoal.bench.report import Line, Report
+from shoal.bench.report import Report, ReportLine
 from shoal.bench.tables import heading
 from shoal.errors import RequestError
 
@@ -73,7 +73,7 @@ def _device(report: Report) -> str:
     )
 
 
-def _styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
+def _styles(lines: Sequence[ReportLine]) -> dict[str, dict[str, Any]]:
     """Returns a colour and a marker per setting.
 
     Transformers' own methods are dashed, plain decoding is grey.
@@ -93,7 +93,7 @@ def _styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _speedups(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]]) -> None:
+def _speedups(axes: Any, lines: Sequence[ReportLine], styles: dict[str, dict[str, Any]]) -> None:
     """Draws the median speed-up with its range over the repeats."""
     batches = sorted({one.batch for one in lines})
     ends = []
@@ -121,7 +121,7 @@ def _speedups(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]
     _label_ends(axes, ends)
 
 
-def _pareto(axes: Any, lines: Sequence[Line], styles: dict[str, dict[str, Any]]) -> None:
+def _pareto(axes: Any, lines: Sequence[ReportLine], styles: dict[str, dict[str, Any]]) -> None:
     """Draws each batch size as a point with its number; the lower right is best."""
     for label, style in styles.items():
         own = sorted((one for one in lines if one.label == label), key=lambda one: one.batch)

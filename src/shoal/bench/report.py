@@ -1,6 +1,6 @@
 """The results of a benchmark.
 
-There is one `Line` per case and setting, and a `Report` that goes to a JSON file and comes back the
+There is one `ReportLine` per case and setting, and a `Report` that goes to a JSON file and comes back the
 same.
 """
 
@@ -57,7 +57,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Line:
+class ReportLine:
     """The medians over the repeats of one setting of one case.
 
     A field that does not apply to the setting is None.
@@ -130,7 +130,7 @@ def line(
     plain: Sequence[Run],
     rates: Sequence[tuple[float, float]] = (),
     **more: Any,
-) -> Line:
+) -> ReportLine:
     """Computes the medians.
 
     Args:
@@ -142,7 +142,7 @@ def line(
     flops, moved = (
         (median(values) for values in zip(*rates, strict=True)) if rates else (None, None)
     )
-    return Line(
+    return ReportLine(
         case.layout,
         case.temperature,
         case.batch,
@@ -198,13 +198,13 @@ class Report:
 
     config: dict[str, Any]
     machine: dict[str, Any]
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ReportLine] = field(default_factory=list)
     unavailable: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
 
-    def tables(self) -> dict[tuple[str, float], list[Line]]:
+    def tables(self) -> dict[tuple[str, float], list[ReportLine]]:
         """Groups the lines by layout and temperature, in the order measured."""
-        tables: dict[tuple[str, float], list[Line]] = {}
+        tables: dict[tuple[str, float], list[ReportLine]] = {}
         for one in self.lines:
             tables.setdefault(one.case, []).append(one)
         return tables
@@ -238,7 +238,7 @@ class Report:
         return Report(**data | {"lines": [_line_from(one) for one in data["lines"]]})
 
 
-def _line_from(data: dict[str, Any]) -> Line:
+def _line_from(data: dict[str, Any]) -> ReportLine:
     spreads = {name: Spread(*data[name]) for name in ("tokens_per_second", "speedup")}
     identity = Checked(**data["identity"]) if data["identity"] else None
-    return Line(**data | spreads | {"identity": identity})
+    return ReportLine(**data | spreads | {"identity": identity})

@@ -29,7 +29,7 @@ from shoal.bench.measure import in_turns
 from shoal.bench.memory import peak_device_bytes, peak_tensor_bytes
 from shoal.bench.methods import PLAIN, Method, baseline_method, shoal_method
 from shoal.bench.quiet import QuietGate
-from shoal.bench.report import Line, Report, line
+from shoal.bench.report import Report, ReportLine, line
 from shoal.bench.roofline import ceilings, rates
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
@@ -220,7 +220,7 @@ class BenchmarkRunner:
             }
         )
 
-    def measure(self) -> Iterator[Line]:
+    def measure(self) -> Iterator[ReportLine]:
         """Yields the lines, case by case.
 
         The report has them too, also those of a case that was interrupted.
@@ -273,7 +273,7 @@ class BenchmarkRunner:
             expected.pop()
         return replace(run, busy=seen.busy)
 
-    def _lines(self, case: Case, runs: dict[str, list[Run]]) -> list[Line]:
+    def _lines(self, case: Case, runs: dict[str, list[Run]]) -> list[ReportLine]:
         """Makes the lines of the repeats that a method and plain decoding both completed."""
         lines = []
         for method in self.methods:

@@ -22,7 +22,7 @@ from shoal.models.quantize import quantized
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """A Llama: width of the residual stream, of the MLP; `tied`: one matrix embeds and predicts."""
 
     layers: int
@@ -49,14 +49,14 @@ class Shape:
         )
 
 
-SHAPES: dict[str, tuple[Shape, Shape]] = {
-    "7.8b/310m": (Shape(32, 4096, 32, 13824, 51200), Shape(4, 2048, 16, 5632, 51200)),
+SHAPES: dict[str, tuple[LlamaShape, LlamaShape]] = {
+    "7.8b/310m": (LlamaShape(32, 4096, 32, 13824, 51200), LlamaShape(4, 2048, 16, 5632, 51200)),
     "16b/350m": (
-        Shape(34, 6144, 24, 16384, 51200, tied=False),
-        Shape(20, 1024, 16, 2736, 51200, tied=False),
+        LlamaShape(34, 6144, 24, 16384, 51200, tied=False),
+        LlamaShape(20, 1024, 16, 2736, 51200, tied=False),
     ),
-    "13b/125m": (Shape(40, 5120, 40, 13656, 50272), Shape(12, 768, 12, 2048, 50272)),
-    "tiny": (Shape(3, 64, 4, 128, 512), Shape(1, 32, 4, 64, 512)),
+    "13b/125m": (LlamaShape(40, 5120, 40, 13656, 50272), LlamaShape(12, 768, 12, 2048, 50272)),
+    "tiny": (LlamaShape(3, 64, 4, 128, 512), LlamaShape(1, 32, 4, 64, 512)),
 }
 """The shapes of target and drafter: BASS's own code model, CodeGen-Mono, OPT; and one for tests."""
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.bench.quiet import LIMIT
-from shoal.bench.report import Line, Report, Spread
+from shoal.bench.report import Report, ReportLine, Spread
 from shoal.config import LOSSY_RULES
 
 WIDTH = 110
-Column = tuple[str, Callable[[Line], str]]
+Column = tuple[str, Callable[[ReportLine], str]]
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -24,11 +24,11 @@ def _range(spread: Spread) -> str:
     return f"{spread.low:.2f}..{spread.high:.2f}"
 
 
-def _disturbed(one: Line) -> str:
+def _disturbed(one: ReportLine) -> str:
     return f"{one.disturbed}/{len(one.runs)}" if one.disturbed else ""
 
 
-def _identity(one: Line) -> str:
+def _identity(one: ReportLine) -> str:
     """Writes the rows equal to plain greedy decoding.
 
     In 16 bit the control is added: the changes that batching makes by itself.
@@ -59,7 +59,7 @@ SPEED: tuple[Column, ...] = (
 def _work(report: Report) -> tuple[Column, ...]:
     """Returns the columns on the work done, and on the share of the machine's ceilings."""
 
-    def share(one: Line, what: str) -> str:
+    def share(one: ReportLine, what: str) -> str:
         done, limit = getattr(one, what), report.ceiling(what)
         return _figure(done / limit, ".1%") if done is not None and limit else ""
 
@@ -76,7 +76,7 @@ def _work(report: Report) -> tuple[Column, ...]:
     )
 
 
-def heading(report: Report, lines: Sequence[Line]) -> str:
+def heading(report: Report, lines: Sequence[ReportLine]) -> str:
     """Describes a table in a line."""
     config, one = report.config, lines[0]
     layout = {"different": "all prompts different", "same": "all rows from one prompt"}.get(
@@ -92,7 +92,7 @@ def heading(report: Report, lines: Sequence[Line]) -> str:
     return text
 
 
-def tables(report: Report) -> Iterator[tuple[str, Sequence[Column], list[Line]]]:
+def tables(report: Report) -> Iterator[tuple[str, Sequence[Column], list[ReportLine]]]:
     """Yields (title, columns, lines) of every table.
 
     Per layout and temperature, one is about speed, the other about where the time goes.
@@ -117,7 +117,7 @@ def show(report: Report, console: Console) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
 
-def _table(columns: Sequence[Column], lines: Sequence[Line]) -> Table:
+def _table(columns: Sequence[Column], lines: Sequence[ReportLine]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name, _ in columns:
         table.add_column(

@@ -153,16 +153,16 @@ class Run:
         }
 
 
-class Stopwatch:
+class TimedBlock:
     """The seconds of a block, set when the `timed` block is left."""
 
     seconds: float = 0.0
 
 
 @contextmanager
-def timed(device: torch.device) -> Iterator[Stopwatch]:
+def timed(device: torch.device) -> Iterator[TimedBlock]:
     """Measures the wall clock of a block, with the device's queue empty at both ends."""
-    watch = Stopwatch()
+    watch = TimedBlock()
     _synchronise(device)
     started = time.perf_counter()
     yield watch

@@ -68,7 +68,7 @@ class FileArguments:
 
 
 @dataclass(frozen=True)
-class NameOptions:
+class BatchNameOptions:
     """The name by which lines call the model, and the chat template."""
 
     name: Annotated[
@@ -81,7 +81,7 @@ class NameOptions:
 
 
 @dataclass(frozen=True)
-class LimitOptions:
+class BatchLimitOptions:
     """The limits of a line, and of the caches and the time of its samples."""
 
     max_n: MaxNOption = 256
@@ -136,8 +136,8 @@ def batch(
     files: FileArguments,
     speculation: BatchSpeculation,
     source: ModelSource,
-    naming: NameOptions,
-    limits: LimitOptions,
+    naming: BatchNameOptions,
+    limits: BatchLimitOptions,
     machines: WorkerOptions,
     json_output: JsonOption = False,
 ) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.chat_views import Answered, ChatView
-from shoal.cli.conversation import Answer, Conversation
+from shoal.cli.conversation import Candidate, Conversation
 from shoal.cli.messages import ChatWriter
 from shoal.cli.options import parse_lookahead
 from shoal.cli.prompt_lines import OPTIONS, with_ends
@@ -201,9 +201,9 @@ class ChatSession:
         return sample.finish_reason != "error" and bool(sample.token_ids or not self.interrupted)
 
 
-def _answer(sample: Sample, rules: ReasoningRules | None) -> Answer:
+def _answer(sample: Sample, rules: ReasoningRules | None) -> Candidate:
     reasoning, text = _split(rules)(sample.text, True)
-    return Answer(text, reasoning, interrupted=sample.finish_reason == "cancelled")
+    return Candidate(text, reasoning, interrupted=sample.finish_reason == "cancelled")
 
 
 def _reasoning(template: str | None, written: str) -> ReasoningRules | None:

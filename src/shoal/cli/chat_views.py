@@ -17,8 +17,8 @@ from shoal.cli.documents import sample_document
 from shoal.cli.views import Unseen
 
 if TYPE_CHECKING:
-    from shoal.cli.conversation import Answer
-    from shoal.cli.views import Decode, View
+    from shoal.cli.conversation import Candidate
+    from shoal.cli.views import Decode, RunView
     from shoal.types.samples import Increment, Result, Sample
     from shoal.types.stats import Stats
 
@@ -45,7 +45,7 @@ class Answered:
 
     said: str
     first: int
-    samples: Sequence[tuple[Sample, Answer]]
+    samples: Sequence[tuple[Sample, Candidate]]
     result: Result
     interrupted: bool
 
@@ -53,7 +53,7 @@ class Answered:
 class ChatView(Protocol):
     """A way to show answers."""
 
-    def growing(self, n: int, decode: Decode, split: Split) -> View:
+    def growing(self, n: int, decode: Decode, split: Split) -> RunView:
         """Returns the view of n answers while they come."""
 
     def answered(self, found: Answered) -> None:
@@ -143,7 +143,7 @@ class TextView:
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
 
-    def growing(self, n: int, decode: Decode, split: Split) -> View:
+    def growing(self, n: int, decode: Decode, split: Split) -> RunView:
         """Returns a view: running text for one answer; in a terminal several side by side."""
         console = stdout()
         if n == 1:
@@ -179,7 +179,7 @@ class TextView:
 class JsonView:
     """A view that writes each message as a line on stdout, an object."""
 
-    def growing(self, n: int, decode: Decode, split: Split) -> View:
+    def growing(self, n: int, decode: Decode, split: Split) -> RunView:
         """Returns a view that shows nothing."""
         return Unseen()
 
@@ -207,7 +207,7 @@ class JsonView:
         file.flush()
 
 
-def _document(sample: Sample, answer: Answer) -> dict[str, Any]:
+def _document(sample: Sample, answer: Candidate) -> dict[str, Any]:
     return (
         sample_document(sample)
         | {"text": answer.text}
@@ -215,7 +215,7 @@ def _document(sample: Sample, answer: Answer) -> dict[str, Any]:
     )
 
 
-def show_answer(console: Console, number: int, sample: Sample, answer: Answer) -> None:
+def show_answer(console: Console, number: int, sample: Sample, answer: Candidate) -> None:
     """Prints one of several answers, under its number; in a terminal with its reasoning."""
     header = (
         f"# answer {number}: {sample.finish_reason}, {len(sample.token_ids)} tokens, mean "

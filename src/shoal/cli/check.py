@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.cli import check_model, check_pair, check_prompts
-from shoal.cli.check_case import Case
+from shoal.cli.check_case import CheckCase
 from shoal.cli.check_prompts import (
     BUILT_IN,
     CODE,
@@ -38,7 +38,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
 @dataclass(frozen=True)
-class PromptOptions:
+class CheckPromptOptions:
     """The prompts to measure on."""
 
     prompt: Annotated[
@@ -84,7 +84,7 @@ class MeasureOptions(SampleOptions):
 
 @option_groups(without={"compile", "max_batch", "tensor_parallel"})
 def check(
-    prompts: PromptOptions,
+    prompts: CheckPromptOptions,
     measuring: MeasureOptions,
     source: ModelSource,
     repeats: Annotated[int, speed_option(min=1, help="Timed runs of each draft length.")] = 3,
@@ -150,7 +150,7 @@ def checks_of(
     if model is None:
         return
     sets = prompt_sets(given, model.tokenizer, source.model is None)
-    case = Case(model, sets, measuring.n, measuring.max_new_tokens, measuring.k, repeats, say)
+    case = CheckCase(model, sets, measuring.n, measuring.max_new_tokens, measuring.k, repeats, say)
     yield from check_model.turn_end(model)
     yield check_model.self_check(model.target, "target")
     yield check_model.family(model.target, model.drafter_name)
@@ -168,7 +168,7 @@ def checks_of(
         yield check_pair.trim(case, *trimming)
 
 
-def _drafting_checks(case: Case) -> Iterator[CheckResult]:
+def _drafting_checks(case: CheckCase) -> Iterator[CheckResult]:
     if not case.sets:
         advice = "measure on shorter prompts, or take a drafter with a longer context"
         yield CheckResult(

@@ -58,7 +58,7 @@ class Measured:
 
 
 @dataclass
-class Case:
+class CheckCase:
     """A model and the task it is checked on."""
 
     model: Shoal
@@ -77,7 +77,7 @@ class Case:
         """
         return sys.maxsize if self.model.draft_model is None else self.model.draft_model.context
 
-    def drafted(self) -> Case:
+    def drafted(self) -> CheckCase:
         """Returns the case with only those prompts that fit in the drafter's context.
 
         Nothing is drafted for longer prompts.

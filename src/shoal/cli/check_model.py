@@ -1,6 +1,6 @@
 """The checks of `shoal check` that need no drafter.
 
-Each is a function from a `Case` or a model to a `CheckResult`.
+Each is a function from a `CheckCase` or a model to a `CheckResult`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.check_case import Case
+from shoal.cli.check_case import CheckCase
 from shoal.cli.check_prompts import CheckResult
 from shoal.cli.options import ModelSource, display_name, dtype_name
 from shoal.drafting.draft import BUNDLED
@@ -226,7 +226,7 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
     return CheckResult(f"{role} passes", "ok", figure, data=data)
 
 
-def context(case: Case) -> CheckResult:
+def context(case: CheckCase) -> CheckResult:
     """Checks that the longest prompt and its continuation fit in the target.
 
     It also tells how far the drafter can follow.
@@ -303,7 +303,7 @@ def number_format(runner: Runner) -> CheckResult:
     return CheckResult("dtype", "ok", figure, advice, data)
 
 
-def memory(case: Case) -> CheckResult:
+def memory(case: CheckCase) -> CheckResult:
     """Compares weights and caches with the memory that is free beside the loaded weights."""
     from shoal.drafting.protocol import Keeps, KeyValueMemory
     from shoal.engine.batch_size import most_rows

@@ -18,7 +18,7 @@ from shoal.bench.measure import (
     predicted_speedup,
     token_ids,
 )
-from shoal.cli.check_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, Case, Measured
+from shoal.cli.check_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, CheckCase, Measured
 from shoal.cli.check_model import training_command
 from shoal.cli.check_prompts import CheckResult, measured_on, named
 from shoal.cli.options import dtype_name
@@ -33,13 +33,13 @@ GREEDY = "greedy identity"
 WORTHWHILE = 1.05  # a speed-up below this is none
 
 
-def acceptance(case: Case) -> Iterator[CheckResult]:
+def acceptance(case: CheckCase) -> Iterator[CheckResult]:
     """Measures the share of the drafted tokens that the target keeps, by kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
         yield measured_on(_accepted(named("acceptance", one), case, results), one)
 
 
-def _accepted(name: str, case: Case, results: dict[float, Result]) -> CheckResult:
+def _accepted(name: str, case: CheckCase, results: dict[float, Result]) -> CheckResult:
     k = case.k
     data: dict[str, Any] = {"k": k}
     parts = []
@@ -67,7 +67,7 @@ def _accepted(name: str, case: Case, results: dict[float, Result]) -> CheckResul
     return CheckResult(name, "ok", figure, data=data)
 
 
-def costs(case: Case) -> Iterator[CheckResult]:
+def costs(case: CheckCase) -> Iterator[CheckResult]:
     """Measures the time of a target pass and of a draft pass at this batch size."""
     measured = case.costs
     passes = ", ".join(f"q={k + 1} {ms:.1f}" for k, ms in measured.target.items())
@@ -96,7 +96,7 @@ def _tenths(milliseconds: float) -> str:
     return "< 0.1" if milliseconds < 0.1 else f"{milliseconds:.1f}"
 
 
-def speed_up(case: Case) -> Iterator[CheckResult]:
+def speed_up(case: CheckCase) -> Iterator[CheckResult]:
     """Predicts the speed-up at each draft length, and measures the best one, by kind of prompts."""
     for one, results in zip(case.sets, case.acceptance, strict=True):
         chance = per_position(results[TEMPERATURE].stats.acceptance_rate, case.k)
@@ -134,7 +134,7 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
     return CheckResult(name, "ok", figure, f"use --lookahead {measured.k}", data)
 
 
-def identity(case: Case) -> Iterator[CheckResult]:
+def identity(case: CheckCase) -> Iterator[CheckResult]:
     """Compares speculation with plain decoding token by token: greedily, and with a seed."""
     case.say("comparing greedy decoding ...")
     greedy = greedy_identity(
@@ -149,7 +149,7 @@ def identity(case: Case) -> Iterator[CheckResult]:
     yield measured_on(_compared(case, "seeded identity", seeded), *case.sets)
 
 
-def _compared(case: Case, name: str, found: Identity) -> CheckResult:
+def _compared(case: CheckCase, name: str, found: Identity) -> CheckResult:
     data = {
         "rows": found.rows,
         "same": found.same,
@@ -184,13 +184,13 @@ LOST = 0.25
 """A share of the target's tokens that TLI cannot propose from which it is worth a word."""
 
 
-def written(case: Case) -> list[Sequence[int]]:
+def written(case: CheckCase) -> list[Sequence[int]]:
     """Returns the target's tokens of each sample, from the runs that measured acceptance."""
     results = [result for by_temperature in case.acceptance for result in by_temperature.values()]
     return [one.token_ids for result in results for output in result for one in output.samples]
 
 
-def trim(case: Case, k: int, texts: Sequence[str]) -> CheckResult:
+def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
     """Writes which k tokens the drafter's head is to keep (`shoal.models.trimming`).
 
     They are the tokens that the target writes most, or, with texts, the tokens that the texts hold
@@ -245,7 +245,7 @@ def trim(case: Case, k: int, texts: Sequence[str]) -> CheckResult:
     return CheckResult("trim", "warn" if advice else "ok", figure, advice, data)
 
 
-def vocabulary(case: Case) -> Iterator[CheckResult]:
+def vocabulary(case: CheckCase) -> Iterator[CheckResult]:
     """Yields a result if the drafter cannot propose all tokens."""
     found, choice, shared_tokens = case.model.vocabularies, case.model.choice, case.model.shared
     if found is None and shared_tokens is None:

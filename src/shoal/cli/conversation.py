@@ -14,7 +14,7 @@ ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
-class Answer:
+class Candidate:
     """A candidate for an answer.
 
     Attributes:
@@ -39,12 +39,12 @@ class Turn:
     """
 
     said: str
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Candidate] = field(default_factory=list)
     chosen: int = 0
     attempts: int = 0
 
     @property
-    def answer(self) -> Answer | None:
+    def answer(self) -> Candidate | None:
         """The one that counts."""
         return self.answers[self.chosen] if self.answers else None
 
@@ -93,7 +93,7 @@ class Conversation:
         self.turns.pop()
         return turn
 
-    def choose(self, number: int) -> Answer:
+    def choose(self, number: int) -> Candidate:
         """Makes a candidate of the last turn, counted from 1, its answer.
 
         Raises:
@@ -162,5 +162,5 @@ def _add(conversation: Conversation, one: Mapping[str, Any], where: str, interru
     else:
         reasoning = one.get("reasoning_content")
         turns[-1].answers.append(
-            Answer(text, reasoning if isinstance(reasoning, str) else "", interrupted)
+            Candidate(text, reasoning if isinstance(reasoning, str) else "", interrupted)
         )

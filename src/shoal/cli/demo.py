@@ -53,7 +53,7 @@ NOT_DRAFTED = (
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoJob:
     """The pair of the demo, its prompt and its settings."""
 
     model: Shoal
@@ -110,7 +110,7 @@ class DemoOptions(SampleOptions):
     ] = False
     json: JsonOption = False
 
-    def job(self, names: PlacedPair) -> Job:
+    def job(self, names: PlacedPair) -> DemoJob:
         """Checks the options, then loads the pair."""
         require_text(self.prompt, "the prompt")
         options = {
@@ -128,7 +128,7 @@ class DemoOptions(SampleOptions):
                 "the demo compares drafting with plain decoding and needs a drafter: give "
                 "--draft as well"
             )
-        return Job(pair, self.prompt, self.n, lookahead, self.repeats, options)
+        return DemoJob(pair, self.prompt, self.n, lookahead, self.repeats, options)
 
 
 @option_groups()
@@ -162,7 +162,7 @@ def demo(names: PlacedPair, options: DemoOptions) -> int:
     return 0 if measured.identity.holds or not job.exact else 1
 
 
-def show_live(job: Job, console: Console) -> Result | None:
+def show_live(job: DemoJob, console: Console) -> Result | None:
     """Draws the rows while they fill in; None if Ctrl-C ended it."""
 
     def decode(ids: list[int]) -> str:
@@ -175,7 +175,7 @@ def show_live(job: Job, console: Console) -> Result | None:
     return None if interrupted else result
 
 
-def measure(job: Job) -> Measurements:
+def measure(job: DemoJob) -> Measurements:
     """Times plain and speculative decoding, then compares them greedily."""
     tokens = job.options["max_new_tokens"]
     methods = {"plain": partial(job.run, "off"), "speculative": partial(job.run, job.lookahead)}
@@ -195,7 +195,7 @@ def measure(job: Job) -> Measurements:
     return Measurements(Speed.of(results["plain"]), Speed.of(results["speculative"]), identity)
 
 
-def report(console: Console, job: Job, measured: Measurements) -> None:
+def report(console: Console, job: DemoJob, measured: Measurements) -> None:
     """Prints the table, the speed-up and the greedy comparison."""
     dtype = dtype_name(job.model.target)
     runs = "one run each" if job.repeats == 1 else f"medians of {job.repeats} runs each"
@@ -241,7 +241,7 @@ def comparison(plain: Speed, speculative: Speed) -> Any:
     return table
 
 
-def document(job: Job, shown: Result, measured: Measurements) -> dict[str, Any]:
+def document(job: DemoJob, shown: Result, measured: Measurements) -> dict[str, Any]:
     """Returns the JSON object of the demo."""
     model, identity = job.model, measured.identity
     return {

@@ -29,7 +29,7 @@ def evaluate_schemas(
     from shoal.evaluation import schemas
 
     asked = schemas.read_schemas(folder)[:limit]
-    pair, found, code = source.load(), list[schemas.Tried](), 0
+    pair, found, code = source.load(), list[schemas.TriedSchema](), 0
     try:
         for one in with_progress("schemas", schemas.tried(pair, asked, n, options), len(asked)):
             found.append(one)

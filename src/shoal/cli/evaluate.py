@@ -97,7 +97,7 @@ class EvalSampling(SampleOptions):
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class EvalOutputOptions:
     """The places that results go to."""
 
     out: Annotated[
@@ -143,7 +143,7 @@ def evaluate(
     speculation: SpeculationOptions,
     source: ModelSource,
     programs: SandboxOptions,
-    output: OutputOptions,
+    output: EvalOutputOptions,
 ) -> int:
     """Measure how good the samples are that are ready in time.
 
@@ -208,7 +208,7 @@ def _evaluate_cuts(
     speculation: SpeculationOptions,
     source: ModelSource,
     programs: SandboxOptions,
-    output: OutputOptions,
+    output: EvalOutputOptions,
 ) -> int:
     """Evaluates cut programs.
 
@@ -229,7 +229,7 @@ def _evaluate_schemas(
     sampling: EvalSampling,
     speculation: SpeculationOptions,
     source: ModelSource,
-    output: OutputOptions,
+    output: EvalOutputOptions,
 ) -> int:
     """Evaluates schemas.
 
@@ -252,7 +252,7 @@ def _evaluate_schemas(
     )
 
 
-def _require_one_run(sampling: EvalSampling, output: OutputOptions, why: str) -> None:
+def _require_one_run(sampling: EvalSampling, output: EvalOutputOptions, why: str) -> None:
     """Refuses options that ask for several runs, or for files of one.
 
     Raises:

@@ -28,7 +28,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.prompt_lines import GrammarOptions, PromptLine, lines_of, merged
 from shoal.cli.samples import follow, report_failures, show_output
-from shoal.cli.views import Events, RunningText, View, decoder, show_end
+from shoal.cli.views import Events, RunningText, RunView, decoder, show_end
 from shoal.errors import RequestError
 from shoal.types.samples import Result, Sample
 
@@ -132,7 +132,7 @@ class OutputOptions:
         if self.output is not None:
             require_writable(self.output)
 
-    def view(self, counts: Sequence[int]) -> Callable[[Console, Decode], View] | None:
+    def view(self, counts: Sequence[int]) -> Callable[[Console, Decode], RunView] | None:
         """Returns a function that makes the picture of growing rows, given the rows of each prompt.
 
         None stands for a line of progress instead.
@@ -188,7 +188,7 @@ def generate(
     options |= {} if grammar is None else {"grammar": grammar}
     merged(asked, sampling.n, options)  # a wrong value is reported before a model is loaded
     chats.before()
-    run = Run(asked, chats, sampling, output, options)
+    run = Generation(asked, chats, sampling, output, options)
     result, interrupted = run.follow(source)
     run.deliver(result, interrupted)
     if result.stats.lossy:
@@ -198,7 +198,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class Run:
+class Generation:
     """A generation: the prompts, the options, and the form of the output."""
 
     asked: Sequence[PromptLine]

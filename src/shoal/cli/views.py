@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Decode = Callable[[list[int]], str]
 
 
-class View(Protocol):
+class RunView(Protocol):
     """The view of a run while it goes on; a context manager."""
 
     def __enter__(self) -> Any: ...

@@ -60,7 +60,7 @@ class Seen(NamedTuple):
     children: int = 0
 
 
-class Node:
+class PrefixNode:
     """A beginning that a row has written.
 
     Attributes:
@@ -74,18 +74,18 @@ class Node:
 
     __slots__ = ("children", "count", "estimate", "p", "parent", "trie", "unseen")
 
-    def __init__(self, trie: Trie, parent: Node | None, p: float) -> None:
+    def __init__(self, trie: Trie, parent: PrefixNode | None, p: float) -> None:
         self.trie, self.parent, self.p = trie, parent, p
         self.estimate = 1.0
         self.unseen: float | None = None
         self.count = 0
-        self.children: dict[int, Node] = {}
+        self.children: dict[int, PrefixNode] = {}
 
-    def __copy__(self) -> Node:
+    def __copy__(self) -> PrefixNode:
         """Returns the node itself: rows that are copies of others go on from the same place."""
         return self
 
-    def learn(self, block: Sequence[int], seen: Sequence[Seen]) -> Node | None:
+    def learn(self, block: Sequence[int], seen: Sequence[Seen]) -> PrefixNode | None:
         """Records the values that a row has seen at the constrained tokens of its block.
 
         Returns:
@@ -102,7 +102,7 @@ class Node:
                     break
                 later = sum(child.p for child in list(node.children.values())[here.children :])
                 node.unseen = max(here.rest - later, _UNSEEN * here.rest)
-                node.children[token] = Node(node.trie, node, here.p)
+                node.children[token] = PrefixNode(node.trie, node, here.p)
             node = node.children[token]
         for one in reversed(passed):
             one._settle()
@@ -129,9 +129,9 @@ class Node:
         before, self.estimate = self.estimate, known
         return abs(known - before) > _CHANGE * before
 
-    def after(self, path: Sequence[int]) -> Node | None:
+    def after(self, path: Sequence[int]) -> PrefixNode | None:
         """Returns the beginning that goes on with these tokens; None if no row has written it."""
-        node: Node | None = self
+        node: PrefixNode | None = self
         for token in path:
             if node is None:
                 return None
@@ -152,7 +152,7 @@ class Trie:
     def __init__(self, kept_by: Estimates) -> None:
         self.kept_by: Estimates | None = kept_by
         self.nodes = 0
-        self.root = Node(self, None, 1.0)
+        self.root = PrefixNode(self, None, 1.0)
 
     def grow(self) -> bool:
         """Counts one more node; returns False if there is no room for it."""
@@ -257,7 +257,7 @@ def weigh(scores: Tensor, temperature: float, positions: Positions) -> None:
             _multiply(scores[b, column], row.beginning.after(path), temperature)
 
 
-def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]:
+def log_weights(node: PrefixNode, block: Sequence[int], inside: Tensor) -> list[float]:
     """Returns the natural logs of the weights of tokens that were drawn after a beginning.
 
     Args:
@@ -265,7 +265,7 @@ def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]
             allowed.
     """
     found = []
-    here: Node | None = node
+    here: PrefixNode | None = node
     for token, logs in zip(block, inside, strict=True):
         _multiply(logs, here, 1.0)
         here = None if here is None else here.children.get(token)
@@ -273,7 +273,7 @@ def log_weights(node: Node, block: Sequence[int], inside: Tensor) -> list[float]
     return found
 
 
-def _multiply(scores: Tensor, node: Node | None, temperature: float) -> None:
+def _multiply(scores: Tensor, node: PrefixNode | None, temperature: float) -> None:
     """Multiplies probabilities by the estimates after one beginning, in place: scores [vocab]."""
     known = (
         {}

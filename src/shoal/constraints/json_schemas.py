@@ -102,7 +102,7 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
         require_levels(root)
         root = {} if root is True else root  # which no options can be given with
         own = root.get("x-guidance") if isinstance(root, dict) else None
-        text = json.dumps(_Reading(root).bounded(root), allow_nan=False, ensure_ascii=False)
+        text = json.dumps(_DocumentReader(root).bounded(root), allow_nan=False, ensure_ascii=False)
         text.encode()
     except RequestError:
         raise
@@ -121,7 +121,7 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
     return text, ESCAPES | ({} if blanks else WHITESPACE[whitespace])
 
 
-class _Reading:
+class _DocumentReader:
     """A reader of one document."""
 
     def __init__(self, root: Any) -> None:

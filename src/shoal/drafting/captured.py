@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.drafting.captured_check import check_drafts, check_verdict
-from shoal.drafting.captured_inputs import Round, fill_drafting, fill_target
+from shoal.drafting.captured_inputs import DraftRound, fill_drafting, fill_target
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
 from shoal.errors import OutOfStep
@@ -151,7 +151,7 @@ class CapturedRounds:
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _decided(self, work: Round, uniforms: Tensor, stop: Stop | None) -> Decided | None:
+    def _decided(self, work: DraftRound, uniforms: Tensor, stop: Stop | None) -> Decided | None:
         """Computes the round; returns None if the round is left to its stages.
 
         This happens if its kind has failed, or if logits are not finite.
@@ -203,8 +203,8 @@ class CapturedRounds:
         return _outcome(found, work, *shares)
 
     def _drafted(
-        self, round_: CapturedRound, work: Round, stop: Stop, clock: _Clock
-    ) -> Round | None:
+        self, round_: CapturedRound, work: DraftRound, stop: Stop, clock: _Clock
+    ) -> DraftRound | None:
         """Computes the drafts and returns the round with the draft lengths that `stop` leaves.
 
         `stop` is asked position by position while a draft goes on, as the stages ask it. Before the
@@ -228,7 +228,7 @@ class CapturedRounds:
         plan = self._target.plan(work.plan.slots, [1 + length for length in lengths])
         return work._replace(lengths=lengths, k=computed, plan=plan)
 
-    def _undo(self, work: Round) -> None:
+    def _undo(self, work: DraftRound) -> None:
         """Takes a round back.
 
         The cells that it wrote are set to zero: passes of other rows read past these cells, and
@@ -275,7 +275,7 @@ class _Clock:
         return drafting / max(self._now() - self._started, drafting), between / drafting
 
 
-def _outcome(found: Found, work: Round, share: float, between: float | None) -> Decided:
+def _outcome(found: Found, work: DraftRound, share: float, between: float | None) -> Decided:
     """Returns the round in the form that the stages after the verdict take."""
     k = max(work.lengths)
     if k:

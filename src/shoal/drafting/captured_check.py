@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.drafting.captured_inputs import Round
+from shoal.drafting.captured_inputs import DraftRound
 from shoal.models.cache import Plan
 from shoal.models.compiled.captures import compare
 from shoal.models.compiled.drafting import check
@@ -27,7 +27,7 @@ Bfloat16 shows a few hundredths. Keys of another token, or of none, are about 1 
 """
 
 
-def check_drafts(round_: CapturedRound, work: Round, drafter: Runner) -> None:
+def check_drafts(round_: CapturedRound, work: DraftRound, drafter: Runner) -> None:
     """Compares the drafter's steps with ordinary passes.
 
     Runs before the target's pass, whose function may overwrite the results of the steps.
@@ -54,7 +54,7 @@ def check_drafts(round_: CapturedRound, work: Round, drafter: Runner) -> None:
     round_.checked("draft")
 
 
-def check_verdict(round_: CapturedRound, work: Round, found: Found, target: Runner) -> None:
+def check_verdict(round_: CapturedRound, work: DraftRound, found: Found, target: Runner) -> None:
     """Compares the target's pass and the verdict with an ordinary pass and the rule.
 
     Runs after the target's pass.

@@ -15,7 +15,7 @@ from shoal.models.compiled.transfer import Numbers
 from shoal.types.requests import Row
 
 
-class Round(NamedTuple):
+class DraftRound(NamedTuple):
     """A round to compute.
 
     Attributes:
@@ -48,7 +48,7 @@ class Round(NamedTuple):
         return Plan(first.slots, starts, [1] * first.rows, first.device, prefixes=first.prefixes)
 
 
-def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size: int) -> None:
+def fill_drafting(round_: CapturedRound, work: DraftRound, noise: Tensor, vocab_size: int) -> None:
     """Puts the inputs of the drafter's steps and of all draws into place, on the host.
 
     Args:
@@ -72,7 +72,7 @@ def fill_drafting(round_: CapturedRound, work: Round, noise: Tensor, vocab_size:
         _put(inputs.on_host("pending").reshape(-1, columns), tokens, vocab_size - 1)
 
 
-def fill_target(round_: CapturedRound, work: Round, vocab_size: int) -> None:
+def fill_target(round_: CapturedRound, work: DraftRound, vocab_size: int) -> None:
     """Puts the other inputs of the target's pass and of the decision into place, on the host.
 
     Args:

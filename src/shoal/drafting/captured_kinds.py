@@ -11,13 +11,13 @@ from itertools import product
 from typing import cast
 
 from shoal.config import Sampling
-from shoal.drafting.captured_inputs import Round
+from shoal.drafting.captured_inputs import DraftRound
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.models.compiled.buckets import keys_for
 from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.drafting import Style, style_of
-from shoal.models.compiled.round_functions import Kind, Model
+from shoal.models.compiled.round_functions import Kind, RoundModel
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import ChainRule, Rule, decides_chains
@@ -85,7 +85,9 @@ class RoundKinds:
         self._style: Style | None = None  # of these rows
         self._decides = decides_chains(rule)
 
-    def round_of(self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool) -> Round | None:
+    def round_of(
+        self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool
+    ) -> DraftRound | None:
         """Returns the round to compute for these rows; None if it cannot be captured.
 
         Args:
@@ -110,7 +112,7 @@ class RoundKinds:
         ):
             return None
         if not k:
-            return Round(rows, lengths, style, k, plan, None, (), ())
+            return DraftRound(rows, lengths, style, k, plan, None, (), ())
         if drafter is None or getattr(drafter.propose, "__func__", None) is not _PROPOSE:
             return None
         if drafter.runner.captures is None or drafter.runner.device != target.device:
@@ -126,7 +128,7 @@ class RoundKinds:
             if first.q <= PENDING and drafter.runner.captures.covers(
                 first, drafter.runner.cache, ahead=steps - 1
             ):
-                return Round(rows, lengths, style, steps, plan, first, pending, held)
+                return DraftRound(rows, lengths, style, steps, plan, first, pending, held)
         return None
 
     def _style_of(self, rows: Sequence[Row]) -> Style | None:
@@ -160,7 +162,7 @@ class RoundKinds:
         ]
         return min(captured, default=k)
 
-    def prepared(self, work: Round, numbers: int, *, looks: bool) -> CapturedRound | None:
+    def prepared(self, work: DraftRound, numbers: int, *, looks: bool) -> CapturedRound | None:
         """Returns the captured round that serves a round; None if its kind has failed.
 
         Args:
@@ -223,14 +225,14 @@ class RoundKinds:
             piece,
         )
 
-    def _models(self, k: int) -> tuple[Model, Model | None]:
+    def _models(self, k: int) -> tuple[RoundModel, RoundModel | None]:
         """Returns the target's and the drafter's side of rounds of k drafts."""
         target, drafter = self._target, self.drafter
         assert target.captures is not None
         drafting = None
         if k and drafter is not None and drafter.runner.captures is not None:
-            drafting = Model(drafter.runner.captures, drafter.runner.cache)
-        return Model(target.captures, target.cache), drafting
+            drafting = RoundModel(drafter.runner.captures, drafter.runner.cache)
+        return RoundModel(target.captures, target.cache), drafting
 
     def _rounds(self, k: int) -> dict[Hashable, CapturedRound]:
         """Returns the rounds built over the present caches, with the drafter's cache if k > 0."""
@@ -359,7 +361,7 @@ def _as_failed(kind: Kind) -> Kind:
     return kind._replace(target_keys=0, draft_keys=0)
 
 
-def _keys(model: Model, keys: int) -> int:
+def _keys(model: RoundModel, keys: int) -> int:
     """Returns the number of keys that a pass spans.
 
     A kernel that reads lengths on the device is given whole slots, so one round serves all lengths.

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
-from shoal.drafting.other_vocabulary import Choice, OtherVocabularyDrafter
+from shoal.drafting.other_vocabulary import MethodChoice, OtherVocabularyDrafter
 from shoal.models import pairing, trimming
 from shoal.models.runner import Runner
 from shoal.models.trimming import Proposable
@@ -42,13 +42,13 @@ class DraftModel:
 
     runner: Runner
     proposable: Proposable
-    choice: Choice | None
+    choice: MethodChoice | None
 
     @staticmethod
     def of(runner: Runner, target: Runner, proposable: Proposable) -> DraftModel:
         """Makes a draft model whose counts begin at 0."""
         other = proposable.vocabularies
-        choice = None if other is None else Choice.of_pair(other, target, runner)
+        choice = None if other is None else MethodChoice.of_pair(other, target, runner)
         return DraftModel(runner, proposable, choice)
 
     @staticmethod

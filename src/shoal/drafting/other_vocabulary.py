@@ -56,7 +56,7 @@ KEPT = 0.99
 
 
 @dataclass
-class Tally:
+class MethodTally:
     """The counts of one method of drafting in its trials.
 
     Attributes:
@@ -88,7 +88,7 @@ class Tally:
 
 
 @dataclass
-class Choice:
+class MethodChoice:
     """The choice of the method by which a pair drafts, shared by its engines.
 
     Only rounds in which the methods take turns are compared, several of each at a time: some places
@@ -101,13 +101,13 @@ class Choice:
     """
 
     cost: float
-    methods: dict[str, Tally]
+    methods: dict[str, MethodTally]
     rounds: int = 0
     method: str = ""
     _counted: int = 0
 
     @staticmethod
-    def of(vocabularies: Vocabularies, cost: float, *, trees: bool = True) -> Choice:
+    def of(vocabularies: Vocabularies, cost: float, *, trees: bool = True) -> MethodChoice:
         """Makes a choice for two vocabularies.
 
         It has SLRS for drafters that write bytes or characters and take draft trees themselves;
@@ -115,12 +115,12 @@ class Choice:
         """
         exact = SLRS if trees and vocabularies.trie is not None else TLI
         methods = [SLEM] if exact == TLI and vocabularies.shared is None else [exact, SLEM]
-        return Choice(cost, {method: Tally() for method in methods})
+        return MethodChoice(cost, {method: MethodTally() for method in methods})
 
     @staticmethod
-    def of_pair(vocabularies: Vocabularies, target: Runner, draft: Runner) -> Choice:
+    def of_pair(vocabularies: Vocabularies, target: Runner, draft: Runner) -> MethodChoice:
         """Makes a choice for models of these sizes."""
-        return Choice.of(
+        return MethodChoice.of(
             vocabularies,
             draft.parameter_bytes / max(target.parameter_bytes, 1),
             trees=draft.takes_trees,
@@ -165,7 +165,7 @@ class OtherVocabularyDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, runner: Runner, vocab_size: int, vocabularies: Vocabularies, choice: Choice
+        self, runner: Runner, vocab_size: int, vocabularies: Vocabularies, choice: MethodChoice
     ) -> None:
         super().__init__(runner, vocab_size, vocabularies.shared)
         self.memory = self._slots = OwnSlots(

@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Table:
+class SampleTable:
     """The table of all samples of one method.
 
     Attributes:
@@ -116,7 +116,7 @@ class Bootstrap:
         return low, high
 
 
-def permutation_test(table: Table, other: Table, k: int, seed: int = 0) -> float:
+def permutation_test(table: SampleTable, other: SampleTable, k: int, seed: int = 0) -> float:
     """Computes the two-sided p-value of "pass@k is the same by both methods", without a budget.
 
     It is a permutation test within problems. It is exact: if samples of both methods have the same

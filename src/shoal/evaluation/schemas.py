@@ -44,7 +44,7 @@ class Schema:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedSchema:
     """A schema after its samples.
 
     Attributes:
@@ -127,7 +127,7 @@ def _parsed(text: str, where: str) -> Any:
 
 def tried(
     pair: Shoal, schemas: Sequence[Schema], n: int, options: Mapping[str, Any]
-) -> Iterator[Tried]:
+) -> Iterator[TriedSchema]:
     """Draws n samples under each schema; jsonschema validates them.
 
     Args:
@@ -150,14 +150,14 @@ def tried(
         except RequestError as error:
             if error.result is not None:  # of a row, not of the schema
                 raise
-            yield Tried(one.name, one.group, refused=str(error))
+            yield TriedSchema(one.name, one.group, refused=str(error))
             continue
         samples = result[0].samples
         verdicts = tuple(
             verdict(sample.text, sample.finish_reason == "eos", one.schema) for sample in samples
         )
         masks = sum(mask_seconds(constraint, sample.token_ids, pair) for sample in samples)
-        yield Tried(
+        yield TriedSchema(
             one.name,
             one.group,
             "",
@@ -217,7 +217,7 @@ def _validator() -> tuple[Any, Any]:
 # ── summary ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def summary(found: Sequence[Tried]) -> dict[str, Any]:
+def summary(found: Sequence[TriedSchema]) -> dict[str, Any]:
     """Summarizes the schemas by group and together.
 
     Returns:
@@ -230,7 +230,7 @@ def summary(found: Sequence[Tried]) -> dict[str, Any]:
     return {"all": _summed(found), "groups": by_group, "schemas": [asdict(one) for one in found]}
 
 
-def _summed(found: Sequence[Tried]) -> dict[str, Any]:
+def _summed(found: Sequence[TriedSchema]) -> dict[str, Any]:
     taken = [one for one in found if not one.refused]
     verdicts = [verdict for one in taken for verdict in one.verdicts]
     masks = [1000 * one.mask_seconds / one.tokens for one in taken if one.tokens]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shoal.evaluation.grading import PASSED
-from shoal.evaluation.metrics import Bootstrap, Floats, Table, permutation_test
+from shoal.evaluation.metrics import Bootstrap, Floats, SampleTable, permutation_test
 
 Entries = Mapping[str, Mapping[str, Any]]
 Estimate = dict[str, float | None]
@@ -43,10 +43,10 @@ class Results:
     attempts: Entries
     grades: Entries
 
-    def table(self, method: str, score: str) -> Table:
+    def table(self, method: str, score: str) -> SampleTable:
         """Returns one method's samples as arrays; a refused problem has no finished samples."""
         shape = len(self.names), self.n
-        table = Table(
+        table = SampleTable(
             finished_at=np.full(shape, np.inf),
             mean_logprob=np.full(shape, -np.inf),
             score=np.zeros(shape),
@@ -116,7 +116,7 @@ def summarize(results: Results, budgets: Sequence[float]) -> dict[str, Any]:
 
 
 def _line(
-    tables: Sequence[Table], scores: Sequence[str], budget: float, bootstrap: Bootstrap
+    tables: Sequence[SampleTable], scores: Sequence[str], budget: float, bootstrap: Bootstrap
 ) -> dict[str, Any]:
     """Computes the estimates of one method at one budget."""
     table = tables[0]
@@ -154,7 +154,7 @@ def _estimate(values: Floats, counts: Floats, bootstrap: Bootstrap) -> Estimate:
     return {"mean": float(values.sum() / counts.sum()), "low": float(low), "high": float(high)}
 
 
-def _grid(tables: Sequence[Table]) -> list[float]:
+def _grid(tables: Sequence[SampleTable]) -> list[float]:
     """Returns the budgets from just before the first finished sample to just after the last."""
     times = np.concatenate([table.finished_at[np.isfinite(table.finished_at)] for table in tables])
     if not len(times):
@@ -162,14 +162,19 @@ def _grid(tables: Sequence[Table]) -> list[float]:
     return [float(b) for b in np.geomspace(times.min() * 0.9, times.max() * 1.1, CURVE)]
 
 
-METRICS: dict[str, Callable[[Table, float], Floats]] = {"first": Table.first, "all": Table.best}
+METRICS: dict[str, Callable[[SampleTable, float], Floats]] = {
+    "first": SampleTable.first,
+    "all": SampleTable.best,
+}
 
 
-def _curves(table: Table, grid: Sequence[float], bootstrap: Bootstrap) -> dict[str, Any]:
+def _curves(table: SampleTable, grid: Sequence[float], bootstrap: Bootstrap) -> dict[str, Any]:
     return {name: _bands(_over(table, grid, metric), bootstrap) for name, metric in METRICS.items()}
 
 
-def _over(table: Table, grid: Sequence[float], metric: Callable[[Table, float], Floats]) -> Floats:
+def _over(
+    table: SampleTable, grid: Sequence[float], metric: Callable[[SampleTable, float], Floats]
+) -> Floats:
     """Computes a metric at each budget of a grid, [P, B]."""
     return (
         np.stack([metric(table, budget) for budget in grid], axis=1)
@@ -185,7 +190,7 @@ def _bands(values: Floats, bootstrap: Bootstrap) -> dict[str, list[float]]:
 
 def _against(
     results: Results,
-    tables: Mapping[str, Table],
+    tables: Mapping[str, SampleTable],
     method: str,
     other: str,
     grid: Sequence[float],

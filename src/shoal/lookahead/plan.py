@@ -38,7 +38,7 @@ The time is spent at once, and the gain is an estimate.
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """A round with drafts.
 
     Attributes:
@@ -53,7 +53,7 @@ class Plan:
     step_cost: float
 
 
-def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
+def best_plan(survival: Array, weights: Array, costs: PairCosts) -> RoundPlan | None:
     """Returns the plan with the most expected tokens per second; None if plain decoding has more.
 
     Args:
@@ -82,10 +82,10 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> Plan | None:
     # is noise, and beyond the plan nothing was measured.
     drafted = drafts[best] if costs.packed else rows * steps[best]
     seconds_per_position = (verify[positions[best]] - verify[rows]) / drafted
-    return Plan(rate, rate * float(seconds_per_position), STEP_MARGIN * rate * step)
+    return RoundPlan(rate, rate * float(seconds_per_position), STEP_MARGIN * rate * step)
 
 
-def repays(plan: Plan, remaining: Array, preparing: float, costs: PairCosts) -> bool:
+def repays(plan: RoundPlan, remaining: Array, preparing: float, costs: PairCosts) -> bool:
     """Returns True if the plan brings back the seconds that the drafter needs before it can begin.
 
     Only the next `HORIZON` tokens of each row count.

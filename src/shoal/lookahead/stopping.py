@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from shoal.lookahead.acceptance import Acceptance
-from shoal.lookahead.plan import Plan
+from shoal.lookahead.plan import RoundPlan
 
 
 class Stopping:
@@ -27,7 +27,7 @@ class Stopping:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RoundPlan,
         weights: Sequence[float],
         by_confidence: Sequence[Sequence[float]],
         by_position: Sequence[Sequence[float]],

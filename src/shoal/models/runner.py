@@ -25,11 +25,11 @@ from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.states import StateCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.drafting import Drawn
+from shoal.models.compiled.drafting import StepResult
 from shoal.models.device_time import Spans
 from shoal.models.executors.lean import C_DECODER, CDecoder, LayerLoop
 from shoal.models.executors.modules import Modules
-from shoal.models.executors.protocol import Batch, Executor, Explanation, Output, Refusal
+from shoal.models.executors.protocol import Executor, Explanation, PassBatch, PassOutput, Refusal
 from shoal.models.executors.triton import TritonLayers
 from shoal.models.forks import expect_forks
 from shoal.models.kept_checks import KeptChecks
@@ -464,7 +464,7 @@ class Runner:
         counts: Sequence[int],
         most: int,
         drawing: Drawing,
-    ) -> Callable[[], Drawn | None] | None:
+    ) -> Callable[[], StepResult | None] | None:
         """Returns a drafter's step of a round as a lean pass (`shoal.models.lean.drafting`).
 
         Returns None if lean passes cannot compute the steps. A step returns None if it failed; then
@@ -482,7 +482,7 @@ class Runner:
             return None
         steps = LeanSteps(lean, self.cache, plan, pending, most, drawing)
 
-        def step() -> Drawn | None:
+        def step() -> StepResult | None:
             with self._counted():
                 drawn = steps()
                 self.computed[C_DECODER] += 1
@@ -591,19 +591,19 @@ class Runner:
         taken, self.computed = self.computed, Counter()
         return taken
 
-    def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> Batch:
+    def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> PassBatch:
         plan.final = not want_logits
-        return Batch(
+        return PassBatch(
             plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors
         )
 
-    def _computed(self, batch: Batch) -> Tensor:
+    def _computed(self, batch: PassBatch) -> Tensor:
         """Computes a pass and counts it."""
         output = self._ordinary(batch)
         self.computed[output.executor] += 1
         return output.logits
 
-    def _ordinary(self, batch: Batch) -> Output:
+    def _ordinary(self, batch: PassBatch) -> PassOutput:
         """Computes a pass by the first of `executors` that does not refuse it."""
         self.cache.begin(batch.plan)
         output = self._first(batch)(batch)
@@ -611,7 +611,7 @@ class Runner:
         self.cache.end()
         return output
 
-    def _first(self, batch: Batch) -> Executor:
+    def _first(self, batch: PassBatch) -> Executor:
         """Returns the first of `executors` that does not refuse a batch.
 
         Raises:

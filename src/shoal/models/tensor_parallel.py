@@ -29,7 +29,7 @@ from shoal.models.compiled import Captures
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import Run
-from shoal.models.executors.protocol import Batch, Output
+from shoal.models.executors.protocol import PassBatch, PassOutput
 from shoal.models.ranks import Ranks
 from shoal.models.runner import Runner
 from shoal.models.sharded import (
@@ -151,7 +151,7 @@ class _Leading(Runner):
     def _new_captures(self, executor: str) -> Captures:
         return _LedCaptures(self._bridge, self.name, executor, self.attention, self._ranks)
 
-    def _ordinary(self, batch: Batch) -> Output:
+    def _ordinary(self, batch: PassBatch) -> PassOutput:
         assert isinstance(self.cache, _LedCache)
         tokens = batch.tokens.cpu()
         with self._ranks.broadcast(

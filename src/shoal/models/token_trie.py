@@ -25,10 +25,10 @@ Tokens of the target with longer sequences are never proposed.
 
 
 @dataclass
-class _Node:
+class _TrieNode:
     symbol: int = -1
     token: int = -1
-    children: dict[int, _Node] = field(default_factory=dict)
+    children: dict[int, _TrieNode] = field(default_factory=dict)
 
 
 class TokenTrie:
@@ -53,11 +53,11 @@ class TokenTrie:
         self.sequences = {
             token: tuple(ids) for token, ids in sequences.items() if 0 < len(ids) <= MOST_DEPTH
         }
-        root = _Node()
+        root = _TrieNode()
         for token, ids in sorted(self.sequences.items()):
             node = root
             for symbol in ids:
-                node = node.children.setdefault(symbol, _Node(symbol))
+                node = node.children.setdefault(symbol, _TrieNode(symbol))
             node.token = token if node.token < 0 else node.token
         nodes, above, first = [root], [-1], [1]
         for at, node in enumerate(nodes):  # grows

@@ -28,7 +28,15 @@ import torch
 
 from shoal.durable import cache_folder
 from shoal.native.processor import instructions
-from shoal.native.structs import Attention, DraftStep, Draws, Heads, Pass, Product, Verdicts
+from shoal.native.structs import (
+    AttentionStruct,
+    DraftStepStruct,
+    DrawsStruct,
+    HeadsStruct,
+    PassStruct,
+    ProductStruct,
+    VerdictsStruct,
+)
 
 FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip
@@ -256,22 +264,22 @@ def loaded(place: Path) -> ctypes.CDLL:
                     arguments,
                     ctypes.c_int if name in ("product", "attend", "decode") else None,
                 )
-            getattr(made, f"draft_{suffix}").argtypes = [ctypes.POINTER(DraftStep)]
+            getattr(made, f"draft_{suffix}").argtypes = [ctypes.POINTER(DraftStepStruct)]
             getattr(made, f"draft_{suffix}").restype = ctypes.c_int64
         made.team.argtypes, made.team.restype = [ctypes.c_int64], ctypes.c_int64
         made.judge_team.argtypes, made.judge_team.restype = [ctypes.c_int64] * 2, None
-        made.draw.argtypes, made.draw.restype = [ctypes.POINTER(Draws)], ctypes.c_int64
-        made.verify.argtypes, made.verify.restype = [ctypes.POINTER(Verdicts)], ctypes.c_int64
+        made.draw.argtypes, made.draw.restype = [ctypes.POINTER(DrawsStruct)], ctypes.c_int64
+        made.verify.argtypes, made.verify.restype = [ctypes.POINTER(VerdictsStruct)], ctypes.c_int64
     except (OSError, AttributeError) as error:
         raise NotBuilt(f"{place}: {error}") from error
     return made
 
 
 SIGNATURES = {
-    "product": [ctypes.POINTER(Product)],
-    "attend": [ctypes.POINTER(Attention)],
-    "heads": [ctypes.POINTER(Heads)],
-    "decode": [ctypes.POINTER(Pass)],
+    "product": [ctypes.POINTER(ProductStruct)],
+    "attend": [ctypes.POINTER(AttentionStruct)],
+    "heads": [ctypes.POINTER(HeadsStruct)],
+    "decode": [ctypes.POINTER(PassStruct)],
     "rms_norm": [
         *[ctypes.c_void_p] * 3,
         ctypes.c_int64,

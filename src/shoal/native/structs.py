@@ -7,7 +7,7 @@ import ctypes
 _INTEGER, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
-class Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """The ragged attention of one layer."""
 
     _fields_ = [
@@ -51,7 +51,7 @@ class Attention(ctypes.Structure):
     ]
 
 
-class Heads(ctypes.Structure):
+class HeadsStruct(ctypes.Structure):
     """The rotary embedding of one layer, with the writing of its keys and values to their cells."""
 
     _fields_ = [
@@ -74,7 +74,7 @@ class Heads(ctypes.Structure):
     ]
 
 
-class Product(ctypes.Structure):
+class ProductStruct(ctypes.Structure):
     """A product by packed weights."""
 
     _fields_ = [
@@ -86,7 +86,7 @@ class Product(ctypes.Structure):
     ]
 
 
-class Weights(ctypes.Structure):
+class WeightsStruct(ctypes.Structure):
     """A weight matrix, packed."""
 
     _fields_ = [
@@ -95,23 +95,23 @@ class Weights(ctypes.Structure):
     ]
 
 
-class Norm(ctypes.Structure):
+class NormStruct(ctypes.Structure):
     """An RMS norm."""
 
     _fields_ = [("weight", _POINTER), ("eps", _REAL)]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """The weights that a pass reads of one layer."""
 
     _fields_ = [
-        *((name, Weights) for name in ("states", "out", "gate", "up", "down")),
-        *((name, Norm) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, WeightsStruct) for name in ("states", "out", "gate", "up", "down")),
+        *((name, NormStruct) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         ("window", _INTEGER),
     ]
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     """The facts of a decoder that are the same in all its passes."""
 
     _fields_ = [
@@ -121,17 +121,17 @@ class Model(ctypes.Structure):
         ),
         ("scale", _REAL),
         ("embedding", _POINTER),
-        ("layers", ctypes.POINTER(Layer)),
-        ("norm", Norm),
-        ("head", Weights),
+        ("layers", ctypes.POINTER(LayerStruct)),
+        ("norm", NormStruct),
+        ("head", WeightsStruct),
     ]
 
 
-class Pass(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """A pass of a decoder."""
 
     _fields_ = [
-        ("model", ctypes.POINTER(Model)),
+        ("model", ctypes.POINTER(ModelStruct)),
         ("stores", _POINTER),
         *(
             (name, _INTEGER)
@@ -147,13 +147,13 @@ class Pass(ctypes.Structure):
     ]
 
 
-class Setting(ctypes.Structure):
+class SettingStruct(ctypes.Structure):
     """The sampling settings of a row that the kernels know."""
 
     _fields_ = [*((name, _REAL) for name in ("temperature", "top_p", "min_p")), ("top_k", _INTEGER)]
 
 
-class Block(ctypes.Structure):
+class BlockStruct(ctypes.Structure):
     """The scores of a block's positions, and the settings and uniforms that tokens are drawn by."""
 
     _fields_ = [
@@ -177,20 +177,20 @@ class Block(ctypes.Structure):
     ]
 
 
-class Draws(ctypes.Structure):
+class DrawsStruct(ctypes.Structure):
     """The draws at every position."""
 
     _fields_ = [
-        ("block", Block),
+        ("block", BlockStruct),
         *((name, _POINTER) for name in ("tokens", "chosen", "highest", "probs")),
     ]
 
 
-class Verdicts(ctypes.Structure):
+class VerdictsStruct(ctypes.Structure):
     """The verdict on chains of drafts."""
 
     _fields_ = [
-        ("block", Block),
+        ("block", BlockStruct),
         ("q_row", _INTEGER),
         *(
             (name, _POINTER)
@@ -199,7 +199,12 @@ class Verdicts(ctypes.Structure):
     ]
 
 
-class DraftStep(ctypes.Structure):
+class DraftStepStruct(ctypes.Structure):
     """A drafter's step: a pass, a draw from its last logits, and the inputs of the next step."""
 
-    _fields_ = [("pass_", Pass), ("draws", Draws), ("bounds", _POINTER), ("positions", _POINTER)]
+    _fields_ = [
+        ("pass_", PassStruct),
+        ("draws", DrawsStruct),
+        ("bounds", _POINTER),
+        ("positions", _POINTER),
+    ]

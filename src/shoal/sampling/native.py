@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.native.build import SUFFIXES, library, missing
-from shoal.native.structs import Block, Draws, Setting, Verdicts
+from shoal.native.structs import BlockStruct, DrawsStruct, SettingStruct, VerdictsStruct
 from shoal.types.trees import DraftTree
 
 _COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -108,7 +108,7 @@ def drawn(
     p = torch.empty(rows, columns, vocab) if want_p else None
     highest = torch.empty(rows, columns) if want_highest else None
     block, held = block_of(scores, settings_of(samplings), uniforms, race)
-    work = Draws(block, tokens.data_ptr(), probs.data_ptr(), _address(highest), _address(p))
+    work = DrawsStruct(block, tokens.data_ptr(), probs.data_ptr(), _address(highest), _address(p))
     impossible = _done(library().draw(ctypes.byref(work)))
     del held  # the block has the addresses of these tensors
     return Drawn(tokens, probs, highest, p, impossible)
@@ -141,7 +141,7 @@ def verified(
     drafts, lengths = tree.tokens.contiguous(), tree.lengths.contiguous()
     q = [_dense(each) for each in tree.q or ()] if rejection else []
     addresses = (ctypes.c_void_p * len(q))(*(each.data_ptr() for each in q))
-    work = Verdicts(
+    work = VerdictsStruct(
         block,
         q[0].stride(0) if q else 0,
         drafts.data_ptr(),
@@ -159,7 +159,7 @@ def verified(
 
 def block_of(
     scores: Tensor, settings: Any, uniforms: Tensor | None, race: bool
-) -> tuple[Block, Any]:
+) -> tuple[BlockStruct, Any]:
     """Makes the kernels' struct of positions [rows, q, vocab].
 
     Returns the struct, and the objects that must live as long as it is used.
@@ -174,7 +174,7 @@ def block_of(
     rows, columns, vocab = scores.shape
     strides = (0, 0) if uniforms is None else uniforms.stride()[:2]
     buckets = uniforms.shape[-1] - 1 if race and uniforms is not None else 0
-    block = Block(
+    block = BlockStruct(
         rows,
         columns,
         vocab,
@@ -206,9 +206,9 @@ def _key(sampling: Sampling) -> tuple[float, float, float, int]:
 
 @lru_cache(maxsize=256)
 def _settings(keys: tuple[tuple[float, float, float, int], ...]) -> Any:
-    """Makes an array of `Setting`."""
+    """Makes an array of `SettingStruct`."""
     keys = keys[:1] if len(set(keys)) == 1 else keys
-    return (Setting * len(keys))(*(Setting(*key) for key in keys))
+    return (SettingStruct * len(keys))(*(SettingStruct(*key) for key in keys))
 
 
 def _dense(q: Tensor) -> Tensor:

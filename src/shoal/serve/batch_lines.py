@@ -238,7 +238,7 @@ reasons."""
 
 
 @dataclass(frozen=True)
-class Block:
+class LineBlock:
     """The lines that one worker answers, all or none.
 
     Attributes:
@@ -255,16 +255,16 @@ class Blocks:
     def __init__(self, lines: Sequence[BatchLine], workers: int) -> None:
         size = min(max(math.ceil(len(lines) / (BLOCKS_PER_WORKER * workers)), 1), MAX_BLOCK_LINES)
         starts = range(0, len(lines), size)
-        self._waiting = deque(Block(tuple(lines[start : start + size])) for start in starts)
+        self._waiting = deque(LineBlock(tuple(lines[start : start + size])) for start in starts)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self) -> Block | None:
+    def take(self) -> LineBlock | None:
         """Returns the next block; None if there is none."""
         return self._waiting.popleft() if self._waiting else None
 
-    def died(self, block: Block) -> BatchLine | None:
+    def died(self, block: LineBlock) -> BatchLine | None:
         """Returns a block whose worker died to the queue, in halves and after the others.
 
         Returns:
@@ -272,9 +272,9 @@ class Blocks:
         """
         if len(block.lines) > 1:
             half = len(block.lines) // 2
-            self._waiting += [Block(block.lines[:half]), Block(block.lines[half:])]
+            self._waiting += [LineBlock(block.lines[:half]), LineBlock(block.lines[half:])]
             return None
         if block.deaths + 1 == MAX_DEATHS:
             return block.lines[0]
-        self._waiting.append(Block(block.lines, block.deaths + 1))
+        self._waiting.append(LineBlock(block.lines, block.deaths + 1))
         return None

@@ -13,7 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from shoal.errors import ModelError, ShoalError
 from shoal.serve.answerer import Answerer
 from shoal.serve.api_paths import Json
-from shoal.serve.batch_lines import MAX_DEATHS, BatchLine, Block, Blocks, LineError
+from shoal.serve.batch_lines import MAX_DEATHS, BatchLine, Blocks, LineBlock, LineError
 from shoal.serve.cluster import Share, connected, warn_if_too_small
 from shoal.serve.serve_config import ServeConfig
 
@@ -52,7 +52,7 @@ class _Pool:
         self._make: Any = ray.remote(Answerer).options(
             max_restarts=0, max_task_retries=0, **share.options
         )
-        self._busy: dict[Any, tuple[Any, Block | None]] = {}
+        self._busy: dict[Any, tuple[Any, LineBlock | None]] = {}
         self._failed_loads = 0
         """The number of consecutive workers that died while they loaded."""
 
@@ -100,7 +100,7 @@ class _Pool:
                 raise one
             self._done(one)
 
-    def _died(self, block: Block | None, error: RayError) -> None:
+    def _died(self, block: LineBlock | None, error: RayError) -> None:
         """Puts the block of a dead worker back, and starts another worker if there are blocks."""
         why = str(error).strip().splitlines()[0]
         if block is None:

@@ -157,7 +157,7 @@ class Row:
         cutting: the one of the checks that finds the place to cut an unfinished text, if there is
             one.
         beginning: the node of its new tokens in the trie of all rows of its prompt, if
-            `Request.estimated` or `Request.distinct` (`shoal.constraints.estimates.Node`). With
+            `Request.estimated` or `Request.distinct` (see `shoal.constraints.estimates`). With
             estimates it is None also once no constraint binds the tokens.
         end_logprobs: the natural log of the probability that the target gives to the row's EOS
             tokens before each new token, if there is such a check.

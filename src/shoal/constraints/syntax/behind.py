@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.constraints.syntax.grammars import Grammar
+from shoal.constraints.syntax.grammars import SymbolGrammar
 
 GAP = -1
 Places = frozenset[int]
@@ -27,7 +27,7 @@ class Behind:
         last: the places at which the whole may end.
     """
 
-    def __init__(self, grammar: Grammar, text: bytes) -> None:
+    def __init__(self, grammar: SymbolGrammar, text: bytes) -> None:
         self.grammar, self._text = grammar, text
         self.last = self._with_gap({len(text)})
         self._ends: dict[tuple[int, int], tuple[Places, Places]] = {}

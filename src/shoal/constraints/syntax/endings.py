@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.viable import is_complete
 
 _STRINGS = [
@@ -50,7 +50,7 @@ def _ends(begun: str, text: str) -> bool:
 
 def _lines(begun: str, text: str) -> list[str] | None:
     """Returns the logical lines behind the first one; None if brackets or strings do not fit."""
-    layout, opened, missing = Layout(forgets=False), "", 0
+    layout, opened, missing = SourceLayout(forgets=False), "", 0
     for character in begun:
         layout.feed(character)
     ends: list[tuple[int, int]] = []  # of lines, each with the brackets missing so far

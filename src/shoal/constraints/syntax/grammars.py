@@ -20,7 +20,7 @@ from shoal.errors import RequestError
 
 
 @dataclass(frozen=True)
-class Grammar:
+class SymbolGrammar:
     """A grammar whose symbols are numbers: terminals, then nonterminals, the start last.
 
     Attributes:
@@ -54,7 +54,7 @@ class Grammar:
 
 
 @lru_cache(maxsize=16)
-def read_grammar(text: str) -> Grammar:
+def read_grammar(text: str) -> SymbolGrammar:
     """Returns a grammar from its text in lark's language.
 
     Raises:
@@ -106,7 +106,7 @@ def _compiled(
     lead: Automaton | None,
     start: str,
     parser: Any,
-) -> Grammar:
+) -> SymbolGrammar:
     terminals = [*own.values(), *([lead] if lead else [])]
     numbers = {(name, True): place for place, name in enumerate(own)}
     for name, _ in named:
@@ -127,7 +127,9 @@ def _compiled(
     for number, (left, _) in enumerate(rules):
         of.setdefault(left, []).append(number)
     kept = {left: tuple(found) for left, found in of.items()}
-    return Grammar(tuple(terminals), tuple(rules), kept, frozenset(_closed(rules, set())), parser)
+    return SymbolGrammar(
+        tuple(terminals), tuple(rules), kept, frozenset(_closed(rules, set())), parser
+    )
 
 
 def _closed(rules: Sequence[tuple[int, tuple[int, ...]]], known: set[int]) -> set[int]:

@@ -16,7 +16,7 @@ CONTINUES = frozenset({"else", "elif", "except", "finally"})
 """The words that begin a further clause of the statement before them at the same indentation."""
 
 
-class Layout:
+class SourceLayout:
     """The source up to a place.
 
     `feed` changes it: copy it first (`copy.copy`; it holds no mutable values).
@@ -75,7 +75,7 @@ class Layout:
             self._in_line(character)
         return True
 
-    def copy(self) -> Layout:
+    def copy(self) -> SourceLayout:
         return copy.copy(self)
 
     def _in_string(self, character: str) -> bool:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.layout import SourceLayout
 
 _ESCAPE = re.compile(
     r"(?<!\\)(?:\\\\)*(\\(?:N(?:\{[^}]*)?|x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}))\Z"
@@ -45,7 +45,10 @@ class Field(NamedTuple):
 
 
 def can_close(
-    literal: str, quote: str, complete: Callable[[str], bool], begins: Callable[[Layout], bool]
+    literal: str,
+    quote: str,
+    complete: Callable[[str], bool],
+    begins: Callable[[SourceLayout], bool],
 ) -> bool:
     """Returns True if some text closes a literal.
 
@@ -89,7 +92,7 @@ def _text(body: str, raw: bool) -> str:
 
 
 def _expression_begins(
-    body: str, field: Field, closed: Callable[[str], bool], begins: Callable[[Layout], bool]
+    body: str, field: Field, closed: Callable[[str], bool], begins: Callable[[SourceLayout], bool]
 ) -> bool:
     """Returns True if the expression can be completed, and the text before it can be closed."""
     if not closed(body[: field.start - 1] + " " + "}" * (field.depth - 1)):
@@ -99,7 +102,7 @@ def _expression_begins(
         if closed(body[:-1] + "}" * field.depth):
             return True
         text += "=" if text[-2:] not in ("==", "!=", "<=", ">=") else ""
-    layout = Layout(forgets=False)
+    layout = SourceLayout(forgets=False)
     layout.feed("(")
     for character in text:
         if (

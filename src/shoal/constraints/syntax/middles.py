@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.constraints.check import Cutting
 from shoal.constraints.syntax.behind import Behind
-from shoal.constraints.syntax.grammars import Grammar, read_grammar
+from shoal.constraints.syntax.grammars import SymbolGrammar, read_grammar
 from shoal.constraints.syntax.places import end_places
 from shoal.constraints.syntax.quotients import Column, Quotients
 from shoal.constraints.token_bytes import token_bytes
@@ -149,7 +149,7 @@ def _read(quotients: Quotients, column: Column | None, text: bytes) -> Column | 
     return column
 
 
-def _reason(grammar: Grammar, left: bytes) -> str:
+def _reason(grammar: SymbolGrammar, left: bytes) -> str:
     """Returns the reason why no text fits between the two texts.
 
     The text behind the cursor alone ends texts of the language.

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.constraints.check import Cutting
 from shoal.constraints.syntax.endings import ends_program
-from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.places import end_places
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
 from shoal.constraints.token_bytes import token_bytes
@@ -43,7 +43,7 @@ class Middle:
 
     __slots__ = ("after", "ends", "healing", "layout", "refused", "rest", "text")
 
-    def __init__(self, layout: Layout, text: str, rest: bytes, healing: int = 0) -> None:
+    def __init__(self, layout: SourceLayout, text: str, rest: bytes, healing: int = 0) -> None:
         self.layout, self.text, self.rest, self.healing = layout, text, rest, healing
         self.after: dict[int, Middle | None] = {}
         self.ends: bool | None = None
@@ -66,7 +66,7 @@ class PythonMiddle(Cutting):
 
     def __init__(self, tokenizer: Any, left: str, right: str, healing: int = 0) -> None:
         require_parser()
-        whole, layout = Layout(forgets=False), Layout()
+        whole, layout = SourceLayout(forgets=False), SourceLayout()
         if not (all(whole.feed(c) and layout.feed(c) for c in left) and is_viable(whole)):
             raise RequestError(
                 "syntax='python': the text before the cursor is not the beginning of a Python "
@@ -139,7 +139,7 @@ class PythonMiddle(Cutting):
             return None
         return Middle(layout, state.text + text, rest, healing)
 
-    def _written(self, state: Middle, text: str) -> Layout | None:
+    def _written(self, state: Middle, text: str) -> SourceLayout | None:
         """Returns the layout after more text; None if the text may not follow.
 
         A refused text is remembered by its shortest refused beginning: no text with this beginning
@@ -161,7 +161,7 @@ class PythonMiddle(Cutting):
         return layout
 
 
-def _fed(layout: Layout, text: str) -> Layout | None:
+def _fed(layout: SourceLayout, text: str) -> SourceLayout | None:
     """Returns the layout after more text; None if no program begins with it."""
     layout = layout.copy()
     for character in text:

@@ -17,7 +17,7 @@ from shoal.constraints.syntax.behind import GAP, Behind, Places
 Waiter = tuple[int, int]  # a rule, and the place in its right side behind a symbol
 
 
-class Node:
+class SymbolNode:
     """A symbol that begins at some place before the cursor.
 
     Attributes:
@@ -32,7 +32,7 @@ class Node:
 
     def __init__(self, ends: Places) -> None:
         self.ends = ends
-        self.waiters: list[tuple[int, int, Node]] = []
+        self.waiters: list[tuple[int, int, SymbolNode]] = []
         self.exact: Places = frozenset()
         self.gap: Places = frozenset()
 
@@ -47,7 +47,7 @@ class Column:
         after: the column behind each byte, filled on demand; None = the byte may not follow.
     """
 
-    scans: tuple[tuple[int, int, Node], ...]
+    scans: tuple[tuple[int, int, SymbolNode], ...]
     ended: bool
     after: dict[int, Column | None]
 
@@ -74,7 +74,7 @@ class Quotients:
     def __init__(self, behind: Behind) -> None:
         self._behind, self._grammar = behind, behind.grammar
         self._closures: dict[tuple[tuple[int, int, Places], ...], Closure] = {}
-        self._root = Node(behind.last)
+        self._root = SymbolNode(behind.last)
 
     def start(self) -> Column | None:
         """Returns the chart before the first byte.
@@ -108,7 +108,7 @@ class Quotients:
                     complete.append(node)
         if not complete:
             return Column(tuple(scans), False, {}) if scans else None
-        items: set[tuple[int, int, Node]] = set()
+        items: set[tuple[int, int, SymbolNode]] = set()
         done = set(complete)
         ended = False
         for node in complete:  # grows
@@ -124,13 +124,13 @@ class Quotients:
 
     def _column(
         self,
-        items: set[tuple[int, int, Node]],
-        scans: list[tuple[int, int, Node]],
+        items: set[tuple[int, int, SymbolNode]],
+        scans: list[tuple[int, int, SymbolNode]],
         ended: bool = False,
     ) -> Column | None:
         """Returns a column with the prediction behind items of nodes that began before."""
         items, ended = self._over_nullable(items, ended)
-        groups: dict[tuple[int, int, Places], list[Node]] = {}
+        groups: dict[tuple[int, int, Places], list[SymbolNode]] = {}
         for rule, dot, node in items:
             if GAP in self._behind.tail(rule, dot, node.ends):
                 groups.setdefault((rule, dot, node.ends), []).append(node)
@@ -144,14 +144,14 @@ class Quotients:
         )
 
     def _over_nullable(
-        self, items: set[tuple[int, int, Node]], ended: bool
-    ) -> tuple[set[tuple[int, int, Node]], bool]:
+        self, items: set[tuple[int, int, SymbolNode]], ended: bool
+    ) -> tuple[set[tuple[int, int, SymbolNode]], bool]:
         """Adds the items behind symbols that may be empty; an item at its end completes a node."""
         found, open_ = set(items), list(items)
         while open_:
             rule, dot, node = open_.pop()
             right = self._grammar.rules[rule][1]
-            more: Iterable[tuple[int, int, Node]] = ()
+            more: Iterable[tuple[int, int, SymbolNode]] = ()
             if dot == len(right):
                 ended, more = ended or node is self._root, node.waiters
             elif right[dot] in self._grammar.nullable:
@@ -162,8 +162,10 @@ class Quotients:
                     open_.append(item)
         return {item for item in found if item[1] < len(self._grammar.rules[item[0]][1])}, ended
 
-    def _made(self, closure: Closure, groups: list[list[Node]]) -> list[tuple[int, int, Node]]:
-        nodes = [Node(ends) for ends in closure.ends]
+    def _made(
+        self, closure: Closure, groups: list[list[SymbolNode]]
+    ) -> list[tuple[int, int, SymbolNode]]:
+        nodes = [SymbolNode(ends) for ends in closure.ends]
         for node, waiters in zip(nodes, closure.waiters, strict=True):
             for rule, dot, whose in waiters:
                 if whose >= 0:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 
-from shoal.constraints.syntax.layout import Layout
+from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.literals import can_close
 from shoal.errors import RequestError
 
@@ -47,7 +47,7 @@ def is_complete(source: str) -> bool:
     return _parsed.__wrapped__(source, 0) == "program"  # whole files are not kept
 
 
-def is_viable(layout: Layout) -> bool:
+def is_viable(layout: SourceLayout) -> bool:
     """Returns True if a text is the beginning of a Python program."""
     text = layout.text
     if layout.quote:

@@ -16,7 +16,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.split import split
 from shoal.models.cache.plan import Plan
 from shoal.native.build import SUFFIXES, library, missing
-from shoal.native.structs import Attention
+from shoal.native.structs import AttentionStruct
 
 MOST_COLUMNS = 64
 """The largest number of tokens per row that the kernel takes.
@@ -69,7 +69,7 @@ def native(inputs: AttentionInputs) -> Tensor:
         # Stand-ins that no row reads: every offset is 0.
         shared_key, shared_value = (key[0].transpose(0, 1), value[0].transpose(0, 1))
     shared_strides = (tensor.stride(i) for tensor in (shared_key, shared_value) for i in (0, 1))
-    attention = Attention(
+    attention = AttentionStruct(
         rows,
         heads,
         key.shape[1],
@@ -102,7 +102,7 @@ def native(inputs: AttentionInputs) -> Tensor:
     return out
 
 
-def attend(dtype: torch.dtype, attention: Attention) -> None:
+def attend(dtype: torch.dtype, attention: AttentionStruct) -> None:
     """Calls the kernel; raises MemoryError if there is no memory for the scores."""
     if getattr(library(), f"attend_{SUFFIXES[dtype]}")(ctypes.byref(attention)):
         raise MemoryError("no memory for the scores of attention")

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 Cells = list[int]
 
 
-class _Node:
+class _PrefixNode:
     """The tokens after those of its parent, and their cells."""
 
     __slots__ = ("cells", "children", "parent", "tokens")
 
-    def __init__(self, tokens: tuple[int, ...], cells: Cells, parent: _Node | None) -> None:
+    def __init__(self, tokens: tuple[int, ...], cells: Cells, parent: _PrefixNode | None) -> None:
         self.tokens, self.cells, self.parent = tokens, cells, parent
-        self.children: dict[int, _Node] = {}
+        self.children: dict[int, _PrefixNode] = {}
 
-    def path(self) -> Iterator[_Node]:
+    def path(self) -> Iterator[_PrefixNode]:
         """Yields this node and the nodes above it, without the root."""
         node = self
         while node.parent is not None:
@@ -45,8 +45,8 @@ class PrefixTree:
         self._free: Cells = []
         # Cells from `_begun` on were never taken, so that memory grows with the kept tokens.
         self._begun = 0
-        self._roots: dict[str, _Node] = {}
-        self._by_use: OrderedDict[_Node, None] = OrderedDict()
+        self._roots: dict[str, _PrefixNode] = {}
+        self._by_use: OrderedDict[_PrefixNode, None] = OrderedDict()
 
     @property
     def used(self) -> int:
@@ -56,7 +56,7 @@ class PrefixTree:
     def find(self, owner: str, tokens: Sequence[int]) -> Cells:
         """Returns the cells of the longest kept prefix of the tokens, and counts it as used."""
         cells: Cells = []
-        root = last = self._roots.get(owner, _Node((), [], None))
+        root = last = self._roots.get(owner, _PrefixNode((), [], None))
         for last, shared in self._walk(root, tokens):
             cells += last.cells[:shared]
         self._use(last)
@@ -69,7 +69,7 @@ class PrefixTree:
             The number of tokens that were kept before, and the cells of the tokens that follow; the
             caller fills them.
         """
-        root = node = self._roots.pop(owner, None) or _Node((), [], None)
+        root = node = self._roots.pop(owner, None) or _PrefixNode((), [], None)
         known = 0
         for found, shared in self._walk(node, tokens):
             known += shared
@@ -77,14 +77,14 @@ class PrefixTree:
         self._use(node)
         cells = self._take(min(len(tokens) - known, self.capacity - known), node)
         if cells:
-            added = _Node(tuple(tokens[known : known + len(cells)]), cells, node)
+            added = _PrefixNode(tuple(tokens[known : known + len(cells)]), cells, node)
             node.children[added.tokens[0]] = added
             self._use(added)
         if root.children:
             self._roots[owner] = root
         return known, cells
 
-    def _walk(self, node: _Node, tokens: Sequence[int]) -> Iterator[tuple[_Node, int]]:
+    def _walk(self, node: _PrefixNode, tokens: Sequence[int]) -> Iterator[tuple[_PrefixNode, int]]:
         """Yields the nodes along the tokens, and the number of each node's tokens that these share.
 
         All nodes but the last one share all their tokens.
@@ -98,21 +98,21 @@ class PrefixTree:
                 return
             node, at = child, at + shared
 
-    def _split(self, node: _Node, at: int) -> _Node:
+    def _split(self, node: _PrefixNode, at: int) -> _PrefixNode:
         """Parts a node after `at` of its tokens; returns the upper part."""
         assert node.parent is not None
-        upper = _Node(node.tokens[:at], node.cells[:at], node.parent)
+        upper = _PrefixNode(node.tokens[:at], node.cells[:at], node.parent)
         node.parent.children[upper.tokens[0]] = upper
         node.tokens, node.cells, node.parent = node.tokens[at:], node.cells[at:], upper
         upper.children[node.tokens[0]] = node
         return upper
 
-    def _use(self, node: _Node) -> None:
+    def _use(self, node: _PrefixNode) -> None:
         for each in node.path():
             self._by_use[each] = None
             self._by_use.move_to_end(each)
 
-    def _take(self, count: int, below: _Node) -> Cells:
+    def _take(self, count: int, below: _PrefixNode) -> Cells:
         """Returns `count` free cells, or fewer.
 
         Nodes are given up for them, but neither `below` nor a node above it.
@@ -128,7 +128,7 @@ class PrefixTree:
         start, self._begun = self._begun, self._begun + count - len(again)
         return [*again, *range(start, self._begun)]
 
-    def _give_up(self, leaf: _Node) -> None:
+    def _give_up(self, leaf: _PrefixNode) -> None:
         del self._by_use[leaf]
         self._free += leaf.cells
         parent = leaf.parent

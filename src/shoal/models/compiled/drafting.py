@@ -93,7 +93,7 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
     )
 
 
-class Drawn(NamedTuple):
+class StepResult(NamedTuple):
     """The result of a step.
 
     Where the logits are NaN or infinite the token is -1, and the confidence 0.
@@ -109,13 +109,13 @@ class Drawn(NamedTuple):
     confidence: Tensor
 
 
-class Result(NamedTuple):
-    """The computation of a step: the values of `Drawn`, and the logits and the tokens to feed next.
+class StepComputation(NamedTuple):
+    """The computation of a step: the values of `StepResult`, the logits, the tokens to feed next.
 
     Attributes:
-        q: as in `Drawn`; None if not asked for.
-        tokens: as in `Drawn`.
-        confidence: as in `Drawn`; None if not asked for.
+        q: as in `StepResult`; None if not asked for.
+        tokens: as in `StepResult`.
+        confidence: as in `StepResult`; None if not asked for.
         logits: the logits that the step draws from, [rows, vocab of the drafter].
         fed: the tokens to feed next, [rows]: ids of the drafter also where nothing can be drawn.
     """
@@ -136,7 +136,7 @@ def stepped(
     *,
     want_q: bool = True,
     want_confidence: bool = True,
-) -> Result:
+) -> StepComputation:
     """Computes a drafter's pass over a view, and draws a token of each row; a function of tensors.
 
     Args:
@@ -159,7 +159,7 @@ def stepped(
     known = logits.shape[-1]
     fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
     q, tokens = found.probs if want_q else None, torch.where(found.sound, drawn, -1)
-    return Result(q, tokens, confidence, logits, fed)
+    return StepComputation(q, tokens, confidence, logits, fed)
 
 
 def _distribution(
@@ -211,7 +211,7 @@ def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(sound[:, None], logits[:, : style.vocab_size], 0.0), best, sound
 
 
-def check(found: Result, right: Tensor, style: Style, temperature: Tensor) -> None:
+def check(found: StepComputation, right: Tensor, style: Style, temperature: Tensor) -> None:
     """Raises ArithmeticError if a first step's results are not those of an ordinary step.
 
     Args:
@@ -232,7 +232,7 @@ def check(found: Result, right: Tensor, style: Style, temperature: Tensor) -> No
 
 
 def feed(
-    found: Result, then: Block, *, same: bool, by_kernel: bool, kept: Tensor | None = None
+    found: StepComputation, then: Block, *, same: bool, by_kernel: bool, kept: Tensor | None = None
 ) -> None:
     """Puts the tokens that a step drew into the block of the next step.
 

@@ -12,7 +12,7 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.captures import Captures
-from shoal.models.compiled.drafting import Result, Style, feed, stepped
+from shoal.models.compiled.drafting import StepComputation, Style, feed, stepped
 from shoal.models.compiled.results import packed_results
 from shoal.models.compiled.transfer import Upload
 from shoal.models.compiled.view import View
@@ -73,7 +73,7 @@ class WrittenCells(NamedTuple):
     cells: Tensor
 
 
-class Model(NamedTuple):
+class RoundModel(NamedTuple):
     """One side of a round, the target or the drafter."""
 
     passes: Captures
@@ -95,7 +95,7 @@ class RoundFunctions:
             computed.
     """
 
-    def __init__(self, kind: Kind, target: Model, drafter: Model | None) -> None:
+    def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
         self.kind, self._target, self._drafter = kind, target, drafter
         rows, k, device = kind.rows, kind.k, target.passes.hf.device
         blocks = {"target": Bucket(rows, k + 1, kind.target_keys)}
@@ -114,7 +114,7 @@ class RoundFunctions:
         self.uniforms = self.inputs.reals("uniforms").view(rows, k + 1, kind.numbers)
         self.tokens = torch.zeros(rows, k + 1, dtype=torch.long, device=device)
         self.confidences = torch.zeros(k, rows, dtype=torch.float64, device=device)
-        self.steps: list[Result | None] = [None] * k
+        self.steps: list[StepComputation | None] = [None] * k
         known = target.passes.candidates.get(kind.style, kind.style.candidates)
         self._style = kind.style._replace(candidates=known)
         self._matches = bool(kind.style.greedy) and kind.rule.matches_greedy
@@ -273,7 +273,7 @@ class RoundFunctions:
         read = torch.arange(k + 1, device=drafts.device) <= verdict.accepted[:, None]
         return verdict, (enough.view(kind.rows, k + 1) | ~read).all(-1)
 
-    def _of_steps(self, count: int) -> list[Result]:
+    def _of_steps(self, count: int) -> list[StepComputation]:
         found = [step for step in self.steps[:count] if step is not None]
         assert len(found) == count
         return found
@@ -287,7 +287,7 @@ class RoundFunctions:
         return torch.promote_types(self._target.passes.hf.dtype, torch.float32)
 
 
-def _view(model: Model, bucket: Bucket, numbers: Tensor) -> View:
+def _view(model: RoundModel, bucket: Bucket, numbers: Tensor) -> View:
     cache = model.cache
     block = Block(bucket, (cache.slots - 1) * cache.capacity, model.passes.hf.device, numbers)
     return model.passes.view(block, cache)

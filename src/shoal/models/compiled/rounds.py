@@ -23,12 +23,18 @@ from torch import Tensor
 from shoal.models.compiled.executors import Run
 from shoal.models.compiled.replays import FirstReplays
 from shoal.models.compiled.results import Found, unpacked
-from shoal.models.compiled.round_functions import DRAFTING, VERIFYING, Kind, Model, RoundFunctions
+from shoal.models.compiled.round_functions import (
+    DRAFTING,
+    VERIFYING,
+    Kind,
+    RoundFunctions,
+    RoundModel,
+)
 from shoal.models.compiled.transfer import Download
 from shoal.models.device_time import Moments
 
 
-class Part(NamedTuple):
+class RoundPart(NamedTuple):
     """A function of a round.
 
     Attributes:
@@ -53,12 +59,12 @@ class CapturedRound:
         drafting: seconds of the drafter on the device in this round, as far as it was waited for.
     """
 
-    def __init__(self, kind: Kind, target: Model, drafter: Model | None) -> None:
+    def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
         self.kind, self.functions = kind, RoundFunctions(kind, target, drafter)
-        self.built: dict[Part, Run] = {}
+        self.built: dict[RoundPart, Run] = {}
         self._complete: set[int] = set()  # the arguments of `build` that nothing is lacking for
-        self._checked: set[Part] = set()
-        self._new: set[Part] = set()  # parts that were run in this round, and are not checked
+        self._checked: set[RoundPart] = set()
+        self._new: set[RoundPart] = set()  # parts that were run in this round, and are not checked
         self._passes, self._cache = target.passes, target.cache
         self._models = [model.passes for model in (target, drafter) if model is not None]
         self._score_bytes: int = target.passes.hf.dtype.itemsize
@@ -86,12 +92,12 @@ class CapturedRound:
             self._part(*part)
         return bool(lacking)
 
-    def lacking(self, drafts: int) -> list[Part]:
+    def lacking(self, drafts: int) -> list[RoundPart]:
         """Returns the parts that `build` has to build."""
         step = max(self.kind.piece, 1)
         widths = range(0 if self.kind.looks else drafts, drafts + 1, step)
-        parts = [Part("draft", first) for first in range(0, drafts, step)]
-        parts += [Part("verify", self.columns(width)) for width in widths]
+        parts = [RoundPart("draft", first) for first in range(0, drafts, step)]
+        parts += [RoundPart("verify", self.columns(width)) for width in widths]
         return [part for part in parts if part not in self.built]
 
     @property
@@ -139,7 +145,7 @@ class CapturedRound:
 
         After the build, the buffers hold the values of the round under way again.
         """
-        part, functions = Part(name, number), self.functions
+        part, functions = RoundPart(name, number), self.functions
         if part not in self.built:
             with self._passes.building(f"a round of {self.kind.rows} rows, {name} {number}"):
                 kept = [tensor.clone() for tensor in functions.state]
@@ -162,7 +168,7 @@ class CapturedRound:
         return partial(functions.verified if name == "verify" else functions.drafted, number)
 
     def _run(self, name: str, number: int) -> Any:
-        part = Part(name, number)
+        part = RoundPart(name, number)
         if part not in self._checked:
             self._new.add(part)
         return self.built[part]()
@@ -228,7 +234,7 @@ class CapturedRound:
 
     def _first_replays(self, name: str, numbers: Sequence[int]) -> FirstReplays | None:
         """Returns the buffers before parts run; None if no part is to be compared."""
-        new = any(Part(name, number) not in self._checked for number in numbers)
+        new = any(RoundPart(name, number) not in self._checked for number in numbers)
         if not (new and self._passes.replays):
             return None
         functions = self.functions

@@ -6,7 +6,7 @@ A pass is one call of C, or goes layer by layer.
 from __future__ import annotations
 
 from shoal.models.attention.native import MOST_COLUMNS, takes
-from shoal.models.executors.protocol import Batch, Output
+from shoal.models.executors.protocol import PassBatch, PassOutput
 from shoal.models.lean.forward import LeanPass
 
 REPLACED = "weights or layers of the model were replaced by others"
@@ -21,7 +21,7 @@ class CDecoder:
     def __init__(self, lean: LeanPass) -> None:
         self._lean = lean
 
-    def refuses(self, batch: Batch) -> str | None:
+    def refuses(self, batch: PassBatch) -> str | None:
         """Returns the reason why C does not compute the batch, or None.
 
         Reasons are packed weights of another form, hidden states, or too many tokens a row.
@@ -36,7 +36,7 @@ class CDecoder:
             return f"{batch.plan.q} tokens of a row in one pass, and it takes {MOST_COLUMNS}"
         return None
 
-    def __call__(self, batch: Batch) -> Output:
+    def __call__(self, batch: PassBatch) -> PassOutput:
         """Computes a pass.
 
         Raises:
@@ -46,7 +46,7 @@ class CDecoder:
         whole = self._lean.whole
         assert whole is not None
         logits = whole(batch.plan, batch.tokens, batch.cache, batch.want_logits, batch.vectors)
-        return Output(logits, None, self.name)
+        return PassOutput(logits, None, self.name)
 
 
 class LayerLoop:
@@ -57,11 +57,11 @@ class LayerLoop:
     def __init__(self, lean: LeanPass) -> None:
         self._lean = lean
 
-    def refuses(self, batch: Batch) -> str | None:
+    def refuses(self, batch: PassBatch) -> str | None:
         """Returns the reason: the weights were replaced; or None."""
         return REPLACED if self._lean.decoder.stale else None
 
-    def __call__(self, batch: Batch) -> Output:
+    def __call__(self, batch: PassBatch) -> PassOutput:
         """Computes a pass."""
         logits, hidden = self._lean(
             batch.plan,
@@ -72,4 +72,4 @@ class LayerLoop:
             batch.hidden_layers,
             batch.vectors,
         )
-        return Output(logits, None if hidden is None else batch.plan.unpack(hidden), self.name)
+        return PassOutput(logits, None if hidden is None else batch.plan.unpack(hidden), self.name)

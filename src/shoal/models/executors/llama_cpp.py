@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.errors import InternalError, ModelError, OutOfMemory
 from shoal.models.cache import Plan
-from shoal.models.executors.protocol import Batch, Output
+from shoal.models.executors.protocol import PassBatch, PassOutput
 from shoal.models.gguf.library import complaint, library
 from shoal.models.gguf.model import GgufModel
 from shoal.models.gguf.sequences import PASS_TOKENS, Feed, Sequences
@@ -32,7 +32,7 @@ class LlamaCpp:
         self._model = model
         self._feed = Feed()
 
-    def refuses(self, batch: Batch) -> str | None:
+    def refuses(self, batch: PassBatch) -> str | None:
         """Returns the reason why llama.cpp does not compute the batch, or None.
 
         Reasons are draft trees, hidden states and vectors.
@@ -41,7 +41,7 @@ class LlamaCpp:
             return "llama.cpp takes chains of tokens, no draft trees"
         return batch.reads_model
 
-    def __call__(self, batch: Batch) -> Output:
+    def __call__(self, batch: PassBatch) -> PassOutput:
         """Computes a pass.
 
         Raises:
@@ -67,7 +67,7 @@ class LlamaCpp:
             )
             if batch.want_logits:
                 _read_logits(cache, logits[part])
-        return Output(_by_row(plan, logits) if batch.want_logits else logits, None, self.name)
+        return PassOutput(_by_row(plan, logits) if batch.want_logits else logits, None, self.name)
 
     def _decode(self, cache: Sequences, batch: ctypes.Structure) -> None:
         code = library().llama_decode(cache.context, batch)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from shoal.models.bridge import Bridge
-from shoal.models.executors.protocol import Batch, Output
+from shoal.models.executors.protocol import PassBatch, PassOutput
 from shoal.models.lean.forward import known_tokens
 
 MODULES = "modules"
@@ -29,10 +29,10 @@ class Modules:
     ) -> None:
         self._bridge, self._known_ids, self.forward_context = bridge, known_ids, forward_context
 
-    def refuses(self, batch: Batch) -> None:
+    def refuses(self, batch: PassBatch) -> None:
         """Returns None: the modules compute every batch."""
 
-    def __call__(self, batch: Batch) -> Output:
+    def __call__(self, batch: PassBatch) -> PassOutput:
         """Computes a pass.
 
         Raises:
@@ -49,4 +49,4 @@ class Modules:
             batch.vectors,
         )
         hidden = None if hidden is None else plan.unpack(hidden)
-        return Output(plan.unpack(logits) if batch.want_logits else logits, hidden, self.name)
+        return PassOutput(plan.unpack(logits) if batch.want_logits else logits, hidden, self.name)

@@ -13,7 +13,7 @@ from shoal.models.cache import Plan, SlotCache
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PassBatch:
     """The input of one pass.
 
     Attributes:
@@ -44,14 +44,14 @@ class Batch:
         return None if self.vectors is None else "a drafter feeds vectors"
 
 
-class Output(NamedTuple):
+class PassOutput(NamedTuple):
     """The result of a pass.
 
     Attributes:
         logits: [rows, q, vocab]; columns beyond a row's count are meaningless. Without
-            `Batch.want_logits`, any tensor.
-        hidden: the hidden states of `Batch.hidden_layers` side by side, [rows, q, layers * width],
-            or None.
+            `PassBatch.want_logits`, any tensor.
+        hidden: the hidden states of `PassBatch.hidden_layers` side by side, or None,
+            [rows, q, layers * width].
         executor: the name of the executor that computed the pass.
     """
 
@@ -67,10 +67,10 @@ class Executor(Protocol):
     def name(self) -> str:
         """The word for the executor in reports and counts."""
 
-    def refuses(self, batch: Batch) -> str | None:
+    def refuses(self, batch: PassBatch) -> str | None:
         """Returns the reason why the executor does not compute this batch, or None if it does."""
 
-    def __call__(self, batch: Batch) -> Output:
+    def __call__(self, batch: PassBatch) -> PassOutput:
         """Computes a batch that it does not refuse."""
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.models.bridge import Bridge
 from shoal.models.compiled.failures import require_device, words_of
 from shoal.models.executors.lean import REPLACED
-from shoal.models.executors.protocol import Batch, Executor, Output
+from shoal.models.executors.protocol import Executor, PassBatch, PassOutput
 from shoal.models.lean.forward import known_tokens
 from shoal.models.out_of_memory import is_out_of_memory
 
@@ -38,7 +38,7 @@ class TritonLayers:
         self._bridge, self._known_ids = bridge, known_ids
         self._otherwise, self._absent = otherwise, absent
 
-    def refuses(self, batch: Batch) -> str | None:
+    def refuses(self, batch: PassBatch) -> str | None:
         """Returns the reason why the layers do not compute the batch, or None.
 
         Reasons are inputs and outputs that the layers do not have, and replaced weights.
@@ -48,10 +48,10 @@ class TritonLayers:
             return batch.reads_model or "the model has none"
         return REPLACED if layers.stale else None
 
-    def __call__(self, batch: Batch) -> Output:
+    def __call__(self, batch: PassBatch) -> PassOutput:
         """Computes a pass."""
         try:
-            return Output(self._logits(batch), None, self.name)
+            return PassOutput(self._logits(batch), None, self.name)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -65,7 +65,7 @@ class TritonLayers:
         )
         return self._otherwise(batch)
 
-    def _logits(self, batch: Batch) -> Tensor:
+    def _logits(self, batch: PassBatch) -> Tensor:
         layers, plan = self._bridge.layers, batch.plan
         assert layers is not None
         tokens = plan.pack(known_tokens(plan, batch.tokens, self._known_ids))

@@ -14,7 +14,7 @@ from shoal.models.gguf.sequences import RowState, Sequences
 from shoal.types.prefix import Prefix
 
 
-class _Row(NamedTuple):
+class _KeptRow(NamedTuple):
     """A kept row.
 
     Attributes:
@@ -42,7 +42,7 @@ class KeptSequences(KeptPrefixes):
     def __init__(self, capacity: int, window: int) -> None:
         super().__init__(capacity)
         self._capacity, self._window = capacity, window
-        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        self._rows: OrderedDict[int, _KeptRow] = OrderedDict()
         self._number = 0
 
     @property
@@ -79,7 +79,7 @@ class KeptSequences(KeptPrefixes):
         if count and count == len(self._rows[number].tokens):  # that row begins this one
             del self._rows[number]
         self._number += 1
-        self._rows[self._number] = _Row(owner, np.array(tokens), cache.state_of(slot))
+        self._rows[self._number] = _KeptRow(owner, np.array(tokens), cache.state_of(slot))
         while sum(row.state.length for row in self._rows.values()) > self._capacity:
             self._rows.popitem(last=False)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.compiled.drafting import Drawn
+from shoal.models.compiled.drafting import StepResult
 from shoal.models.lean.whole import WholePass, require_done
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import DraftStep, Draws
+from shoal.native.structs import DraftStepStruct, DrawsStruct
 from shoal.sampling.native import block_of, settings_of
 
 
@@ -80,15 +80,15 @@ class LeanSteps:
         addresses = (
             None if tensor is None else tensor.data_ptr() for tensor in (self._highest, self._q)
         )
-        draws = Draws(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
-        self._step = DraftStep(
+        draws = DrawsStruct(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
+        self._step = DraftStepStruct(
             work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions
         )
         self._held = work.held, work.bounds, drawn_from  # the step has their addresses
         self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
         self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0
 
-    def __call__(self) -> Drawn | None:
+    def __call__(self) -> StepResult | None:
         """Computes the next step; returns None if a row has no distribution. Raises MemoryError."""
         result = self._draft(ctypes.byref(self._step))
         require_done(max(0, -result))
@@ -99,4 +99,4 @@ class LeanSteps:
             return None
         j, self._done = self._done, self._done + 1
         confidence = self._probs if self._highest is None else self._highest
-        return Drawn(None if self._q is None else self._q[j], self._tokens[j], confidence[j])
+        return StepResult(None if self._q is None else self._q[j], self._tokens[j], confidence[j])

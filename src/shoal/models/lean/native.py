@@ -16,7 +16,7 @@ from shoal.models.attention.native import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.decoder import Angles, Decoder, Norm
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import Attention, Heads
+from shoal.native.structs import AttentionStruct, HeadsStruct
 
 
 class NativeKernels:
@@ -74,9 +74,9 @@ class NativePass:
             self._attention = self._attention_of(plan, cache)
             self._attention_at = ctypes.byref(self._attention)
 
-    def _heads_of(self, plan: Plan, cache: SlotCache) -> Heads:
+    def _heads_of(self, plan: Plan, cache: SlotCache) -> HeadsStruct:
         decoder = self._kernels.decoder
-        return Heads(
+        return HeadsStruct(
             len(self._positions),
             decoder.heads,
             decoder.kv_heads,
@@ -90,7 +90,7 @@ class NativePass:
             cache.written.data_ptr(),
         )
 
-    def _attention_of(self, plan: Plan, cache: SlotCache) -> Attention:
+    def _attention_of(self, plan: Plan, cache: SlotCache) -> AttentionStruct:
         """Makes the struct of attention, without the addresses of a layer's tensors."""
         decoder = self._kernels.decoder
         heads, kv_heads, dim = decoder.heads, decoder.kv_heads, decoder.dim
@@ -100,7 +100,7 @@ class NativePass:
             np.array(plan.slots or [0]) * (cache.capacity * token),
         )
         firsts, slots = (starts.ctypes.data for starts in self._row_starts)
-        return Attention(
+        return AttentionStruct(
             plan.rows,
             heads,
             kv_heads,

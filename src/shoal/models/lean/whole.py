@@ -18,7 +18,7 @@ from shoal.models.weights.groups import GroupMatrix
 from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import Layer, Model, Norm, Pass, Weights
+from shoal.native.structs import LayerStruct, ModelStruct, NormStruct, PassStruct, WeightsStruct
 
 
 def whole_pass(decoder: Decoder, angles: Angles) -> tuple[WholePass | None, str]:
@@ -113,7 +113,7 @@ class WholePass:
             if vectors is None
             else (len(vectors), ids.data_ptr(), vectors.data_ptr())
         )
-        pass_ = Pass(
+        pass_ = PassStruct(
             self._model_at,
             stores.buffer_info()[0],
             count,
@@ -143,7 +143,7 @@ class Prepared(NamedTuple):
         held: the objects that must live until the pass is computed.
     """
 
-    pass_: Pass
+    pass_: PassStruct
     bounds: array[int]
     held: Any
 
@@ -199,13 +199,13 @@ class _Structs:
         self.held: list[Tensor] = []
         self._dtype = dtype
 
-    def model(self, decoder: Decoder, angles: Angles) -> Model:
+    def model(self, decoder: Decoder, angles: Angles) -> ModelStruct:
         if decoder.activation != "silu":
             raise _Unfit(f"its gate is {decoder.activation}, and the kernel has silu")
         if len({layer.gate.shape for layer in decoder.layers}) > 1:
             raise _Unfit("its layers are of several sizes")
-        layers = (Layer * len(decoder.layers))(*map(self._layer, decoder.layers))
-        return Model(
+        layers = (LayerStruct * len(decoder.layers))(*map(self._layer, decoder.layers))
+        return ModelStruct(
             len(layers),
             decoder.heads,
             decoder.kv_heads,
@@ -220,8 +220,8 @@ class _Structs:
             self._weights(decoder.head),
         )
 
-    def _layer(self, layer: DecoderLayer) -> Layer:
-        return Layer(
+    def _layer(self, layer: DecoderLayer) -> LayerStruct:
+        return LayerStruct(
             *map(self._weights, (layer.states, layer.out, layer.gate, layer.up, layer.down)),
             *map(
                 self._norm, (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
@@ -229,7 +229,7 @@ class _Structs:
             layer.window or 0,
         )
 
-    def _weights(self, matrix: Matrix) -> Weights:
+    def _weights(self, matrix: Matrix) -> WeightsStruct:
         if not isinstance(matrix, PanelMatrix | Int8PanelMatrix | GroupMatrix) or not matrix.whole:
             raise _Unfit("its weights are not packed in panels")
         bias = None if matrix.bias is None else self._address(matrix.bias)
@@ -242,10 +242,10 @@ class _Structs:
         if isinstance(matrix, GroupMatrix):
             form, exact = matrix.kernel_form, matrix.exact
         outputs, width = matrix.shape
-        return Weights(width, outputs, form, exact, weight=weight, bias=bias, scales=scales)
+        return WeightsStruct(width, outputs, form, exact, weight=weight, bias=bias, scales=scales)
 
-    def _norm(self, norm: decoders.Norm | None) -> Norm:
-        return Norm() if norm is None else Norm(self._address(norm.weight), norm.eps)
+    def _norm(self, norm: decoders.Norm | None) -> NormStruct:
+        return NormStruct() if norm is None else NormStruct(self._address(norm.weight), norm.eps)
 
     def _address(self, tensor: Tensor, dtype: torch.dtype | None = None) -> int:
         if not tensor.is_contiguous():

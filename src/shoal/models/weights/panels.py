@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products
 from shoal.models.weights.pages import empty
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import Product
+from shoal.native.structs import ProductStruct
 
 PANEL = 16
 """The number of outputs of a panel."""
@@ -144,7 +144,7 @@ class Panels:
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in read)
         kernel: Any = getattr(library(), f"product_{SUFFIXES[rows.dtype]}")
         numbers = len(rows), self.width, outputs, kind, torch.get_num_threads()
-        if kernel(ctypes.byref(Product(*numbers, self.form, self.exact, *addresses))):
+        if kernel(ctypes.byref(ProductStruct(*numbers, self.form, self.exact, *addresses))):
             raise MemoryError("no memory for the features of a product")
         return y.view(*x.shape[:-1], outputs)
 

@@ -22,8 +22,7 @@ from common import arguments, deliver, device_or_exit, microseconds
 from shoal.bench.roofline import ceilings
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
-from shoal.models.attention.methods import METHODS
-from shoal.models.attention.reference import reference
+from shoal.models.attention.methods import METHODS, reference
 from shoal.models.cache import Plan
 from shoal.types.prefix import Prefix
 

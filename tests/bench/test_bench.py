@@ -1,7 +1,7 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
 Tests of: bench.runner, bench.methods, bench.imposed, bench.report, bench.tables, bench.shapes, bench.work,
-bench.roofline, bench.memory, bench.job, cli.bench.
+bench.roofline, bench.runner, bench.job, cli.bench.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from shoal.bench import methods, quiet, shapes, tables
 from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
-from shoal.bench.memory import peak_tensor_bytes
 from shoal.bench.report import Report, ReportLine, Spread, line
 from shoal.bench.roofline import Load, rates
-from shoal.bench.runner import BenchmarkRunner
+from shoal.bench.runner import BenchmarkRunner, peak_tensor_bytes
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.errors import InternalError

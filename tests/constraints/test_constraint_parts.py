@@ -25,7 +25,7 @@ from shoal.constraints.grammar import GrammarConstraint, TextState
 from shoal.constraints.json_schemas import ESCAPES, WHITESPACE, numbers, prepared
 from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.constraints.syntax.places import end_places
+from shoal.constraints.syntax.endings import end_places
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece
 from shoal.constraints.unique_items import with_orders

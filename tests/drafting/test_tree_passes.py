@@ -1,6 +1,6 @@
 """Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass.
 
-Tests of: models.cache.moves, models.cache.slots, models.cache.tree,
+Tests of: models.cache.layer, models.cache.slots, models.cache.tree,
 models.cache.plan, models.attention.masks.
 """
 

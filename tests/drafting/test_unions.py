@@ -39,8 +39,7 @@ from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
-from shoal.types.siblings import Siblings
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Siblings
 from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing
 from tree_runs import run
 

@@ -17,8 +17,7 @@ from shoal.sampling.acceptance.recursive import accept_recursively
 from shoal.sampling.acceptance.tree_walk import Choice
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
-from shoal.types.siblings import Siblings
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.trees import DraftTree, Positions, Siblings
 
 EXACT = 1e-12
 HORIZON = 3

@@ -1,6 +1,6 @@
 """`lookahead="auto"` prices draft trees by their nodes: trees are drafted where their columns pay, and left where they do not.
 
-Tests of: lookahead.tree_sizes, lookahead.auto, lookahead.plan, lookahead.costs.
+Tests of: lookahead.auto, lookahead.plan, lookahead.costs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead import auto
 from shoal.lookahead.controller import Auto
-from shoal.lookahead.costs import PairCosts
+from shoal.lookahead.costs import PairCosts, TreeSizes
 from shoal.lookahead.plan import best_plan
-from shoal.lookahead.tree_sizes import TreeSizes
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import runner

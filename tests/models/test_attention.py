@@ -1,7 +1,7 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
 Tests of: models.attention.bifurcated, models.attention.pad,
-models.attention.reference, models.attention.split, models.bridge, models.attention.masks.
+models.attention.methods, models.attention.pad, models.bridge, models.attention.masks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from shoal.models import bridge
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
-from shoal.models.attention.methods import METHODS
-from shoal.models.attention.reference import reference
+from shoal.models.attention.methods import METHODS, reference
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
 from shoal.types.prefix import Prefix
 
-split_module = importlib.import_module("shoal.models.attention.split")  # the name in the package is the function
+split_module = importlib.import_module("shoal.models.attention.pad")  # the name in the package is the function
 
 
 WAYS = METHODS

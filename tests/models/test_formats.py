@@ -20,7 +20,7 @@ from by_pairs import by_pairs
 from shoal.cli import check_model
 from shoal.models import formats, loading, quantize, weights
 from shoal.models.formats import WIDE, Cpu, _name, number_format
-from shoal.native import processor
+from shoal.native import build
 from shoal.testing import save_pair, tiny_model
 
 PLAIN, AMX, AVX, ARM = Cpu(), Cpu.of({"amx_bf16"}), Cpu.of({"avx512_bf16", "avx2"}), Cpu.of({"bf16", "neon"})
@@ -86,13 +86,13 @@ def test_flags_come_from_torch_or_from_linux_or_are_none(tmp_path: Path, monkeyp
     monkeypatch.setattr(
         torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": False, "num_sockets": 1}, raising=False
     )
-    assert processor.cpu_flags() == {"avx2"}
+    assert build.cpu_flags() == {"avx2"}
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # torch 2.6 has none
     file = tmp_path / "cpuinfo"
-    assert processor.cpu_flags(file) == set()
+    assert build.cpu_flags(file) == set()
     file.write_text("processor : 0\nflags\t\t: fpu avx512_bf16\n\nFeatures : asimd BF16\n")
-    assert {"avx512_bf16", "bf16"} <= processor.cpu_flags(file)
-    assert "processor" not in processor.cpu_flags(file)
+    assert {"avx512_bf16", "bf16"} <= build.cpu_flags(file)
+    assert "processor" not in build.cpu_flags(file)
 
 
 def test_this_machine_says_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The results of a benchmark.
 
-There is one `ReportLine` per case and setting, and a `Report` that goes to a JSON file and comes back the
-same.
+There is one `ReportLine` per case and setting, and a `Report` that goes to a JSON file and comes
+back the same.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ passes over all cases. *check* compares greedy speculation with greedy plain dec
 size, layout, draft length and number format that will be timed; in float32 a difference raises.
 *warm_up* runs every method once, finds the methods that are not available here, and counts peak
 memory. *measure* makes the repeats; the methods take turns, every other turn in reverse order.
+
+The peak memory of tensors is counted. It is not guessed from the process size, which holds Python,
+torch and its code pages.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from shoal.api import Shoal
 from shoal.bench.identity import IdentityCheck
@@ -26,7 +30,6 @@ from shoal.bench.imposed import imposing
 from shoal.bench.job import Job
 from shoal.bench.machine import machine
 from shoal.bench.measure import in_turns
-from shoal.bench.memory import peak_device_bytes, peak_tensor_bytes
 from shoal.bench.methods import PLAIN, Method, baseline_method, shoal_method
 from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report, ReportLine, line
@@ -36,6 +39,33 @@ from shoal.errors import InternalError, RequestError
 from shoal.models.load_report import described
 from shoal.models.loading import bundled
 from shoal.models.runner import Runner
+
+
+def peak_tensor_bytes(work: Callable[[], object]) -> int:
+    """Counts, on a CPU, the most bytes of tensors alive at once that `work` allocated.
+
+    `work` is run under the profiler.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    alive = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+def peak_device_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Returns, on CUDA, the most bytes that torch held during `work`.
+
+    They include all that was there before: weights, captured graphs.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device)
+
 
 EXACT = (torch.float32, torch.float64)
 COUNTED_TOKENS = (

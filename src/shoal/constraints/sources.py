@@ -1,4 +1,4 @@
-"""Grammars as llguidance reads them, and a check that needs no tokenizer. Without torch."""
+"""Grammars as llguidance reads them, that library, and a check without tokenizer or torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,34 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.json_schemas import prepared
-from shoal.constraints.library import llguidance_or_refuse
 from shoal.errors import RequestError
+
+
+def llguidance_or_refuse() -> Any:
+    """Returns the library. Raises RequestError: it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError("grammars need llguidance: pip install '.[grammar]'") from error
+    return llguidance
+
+
+def as_lark(text: str) -> str:
+    """Returns a grammar in Lark's syntax; a GBNF grammar (llama.cpp's, with `::=`) is converted.
+
+    Raises:
+        RequestError: it has `::=` and is no GBNF, or llguidance is not installed.
+    """
+    if "::=" not in text:
+        return text
+    llguidance_or_refuse()
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # whatever it meets in a text that is no grammar
+        raise RequestError(f"the grammar is no GBNF: {error!s:.300}") from error
+
 
 STACK = 2**28
 """The bytes of stack of the thread that compiles. llguidance recurses into rules, at some 3 KB each

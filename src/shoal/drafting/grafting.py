@@ -21,8 +21,7 @@ import torch
 from shoal.config import MOST_NODES
 from shoal.drafting.paths import CHOICES
 from shoal.drafting.text import Guess
-from shoal.types.siblings import Siblings
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Siblings
 
 
 def grafted(own: DraftTree, guesses: Sequence[Guess], steps: int) -> DraftTree:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from shoal.drafting.protocol import DraftInputs
 from shoal.sampling.uniforms import tree_uniforms
-from shoal.types.siblings import Siblings
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Siblings
 
 
 @dataclass(eq=False)
@@ -75,7 +74,7 @@ class Shape(Protocol):
 
     Attributes:
         nodes: the number of nodes of a row's tree.
-        independent: True if children are drawn from q itself, see `shoal.types.siblings`.
+        independent: True if children are drawn from q itself, see `shoal.types.trees`.
     """
 
     nodes: int

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shoal.native.processor import cpu_flags
+from shoal.native.build import cpu_flags
 
 WIDE = 1024
 """The least hidden size for bfloat16 on a CPU.

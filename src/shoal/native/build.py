@@ -27,7 +27,6 @@ from pathlib import Path
 import torch
 
 from shoal.durable import cache_folder
-from shoal.native.processor import instructions
 from shoal.native.structs import (
     AttentionStruct,
     DraftStepStruct,
@@ -37,6 +36,40 @@ from shoal.native.structs import (
     ProductStruct,
     VerdictsStruct,
 )
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Returns the CPU flags in lower case.
+
+    The flags are torch's own where this version can tell them, else those that Linux lists, else
+    none.
+    """
+    query = getattr(torch.cpu, "get_capabilities", None)
+    if query is not None:
+        return {name for name, value in query().items() if value is True}
+    return _listed(cpuinfo)
+
+
+def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Returns all instructions that torch or Linux know of the processor, spelt alike.
+
+    A compiler may use instructions that one of the two leaves out.
+    """
+    return frozenset(flag.replace("_", "") for flag in cpu_flags(cpuinfo) | _listed(cpuinfo))
+
+
+def _listed(cpuinfo: Path) -> set[str]:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {
+        flag
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for flag in line.lower().split()
+    }
+
 
 FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast")  # fmt: skip

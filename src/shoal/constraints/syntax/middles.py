@@ -18,8 +18,8 @@ from typing import Any
 
 from shoal.constraints.check import Cutting
 from shoal.constraints.syntax.behind import Behind
+from shoal.constraints.syntax.endings import end_places
 from shoal.constraints.syntax.grammars import SymbolGrammar, read_grammar
-from shoal.constraints.syntax.places import end_places
 from shoal.constraints.syntax.quotients import Column, Quotients
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError

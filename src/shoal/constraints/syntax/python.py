@@ -13,9 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from shoal.constraints.check import Cutting
-from shoal.constraints.syntax.endings import ends_program
+from shoal.constraints.syntax.endings import end_places, ends_program
 from shoal.constraints.syntax.layout import SourceLayout
-from shoal.constraints.syntax.places import end_places
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError

@@ -11,6 +11,8 @@ strict      bits that depend on the query's own row only; CPU (`shoal.models.str
 bifurcated  tails padded, each shared prompt once for all its rows; pad and split call it where
             prompts are shared
 auto        fused where it runs on CUDA; on a CPU native where there is a C compiler; else pad
+
+The reference is slow, in float32 at least.
 """
 
 from __future__ import annotations
@@ -26,10 +28,37 @@ from shoal.models.attention.fused import available, fused
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.native import available as native_available
 from shoal.models.attention.native import native
-from shoal.models.attention.pad import pad
-from shoal.models.attention.reference import reference
-from shoal.models.attention.split import split
+from shoal.models.attention.pad import pad, split
 from shoal.models.attention.strict import KV_BLOCK, strict
+
+
+def reference(inputs: AttentionInputs) -> Tensor:
+    """Computes softmax(q k^T * scale + mask) v row by row.
+
+    Returns:
+        [rows, q, heads, value dim] in the query's dtype.
+    """
+    inputs = inputs.repeated()
+    query, key, value = (
+        t.to(torch.promote_types(t.dtype, torch.float32))
+        for t in (inputs.query, inputs.key, inputs.value)
+    )
+    visible = inputs.masks.visible(inputs.window)
+    rows = []
+    for b in range(query.shape[0]):
+        k = key[b].repeat_interleave(inputs.group, dim=0)  # [heads, kv, dim]
+        v = value[b].repeat_interleave(inputs.group, dim=0)
+        scores = query[b] @ k.transpose(-1, -2) * inputs.scale  # [heads, q, kv]
+        if inputs.softcap is not None:
+            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+        scores = scores.masked_fill(~visible[b], -torch.inf)
+        if inputs.sinks is not None:
+            sink = inputs.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : k.shape[1]]
+        rows.append((weights @ v).transpose(0, 1))
+    return torch.stack(rows).to(inputs.query.dtype)
+
 
 Method = Callable[[AttentionInputs], Tensor]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.cache.moves import Moves
+from shoal.models.cache.layer import Moves
 from shoal.models.cache.prefix_tree import PrefixTree
 from shoal.models.cache.slots import SlotCache
 from shoal.types.prefix import Prefix

@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from shoal.errors import InternalError
-from shoal.models.cache.layer import Layer, allocated
-from shoal.models.cache.moves import Moves
+from shoal.models.cache.layer import Layer, Moves, allocated
 from shoal.models.cache.plan import Plan
 from shoal.types.prefix import Prefix
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models.weights.fusing import starts
-from shoal.models.weights.matrix import PACKED, Matrix
-from shoal.models.weights.pages import empty
+from shoal.models.weights.matrix import PACKED, Matrix, empty
 from shoal.models.weights.panels import PANEL, Panels, filled_up, products
 from shoal.native.build import SUFFIXES
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products
-from shoal.models.weights.pages import empty
+from shoal.models.weights.matrix import ACTIVATIONS, PACKED, Matrix, Products, empty
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import ProductStruct
 

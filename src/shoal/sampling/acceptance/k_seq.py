@@ -1,7 +1,7 @@
 """The rule k-SEQ, for candidates drawn independently of each other.
 
 After SpecTr: Sun et al. 2023, arXiv 2310.15141. The rule takes trees whose q is known
-(`shoal.types.siblings`) made of k sequences drawn independently. The number of sequences that agree
+(`shoal.types.trees`) made of k sequences drawn independently. The number of sequences that agree
 with the accepted tokens so far changes from position to position. For a single sequence it is
 rejection sampling as of a chain.
 """

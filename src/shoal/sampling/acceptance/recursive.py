@@ -1,7 +1,7 @@
 """Recursive rejection sampling, for siblings drawn without replacement.
 
 After RSD: Jeon et al. 2024, arXiv 2402.14160. The rule takes trees whose q is known
-(`shoal.types.siblings`), each sibling drawn from the rest of q without its elders: RSD-C, RSD-S,
+(`shoal.types.trees`), each sibling drawn from the rest of q without its elders: RSD-C, RSD-S,
 DySpec. For an only child it is rejection sampling as of a chain.
 """
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from shoal.sampling.drawing import draw
 from shoal.sampling.scores import Scores
 from shoal.types.rounds import Verdict
-from shoal.types.siblings import Siblings
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Siblings
 
 Choice = Callable[..., tuple[Tensor, Tensor]]
 """A function that decides at one column of each row.

@@ -27,7 +27,7 @@ BOUNDS = {
     "packed statements": 7,
     "functions of many parameters": 28,
     "classes of many members": 13,
-    "calls of many positions": 72,
+    "calls of many positions": 38,
     "class names used twice": 5,
     "module names used twice": 39,
     "docstrings without a subject": 0,

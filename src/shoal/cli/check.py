@@ -150,7 +150,15 @@ def checks_of(
     if model is None:
         return
     sets = prompt_sets(given, model.tokenizer, source.model is None)
-    case = CheckCase(model, sets, measuring.n, measuring.max_new_tokens, measuring.k, repeats, say)
+    case = CheckCase(
+        model,
+        sets,
+        measuring.n,
+        max_new_tokens=measuring.max_new_tokens,
+        k=measuring.k,
+        repeats=repeats,
+        say=say,
+    )
     yield from check_model.turn_end(model)
     yield check_model.self_check(model.target, "target")
     yield check_model.family(model.target, model.drafter_name)

@@ -187,7 +187,15 @@ class CheckCase:
                     run = method.run(work)
                     seconds[method.name] += run.seconds
                     committed[method.name] += run.committed
-        return Measured(k, len(works), self.n, tokens, seconds, committed, unavailable)
+        return Measured(
+            k,
+            len(works),
+            self.n,
+            tokens=tokens,
+            seconds=seconds,
+            committed=committed,
+            unavailable=unavailable,
+        )
 
 
 def _refusal(method: Method, work: Any) -> str | None:

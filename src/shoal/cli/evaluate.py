@@ -172,7 +172,15 @@ def evaluate(
     if chosen.set_ == "jsonschema":
         return _evaluate_schemas(chosen, sampling, speculation, source, output)
     if chosen.cut is not None:
-        return _evaluate_cuts(chosen, chosen.cut, sampling, speculation, source, programs, output)
+        return _evaluate_cuts(
+            chosen,
+            chosen.cut,
+            sampling,
+            speculation=speculation,
+            source=source,
+            programs=programs,
+            output=output,
+        )
     budgets = parse_budgets(sampling.time_budget)
     eval_set = chosen.read()  # before torch is imported, which takes seconds
     exports = read_exports(output.export or (), eval_set)

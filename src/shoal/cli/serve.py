@@ -289,19 +289,19 @@ def serve(
             machines.replicas,
             machines.max_replicas or machines.replicas,
             machines.target_requests,
-            limits.queue + most_rows(source.max_batch),
-            limits.drain,
-            machines.upscale_delay,
-            machines.downscale_delay,
+            open=limits.queue + most_rows(source.max_batch),
+            drain=limits.drain,
+            up_after=machines.upscale_delay,
+            down_after=machines.downscale_delay,
         )
         cluster.run(
             served,
             address.host,
             address.port,
-            replicas,
-            cluster.Share(machines.cpus, machines.gpus),
-            ready,
-            cluster.LogConfig(output.log_level, output.log_format),
+            replicas=replicas,
+            share=cluster.Share(machines.cpus, machines.gpus),
+            ready=ready,
+            log=cluster.LogConfig(output.log_level, output.log_format),
         )
         return
     if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
@@ -316,11 +316,11 @@ def serve(
         run.run(
             app,
             listening,
-            limits.drain,
-            output.log_level,
-            partial(ready, listening.getsockname()[1]),
-            encryption,
-            output.log_format,
+            drain=limits.drain,
+            log_level=output.log_level,
+            ready=partial(ready, listening.getsockname()[1]),
+            tls=encryption,
+            log_format=output.log_format,
         )
 
 

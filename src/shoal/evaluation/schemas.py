@@ -161,10 +161,10 @@ def tried(
             one.name,
             one.group,
             "",
-            verdicts,
-            sum(len(s.token_ids) for s in samples),
-            seconds,
-            masks,
+            verdicts=verdicts,
+            tokens=sum(len(s.token_ids) for s in samples),
+            compile_seconds=seconds,
+            mask_seconds=masks,
         )
 
 

@@ -152,7 +152,7 @@ class Acceptance:
         expected = _shifted(self._confidences.rates()[bins], self._offsets(rows))
         seen = np.isfinite(confidence)
         known = seen[lines, columns]
-        self._learn_rows(rows, expected, hits, lines, columns, ages, known)
+        self._learn_rows(rows, expected, hits, lines=lines, columns=columns, ages=ages, known=known)
         self._confidences.add(
             bins[lines, columns][known], hits[known], ages[lines][known], len(rounds)
         )

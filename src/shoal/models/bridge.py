@@ -322,8 +322,18 @@ def _inputs(
         if "sliding_window" in other
         else getattr(module, "sliding_window", None)
     )
+    shared_key, shared_value = state.shared()
     return AttentionInputs(
-        query, key, value, state.masks, scale, window, softcap, sinks, *state.shared()
+        query,
+        key,
+        value,
+        masks=state.masks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        shared_key=shared_key,
+        shared_value=shared_value,
     )
 
 
@@ -357,7 +367,19 @@ def _attend(
     assert plan is not None
     query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
     return plan.pack(
-        state.method(_inputs(state, module, query, key, value, scaling, softcap, s_aux, other))
+        state.method(
+            _inputs(
+                state,
+                module,
+                query,
+                key=key,
+                value=value,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=s_aux,
+                other=other,
+            )
+        )
     ), None
 
 
@@ -379,7 +401,17 @@ def _attend_static(
             "a model switched to shoal's static attention ran outside of a captured pass"
         )
     return state.method(
-        _inputs(state, module, query, key, value, scaling, softcap, s_aux, other)
+        _inputs(
+            state,
+            module,
+            query,
+            key=key,
+            value=value,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            other=other,
+        )
     ), None
 
 

@@ -594,7 +594,13 @@ class Runner:
     def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> PassBatch:
         plan.final = not want_logits
         return PassBatch(
-            plan, tokens, self.cache, self._method, want_logits, self.hidden_layers, self.vectors
+            plan,
+            tokens,
+            self.cache,
+            method=self._method,
+            want_logits=want_logits,
+            hidden_layers=self.hidden_layers,
+            vectors=self.vectors,
         )
 
     def _computed(self, batch: PassBatch) -> Tensor:

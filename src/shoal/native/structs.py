@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 _INTEGER, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Returns fields of one type by their names, which stand in one text."""
+    return [(name, kind) for name in names.split()]
 
 
 class AttentionStruct(ctypes.Structure):
     """The ragged attention of one layer."""
 
     _fields_ = [
-        *(
-            (name, _INTEGER)
-            for name in ("rows", "heads", "kv_heads", "dim", "value_dim", "threads")
-        ),
-        ("scale", _REAL),
-        ("softcap", _REAL),
+        *_all(_INTEGER, "rows heads kv_heads dim value_dim threads"),
+        *_all(_REAL, "scale softcap"),
         ("window", _INTEGER),
-        *(
-            (name, _POINTER)
-            for name in ("bounds", "query_rows", "key_rows", "value_rows", "positions", "words")
-        ),
+        *_all(_POINTER, "bounds query_rows key_rows value_rows positions words"),
         ("columns", _INTEGER),
-        *(
-            (name, _POINTER)
-            for name in ("sinks", "query", "key", "value", "shared_key", "shared_value")
-        ),
-        *(
-            (name, _INTEGER)
-            for name in (
-                "query_token",
-                "query_head",
-                "key_token",
-                "key_head",
-                "value_token",
-                "value_head",
-            )
-        ),
-        *(
-            (name, _INTEGER)
-            for name in (
-                "shared_key_token",
-                "shared_key_head",
-                "shared_value_token",
-                "shared_value_head",
-            )
+        *_all(_POINTER, "sinks query key value shared_key shared_value"),
+        *_all(
+            _INTEGER,
+            "query_token query_head key_token key_head value_token value_head "
+            "shared_key_token shared_key_head shared_value_token shared_value_head",
         ),
         ("out", _POINTER),
     ]
@@ -55,22 +36,9 @@ class HeadsStruct(ctypes.Structure):
     """The rotary embedding of one layer, with the writing of its keys and values to their cells."""
 
     _fields_ = [
-        *((name, _INTEGER) for name in ("tokens", "heads", "kv_heads", "dim", "rotary", "threads")),
+        *_all(_INTEGER, "tokens heads kv_heads dim rotary threads"),
         ("eps", _REAL),
-        *(
-            (name, _POINTER)
-            for name in (
-                "cos",
-                "sin",
-                "positions",
-                "cells",
-                "query_norm",
-                "key_norm",
-                "states",
-                "keys",
-                "values",
-            )
-        ),
+        *_all(_POINTER, "cos sin positions cells query_norm key_norm states keys values"),
     ]
 
 
@@ -78,21 +46,15 @@ class ProductStruct(ctypes.Structure):
     """A product by packed weights."""
 
     _fields_ = [
-        *(
-            (name, _INTEGER)
-            for name in ("tokens", "width", "outputs", "kind", "threads", "form", "exact")
-        ),
-        *((name, _POINTER) for name in ("weight", "bias", "scales", "x", "other", "y", "y_rows")),
+        *_all(_INTEGER, "tokens width outputs kind threads form exact"),
+        *_all(_POINTER, "weight bias scales x other y y_rows"),
     ]
 
 
 class WeightsStruct(ctypes.Structure):
     """A weight matrix, packed."""
 
-    _fields_ = [
-        *((name, _INTEGER) for name in ("width", "outputs", "form", "exact")),
-        *((name, _POINTER) for name in ("weight", "bias", "scales")),
-    ]
+    _fields_ = [*_all(_INTEGER, "width outputs form exact"), *_all(_POINTER, "weight bias scales")]
 
 
 class NormStruct(ctypes.Structure):
@@ -105,8 +67,8 @@ class LayerStruct(ctypes.Structure):
     """The weights that a pass reads of one layer."""
 
     _fields_ = [
-        *((name, WeightsStruct) for name in ("states", "out", "gate", "up", "down")),
-        *((name, NormStruct) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *_all(WeightsStruct, "states out gate up down"),
+        *_all(NormStruct, "attention_norm mlp_norm query_norm key_norm"),
         ("window", _INTEGER),
     ]
 
@@ -115,10 +77,7 @@ class ModelStruct(ctypes.Structure):
     """The facts of a decoder that are the same in all its passes."""
 
     _fields_ = [
-        *(
-            (name, _INTEGER)
-            for name in ("layer_count", "heads", "kv_heads", "dim", "rotary", "width", "vocabulary")
-        ),
+        *_all(_INTEGER, "layer_count heads kv_heads dim rotary width vocabulary"),
         ("scale", _REAL),
         ("embedding", _POINTER),
         ("layers", ctypes.POINTER(LayerStruct)),
@@ -133,16 +92,8 @@ class PassStruct(ctypes.Structure):
     _fields_ = [
         ("model", ctypes.POINTER(ModelStruct)),
         ("stores", _POINTER),
-        *(
-            (name, _INTEGER)
-            for name in ("tokens", "rows", "columns", "threads", "packed", "capacity", "id_row")
-        ),
-        *((name, _INTEGER) for name in ("vector_count",)),
-        *(
-            (name, _POINTER)
-            for name in ("ids", "vectors", "bounds", "tree_positions", "words", "cos", "sin")
-        ),
-        *((name, _POINTER) for name in ("workspace", "logits")),
+        *_all(_INTEGER, "tokens rows columns threads packed capacity id_row vector_count"),
+        *_all(_POINTER, "ids vectors bounds tree_positions words cos sin workspace logits"),
         ("last_only", _INTEGER),
     ]
 
@@ -150,40 +101,26 @@ class PassStruct(ctypes.Structure):
 class SettingStruct(ctypes.Structure):
     """The sampling settings of a row that the kernels know."""
 
-    _fields_ = [*((name, _REAL) for name in ("temperature", "top_p", "min_p")), ("top_k", _INTEGER)]
+    _fields_ = [*_all(_REAL, "temperature top_p min_p"), ("top_k", _INTEGER)]
 
 
 class BlockStruct(ctypes.Structure):
     """The scores of a block's positions, and the settings and uniforms that tokens are drawn by."""
 
     _fields_ = [
-        *(
-            (name, _INTEGER)
-            for name in (
-                "rows",
-                "columns",
-                "vocab",
-                "threads",
-                "bfloat16",
-                "buckets",
-                "settings_row",
-            )
+        *_all(
+            _INTEGER,
+            "rows columns vocab threads bfloat16 buckets settings_row scores_row "
+            "scores_column uniforms_row uniforms_column",
         ),
-        *(
-            (name, _INTEGER)
-            for name in ("scores_row", "scores_column", "uniforms_row", "uniforms_column")
-        ),
-        *((name, _POINTER) for name in ("settings", "scores", "uniforms")),
+        *_all(_POINTER, "settings scores uniforms"),
     ]
 
 
 class DrawsStruct(ctypes.Structure):
     """The draws at every position."""
 
-    _fields_ = [
-        ("block", BlockStruct),
-        *((name, _POINTER) for name in ("tokens", "chosen", "highest", "probs")),
-    ]
+    _fields_ = [("block", BlockStruct), *_all(_POINTER, "tokens chosen highest probs")]
 
 
 class VerdictsStruct(ctypes.Structure):
@@ -192,19 +129,11 @@ class VerdictsStruct(ctypes.Structure):
     _fields_ = [
         ("block", BlockStruct),
         ("q_row", _INTEGER),
-        *(
-            (name, _POINTER)
-            for name in ("drafts", "lengths", "q", "accepted", "tokens", "chosen", "logprobs")
-        ),
+        *_all(_POINTER, "drafts lengths q accepted tokens chosen logprobs"),
     ]
 
 
 class DraftStepStruct(ctypes.Structure):
     """A drafter's step: a pass, a draw from its last logits, and the inputs of the next step."""
 
-    _fields_ = [
-        ("pass_", PassStruct),
-        ("draws", DrawsStruct),
-        ("bounds", _POINTER),
-        ("positions", _POINTER),
-    ]
+    _fields_ = [("pass_", PassStruct), ("draws", DrawsStruct), *_all(_POINTER, "bounds positions")]

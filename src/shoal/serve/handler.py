@@ -83,7 +83,13 @@ class ApiHandler:
         defaults = own_sampling(engine.target.hf) if settings.generation_config else {}
         vocab_size, context = engine.target.vocab_size, engine.context
         self._builder = RequestBuilder(
-            self.encoder, ends, vocab_size, context, capacity, settings, defaults
+            self.encoder,
+            ends,
+            vocab_size,
+            context=context,
+            capacity=capacity,
+            settings=settings,
+            defaults=defaults,
         )
         self._parser = RequestParser(self._builder)
 

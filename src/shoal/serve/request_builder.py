@@ -82,7 +82,13 @@ class RequestBuilder:
         seconds = min(request.time_budget or self.settings.timeout, self.settings.timeout)
         requests = [
             self._engine_request(
-                request, ids, drawn, max_tokens, top_logprobs or 0, occurrence, seconds
+                request,
+                ids,
+                drawn,
+                max_tokens=max_tokens,
+                top_logprobs=top_logprobs or 0,
+                occurrence=occurrence,
+                seconds=seconds,
             )
             for ids, occurrence in zip(prompts, occurrences(prompts), strict=True)
             if max_tokens

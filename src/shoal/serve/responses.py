@@ -21,7 +21,20 @@ from shoal.serve.worker import Worker
 from shoal.types.counts import as_dicts, total_by_drafter
 from shoal.types.samples import Sample, ranked
 
-EMPTY = Sample("", (), (), (), math.nan, "length", 0.0, 0, 0, 0, 0, ())
+EMPTY = Sample(
+    "",
+    (),
+    (),
+    processed_logprobs=(),
+    mean_logprob=math.nan,
+    finish_reason="length",
+    finished_at=0.0,
+    rounds=0,
+    drafted=0,
+    accepted=0,
+    target_passes=0,
+    drafters=(),
+)
 """The sample of a request for no tokens."""
 
 KEEP_ALIVE_SECONDS = 15.0
@@ -166,7 +179,9 @@ class ApiResponse:
             yield update
         if not self.parsed.requests:
             for index in range(self.parsed.rows):
-                yield RowUpdate(index, "", (), 0, 0, 0, 0, EMPTY)
+                yield RowUpdate(
+                    index, "", (), committed=0, drafted=0, accepted=0, rounds=0, sample=EMPTY
+                )
 
     async def _scorings(self) -> list[Scoring]:
         """Returns the prompts with their log-probabilities, if the answer has them; else none."""

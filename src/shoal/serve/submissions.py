@@ -202,13 +202,13 @@ class Submission:
             index,
             text,
             tokens,
-            row.new_tokens,
-            row.drafted,
-            row.accepted,
-            row.rounds,
-            sample,
-            row.error,
-            by_round,
+            committed=row.new_tokens,
+            drafted=row.drafted,
+            accepted=row.accepted,
+            rounds=row.rounds,
+            sample=sample,
+            error=row.error,
+            by_round=by_round,
         )
 
     def _new_rounds(self, index: int, commit: Commit) -> tuple[RoundUpdate, ...]:

@@ -193,7 +193,9 @@ class _Pair:
             for table in (self.target, self.drafter)
         )
         return [
-            self._outcome(j, drafts, own, p, q, step, made * _run(passes, inside, j), row)
+            self._outcome(
+                j, drafts, own, p=p, q=q, step=step, weight=made * _run(passes, inside, j), row=row
+            )
             for j in range(k + 1)
             if bool((own >= j).any())
         ]

@@ -102,15 +102,17 @@ def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str)
         prompt_ids.long(),
         prompt_mask,
         completion_ids.long(),
-        completion_mask,
-        logprobs.float(),
-        sampling_logprobs.float(),
-        torch.tensor([number for number, *_ in rows], dtype=torch.int64),
-        torch.tensor([sample.finished for *_, sample in rows], dtype=torch.bool),
-        torch.tensor(
+        completion_mask=completion_mask,
+        logprobs=logprobs.float(),
+        sampling_logprobs=sampling_logprobs.float(),
+        prompts=torch.tensor([number for number, *_ in rows], dtype=torch.int64),
+        finished=torch.tensor([sample.finished for *_, sample in rows], dtype=torch.bool),
+        truncated=torch.tensor(
             [sample.finish_reason not in ("eos", "stop") for *_, sample in rows], dtype=torch.bool
         ),
-        torch.tensor([sample.log_weight or 0.0 for *_, sample in rows], dtype=torch.float32),
+        log_weights=torch.tensor(
+            [sample.log_weight or 0.0 for *_, sample in rows], dtype=torch.float32
+        ),
     )
     return Rollouts(**{name: tensor.to(device) for name, tensor in vars(made).items()})
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from shoal.constraints.syntax.behind import GAP, Behind, Places
 
-Waiter = tuple[int, int]  # a rule, and the place in its right side behind a symbol
-
 
 class SymbolNode:
     """A symbol that begins at some place before the cursor.

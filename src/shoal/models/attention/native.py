@@ -63,40 +63,45 @@ def native(inputs: AttentionInputs) -> Tensor:
     out = query.new_zeros(rows, q, heads, value.shape[-1])
     every = np.arange(rows)
     # The name keeps the arrays for as long as the kernel runs.
-    starts = [every * q, every * key.stride(0), every * value.stride(0)]
+    starts = every * q, every * key.stride(0), every * value.stride(0)
     shared_key, shared_value = inputs.shared_key, inputs.shared_value
     if shared_key is None or shared_value is None:
         # Stand-ins that no row reads: every offset is 0.
         shared_key, shared_value = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-    shared_strides = (tensor.stride(i) for tensor in (shared_key, shared_value) for i in (0, 1))
     attention = AttentionStruct(
-        rows,
-        heads,
-        key.shape[1],
-        dim,
-        value.shape[-1],
-        torch.get_num_threads(),
-        inputs.scale,
-        inputs.softcap or 0.0,
-        inputs.window or 0,
-        plan.bounds.data_ptr(),
-        *(start.ctypes.data for start in starts),
-        *((None, None) if tree is None else (tensor.data_ptr() for tensor in tree)),
-        q,
-        None if sinks is None else sinks.data_ptr(),
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        shared_key.data_ptr(),
-        shared_value.data_ptr(),
-        heads * dim,
-        dim,
-        key.stride(2),
-        key.stride(1),
-        value.stride(2),
-        value.stride(1),
-        *shared_strides,
-        out.data_ptr(),
+        rows=rows,
+        heads=heads,
+        kv_heads=key.shape[1],
+        dim=dim,
+        value_dim=value.shape[-1],
+        threads=torch.get_num_threads(),
+        scale=inputs.scale,
+        softcap=inputs.softcap or 0.0,
+        window=inputs.window or 0,
+        bounds=plan.bounds.data_ptr(),
+        query_rows=starts[0].ctypes.data,
+        key_rows=starts[1].ctypes.data,
+        value_rows=starts[2].ctypes.data,
+        positions=None if tree is None else tree[0].data_ptr(),
+        words=None if tree is None else tree[1].data_ptr(),
+        columns=q,
+        sinks=None if sinks is None else sinks.data_ptr(),
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        shared_key=shared_key.data_ptr(),
+        shared_value=shared_value.data_ptr(),
+        query_token=heads * dim,
+        query_head=dim,
+        key_token=key.stride(2),
+        key_head=key.stride(1),
+        value_token=value.stride(2),
+        value_head=value.stride(1),
+        shared_key_token=shared_key.stride(0),
+        shared_key_head=shared_key.stride(1),
+        shared_value_token=shared_value.stride(0),
+        shared_value_head=shared_value.stride(1),
+        out=out.data_ptr(),
     )
     attend(query.dtype, attention)
     return out

@@ -67,9 +67,9 @@ class LayerLoop:
             batch.plan,
             batch.tokens,
             batch.cache,
-            batch.method,
-            batch.want_logits,
-            batch.hidden_layers,
-            batch.vectors,
+            method=batch.method,
+            want_logits=batch.want_logits,
+            hidden_layers=batch.hidden_layers,
+            vectors=batch.vectors,
         )
         return PassOutput(logits, None if hidden is None else batch.plan.unpack(hidden), self.name)

@@ -43,10 +43,10 @@ class Modules:
             plan.pack(known_tokens(plan, batch.tokens, self._known_ids)),
             batch.cache,
             batch.method,
-            self.forward_context(),
-            batch.want_logits,
-            batch.hidden_layers,
-            batch.vectors,
+            forward_context=self.forward_context(),
+            want_logits=batch.want_logits,
+            hidden_layers=batch.hidden_layers,
+            vectors=batch.vectors,
         )
         hidden = None if hidden is None else plan.unpack(hidden)
         return PassOutput(plan.unpack(logits) if batch.want_logits else logits, hidden, self.name)

@@ -161,16 +161,16 @@ class FusedLayers:
         """Attends: query [tokens, heads, dim] -> [tokens, heads * dim]."""
         keys, values = state.rows(index)
         decoder = self.decoder
+        shared_key, shared_value = state.shared()
         inputs = AttentionInputs(
             state.unpacked(query).transpose(1, 2),
             keys,
             values,
-            state.masks,
-            decoder.scale,
-            decoder.layers[index].window,
-            None,
-            None,
-            *state.shared(),
+            masks=state.masks,
+            scale=decoder.scale,
+            window=decoder.layers[index].window,
+            shared_key=shared_key,
+            shared_value=shared_value,
         )
         return state.packed(state.method(inputs)).reshape(len(query), -1)
 

@@ -77,17 +77,16 @@ class NativePass:
     def _heads_of(self, plan: Plan, cache: SlotCache) -> HeadsStruct:
         decoder = self._kernels.decoder
         return HeadsStruct(
-            len(self._positions),
-            decoder.heads,
-            decoder.kv_heads,
-            decoder.dim,
-            self._cos.shape[1],
-            self._threads,
-            0.0,
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
-            self._positions.data_ptr(),
-            cache.written.data_ptr(),
+            tokens=len(self._positions),
+            heads=decoder.heads,
+            kv_heads=decoder.kv_heads,
+            dim=decoder.dim,
+            rotary=self._cos.shape[1],
+            threads=self._threads,
+            cos=self._cos.data_ptr(),
+            sin=self._sin.data_ptr(),
+            positions=self._positions.data_ptr(),
+            cells=cache.written.data_ptr(),
         )
 
     def _attention_of(self, plan: Plan, cache: SlotCache) -> AttentionStruct:
@@ -101,32 +100,29 @@ class NativePass:
         )
         firsts, slots = (starts.ctypes.data for starts in self._row_starts)
         return AttentionStruct(
-            plan.rows,
-            heads,
-            kv_heads,
-            dim,
-            dim,
-            self._threads,
-            decoder.scale,
-            0.0,
-            0,
-            plan.bounds.data_ptr(),
-            firsts,
-            slots,
-            slots,
-            None,
-            None,
-            plan.q,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            (heads + 2 * kv_heads) * dim,
-            dim,
-            *(token, dim) * 4,
-            self._out.data_ptr(),
+            rows=plan.rows,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            value_dim=dim,
+            threads=self._threads,
+            scale=decoder.scale,
+            bounds=plan.bounds.data_ptr(),
+            query_rows=firsts,
+            key_rows=slots,
+            value_rows=slots,
+            columns=plan.q,
+            query_token=(heads + 2 * kv_heads) * dim,
+            query_head=dim,
+            key_token=token,
+            key_head=dim,
+            value_token=token,
+            value_head=dim,
+            shared_key_token=token,
+            shared_key_head=dim,
+            shared_value_token=token,
+            shared_value_head=dim,
+            out=self._out.data_ptr(),
         )
 
     def _first_tokens(self, plan: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -207,15 +203,15 @@ def attended(
         plan.unpack(query[None]) if plan.packed else query.view(plan.rows, plan.q, *query.shape[1:])
     )
     key, value = cache.rows(index)
+    shared_key, shared_value = cache.shared()
     inputs = AttentionInputs(
         rows.transpose(1, 2),
         key,
         value,
-        masks,
-        decoder.scale,
-        decoder.layers[index].window,
-        None,
-        None,
-        *cache.shared(),
+        masks=masks,
+        scale=decoder.scale,
+        window=decoder.layers[index].window,
+        shared_key=shared_key,
+        shared_value=shared_value,
     )
     return plan.pack(method(inputs)).reshape(len(query), -1)

@@ -108,28 +108,27 @@ class WholePass:
         workspace = torch.empty(
             (2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8
         )
-        inputs = (
-            (0, ids.data_ptr(), None)
-            if vectors is None
-            else (len(vectors), ids.data_ptr(), vectors.data_ptr())
-        )
+        tree_positions, words = (None, None) if trees is None else trees.addresses
         pass_ = PassStruct(
             self._model_at,
             stores.buffer_info()[0],
-            count,
-            rows,
-            plan.q,
-            torch.get_num_threads(),
-            plan.packed,
-            cache.capacity,
-            ids.shape[1],
-            *inputs,
-            bounds.buffer_info()[0],
-            *((None, None) if trees is None else trees.addresses),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            workspace.data_ptr(),
-            None if logits is None else logits.data_ptr(),
+            tokens=count,
+            rows=rows,
+            columns=plan.q,
+            threads=torch.get_num_threads(),
+            packed=plan.packed,
+            capacity=cache.capacity,
+            id_row=ids.shape[1],
+            vector_count=0 if vectors is None else len(vectors),
+            ids=ids.data_ptr(),
+            vectors=None if vectors is None else vectors.data_ptr(),
+            bounds=bounds.buffer_info()[0],
+            tree_positions=tree_positions,
+            words=words,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            workspace=workspace.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
         )
         return Prepared(pass_, bounds, (ids, vectors, stores, trees, cos, sin, workspace, logits))
 
@@ -206,18 +205,18 @@ class _Structs:
             raise _Unfit("its layers are of several sizes")
         layers = (LayerStruct * len(decoder.layers))(*map(self._layer, decoder.layers))
         return ModelStruct(
-            len(layers),
-            decoder.heads,
-            decoder.kv_heads,
-            decoder.dim,
-            angles.reach(1)[0].shape[1],
-            decoder.width,
-            len(decoder.embedding),
-            decoder.scale,
-            self._address(decoder.embedding),
-            layers,
-            self._norm(decoder.norm),
-            self._weights(decoder.head),
+            layer_count=len(layers),
+            heads=decoder.heads,
+            kv_heads=decoder.kv_heads,
+            dim=decoder.dim,
+            rotary=angles.reach(1)[0].shape[1],
+            width=decoder.width,
+            vocabulary=len(decoder.embedding),
+            scale=decoder.scale,
+            embedding=self._address(decoder.embedding),
+            layers=layers,
+            norm=self._norm(decoder.norm),
+            head=self._weights(decoder.head),
         )
 
     def _layer(self, layer: DecoderLayer) -> LayerStruct:

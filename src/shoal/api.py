@@ -478,18 +478,8 @@ class Shoal:
             BadLogits: the model returned NaN.
         """
         dressing = Dressing(align, exact, syntax)
-        stream = self._stream(
-            prompts,
-            n,
-            drafter,
-            top_logprobs=top_logprobs,
-            suffix=suffix,
-            constraints=constraints,
-            options=options,
-            dressing=dressing,
-            shown_tokens=shown_tokens,
-            text=False,
-        )
+        fields = _fields(top_logprobs, constraints, shown_tokens)
+        stream = self._stream(prompts, n, suffix, drafter, options, dressing, text=False, **fields)
         return stream.run(progress)
 
     def stream(
@@ -512,32 +502,20 @@ class Shoal:
         The stream is read by `for`, or by `async for`.
         """
         dressing = Dressing(align, exact, syntax)
-        return self._stream(
-            prompts,
-            n,
-            drafter,
-            top_logprobs=top_logprobs,
-            suffix=suffix,
-            constraints=constraints,
-            options=options,
-            dressing=dressing,
-            shown_tokens=shown_tokens,
-            text=True,
-        )
+        fields = _fields(top_logprobs, constraints, shown_tokens)
+        return self._stream(prompts, n, suffix, drafter, options, dressing, text=True, **fields)
 
     def _stream(
         self,
         prompts: Prompts,
         n: Integer | Sequence[Integer],
-        drafter: Drafter | None,
-        top_logprobs: Integer,
         suffix: str | Sequence[str] | None,
-        constraints: Sequence[AnyConstraint],
+        drafter: Drafter | None,
         options: Mapping[str, Any],
         dressing: Dressing,
-        shown_tokens: Collection[int],
         *,
         text: bool,
+        **request_fields: Any,
     ) -> Stream:
         self._open()
         now = time.perf_counter()
@@ -557,12 +535,7 @@ class Shoal:
         engine = self.engine(
             speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter
         )
-        asked: dict[str, Any] = {
-            "top_logprobs": plain(top_logprobs),
-            "constraints": tuple(constraints),
-            "submitted_at": now,
-        }
-        asked["shown_tokens"] = frozenset(plain(shown_tokens))
+        asked: dict[str, Any] = {"submitted_at": now, **request_fields}
         numbers = occurrences(
             (ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True)
         )
@@ -710,3 +683,14 @@ def _rule(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
     """
     chosen = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
     return RULES[chosen if speculation.rule == "auto" else speculation.rule]()
+
+
+def _fields(
+    top_logprobs: Integer, constraints: Sequence[AnyConstraint], shown_tokens: Collection[int]
+) -> dict[str, Any]:
+    """Returns the fields of every `Request` of a call that are arguments of the call."""
+    return {
+        "top_logprobs": plain(top_logprobs),
+        "constraints": tuple(constraints),
+        "shown_tokens": frozenset(plain(shown_tokens)),
+    }

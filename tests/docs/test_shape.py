@@ -25,7 +25,7 @@ BOUNDS = {
     "short modules": 29,
     "long lines": 34,
     "packed statements": 7,
-    "functions of many parameters": 28,
+    "functions of many parameters": 24,
     "classes of many members": 13,
     "calls of many positions": 38,
     "class names used twice": 5,

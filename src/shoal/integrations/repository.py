@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from shoal.drafting.draft_model import Tokenizers
 from shoal.errors import RequestError
-from shoal.integrations.transformers import decode
+from shoal.integrations.transformers import DecodingMethod, decode
 
 
 def custom_generate_dir() -> str:
@@ -72,21 +73,13 @@ def generate(
             model, generation_config, stopping_criteria, tokenizer, options
         )
         drafter = draft_model if assistant_model is None else assistant_model
+        tokenizers = Tokenizers(tokenizer, assistant_tokenizer)
+        method = DecodingMethod(
+            drafter, lookahead, attention, max_batch, rule, tokenizers, streamer=streamer
+        )
 
         def decoding(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
-            return decode(
-                model,
-                input_ids,
-                draft_model=drafter,
-                lookahead=lookahead,
-                attention=attention,
-                max_batch=max_batch,
-                rule=rule,
-                tokenizer=tokenizer,
-                assistant_tokenizer=assistant_tokenizer,
-                streamer=streamer,
-                **prepared,
-            )
+            return decode(method, model, input_ids, **prepared)
 
         # Not `model.generate`: if the model's own repository has this function, `model.generate` is
         # this function.

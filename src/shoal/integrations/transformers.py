@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -117,51 +117,48 @@ def custom_generate(
         PairMismatch: the draft model cannot propose for this target.
     """
     _reject_arguments_not_passed()
-    return decode(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        draft_model=draft_model,
-        lookahead=lookahead,
-        attention=attention,
-        max_batch=max_batch,
-        rule=rule,
-        tokenizer=tokenizer,
-        assistant_tokenizer=assistant_tokenizer,
-        **model_kwargs,
-    )
+    tokenizers = Tokenizers(tokenizer, assistant_tokenizer)
+    method = DecodingMethod(draft_model, lookahead, attention, max_batch, rule, tokenizers)
+    batch = logits_processor, stopping_criteria, generation_config
+    return decode(method, model, input_ids, *batch, **model_kwargs)
+
+
+@dataclass(frozen=True)
+class DecodingMethod:
+    """The options of `custom_generate` by its names, and a streamer.
+
+    Attributes:
+        streamer: receives the prompt [1, length], then every token [1]. The caller calls its `end`.
+    """
+
+    draft_model: Any
+    lookahead: Any
+    attention: str
+    max_batch: int | str
+    rule: str
+    tokenizers: Tokenizers
+    streamer: Any = None
 
 
 def decode(
+    method: DecodingMethod,
     model: Any,
     input_ids: Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    draft_model: Any = None,
-    lookahead: Any = None,
-    attention: str = "auto",
-    max_batch: int | str = "auto",
-    rule: str = "coupled",
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
-    streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decodes like `custom_generate`, with a streamer.
-
-    Args:
-        streamer: receives the prompt [1, length], then every token [1]. The caller calls its `end`.
 
     Raises:
         RequestError: see `custom_generate`; a streamer and more than one row.
     """
     _validate(generation_config, model_kwargs)
     require_stateless(logits_processor)
+    lookahead, streamer, draft_model = method.lookahead, method.streamer, method.draft_model
     speculation = Speculation() if lookahead is None else Speculation(lookahead=lookahead)
-    speculation = replace(speculation, rule="coupled" if rule == "auto" else rule)
+    speculation = replace(speculation, rule="coupled" if method.rule == "auto" else method.rule)
     if streamer is not None and len(input_ids) > 1:
         raise RequestError(
             f"a streamer follows one row, and here are {len(input_ids)}: use "
@@ -172,14 +169,7 @@ def decode(
     with evaluating(
         *((m, loading.name_of(m)) for m in (model, draft_model) if isinstance(m, nn.Module))
     ):
-        engine = _engine(
-            model,
-            draft_model,
-            speculation,
-            attention,
-            max_batch,
-            Tokenizers(tokenizer, assistant_tokenizer),
-        )
+        engine = _engine(model, method, speculation)
         if speculation.rule in LOSSY_RULES:
             LOG.warning(LOSSY_RULES[speculation.rule])
         stream = Stream(engine, batch.requests(), text=False)
@@ -189,16 +179,9 @@ def decode(
     return batch.output(stream.rows)
 
 
-def _engine(
-    model: Any,
-    draft_model: Any,
-    speculation: Speculation,
-    attention: str,
-    max_batch: int | str,
-    tokenizers: Tokenizers,
-) -> Engine:
-    target = _runner(model, attention)
-    drafter = drafter_of(draft_model, target, attention, tokenizers)
+def _engine(model: Any, method: DecodingMethod, speculation: Speculation) -> Engine:
+    draft_model, target = method.draft_model, _runner(model, method.attention)
+    drafter = drafter_of(draft_model, target, method.attention, method.tokenizers)
     # An object of the protocol by its class: it may be made anew for each call, and need not be
     # hashable.
     key: Any = (
@@ -207,7 +190,7 @@ def _engine(
     key = weakref.ref(draft_model) if isinstance(draft_model, nn.Module) else key
     pair_costs = _pair_costs.of(model).setdefault(key, PairCosts(packed=target.skips_padding))
     controller = controllers.by_name(speculation.lookahead, pair_costs, drafter)
-    size = _batch_sizes.of(max_batch, model, speculation.lookahead)
+    size = _batch_sizes.of(method.max_batch, model, speculation.lookahead)
     return Engine(target, drafter, controller, max_batch=size, rule=RULES[speculation.rule]())
 
 

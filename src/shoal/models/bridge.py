@@ -306,20 +306,17 @@ def _inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    other: dict[str, Any],
+    options: dict[str, Any],
 ) -> AttentionInputs:
-    """Collects the inputs of a layer's attention.
+    """Collects the inputs of a layer's attention from the `options` that its model passes.
 
     The scaling that the model passes is used: OPT passes 1, MLA its own. A window that the model
     passes counts, None included; Qwen2-MoE passes none and notes it on the module.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = options.get("scaling")
     window = (
-        other["sliding_window"]
-        if "sliding_window" in other
+        options["sliding_window"]
+        if "sliding_window" in options
         else getattr(module, "sliding_window", None)
     )
     shared_key, shared_value = state.shared()
@@ -328,10 +325,10 @@ def _inputs(
         key,
         value,
         masks=state.masks,
-        scale=scale,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window,
-        softcap=softcap,
-        sinks=sinks,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
         shared_key=shared_key,
         shared_value=shared_value,
     )
@@ -343,10 +340,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **other: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Computes the attention of a layer in an ordinary pass.
 
@@ -366,21 +360,7 @@ def _attend(
     plan = state.cache.plan
     assert plan is not None
     query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
-    return plan.pack(
-        state.method(
-            _inputs(
-                state,
-                module,
-                query,
-                key=key,
-                value=value,
-                scaling=scaling,
-                softcap=softcap,
-                sinks=s_aux,
-                other=other,
-            )
-        )
-    ), None
+    return plan.pack(state.method(_inputs(state, module, query, key, value, options))), None
 
 
 def _attend_static(
@@ -389,10 +369,7 @@ def _attend_static(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **other: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Computes the attention of a layer in a captured pass, which is never packed."""
     state = _static.state
@@ -400,19 +377,7 @@ def _attend_static(
         raise InternalError(
             "a model switched to shoal's static attention ran outside of a captured pass"
         )
-    return state.method(
-        _inputs(
-            state,
-            module,
-            query,
-            key=key,
-            value=value,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-            other=other,
-        )
-    ), None
+    return state.method(_inputs(state, module, query, key, value, options)), None
 
 
 AttentionInterface.register(NAME, _attend)

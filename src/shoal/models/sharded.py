@@ -16,14 +16,12 @@ from torch import Tensor
 
 from shoal.errors import OutOfStep
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.tree import Parents
 from shoal.models.compiled import Captures
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.executors import Run
 from shoal.models.ranks import AGAIN, STOP, Ranks
 from shoal.models.runner import Runner
-from shoal.types.prefix import Prefix
 
 PASS, CAPTURE, BUILD, RUN, RESIZE = "pass", "capture", "build", "run", "resize"
 """The words of rank 0 beside the names of `SlotCache`'s methods.
@@ -161,34 +159,25 @@ class Served:
         cache._resize(slots, capacity, cells)
 
 
-def arguments_of(plan: Plan) -> tuple[Any, ...]:
-    """Returns the arguments that describe a plan, in the order of `repeat`'s parameters."""
-    return plan.slots, plan.starts, plan.counts, plan.packed, plan.prefixes, plan.into, plan.parents
+def arguments_of(plan: Plan) -> tuple[tuple[list[int], ...], dict[str, Any]]:
+    """Returns the arguments of a plan by place and by name, without its device."""
+    return (plan.slots, plan.starts, plan.counts), {
+        "packed": plan.packed,
+        "prefixes": plan.prefixes,
+        "into": plan.into,
+        "parents": plan.parents,
+    }
 
 
 def repeat(
     runner: Runner,
     cache: SlotCache,
-    slots: list[int],
-    starts: list[int],
-    counts: list[int],
-    packed: bool,
-    prefixes: list[Prefix | None],
-    into: Prefix | None,
-    parents: Parents | None,
+    rows: tuple[list[int], list[int], list[int]],
+    options: dict[str, Any],
     tokens: Tensor,
     want_logits: bool,
 ) -> None:
-    """Computes a pass of rank 0 on this rank's heads."""
+    """Computes a pass of rank 0 on this rank's heads, by the arguments of its plan."""
     runner.cache = cache
-    plan = Plan(
-        slots,
-        starts,
-        counts,
-        runner.device,
-        packed=packed,
-        prefixes=prefixes,
-        into=into,
-        parents=parents,
-    )
+    plan = Plan(*rows, runner.device, **options)
     runner.ordinary(plan, tokens.to(runner.device), want_logits)

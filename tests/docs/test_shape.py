@@ -27,7 +27,7 @@ BOUNDS = {
     "packed statements": 7,
     "functions of many parameters": 24,
     "classes of many members": 13,
-    "calls of many positions": 38,
+    "calls of many positions": 13,
     "class names used twice": 5,
     "module names used twice": 39,
     "docstrings without a subject": 0,

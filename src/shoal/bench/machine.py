@@ -38,19 +38,9 @@ def commit(package: Path = PACKAGE) -> str:
         )  # not just some repository around it
         top = Path(_git(package, "rev-parse", "--show-toplevel"))
         results = ":(top,exclude)" + "/".join(KEPT)
-        changed = _git(
-            top, "status", "--porcelain", "--untracked-files=no", "--", ":(top)", results
-        )
-        unknown = _git(
-            top,
-            "ls-files",
-            "--others",
-            "--exclude-standard",
-            "--",
-            ":(top)src",
-            ":(top)benchmarks",
-            results,
-        )
+        tracked = "status --porcelain --untracked-files=no -- :(top)".split()
+        others = "ls-files --others --exclude-standard -- :(top)src :(top)benchmarks".split()
+        changed, unknown = _git(top, *tracked, results), _git(top, *others, results)
         return _git(top, "rev-parse", "--short=12", "HEAD") + (
             "-dirty" if changed or unknown else ""
         )

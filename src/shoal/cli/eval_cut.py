@@ -80,9 +80,8 @@ def require_solutions(eval_set: EvalSet) -> None:
 
 def show(summary: Sequence[Mapping[str, Any]], variants: Sequence[str]) -> None:
     """Prints a table of all kinds and variants."""
-    table = plain_table(
-        "cut", "cuts", "samples", "variant", "passed, %", "syntax errors, %", "time over uncut"
-    )
+    heads = "passed, %", "syntax errors, %", "time over uncut"
+    table = plain_table("cut", "cuts", "samples", "variant", *heads)
     for row in summary:
         for variant in variants:
             own = row["variants"][variant]

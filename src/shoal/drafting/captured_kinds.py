@@ -112,7 +112,7 @@ class RoundKinds:
         ):
             return None
         if not k:
-            return DraftRound(rows, lengths, style, k, plan, None, (), ())
+            return DraftRound(rows, lengths, style, k=k, plan=plan, first=None, pending=(), held=())
         if drafter is None or getattr(drafter.propose, "__func__", None) is not _PROPOSE:
             return None
         if drafter.runner.captures is None or drafter.runner.device != target.device:
@@ -128,7 +128,16 @@ class RoundKinds:
             if first.q <= PENDING and drafter.runner.captures.covers(
                 first, drafter.runner.cache, ahead=steps - 1
             ):
-                return DraftRound(rows, lengths, style, steps, plan, first, pending, held)
+                return DraftRound(
+                    rows,
+                    lengths,
+                    style,
+                    k=steps,
+                    plan=plan,
+                    first=first,
+                    pending=pending,
+                    held=held,
+                )
         return None
 
     def _style_of(self, rows: Sequence[Row]) -> Style | None:
@@ -217,12 +226,12 @@ class RoundKinds:
             padded,
             k,
             PENDING,
-            _keys(target, target_keys),
-            spanned,
-            style,
-            cast("ChainRule", self._rule),
-            numbers,
-            piece,
+            target_keys=_keys(target, target_keys),
+            draft_keys=spanned,
+            style=style,
+            rule=cast("ChainRule", self._rule),
+            numbers=numbers,
+            piece=piece,
         )
 
     def _models(self, k: int) -> tuple[RoundModel, RoundModel | None]:

@@ -55,7 +55,15 @@ class Contexts:
         if found is None:
             request = self._prompt(row.request)
             tokens = list(request.prompt_ids)
-            own = Row(request, row.group, row.index, row.seed, tokens, frozenset(), row.max_length)
+            own = Row(
+                request,
+                row.group,
+                row.index,
+                seed=row.seed,
+                tokens=tokens,
+                eos=frozenset(),
+                max_length=row.max_length,
+            )
             found = self._of[row] = Context(own, row.prompt_length, len(tokens))
         return found
 

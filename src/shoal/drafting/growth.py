@@ -317,10 +317,10 @@ class Growth:
             tree.tokens,
             tree.lengths,
             None,
-            tree.drafts,
-            tree.parents,
-            steps,
-            self._siblings(own, index) if self._by_q else None,
+            drafts=tree.drafts,
+            parents=tree.parents,
+            steps=steps,
+            siblings=self._siblings(own, index) if self._by_q else None,
         ), own
 
     def _siblings(self, own: Sequence[Sequence[Node]], index: dict[Node, int]) -> Siblings:

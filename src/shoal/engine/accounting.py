@@ -138,5 +138,13 @@ def outcome(
     steps, laps = max(tree.steps, any(drafted)), watch.laps  # a drafter need not tell its steps
     forced = None if tree.forced is None else list(tree.forced)
     return Outcome(
-        drafted, accepted, steps, sum(laps), laps[0], preparing, watch.between, nodes, forced
+        drafted,
+        accepted,
+        steps,
+        seconds=sum(laps),
+        seconds_drafting=laps[0],
+        seconds_preparing=preparing,
+        seconds_between=watch.between,
+        nodes=nodes,
+        forced=forced,
     )

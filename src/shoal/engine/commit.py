@@ -105,7 +105,16 @@ def _commit(
     if row.request.distinct and row.finish_reason not in (None, "error"):
         row.held_at = now
     sample = finish(row, now) if row.finish_reason and row.held_at is None else None
-    return Commit(row, tokens, len(path), visible_text(row, sample), sample, drafts, drafters, path)
+    return Commit(
+        row,
+        tokens,
+        len(path),
+        text=visible_text(row, sample),
+        sample=sample,
+        drafts=drafts,
+        drafters=drafters,
+        path=path,
+    )
 
 
 def _reached(

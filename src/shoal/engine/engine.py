@@ -179,10 +179,10 @@ class Engine:
             self.target,
             self.drafter,
             self.scheduler,
-            self.memory,
-            self.kept_prefixes,
-            self.stats,
-            self._clock,
+            memory=self.memory,
+            kept=self.kept_prefixes,
+            stats=self.stats,
+            clock=self._clock,
         )
         self._distinct = Distinct(self._batch)
 
@@ -345,10 +345,10 @@ class Engine:
             self.stats,
             tree,
             commits,
-            watch.laps,
-            self.target.take_counters(),
-            drafter,
-            self._drafter_name,
+            laps=watch.laps,
+            target=self.target.take_counters(),
+            drafter=drafter,
+            name=self._drafter_name,
         )
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))

@@ -272,7 +272,13 @@ class Scheduler:
         slots = len(self._slots)
         moves = self._compact()
         return Round(
-            self.running, admissions, chunks, moves, self._prefilling, slots, self._store.prefixes
+            self.running,
+            admissions,
+            chunks,
+            moves=moves,
+            prefilling=self._prefilling,
+            slots=slots,
+            prefixes=self._store.prefixes,
         )
 
     def release_free_slots(self) -> Round:
@@ -322,7 +328,15 @@ class Scheduler:
             known = self.kept.known(row)
             if any(self.kept.awaited(row, other) >= known + MIN_WAIT for other in computed):
                 return None
-        decision = decide(row, state, budget, self.capacity, self.fits, self.memory_reserved, known)
+        decision = decide(
+            row,
+            state,
+            budget,
+            capacity=self.capacity,
+            fits=self.fits,
+            must_fit=self.memory_reserved,
+            known=known,
+        )
         self._store = decision.store
         if decision.slot is None:
             return None

@@ -171,9 +171,9 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
                     self._prompt[id(c.row)],
                     c.row.index,
                     c.text,
-                    tuple(c.tokens),
-                    c.accepted,
-                    ended,
-                    c.sample,
+                    token_ids=tuple(c.tokens),
+                    accepted=c.accepted,
+                    finish_reason=ended,
+                    result=c.sample,
                 )
             )

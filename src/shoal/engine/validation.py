@@ -63,11 +63,11 @@ class RequestValidator:
                 request,
                 group,
                 i,
-                row_seed(seed, i),
-                list(prompt),
-                eos,
-                self._target.context,
-                deadline,
+                seed=row_seed(seed, i),
+                tokens=list(prompt),
+                eos=eos,
+                max_length=self._target.context,
+                deadline=deadline,
                 detokenizer=self._detokenizer(request, prompt, visible_from, shown)
                 if self.tokenizer
                 else None,

@@ -63,7 +63,9 @@ def awrs(
     if not weighs:
         return token, 1.0
     if float(p.max()) > PEAK:
-        return token, _geometric(p, left, token, masses, passes, following, phantoms)
+        return token, _geometric(
+            p, left, token, masses=masses, passes=passes, following=following, phantoms=phantoms
+        )
     return token, _recursive(left, token, shares, passes, following)
 
 

@@ -143,14 +143,14 @@ def verified(
     addresses = (ctypes.c_void_p * len(q))(*(each.data_ptr() for each in q))
     work = VerdictsStruct(
         block,
-        q[0].stride(0) if q else 0,
-        drafts.data_ptr(),
-        lengths.data_ptr(),
-        ctypes.addressof(addresses) if q else None,
-        accepted.data_ptr(),
-        token.data_ptr(),
-        probs.data_ptr(),
-        logprobs.data_ptr(),
+        q_row=q[0].stride(0) if q else 0,
+        drafts=drafts.data_ptr(),
+        lengths=lengths.data_ptr(),
+        q=ctypes.addressof(addresses) if q else None,
+        accepted=accepted.data_ptr(),
+        tokens=token.data_ptr(),
+        chosen=probs.data_ptr(),
+        logprobs=logprobs.data_ptr(),
     )
     impossible = _done(library().verify(ctypes.byref(work)))
     del held
@@ -172,21 +172,23 @@ def block_of(
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     uniforms = uniforms if uniforms is None or uniforms.stride(-1) == 1 else uniforms.contiguous()
     rows, columns, vocab = scores.shape
-    strides = (0, 0) if uniforms is None else uniforms.stride()[:2]
+    uniforms_row, uniforms_column = (0, 0) if uniforms is None else uniforms.stride()[:2]
     buckets = uniforms.shape[-1] - 1 if race and uniforms is not None else 0
     block = BlockStruct(
-        rows,
-        columns,
-        vocab,
-        torch.get_num_threads(),
-        scores.dtype == torch.bfloat16,
-        buckets,
-        len(settings) > 1,
-        *scores.stride()[:2],
-        *strides,
-        ctypes.addressof(settings),
-        scores.data_ptr(),
-        _address(uniforms),
+        rows=rows,
+        columns=columns,
+        vocab=vocab,
+        threads=torch.get_num_threads(),
+        bfloat16=scores.dtype == torch.bfloat16,
+        buckets=buckets,
+        settings_row=len(settings) > 1,
+        scores_row=scores.stride(0),
+        scores_column=scores.stride(1),
+        uniforms_row=uniforms_row,
+        uniforms_column=uniforms_column,
+        settings=ctypes.addressof(settings),
+        scores=scores.data_ptr(),
+        uniforms=_address(uniforms),
     )
     return block, (scores, uniforms, settings)
 

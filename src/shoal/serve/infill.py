@@ -306,11 +306,11 @@ def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[Pars
         completion,
         [prompt.ids],
         max_tokens,
-        1,
-        1,
-        top_logprobs,
-        () if max_tokens == 0 else None,
-        headers,
+        drawn=1,
+        returned=1,
+        top_logprobs=top_logprobs,
+        echo=() if max_tokens == 0 else None,
+        headers=headers,
     )
     before, behind = request.before_cursor, request.input_suffix
     requests = [

@@ -80,7 +80,14 @@ class RequestParser:
         ]
         echo = [self._encoder.text(prompt) for prompt in read] if request.echo else None
         parsed = self._builder.build(
-            request, prompts, max_tokens, drawn, n, request.logprobs, echo, headers
+            request,
+            prompts,
+            max_tokens,
+            drawn=drawn,
+            returned=n,
+            top_logprobs=request.logprobs,
+            echo=echo,
+            headers=headers,
         )
         self._builder.require_members(request)
         return parsed, given
@@ -109,7 +116,16 @@ class RequestParser:
         if rules and rules.told:
             headers = {"x-shoal-told": "tools", **headers}
         self._builder.require_context("messages", [ids], max_tokens)
-        parsed = self._builder.build(request, [ids], max_tokens, n, n, top_logprobs, None, headers)
+        parsed = self._builder.build(
+            request,
+            [ids],
+            max_tokens,
+            drawn=n,
+            returned=n,
+            top_logprobs=top_logprobs,
+            echo=None,
+            headers=headers,
+        )
         grammar = grammar_with_calls(request, rules, self._settings.max_grammar) if rules else None
         field = "tools" if rules and rules.forced else parsed.grammar_field
         tags = self._encoder.tokens_within(

@@ -126,4 +126,6 @@ def decide_chains(
     # A single q is not copied.
     stacked = q[0][:, None] if len(q) == 1 else torch.stack(list(q), dim=1) if q else None
     u_accept, u_next = uniforms[:, :k, 1], uniforms[..., 0::2].flip(-1)
-    return reject_and_replace(drafts, lengths, stacked, p, u_accept, u_next, sampler)
+    return reject_and_replace(
+        drafts, lengths, stacked, p=p, u_accept=u_accept, u_next=u_next, sampler=sampler
+    )

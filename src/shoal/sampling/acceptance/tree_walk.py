@@ -55,7 +55,13 @@ def walk(
         rows = torch.tensor(active, device=p.device)
         p_here = p[rows, torch.tensor(columns, device=p.device)]
         chosen, rest = _chosen(
-            tree, siblings, active, columns, p_here, uniforms[rows, depth, 1], choice
+            tree,
+            siblings,
+            active,
+            columns=columns,
+            p=p_here,
+            uniforms=uniforms[rows, depth, 1],
+            choice=choice,
         )
         following = []
         for place, (b, column, pick) in enumerate(zip(active, columns, chosen, strict=True)):

@@ -1,6 +1,6 @@
 """Time budgets: what is computed after the deadline, what counts as finished, who starts. Prompts and rounds move the clock.
 
-Tests of: engine.deadlines.
+Tests of: engine.waiting.
 """
 
 from __future__ import annotations

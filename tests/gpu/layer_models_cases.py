@@ -1,7 +1,7 @@
 """What the layers of a model must do by the kernels: the same as its modules, in rounds and for prompts, with weights of one byte
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
-Tests of: models.layers.plan_state, models.layers.decoder, models.layers.operations,
+Tests of: models.layers.decoder, models.layers.operations,
 models.layers.eight_bit, models.executors.triton, models.selfcheck.
 """
 
@@ -25,10 +25,9 @@ from shoal.models.executors.modules import MODULES
 from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.layers import decoder as layer_decoder
 from shoal.models.layers import kernels
-from shoal.models.layers.decoder import fused_layers_of
+from shoal.models.layers.decoder import PlanState, fused_layers_of
 from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, WeightOnlyMatrix, matrix_of_8_bit, product
 from shoal.models.layers.operations import silu_mul
-from shoal.models.layers.plan_state import PlanState
 from shoal.models.passes import use_fused_layers
 from shoal.models.prompts import feed_prompts
 from shoal.models.quantize import _weight_only

@@ -1,6 +1,6 @@
 """Packed weights as tensors: whatever torch, Transformers and users do to a parameter is in the products, or is refused by name.
 
-Tests of: models.weights.saving, models.weights.parameter, models.weights, models.weights.matrix,
+Tests of: models.weights.layers, models.weights.parameter, models.weights, models.weights.matrix,
 models.formats.
 """
 

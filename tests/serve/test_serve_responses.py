@@ -1,6 +1,6 @@
 """/v1/responses, with the official client: the same samples as /v1/chat/completions, as items and typed events.
 
-Tests of: serve.item_models, serve.item_format, serve.item_answers, serve.item_response,
+Tests of: serve.item_models, serve.item_format, serve.response_models, serve.item_response,
 serve.tool_calls.
 """
 

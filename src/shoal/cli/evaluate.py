@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.console import EXIT_INTERRUPTED, stderr
+from shoal.cli.eval_kinds import execute_solutions
 from shoal.cli.eval_output import EXPORT_HELP, Export, read_exports, show_summary, with_progress
 from shoal.cli.eval_set import EvalSet, SandboxOptions, SetOptions
-from shoal.cli.eval_solutions import execute_solutions
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
     JsonOption,
@@ -224,7 +224,7 @@ def _evaluate_cuts(
         RequestError: an option does not go with cuts.
     """
     _require_one_run(sampling, output, "--cut compares ways to begin, once each")
-    from shoal.cli.eval_cut import evaluate_cuts
+    from shoal.cli.eval_kinds import evaluate_cuts
 
     options, source = _options(sampling, speculation), replace(source, max_batch=sampling.n)
     return evaluate_cuts(
@@ -252,7 +252,7 @@ def _evaluate_schemas(
         )
     if chosen.cut is not None or chosen.chat:
         raise RequestError("documents are written after the schema: leave out --cut and --chat")
-    from shoal.cli.eval_schemas import evaluate_schemas
+    from shoal.cli.eval_kinds import evaluate_schemas
 
     options, source = _options(sampling, speculation), replace(source, max_batch=sampling.n)
     return evaluate_schemas(

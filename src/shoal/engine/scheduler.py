@@ -33,10 +33,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.engine.admission import CacheState, Decision, Fits, decide, find_prompt
-from shoal.engine.deadlines import Deadlines
 from shoal.engine.fairness import Fairness
 from shoal.engine.prefix_store import PrefixStore
-from shoal.engine.waiting import Waiting
+from shoal.engine.waiting import Deadlines, Waiting
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Round

@@ -12,11 +12,10 @@ from typing import Protocol, runtime_checkable
 
 from shoal.errors import RequestError
 from shoal.lookahead.auto import Auto
-from shoal.lookahead.bass import Bass, Heuristic
+from shoal.lookahead.bass import Bass, Heuristic, Lookahead, Uniform
 from shoal.lookahead.choosing import AutoChoice, Choices
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.fixed import Fixed
-from shoal.lookahead.uniform import Lookahead, Uniform
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 

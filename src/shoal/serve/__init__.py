@@ -21,7 +21,7 @@ prompts.py           the prompts of requests
 sampling_params.py   the sampling fields of requests
 infill.py            requests and answers of /infill; infill_models.py: their fields
 item_models.py       requests of /v1/responses as chat requests
-item_response.py     answers of /v1/responses; item_answers.py: their fields
+item_response.py     answers of /v1/responses
 item_format.py       items and typed events
 worker.py            admission and updates
 submissions.py       the data between the event loop and the engine's thread

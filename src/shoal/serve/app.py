@@ -26,11 +26,11 @@ from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.exchanges import Exchanges
 from shoal.serve.handler import ApiHandler
 from shoal.serve.infill_models import Infill, InfillRequest
-from shoal.serve.item_answers import ItemAnswer
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.ops import give_back_freed_memory, model_routes, ops_routes
 from shoal.serve.page import page
 from shoal.serve.request_models import ChatRequest, CompletionRequest
+from shoal.serve.response_models import ItemAnswer
 from shoal.serve.settings import Settings
 from shoal.serve.token_routes import DetokenizeRequest, TokenizeRequest, token_routes
 

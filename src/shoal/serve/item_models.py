@@ -153,7 +153,7 @@ class CallOutputItem(OpenModel):
         return Message(role="tool", tool_call_id=self.call_id, content=_joined(self.output))
 
 
-class ReasoningPart(OpenModel):
+class SentReasoning(OpenModel):
     """A piece of reasoning."""
 
     type: Literal["reasoning_text"]
@@ -164,7 +164,7 @@ class ReasoningItem(OpenModel):
     """Reasoning of the assistant, as an answer has it."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+    content: Annotated[list[SentReasoning], Field(fail_fast=True)] | None = None
     summary: Annotated[list[Any] | None, Field(description="Passed over.")] = None
     id: Text | None = None
     status: Status | None = None

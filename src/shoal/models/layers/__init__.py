@@ -7,6 +7,5 @@ operations    launches the kernels
 drawing       draws of a drafter's steps
 draw_kernels  the Triton kernels of the draws
 decoder       the pass
-plan_state    the pass under way, where nothing is captured
 eight_bit     linear layers with weights of one byte
 """

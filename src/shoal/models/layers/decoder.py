@@ -6,6 +6,9 @@ one by one elsewhere.
 The steps are norm, product for queries, keys and values, heads, attention, product, norm with the
 residual sum, product for gate and up, activation, product. In the model's modules these are some
 forty launches, each of which takes a GPU longer than its arithmetic.
+
+The state of a pass that is launched kernel by kernel is a plan over a slot cache, as long as its
+rows are.
 """
 
 from __future__ import annotations
@@ -21,12 +24,62 @@ from shoal.models.attention.fused import available
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
-from shoal.models.cache import SlotCache
+from shoal.models.cache import Plan, SlotCache
 from shoal.models.layers.eight_bit import WeightOnly8Bit, matrix_of_8_bit
 from shoal.models.layers.operations import MOST_WIDTH, add_norm, begin, heads, silu_mul
-from shoal.models.layers.plan_state import PlanState
 from shoal.models.lean.decoder import Decoder, MatrixOf, decoder_of
 from shoal.models.weights import LINEARS, Matrix, matrix_of
+
+
+class PlanState:
+    """The state of a pass that was announced to the cache.
+
+    See `shoal.models.layers.decoder.PassState`.
+
+    Args:
+        method: attends.
+    """
+
+    def __init__(self, plan: Plan, cache: SlotCache, method: Method) -> None:
+        self.masks, self.method = Masks(plan), method
+        self._plan, self._cache = plan, cache
+
+    @property
+    def cells(self) -> Tensor:
+        """The cells that the tokens are written to, [tokens] int64."""
+        return self._cache.written
+
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of a layer as they are written.
+
+        They are those of the slots, or of the shared store.
+        """
+        return self._cache.written_stores(layer)
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of the rows of the pass, [rows, kv heads, keys, dim]."""
+        return self._cache.rows(layer)
+
+    def shared(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the shared store of the layer that was asked for last.
+
+        Returns:
+            [cells, kv heads, dim] each; (None, None) without prefixes.
+        """
+        return self._cache.shared()
+
+    def unpacked(self, query: Tensor) -> Tensor:
+        """Converts [tokens, heads, dim] to [rows, q, heads, dim]."""
+        plan = self._plan
+        return (
+            plan.unpack(query[None])
+            if plan.packed
+            else query.view(plan.rows, plan.q, *query.shape[1:])
+        )
+
+    def packed(self, attended: Tensor) -> Tensor:
+        """Converts [rows, q, heads, dim] to [tokens, heads, dim]."""
+        return self._plan.pack(attended)[0] if self._plan.packed else attended.flatten(0, 1)
 
 
 class PassState(Protocol):

@@ -28,7 +28,7 @@ BOUNDS = {
     "functions of many parameters": 24,
     "classes of many members": 13,
     "calls of many positions": 13,
-    "class names used twice": 4,
+    "class names used twice": 3,
     "module names used twice": 39,
     "docstrings without a subject": 0,
     "fields side by side": 0,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.slots import DraftSlots
-from shoal.models.compiled.drafting import StepResult
+from shoal.models.compiled.drafting import DraftedStep
 from shoal.models.lean.drafting import Drawing
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedTokens
@@ -42,7 +42,7 @@ from shoal.types.trees import DraftTree, Positions, chains
 
 log = logging.getLogger("shoal")
 
-Step = Callable[[Tensor, Sequence[int]], StepResult | None]
+Step = Callable[[Tensor, Sequence[int]], DraftedStep | None]
 """A step of drafting: (uniforms of the next position, draft lengths) -> the draws there.
 
 The uniforms are [rows, ...]; the result is None if the step cannot go on.
@@ -131,7 +131,7 @@ class ModelDrafter(Drafter):
         steps are done.
         """
         rows, lengths = inputs.rows, list(inputs.lengths)
-        looked: list[StepResult] = []
+        looked: list[DraftedStep] = []
         steps = 0
         while steps < max(lengths):
             j, steps = steps, steps + 1
@@ -346,7 +346,7 @@ class OrdinarySteps:
         self.steps = 0
         self.last: Tensor | None = None
 
-    def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> StepResult:
+    def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> DraftedStep:
         logits = self._drafter.of_target(self.logits(lengths))
         positions = Positions(self._rows, self._histories, first=self.steps)
         found = draws(
@@ -369,7 +369,7 @@ class OrdinarySteps:
                 torch.where(sound, confidence, 0.0),
             )
         self.last, self.steps = tokens, self.steps + 1
-        return StepResult(q, tokens, confidence)
+        return DraftedStep(q, tokens, confidence)
 
     @staticmethod
     def _finite(logits: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.states import StateCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.drafting import StepResult
+from shoal.models.compiled.drafting import DraftedStep
 from shoal.models.device_time import Spans
 from shoal.models.executors.lean import C_DECODER, CDecoder, LayerLoop
 from shoal.models.executors.modules import Modules
@@ -464,7 +464,7 @@ class Runner:
         counts: Sequence[int],
         most: int,
         drawing: Drawing,
-    ) -> Callable[[], StepResult | None] | None:
+    ) -> Callable[[], DraftedStep | None] | None:
         """Returns a drafter's step of a round as a lean pass (`shoal.models.lean.drafting`).
 
         Returns None if lean passes cannot compute the steps. A step returns None if it failed; then
@@ -482,7 +482,7 @@ class Runner:
             return None
         steps = LeanSteps(lean, self.cache, plan, pending, most, drawing)
 
-        def step() -> StepResult | None:
+        def step() -> DraftedStep | None:
             with self._counted():
                 drawn = steps()
                 self.computed[C_DECODER] += 1

@@ -93,7 +93,7 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
     )
 
 
-class StepResult(NamedTuple):
+class DraftedStep(NamedTuple):
     """The result of a step.
 
     Where the logits are NaN or infinite the token is -1, and the confidence 0.
@@ -110,12 +110,12 @@ class StepResult(NamedTuple):
 
 
 class StepComputation(NamedTuple):
-    """The computation of a step: the values of `StepResult`, the logits, the tokens to feed next.
+    """The computation of a step: the values of `DraftedStep`, the logits, the tokens to feed next.
 
     Attributes:
-        q: as in `StepResult`; None if not asked for.
-        tokens: as in `StepResult`.
-        confidence: as in `StepResult`; None if not asked for.
+        q: as in `DraftedStep`; None if not asked for.
+        tokens: as in `DraftedStep`.
+        confidence: as in `DraftedStep`; None if not asked for.
         logits: the logits that the step draws from, [rows, vocab of the drafter].
         fed: the tokens to feed next, [rows]: ids of the drafter also where nothing can be drawn.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.compiled.drafting import StepResult
+from shoal.models.compiled.drafting import DraftedStep
 from shoal.models.lean.whole import WholePass, require_done
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import DraftStepStruct, DrawsStruct
@@ -88,7 +88,7 @@ class LeanSteps:
         self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
         self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0
 
-    def __call__(self) -> StepResult | None:
+    def __call__(self) -> DraftedStep | None:
         """Computes the next step; returns None if a row has no distribution. Raises MemoryError."""
         result = self._draft(ctypes.byref(self._step))
         require_done(max(0, -result))
@@ -99,4 +99,4 @@ class LeanSteps:
             return None
         j, self._done = self._done, self._done + 1
         confidence = self._probs if self._highest is None else self._highest
-        return StepResult(None if self._q is None else self._q[j], self._tokens[j], confidence[j])
+        return DraftedStep(None if self._q is None else self._q[j], self._tokens[j], confidence[j])

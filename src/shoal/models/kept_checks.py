@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.durable import cache_folder
-from shoal.native.build import missing
-from shoal.native.processor import instructions
+from shoal.native.build import instructions, missing
 
 LEAST_BYTES = 8 * 2**20
 """The size of the files from which on results are kept; smaller models are checked in no time."""

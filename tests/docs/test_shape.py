@@ -21,11 +21,11 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 437,
-    "lines": 76_056,
+    "lines": 76_094,
     "short modules": 18,
     "long lines": 34,
     "packed statements": 7,
-    "functions of many parameters": 24,
+    "functions of many parameters": 20,
     "classes of many members": 13,
     "calls of many positions": 13,
     "class names used twice": 3,

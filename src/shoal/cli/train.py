@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ import typer
 
 from shoal.cli.console import EXIT_INTERRUPTED, plain_table, stderr, stdout
 from shoal.cli.files import listed_documents, listed_prompts
-from shoal.cli.option_groups import ReadableCommand, ReadableGroup
+from shoal.cli.option_groups import ReadableCommand, ReadableGroup, option_groups
 from shoal.cli.options import JsonOption
 from shoal.drafting.draft import BUNDLED
 from shoal.errors import RequestError
@@ -27,32 +27,91 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-TargetOption = Annotated[
-    str,
-    typer.Option("--model", "-m", help="Target: Hub id or directory; bundled: the bundled target."),
-]
-OutOption = Annotated[
-    Path,
-    typer.Option("--output", "-o", help="Directory for the drafter; a rerun goes on from there."),
-]
-PromptsOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--prompts",
-        help="JSON Lines of prompts that the target continues. Without: small programming "
-        "problems.",
-    ),
-]
-
-
-SamplesOption = Annotated[
-    int, typer.Option("--samples", min=16, help="Texts that the target writes.")
-]
-NewTokensOption = Annotated[int, typer.Option("--new-tokens", min=8, help="Tokens of each.")]
 StepsOption = Annotated[
     int, typer.Option("--steps", min=1, help="Of the optimiser, 4,096 tokens each.")
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The drafter's directory, the target, and the prompts that the target continues."""
+
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Directory for the drafter; a rerun goes on from there."
+        ),
+    ]
+    target: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="Target: Hub id or directory; bundled: the bundled target."
+        ),
+    ] = BUNDLED
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompts",
+            help="JSON Lines of prompts that the target continues. Without: small programming "
+            "problems.",
+        ),
+    ] = None
+
+    def checked(self) -> tuple[str | None, list[str]]:
+        """Returns the target for `shoal.load`, and the prompts.
+
+        Raises:
+            RequestError: a file cannot be read, or the output is the target's directory.
+        """
+        texts = listed_prompts(self.prompts or [])
+        source = None if self.target == BUNDLED else self.target
+        if source is not None and Path(source).resolve() == self.out.resolve():
+            raise RequestError("--output must be another directory than that of the target")
+        return source, texts
+
+
+@dataclass(frozen=True)
+class WrittenTextOptions:
+    """The texts that the target writes."""
+
+    samples: Annotated[
+        int, typer.Option("--samples", min=16, help="Texts that the target writes.")
+    ] = 2400
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=8, help="Tokens of each.")] = 128
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The device that trains, and the form of the output."""
+
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu"
+    json_output: JsonOption = False
+
+
+@dataclass(frozen=True)
+class DraftModelOptions:
+    """The size of a draft model, and the layers after which it drafts."""
+
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers. Without: an eighth of the target's.")
+    ] = None
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Hidden size. Without: a quarter of a target's of 2,048 or more, half from "
+            "1,024 on.",
+        ),
+    ] = None
+    exits: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--exits",
+            metavar="LAYER",
+            min=1,
+            help="Layers after which it shall draft, too, where it is sure. Repeatable.",
+        ),
+    ] = None
 
 
 @app.callback()
@@ -61,10 +120,10 @@ def train() -> None:
 
 
 @app.command(cls=ReadableCommand)
+@option_groups()
 def drafter(
-    out: OutOption,
-    target: TargetOption = BUNDLED,
-    prompts: PromptsOption = None,
+    *,
+    task: TaskOptions,
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
@@ -74,34 +133,13 @@ def drafter(
             "Without: small programming problems and Python's standard library. Repeatable.",
         ),
     ] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers. Without: an eighth of the target's.")
-    ] = None,
-    width: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Hidden size. Without: a quarter of a target's of 2,048 or more, half from "
-            "1,024 on.",
-        ),
-    ] = None,
-    exits: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--exits",
-            metavar="LAYER",
-            min=1,
-            help="Layers after which it shall draft, too, where it is sure. Repeatable.",
-        ),
-    ] = None,
-    samples: SamplesOption = 2400,
-    new_tokens: NewTokensOption = 128,
+    model: DraftModelOptions,
+    texts: WrittenTextOptions,
     corpus_steps: Annotated[
         int, typer.Option("--corpus-steps", min=1, help="Of the optimiser in the first stage.")
     ] = 320,
     steps: StepsOption = 320,
-    device: DeviceOption = "cpu",
-    json_output: JsonOption = False,
+    run: RunOptions,
 ) -> None:
     """A draft model, for `--draft DIR`: the target's architecture, small, taught by a corpus and
     then by the target.
@@ -109,113 +147,114 @@ def drafter(
     Says after each stage how much of what it drafts is accepted.
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
-    source, texts = _checked(target, out, prompts)
+    source, prompts = task.checked()
     documents = listed_documents(corpus or [])
     from shoal.train.drafter import DrafterTrainer, DrafterTraining
 
     training = DrafterTraining(
-        samples=samples,
-        new_tokens=new_tokens,
+        samples=texts.samples,
+        new_tokens=texts.new_tokens,
         steps=steps,
         corpus_steps=corpus_steps,
-        layers=layers,
-        width=width,
-        exits=tuple(exits or ()),
+        layers=model.layers,
+        width=model.width,
+        exits=tuple(model.exits or ()),
     )
-    _train(DrafterTrainer(out, source, texts, documents, training, device), str(out), json_output)
+    _train(
+        DrafterTrainer(task.out, source, prompts, documents, training, run.device),
+        str(task.out),
+        run.json_output,
+    )
 
 
 @app.command(cls=ReadableCommand)
+@option_groups()
 def medusa(
-    out: OutOption,
-    target: TargetOption = BUNDLED,
-    prompts: PromptsOption = None,
+    *,
+    task: TaskOptions,
     heads: Annotated[int, typer.Option(min=1, max=16, help="Heads: the longest draft.")] = 4,
     layers: Annotated[int, typer.Option(min=1, max=8, help="Residual blocks of a head.")] = 2,
-    samples: SamplesOption = 2400,
-    new_tokens: NewTokensOption = 128,
+    texts: WrittenTextOptions,
     steps: StepsOption = 320,
-    device: DeviceOption = "cpu",
-    json_output: JsonOption = False,
+    run: RunOptions,
 ) -> None:
     """Medusa heads, for `--draft medusa:DIR`.
 
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
-    source, texts = _checked(target, out, prompts)
+    source, prompts = task.checked()
     from shoal.train.heads import HeadsTraining
     from shoal.train.medusa import MedusaTrainer
 
     training = HeadsTraining(
-        heads=heads, layers=layers, samples=samples, new_tokens=new_tokens, steps=steps
+        heads=heads, layers=layers, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
     )
-    _train(MedusaTrainer(out, source, texts, training, device), f"medusa:{out}", json_output)
+    _train(
+        MedusaTrainer(task.out, source, prompts, training, run.device),
+        f"medusa:{task.out}",
+        run.json_output,
+    )
 
 
 @app.command(cls=ReadableCommand)
+@option_groups()
 def eagle3(
-    out: OutOption,
-    target: TargetOption = BUNDLED,
-    prompts: PromptsOption = None,
+    *,
+    task: TaskOptions,
     ahead: Annotated[
         int, typer.Option(min=1, max=8, help="Positions of a draft that they are trained for.")
     ] = 3,
-    samples: SamplesOption = 2400,
-    new_tokens: NewTokensOption = 128,
+    texts: WrittenTextOptions,
     steps: StepsOption = 160,
-    device: DeviceOption = "cpu",
-    json_output: JsonOption = False,
+    run: RunOptions,
 ) -> None:
     """EAGLE-3 heads, for `--draft eagle3:DIR`.
 
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
-    source, texts = _checked(target, out, prompts)
+    source, prompts = task.checked()
     from shoal.train.eagle3 import Eagle3Trainer
     from shoal.train.heads import HeadsTraining
 
-    training = HeadsTraining(heads=ahead, samples=samples, new_tokens=new_tokens, steps=steps)
-    _train(Eagle3Trainer(out, source, texts, training, device), f"eagle3:{out}", json_output)
+    training = HeadsTraining(
+        heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
+    )
+    _train(
+        Eagle3Trainer(task.out, source, prompts, training, run.device),
+        f"eagle3:{task.out}",
+        run.json_output,
+    )
 
 
 @app.command(cls=ReadableCommand)
+@option_groups()
 def ppd(
-    out: OutOption,
-    target: TargetOption = BUNDLED,
-    prompts: PromptsOption = None,
+    *,
+    task: TaskOptions,
     ahead: Annotated[
         int, typer.Option(min=1, max=16, help="Prompt tokens: the longest draft.")
     ] = 3,
-    samples: SamplesOption = 2400,
-    new_tokens: NewTokensOption = 128,
+    texts: WrittenTextOptions,
     steps: StepsOption = 160,
-    device: DeviceOption = "cpu",
-    json_output: JsonOption = False,
+    run: RunOptions,
 ) -> None:
     """Prompt tokens of PPD, for `--draft ppd:DIR`: vectors by which the target itself guesses
     further ahead.
 
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
-    source, texts = _checked(target, out, prompts)
+    source, prompts = task.checked()
     from shoal.train.heads import HeadsTraining
     from shoal.train.ppd import PpdTrainer
 
-    training = HeadsTraining(heads=ahead, samples=samples, new_tokens=new_tokens, steps=steps)
-    _train(PpdTrainer(out, source, texts, training, device), f"ppd:{out}", json_output)
-
-
-def _checked(target: str, out: Path, prompts: list[Path] | None) -> tuple[str | None, list[str]]:
-    """Returns the target for `shoal.load`, and the prompts.
-
-    Raises:
-        RequestError: a file cannot be read, or the output is the target's directory.
-    """
-    texts = listed_prompts(prompts or [])
-    source = None if target == BUNDLED else target
-    if source is not None and Path(source).resolve() == out.resolve():
-        raise RequestError("--output must be another directory than that of the target")
-    return source, texts
+    training = HeadsTraining(
+        heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
+    )
+    _train(
+        PpdTrainer(task.out, source, prompts, training, run.device),
+        f"ppd:{task.out}",
+        run.json_output,
+    )
 
 
 def _train(work: StagedTrainer, draft: str, json_output: bool) -> None:

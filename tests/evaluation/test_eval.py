@@ -528,6 +528,7 @@ PROBLEM = {
         ("humaneval", [json.dumps({k: v for k, v in PROBLEM.items() if k != "test"})], "'test'"),
         ("humaneval", [json.dumps(PROBLEM)] * 2, "line 2: the task id 'a'"),
         ("mbxp", [json.dumps({**PROBLEM, "language": "cobol"})], "unknown language 'cobol'"),
+        ("multipl-e", [json.dumps({**PROBLEM, "name": "a", "language": "jl"})], "'jl' does not run here"),
         ("infilling", [json.dumps(PROBLEM)], "no suffix"),
         ("summarize", ['{"document": "x"}'], "'summary'"),
         ("summarize", ['{"id": 1, "document": "x", "summary": "y"}'] * 2, "line 2: the id '1'"),

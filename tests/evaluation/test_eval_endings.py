@@ -56,6 +56,8 @@ def _parses(source: str) -> bool:
 
 JAVASCRIPT = "/** {{{ */\nfunction f(x) {\n"
 JAVA = "class F {\n    public static int f(int x) {\n"
+SCALA = "object Main extends App {\n    /** } */\n    def f(x : Int) : Int = {\n"
+CSHARP = "namespace Solution\n{\n    public class Program\n    {\n        public static int f() {"
 PERL = "# it's {\nsub f {\n"
 
 
@@ -74,6 +76,19 @@ PERL = "# it's {\nsub f {\n"
         ("php", "<?php\nfunction f($x) {\n", "    return 1; # }", True, "    return 1; # }\n}"),
         ("ruby", "def f(x)\n", "  x + 1", True, "  x + 1\nend"),
         ("ruby", "def f(x)\n", "  x + 1", False, "  x + 1"),
+        ("kotlin", "fun f(x : Int) : Int {\n", "    return x\n}\nfun main() {}", False, "    return x\n}"),
+        ("swift", "func f(x : Int) -> Int {\n", "    return x", True, "    return x\n}"),
+        ("scala", SCALA, "        x\n    }\n}", False, "        x\n    }"),  # the tests close the object
+        ("scala", SCALA, "        x", True, "        x\n    }"),
+        ("scala", SCALA, "        if (x > 1) {\n        1", True, "        if (x > 1) {\n        1"),
+        ("csharp", CSHARP, '            return "}";', True, '            return "}";\n        }'),
+        (
+            "csharp",
+            CSHARP,
+            "            return 1;\n        }\n        int g() {}",
+            False,
+            "            return 1;\n        }",
+        ),
     ],
 )
 def test_functions_with_braces_end_where_theirs_closes(
@@ -82,8 +97,9 @@ def test_functions_with_braces_end_where_theirs_closes(
     assert ending(language).cut(prompt, text, stopped) == kept
 
 
-def test_every_language_has_an_ending() -> None:
-    assert all(ending(language).stops for language in LANGUAGES)
+def test_every_language_has_an_ending_but_those_of_multipl_e_which_brings_stops() -> None:
+    only_there = {"lua", "bash", "r", "racket", "rust", "d", "go_test"}
+    assert {language for language in LANGUAGES if not ending(language).stops} == only_there
     assert not ending("cobol").stops
 
 

@@ -20,7 +20,8 @@ from sandboxes import sandbox_of, strongest
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import execution, isolation
 from shoal.evaluation.execution import ExecutionResult, PassCounts, execute, execute_all, pass_counts, read_solutions
-from shoal.evaluation.languages import LANGUAGES, Language
+from shoal.evaluation.language import Language
+from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.toolchains import find_toolchain, require
@@ -61,7 +62,7 @@ ADD = {  # language: prompt, a completion, tests
         "class Main { public static void main(String[] a) { if (Adder.add(1, 2) != 3) throw new RuntimeException(); } }",
     ),
     "cpp": (
-        "#include <cstdlib>\n#include <stdexcept>\nint add(int a, int b) {\n",
+        "#include <cstdio>\n#include <cstdlib>\n#include <stdexcept>\nint add(int a, int b) {\n",
         "return a + b;\n}",
         'int main() { if (add(1, 2) != 3) throw std::runtime_error("wrong"); }',
     ),
@@ -77,6 +78,41 @@ ADD = {  # language: prompt, a completion, tests
         "return $a + $b;\n}",
         "if (add(1, 2) !== 3) { throw new Exception('wrong'); }",
     ),
+    "kotlin": (
+        "fun add(a : Int, b : Int) : Int {\n",
+        "return a + b\n}",
+        "fun main() {\n  if (add(1, 2) != 3) {\n    throw Exception()\n  }\n}",
+    ),
+    "scala": (
+        "object Main extends App {\n    def add(a : Int, b : Int) : Int = {\n",
+        "return a + b\n    }",
+        "    assert(add(1, 2) == 3)\n}",
+    ),
+    "csharp": (
+        "using System;\nusing KellermanSoftware.CompareNetObjects;\nclass Program {\n  public static int Add(int a, int b) {\n",
+        "return a + b;\n}",
+        "static void Main(string[] a) {\nif (!new CompareLogic().Compare(Add(1, 2), 3).AreEqual) throw new Exception();\n}\n}",
+    ),
+    "swift": ("import Glibc\nfunc add(a : Int, b : Int) -> Int {\n", "return a + b\n}", "assert(add(a : 1, b : 2) == 3)"),
+    "rust": ("fn add(a: i64, b: i64) -> i64 {\n", "return a + b;", "}\nfn main() {\nassert_eq!(add(1, 2), 3);\n}\n"),
+    "d": (
+        "import core.stdc.stdlib, std.stdio;\nlong add(long a, long b)\n",
+        "{\nreturn a + b;\n}",
+        "unittest\n{\nassert(add(1, 2) == 3);\n}\nvoid main(){}",
+    ),
+    "go_test": (
+        'package add_test\nimport (\n"fmt"\n"os"\n"testing"\n)\nvar _ = os.Args\nfunc add(a int, b int) int {\n',
+        "return a + b\n}",
+        'func TestAdd(t *testing.T) {\nif fmt.Sprint(add(1, 2)) != "3" {\nt.Errorf("wrong")\n}\n}',
+    ),
+    "lua": ("local function add(a, b)\n", "return a + b\nend", "assert(add(1, 2) == 3)"),
+    "bash": ("add() {\n", "return $(($1 + $2))", "}\nset -e\nadd 1 2 || [[ $? = 3 ]]"),
+    "r": ("add <- function(a, b) {\n", "return(a + b)\n}", "if (!identical(add(1, 2), 3)) quit('no', 1)"),
+    "racket": (
+        "#lang racket\n(define (add a b)\n",
+        "(values 'return) (+ a b))",
+        "(require rackunit)\n(check-within (add 1 2) 3 0.001)",
+    ),
 }
 
 
@@ -90,11 +126,52 @@ EXIT = {  # language: a statement that ends the process with exit code 0
     "go": "os.Exit(0)",
     "ruby": "exit! 0",
     "php": "exit(0)",
+    "kotlin": "System.exit(0)",
+    "scala": "System.exit(0)",
+    "csharp": "Environment.Exit(0)",
+    "swift": "exit(0)",
+    "rust": "std::process::exit(0)",
+    "d": "exit(0)",
+    "go_test": "os.Exit(0)",
+    "lua": "os.exit(0)",
+    "bash": "exit 0",
+    "r": "quit('no', 0)",
+    "racket": "(exit 0)",
 }
 
 
+SAY = {  # language: a statement that writes "passed", and one that writes to standard error
+    "python": ("print('passed')", "import sys; print('error:', file=sys.stderr)"),
+    "javascript": ("console.log('passed')", "console.error('error:')"),
+    "typescript": ("console.log('passed')", "console.error('error:')"),
+    "java": ('System.out.println("passed")', 'System.err.println("error:")'),
+    "cpp": ('std::puts("passed")', 'std::fputs("error:", stderr)'),
+    "perl": ("print 'passed'", "print STDERR 'error:'"),
+    "go": ('os.Stdout.WriteString("passed")', 'os.Stderr.WriteString("error:")'),
+    "ruby": ("puts 'passed'", "warn 'error:'"),
+    "php": ("print 'passed'", "fwrite(STDERR, 'error:')"),
+    "kotlin": ('println("passed")', 'System.err.println("error:")'),
+    "scala": ('println("passed")', 'System.err.println("error:")'),
+    "csharp": ('Console.WriteLine("passed")', 'Console.Error.WriteLine("error:")'),
+    "swift": ('print("passed")', 'perror("error:")'),
+    "rust": ('println!("passed")', 'eprintln!("error:")'),
+    "d": ('puts("passed")', 'stderr.writeln("error:")'),
+    "go_test": ('os.Stdout.WriteString("passed")', 'os.Stderr.WriteString("error:")'),
+    "lua": ("print('passed')", "io.stderr:write('error:')"),
+    "bash": ("echo passed", "echo error: >&2"),
+    "r": ("cat('passed')", "message('error:')"),
+    "racket": ('(display "passed")', '(eprintf "error:")'),
+}
+
+
+def before_the_return(language: str, statement: str, completion: str) -> str:
+    """The completion with a statement in front of the one that returns."""
+    joint = f"a) {statement} (values '" if language == "racket" else f"{statement}; "
+    return completion.replace("return", f"{joint}return")
+
+
 def test_every_language_has_an_example() -> None:
-    assert ADD.keys() == EXIT.keys() == LANGUAGES.keys()
+    assert ADD.keys() == EXIT.keys() == SAY.keys() == LANGUAGES.keys()
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -110,6 +187,12 @@ DANGLING = {
     "perl": "return $a - $b;\n}\n0 and",
     "ruby": "return a - b\nend\nfalse and",
     "php": "return $a - $b;\n}\nif (false)",
+    "scala": "return a - b\n    }\n    if (false)",
+    "swift": "return a - b\n}\ntrue ? () :",
+    "d": "{\nreturn a - b;\n}\nversion (none)",
+    "bash": "return $(($1 - $2))\n}\ncat <<'END'",
+    "r": "return(a - b)\n}\nif (FALSE)",
+    "racket": "(- a b))\n#;",
 }
 
 
@@ -161,13 +244,15 @@ def test_results_of_a_language(each_box: Sandbox, language: str) -> None:
     prompt, right, tests = ADD[language]
     asked = problem(language, prompt, tests)
     require_here([asked], each_box)
-    early = execute(asked, right.replace("return", f"{EXIT[language]}; return"), each_box)
-    assert execute(asked, right, each_box).passed
+    quits, (says, noise) = EXIT[language], SAY[language]
+    early = execute(asked, before_the_return(language, quits, right), each_box)
+    assert execute(asked, before_the_return(language, noise, right), each_box).passed
     assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
     if each_box.backend == strongest():  # the isolation around it does not decide what these say
-        wrong, unreadable = (execute(asked, right.replace("+", sign), each_box) for sign in ("-", "+ ) +"))
-        # Without a compiler in between, C++ can only say "crash": an exception that nobody catches ends by std::terminate.
-        assert wrong.outcome == ("crash" if language == "cpp" else "failed")
+        wrong = execute(asked, before_the_return(language, says, right.replace("+", "-")), each_box)
+        unreadable = execute(asked, right.replace("+", "+ ) +"), each_box)
+        # A signal ends these: an exception that nobody catches std::terminate in C++, a failed assertion a trap in Swift.
+        assert wrong.outcome == ("crash" if language in ("cpp", "swift") else "failed")
         assert (unreadable.outcome, bool(unreadable.detail)) == ("syntax", True)
 
 

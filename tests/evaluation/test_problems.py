@@ -98,7 +98,7 @@ def test_a_function_to_test_may_be_called_check(tmp_path: Path) -> None:
         ([{**RECORD, "canonical_solution": []}], r"line 1: expected text in the field 'canonical_solution'"),
         (
             [{**RECORD, "language": "cobol"}],
-            r"line 1: unknown language 'cobol'; known are python, javascript, typescript, java",
+            r"line 1: unknown language 'cobol'; known are python, javascript, typescript, perl",
         ),
         ([RECORD, RECORD], r"line 2: the task id 'T/0' was used before"),
         ([], r"holds no problems"),

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from shoal.evaluation.tasks import Task
 
 
-Name = Literal["humaneval", "mbxp", "functions", "infilling", "summarize", "jsonschema"]
+Name = Literal[
+    "humaneval", "mbxp", "multipl-e", "functions", "infilling", "summarize", "jsonschema"
+]
 
 Kind = Literal["word", "space", "punctuation", "prefix-sep", "prefix-indent", "all"]
 
@@ -65,7 +67,8 @@ class SetOptions:
     set_: Annotated[
         Name,
         typer.Argument(
-            metavar="SET", help="humaneval, mbxp, functions, infilling, summarize or jsonschema."
+            metavar="SET",
+            help="humaneval, mbxp, multipl-e, functions, infilling, summarize or jsonschema.",
         ),
     ]
     data: Annotated[
@@ -121,7 +124,7 @@ class SetOptions:
         return self._read_file(self.data)
 
     def _read_file(self, data: Path) -> EvalSet:
-        from shoal.evaluation import problems, tasks
+        from shoal.evaluation import multipl_e, problems, tasks
 
         chat = self.chat
         file: dict[str, Any] = {"chat": chat, "file": data.name}
@@ -129,8 +132,8 @@ class SetOptions:
             documents = tasks.read_documents(data)[: self.limit]
             asked = tasks.summary_tasks(documents, chat=chat)
             return EvalSet(self.set_, asked, documents=documents, fingerprint=digest(data), **file)
-        read = problems.read_mbxp if self.set_ == "mbxp" else problems.read_humaneval
-        found = read(data)[: self.limit]
+        readers = {"mbxp": problems.read_mbxp, "multipl-e": multipl_e.read_multipl_e}
+        found = readers.get(self.set_, problems.read_humaneval)(data)[: self.limit]
         asked = (
             tasks.infilling_tasks(found)
             if self.set_ == "infilling"

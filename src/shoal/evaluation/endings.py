@@ -2,7 +2,8 @@
 
 A model continues behind the function that it was asked for. Stop strings end most rows early; the
 cut is made on the text: in Python behind the last top-level block that parses, in languages with
-braces behind the function's closing brace.
+braces behind the function's closing brace. A set that brings stop strings of its own, as MultiPL-E
+does, is cut at these and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,21 +69,31 @@ LITERALS = r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\])*`"""
 C_COMMENTS, HASH_COMMENTS = r"//[^\n]*|/\*.*?\*/", r"(?:^|(?<=\s))\#[^\n]*"
 
 
-def _braces(prompt: str, text: str, stopped: bool, *, comments: str) -> str:
-    """Returns the text up to the brace that closes the one opened by the prompt.
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first of the stop strings; all of it if there is none."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)]
+
+
+def _braces(prompt: str, text: str, stopped: bool, *, language: str) -> str:
+    """Returns the text up to the brace that closes the function that the prompt begins.
 
     A brace that a stop string removed is put back.
     """
-    end, depth = _closing_brace(prompt, text, comments)
+    end, missing = _closing_brace(language, prompt, text)
     if end is not None:
         return text[:end]
-    return text + CLOSING if stopped and depth == 1 else text
+    return text + _CLOSINGS.get(language, CLOSING) if stopped and missing == 1 else text
 
 
-def _closing_brace(prompt: str, text: str, comments: str) -> tuple[int | None, int]:
-    """Returns the end of the brace that closes the one opened by the prompt; and the last depth."""
-    symbols = re.compile(f"{comments}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
+def _closing_brace(language: str, prompt: str, text: str) -> tuple[int | None, int]:
+    """Returns the end of the brace that closes what the prompt begins, and the braces missing.
+
+    That is all of it, or the function alone where the tests stand in the class around it.
+    """
+    symbols = re.compile(f"{COMMENTS[language]}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
     depth = sum(_depth_change(match[0]) for match in symbols.finditer(prompt))
+    if language in _CLOSINGS:
+        depth = min(depth, 1)
     for match in symbols.finditer(text):
         depth += _depth_change(match[0])
         if depth == 0 and match[0] == "}":
@@ -95,7 +106,7 @@ def function_end(language: str, prompt: str, text: str) -> int | None:
     if language == "ruby":
         found = re.search(r"^end\b", text, re.MULTILINE)
         return found.end() if found else None
-    return _closing_brace(prompt, text, COMMENTS[language])[0] if language in COMMENTS else None
+    return _closing_brace(language, prompt, text)[0] if language in COMMENTS else None
 
 
 def _depth_change(symbol: str) -> int:
@@ -108,8 +119,11 @@ def _ruby(_prompt: str, text: str, stopped: bool) -> str:
 
 
 CLOSING, RUBY_CLOSING = "\n}", "\nend"
+_CLOSINGS = {"scala": "\n    }", "csharp": "\n        }"}
+"""The closing braces of functions in a class that the tests continue, as MBXP indents them."""
 COMMENTS = {
     **dict.fromkeys(("javascript", "typescript", "java", "cpp", "go"), C_COMMENTS),
+    **dict.fromkeys(("kotlin", "scala", "csharp", "swift"), C_COMMENTS),
     "perl": HASH_COMMENTS,
     "php": f"{C_COMMENTS}|{HASH_COMMENTS}",
 }
@@ -119,8 +133,8 @@ _ENDINGS = {
         ("\ndef ", "\nclass ", "\n#", "\n@", "\nif ", "\nprint(", "\nassert "), _python
     ),
     **{
-        name: Ending((CLOSING,), partial(_braces, comments=comments))
-        for name, comments in COMMENTS.items()
+        name: Ending((_CLOSINGS.get(name, CLOSING),), partial(_braces, language=name))
+        for name in COMMENTS
     },
     "ruby": Ending((RUBY_CLOSING,), _ruby),
 }

@@ -35,7 +35,7 @@ _PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "include"
 SYSTEM = (
     *(f"{root}/{part}" for root in ("", "/usr", "/usr/local") for part in _PARTS),
     *("/nix/store", "/etc/alternatives", "/etc/ld.so.cache"),
-    *("/etc/java*", "/etc/php*", "/etc/perl"),
+    *("/etc/java*", "/etc/php*", "/etc/perl", "/etc/R", "/etc/racket", "/etc/mono"),
     *("/etc/localtime", "/etc/timezone", "/etc/locale.alias", "/etc/nsswitch.conf"),
     # Node.js ends at once if there is a configuration of OpenSSL that it may not read.
     *("/etc/ssl/openssl*", "/etc/pki/tls/openssl*", "/etc/crypto-policies"),

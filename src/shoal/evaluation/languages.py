@@ -1,167 +1,118 @@
-"""The supported languages: the commands that compile and run a program, and the packages they need.
-
-An epilogue after the tests prints a random marker, which it puts together of two halves: the marker
-stands in no file, so that only code that ran can print it. In languages that allow statements only
-in functions, and in Python, a second file runs the tests and then prints it. A completion that
-exits early with code 0 prints no marker, so it has not passed its tests.
-"""
+"""The supported languages: those whose programs are compiled, and all of them together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from shoal.evaluation.interpreted import INTERPRETED
+from shoal.evaluation.language import MANAGED, STATEMENT, Language, Library
 
-from shoal.evaluation.steps import MIB, Bounds
-
-
-@dataclass(frozen=True)
-class Library:
-    """A library that tests load.
-
-    Attributes:
-        loaded_by: its name in a test.
-        probe: a command that loads it.
-        install: the package that provides it.
-    """
-
-    loaded_by: str
-    probe: tuple[str, ...]
-    install: str
-
-
-@dataclass(frozen=True)
-class Language:
-    """The way that a program in this language is run.
-
-    Attributes:
-        title: the language's name in prose.
-        file: the name of the source file.
-        run: the command that runs the program in its directory; its program is found on PATH.
-        compile: the command that compiles it there; it ends with an exit code other than 0 for a
-            program that it refuses.
-        install: the packages that provide these commands.
-        trial: the smallest program. It must run here. If a runtime writes to standard error beside
-            it, it writes the same beside every program.
-        separator: stands between a completion and its tests, and ends a statement that the
-            completion has begun.
-        epilogue: a format string of the two halves of the marker; prints it after the tests, at the
-            end of the program or in `epilogue_file`.
-        epilogue_file: "", or a second source file, which runs the program and is started in its
-            place.
-        syntax: texts of which the interpreter writes one to standard error when it cannot parse a
-            program.
-        memory: texts of which it writes one when an allocation fails.
-        libraries: the libraries that tests may load beside the standard library.
-        environment: variables that its programs need.
-        bounds: the bounds of a program while it runs.
-    """
-
-    title: str
-    file: str
-    run: tuple[str, ...]
-    install: str
-    compile: tuple[str, ...] = ()
-    trial: str = ""
-    separator: str = "\n"
-    epilogue: str = ""
-    epilogue_file: str = ""
-    syntax: tuple[str, ...] = ()
-    memory: tuple[str, ...] = ()
-    libraries: tuple[Library, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    bounds: Bounds = field(default_factory=Bounds)
-
-    def files(self, program: str, marker: str) -> dict[str, str]:
-        """Names and texts of the source files of a program that prints a marker at its end."""
-        half = len(marker) // 2
-        epilogue = self.epilogue.format(marker[:half], marker[half:])
-        if self.epilogue_file:
-            return {self.file: program, self.epilogue_file: epilogue}
-        return {self.file: f"{program}\n{epilogue}\n"}
-
-    @property
-    def programs(self) -> list[str]:
-        """The programs that must be on PATH."""
-        return sorted(
-            {
-                command[0]
-                for command in (self.run, self.compile)
-                if command and "/" not in command[0]
-            }
-        )
-
-
-STATEMENT = "\n;\n"
-"""A `separator` that leaves nothing for an `if (false)` at the end of a completion but itself."""
-COMPILING = Bounds(cpu_seconds=60, wall_seconds=300.0, memory_bytes=2048 * MIB)
-_MANAGED = Bounds(memory_bytes=2048 * MIB)  # for runtimes that reserve memory
-_NODE = "Node.js (package nodejs, or https://nodejs.org)"
-_LODASH = Library(
-    "lodash", ("node", "-e", "require('lodash')"), "lodash (npm install --global lodash)"
-)
-_COMPARE = Library(
-    "Data::Compare",
-    ("perl", "-MData::Compare", "-e", "1"),
-    "Data::Compare (package libdata-compare-perl)",
-)
 _JAVA_MEMORY = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
 _JAVAC_OPTIONS = (*(f"-J{option}" for option in _JAVA_MEMORY), "-proc:none", "-nowarn")
 
-LANGUAGES = {
-    "python": Language(
-        title="Python",
-        file="solution.py",
-        run=("python3", "main.py"),
-        install="Python 3 (package python3)",
-        # A completion is a module of another name, so that its `if __name__ == "__main__":` does
-        # not run; tests have that name.
-        separator='\n__name__ = "__main__"\n',
-        epilogue="import runpy\nif __name__ == '__main__':\n    runpy.run_path('solution.py', "
-        "run_name='solution')\n    print({!r} + {!r})",
-        epilogue_file="main.py",
-        syntax=("\nSyntaxError:", "\nIndentationError:", "\nTabError:"),
-        memory=("MemoryError",),
-        environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"},
-    ),
-    "javascript": Language(
-        title="JavaScript",
-        file="main.js",
-        run=("node", "main.js"),
-        install=_NODE,
-        separator=STATEMENT,
-        epilogue="console.log({!r} + {!r});",
-        syntax=("\nSyntaxError:",),
-        memory=("heap out of memory", "Array buffer allocation failed"),
-        libraries=(_LODASH,),
-        bounds=_MANAGED,
-    ),
-    "typescript": Language(
-        title="TypeScript",
-        file="main.ts",
-        # Types are not checked, as in MBXP's own harness: its programs import modules without
-        # installed types.
-        compile=("tsc", "--noCheck", "--target", "es2020", "--module", "commonjs", "main.ts"),
-        run=("node", "main.js"),
-        install=f"TypeScript 5.6 or newer (npm install --global typescript) and {_NODE}",
-        separator=STATEMENT,
-        epilogue="console.log({!r} + {!r});",
-        memory=("heap out of memory", "Array buffer allocation failed"),
-        libraries=(_LODASH,),
-        bounds=_MANAGED,
-    ),
+_JAVATUPLES = "/usr/share/java/javatuples.jar"
+_CLASSES = f".:{_JAVATUPLES}"
+_TUPLES = Library(
+    "org.javatuples",
+    ("java", "-p", _JAVATUPLES, "--describe-module", "javatuples"),
+    "javatuples (package libjavatuples-java)",
+)
+_GO = "Go (package golang-go, or https://go.dev)"
+_GO_ENVIRONMENT = {"GO111MODULE": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
+_CSHARP_EPILOGUE = """using System;
+using System.Collections;
+using System.Diagnostics;
+using System.Linq;
+using System.Reflection;
+
+class Epilogue {{
+    class Failing : TraceListener {{
+        public override void Write(string text) {{ }}
+        public override void WriteLine(string text) {{ }}
+        public override void Fail(string text) {{ throw new Exception("Debug.Assert " + text); }}
+        public override void Fail(string text, string more) {{ Fail(text + " " + more); }}
+    }}
+
+    static void Main(string[] arguments) {{
+        Debug.Listeners.Clear();
+        Debug.Listeners.Add(new Failing());
+        var found = BindingFlags.Static | BindingFlags.Public | BindingFlags.NonPublic;
+        var main = Assembly.GetExecutingAssembly().GetTypes()
+            .Where(type => type != typeof(Epilogue))
+            .Select(type => type.GetMethod("Main", found)).First(method => method != null);
+        var given = main.GetParameters().Length == 0 ? new object[0] : new object[] {{ arguments }};
+        try {{ main.Invoke(null, given); }}
+        catch (TargetInvocationException error) {{
+            Console.Error.WriteLine(error.InnerException);
+            Environment.Exit(1);
+        }}
+        Console.WriteLine("{}" + "{}");
+    }}
+}}
+
+// The one call of Compare-Net-Objects that MBXP's tests make.
+namespace KellermanSoftware.CompareNetObjects {{
+    public class ComparisonResult {{ public bool AreEqual {{ get; set; }} }}
+
+    public class CompareLogic {{
+        public ComparisonResult Compare(object one, object other) {{
+            return new ComparisonResult {{ AreEqual = Equal(one, other) }};
+        }}
+
+        static bool Equal(object one, object other) {{
+            if (one == null || other == null) return one == other;
+            if (one.GetType() != other.GetType()) return false;
+            if (one is string || !(one is IEnumerable)) return one.Equals(other);
+            var ones = ((IEnumerable) one).Cast<object>().ToList();
+            var others = ((IEnumerable) other).Cast<object>().ToList();
+            if (ones.Count != others.Count) return false;
+            if (!(one is IDictionary)) return ones.Zip(others, Equal).All(same => same);
+            IDictionary here = (IDictionary) one, there = (IDictionary) other;
+            return here.Keys.Cast<object>()
+                .All(key => there.Contains(key) && Equal(here[key], there[key]));
+        }}
+    }}
+}}"""
+_D_EPILOGUE = """module epilogue;
+import core.runtime;
+import core.stdc.stdio : puts;
+
+__gshared bool tested;
+
+shared static this() {{
+    Runtime.extendedModuleUnitTester = () {{
+        foreach (info; ModuleInfo) {{
+            if (!info || info.name != "main" || !info.unitTest) continue;
+            info.unitTest()();
+            tested = true;
+        }}
+        return UnitTestResult(1, 1, true, false);
+    }};
+}}
+
+extern (C) int __real_main(int count, char** arguments);
+extern (C) int __wrap_main(int count, char** arguments) {{
+    auto code = __real_main(count, arguments);
+    if (tested) puts("{}" ~ "{}");
+    return code;
+}}"""
+
+COMPILED = {
     "java": Language(
         title="Java",
         file="Main.java",
-        compile=("javac", *_JAVAC_OPTIONS, "Main.java", "Epilogue.java"),
-        run=("java", *_JAVA_MEMORY, "-cp", ".", "Epilogue"),
+        compile=("javac", *_JAVAC_OPTIONS, "-cp", _CLASSES, "Main.java", "Epilogue.java"),
+        run=("java", *_JAVA_MEMORY, "-cp", _CLASSES, "Epilogue"),
         install="a Java development kit (package default-jdk-headless)",
         trial="class Main { public static void main(String[] arguments) {} }",
         epilogue="""class Epilogue {{
-    public static void main(String[] arguments) throws Throwable {{ Main.main(arguments); System.out.println("{}" + "{}"); }}
+    public static void main(String[] arguments) throws Throwable {{
+        Main.main(arguments);
+        System.out.println("{}" + "{}");
+    }}
 }}""",
         epilogue_file="Epilogue.java",
         memory=("java.lang.OutOfMemoryError",),
-        bounds=_MANAGED,
+        libraries=(_TUPLES,),
+        bounds=MANAGED,
     ),
     "cpp": Language(
         title="C++",
@@ -188,51 +139,139 @@ extern "C" int __wrap_main(int count, char **arguments) {{
         epilogue_file="last.cpp",
         memory=("std::bad_alloc", "std::bad_array_new_length"),
     ),
-    "perl": Language(
-        title="Perl",
-        file="main.pl",
-        run=("perl", "main.pl"),
-        install="Perl (package perl)",
-        separator=STATEMENT,
-        epilogue="print {!r} . {!r};",
-        syntax=("syntax error at", "aborted due to compilation errors"),
-        memory=("Out of memory",),
-        libraries=(_COMPARE,),
-    ),
     "go": Language(
         title="Go",
         file="main.go",
         compile=("go", "build", "-o", "main", "main.go", "words.go"),
         run=("./main",),
-        install="Go (package golang-go, or https://go.dev)",
+        install=_GO,
         epilogue="""package main
 import "os"
 func init() {{ main(); os.Stdout.WriteString("{}" + "{}"); os.Exit(0) }}""",
         epilogue_file="words.go",  # after main.go, so that its init comes last
         trial="package main\nfunc main() {}",
         memory=("out of memory", "cannot allocate memory"),
-        environment={"GO111MODULE": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"},
-        bounds=_MANAGED,
+        environment=_GO_ENVIRONMENT,
+        bounds=MANAGED,
     ),
-    "ruby": Language(
-        title="Ruby",
-        file="main.rb",
-        run=("ruby", "main.rb"),
-        install="Ruby (package ruby)",
-        separator=STATEMENT,
-        epilogue="puts {!r} + {!r}",
-        syntax=("syntax error", "(SyntaxError)"),
-        memory=("NoMemoryError",),
+    "go_test": Language(
+        title="Go's tests",
+        file="main_test.go",
+        compile=("go", "test", "-c", "-o", "main", "main_test.go"),
+        run=("./main",),
+        install=_GO,
+        # The tests import fmt; a package without tests would pass.
+        epilogue="""func TestMain(m *testing.M) {{
+    if m.Run() == 0 {{ fmt.Println("{}" + "{}") }}
+}}""",
+        trial="""package main_test
+import (
+    "fmt"
+    "testing"
+)
+func TestTrial(t *testing.T) {}""",
+        memory=("out of memory", "cannot allocate memory"),
+        environment=_GO_ENVIRONMENT,
+        bounds=MANAGED,
     ),
-    "php": Language(
-        title="PHP",
-        file="main.php",
-        run=("php", "-d", "display_errors=stderr", "main.php"),
-        install="PHP's command line (package php-cli)",
-        trial="<?php",
-        separator=STATEMENT,
-        epilogue="echo {!r} . {!r};",
-        syntax=("PHP Parse error:", "Parse error:"),
-        memory=("Allowed memory size",),
+    "kotlin": Language(
+        title="Kotlin",
+        file="main.kt",
+        compile=(
+            "kotlinc",
+            *("-nowarn", "-include-runtime", "-d", "main.jar", "main.kt", "epilogue.kt"),
+        ),
+        run=("java", *_JAVA_MEMORY, "-cp", "main.jar", "Epilogue"),
+        install="Kotlin (package kotlin)",
+        trial="fun main() {}",
+        epilogue="""object Epilogue {{
+    @JvmStatic fun main(arguments: Array<String>) {{
+        val tested = Class.forName("MainKt").getMethod("main", Array<String>::class.java)
+        try {{ tested.invoke(null, arguments) }}
+        catch (error: java.lang.reflect.InvocationTargetException) {{ throw error.targetException }}
+        println("{}" + "{}")
+    }}
+}}""",
+        epilogue_file="epilogue.kt",
+        memory=("java.lang.OutOfMemoryError",),
+        environment={"JAVA_OPTS": " ".join(_JAVA_MEMORY)},
+        bounds=MANAGED,
+    ),
+    "scala": Language(
+        title="Scala",
+        file="main.scala",
+        compile=("scalac", "-nowarn", "-d", ".", "main.scala", "epilogue.scala"),
+        run=("scala", "-nocompdaemon", "-cp", ".", "Epilogue"),
+        install="Scala (package scala)",
+        trial="object Main extends App {}",
+        separator="\n()\n",  # what an `if (false)` at the end of a completion has for itself
+        epilogue="""object Epilogue {{
+    def main(arguments: Array[String]): Unit = {{ Main.main(arguments); println("{}" + "{}") }}
+}}""",
+        epilogue_file="epilogue.scala",
+        memory=("java.lang.OutOfMemoryError",),
+        environment={"JAVA_OPTS": " ".join(_JAVA_MEMORY)},
+        bounds=MANAGED,
+    ),
+    "csharp": Language(
+        title="C#",
+        file="main.cs",
+        compile=(
+            *("mcs", "-nologo", "-warn:0", "-d:DEBUG", "-r:System.Numerics.dll"),
+            *("-main:Epilogue", "-out:main.exe", "main.cs", "epilogue.cs"),
+        ),
+        run=("mono", "main.exe"),
+        install="Mono (packages mono-mcs, mono-runtime and libmono-system-numerics4.0-cil)",
+        trial="class Program { public static void Main(string[] arguments) {} }",
+        epilogue=_CSHARP_EPILOGUE,
+        epilogue_file="epilogue.cs",
+        memory=("System.OutOfMemoryException",),
+        bounds=MANAGED,
+    ),
+    "swift": Language(
+        title="Swift",
+        file="main.swift",
+        compile=("swiftc", "-suppress-warnings", "-o", "main", "main.swift"),
+        run=("./main",),
+        install="Swift (packages swiftlang, libc6-dev and libstdc++-14-dev of Debian 13, or "
+        "https://swift.org)",
+        separator="\n_ = ()\n",  # what a `true ? () :` at the end of a completion has for itself
+        epilogue='print("{}" + "{}")',
+        environment={"SWIFT_BACKTRACE": "enable=no"},
+        bounds=MANAGED,
+    ),
+    "rust": Language(
+        title="Rust",
+        file="main.rs",
+        compile=("rustc", "--edition", "2021", "-A", "warnings", "-o", "main", "epilogue.rs"),
+        run=("./main",),
+        install="Rust (package rustc)",
+        trial="fn main() {}",
+        epilogue="""mod program {{
+    include!("main.rs");
+    pub fn run() -> impl std::process::Termination {{ main() }}
+}}
+fn main() -> impl std::process::Termination {{
+    let end = program::run();
+    println!("{{}}{{}}", "{}", "{}");
+    end
+}}""",
+        epilogue_file="epilogue.rs",
+        memory=("memory allocation of",),
+    ),
+    "d": Language(
+        title="D",
+        file="main.d",
+        compile=("gdc", "-funittest", "-Wl,--wrap=main", "-o", "main", "main.d", "epilogue.d"),
+        run=("./main",),
+        install="the D compiler of GCC (package gdc)",
+        trial="unittest {}\nvoid main() {}",
+        separator=STATEMENT,  # what a `version (none)` at the end of a completion has for itself
+        epilogue=_D_EPILOGUE,
+        epilogue_file="epilogue.d",
+        memory=("core.exception.OutOfMemoryError",),
     ),
 }
+
+LANGUAGES = {**INTERPRETED, **COMPILED}
+"""The languages by the names that MBXP gives them, and some that only MultiPL-E has."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class Problem:
     Attributes:
         canonical: the completion published with the problem, None if there is none.
         entry_point: the function that the tests call.
+        stops: the strings before which a completion ends; (): those of its language.
     """
 
     task_id: str
@@ -37,6 +39,7 @@ class Problem:
     entry_point: str
     canonical: str | None = None
     suffix: str = ""
+    stops: tuple[str, ...] = ()
 
     def program(self, completion: str, separator: str = "\n") -> str:
         """Returns the source text that is run.
@@ -46,6 +49,8 @@ class Problem:
         Args:
             separator: the text before the tests.
         """
+        if self.tests.lstrip().startswith("}"):  # which belongs to the completion
+            separator = "\n"
         return f"{self.prompt}{completion}{self.suffix}{separator}{self.tests}"
 
 
@@ -58,7 +63,7 @@ def read_humaneval(path: str | Path) -> list[Problem]:
         RequestError: not JSON, a field missing or of the wrong type, or a task id met before; the
             message names file and line.
     """
-    return _read(Path(path), language="python")
+    return read_all(Path(path), partial(_problem, language="python"))
 
 
 def read_mbxp(path: str | Path) -> list[Problem]:
@@ -67,7 +72,7 @@ def read_mbxp(path: str | Path) -> list[Problem]:
     Raises:
         RequestError: see `read_humaneval`; or the language is unknown.
     """
-    return _read(Path(path), language=None)
+    return read_all(Path(path), partial(_problem, language=None))
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,10 +123,18 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return record
 
 
-def _read(path: Path, language: str | None) -> list[Problem]:
+def read_all(path: Path, read: Callable[[dict[str, Any], str], Problem]) -> list[Problem]:
+    """Reads the problems of a file.
+
+    Args:
+        read: (a record, "file, line n") -> its problem.
+
+    Raises:
+        RequestError: see `read_humaneval`; or the file holds no problems.
+    """
     problems: dict[str, Problem] = {}
     for where, record in records(path):
-        problem = _problem(record, language, where)
+        problem = read(record, where)
         if problem.task_id in problems:
             raise RequestError(f"{where}: the task id {problem.task_id!r} was used before")
         problems[problem.task_id] = problem
@@ -130,7 +143,7 @@ def _read(path: Path, language: str | None) -> list[Problem]:
     return list(problems.values())
 
 
-def _problem(record: dict[str, Any], language: str | None, where: str) -> Problem:
+def _problem(record: dict[str, Any], where: str, language: str | None) -> Problem:
     if language is None or "language" in record:
         language = known_language(text_field(record, "language", where), where)
     entry_point = text_field(record, "entry_point", where)

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.constraints.fim import fill_in_middle
 from shoal.errors import RequestError
 from shoal.evaluation.chat_answers import cut_answer
-from shoal.evaluation.endings import FENCE, ending
+from shoal.evaluation.endings import FENCE, before_stop, ending
 from shoal.evaluation.problems import Problem, records, text_field
 from shoal.problems import Draw, stored_problems
 from shoal.types.inputs import chat_template_of
@@ -56,14 +56,25 @@ def code_tasks(problems: Iterable[Problem], *, chat: bool = False) -> list[Task]
 
 def _code_task(problem: Problem, chat: bool) -> Task:
     if chat:
-        question = CHAT.format(language=problem.language, code=problem.prompt)
-        answer = f"```{problem.language}\n{problem.prompt}"
+        language = problem.language.removesuffix("_test")  # Go's tests are Go
+        question = CHAT.format(language=language, code=problem.prompt)
+        answer = f"```{language}\n{problem.prompt}"
         return Task(
             problem.task_id,
             problem.prompt,
             stops=(FENCE,),
             read=partial(chat_ids, question=question, answer=answer),
-            complete=lambda text, _: cut_answer(problem, text),
+            complete=lambda text, _: (
+                before_stop(text, problem.stops) if problem.stops else cut_answer(problem, text)
+            ),
+        )
+    if problem.stops:
+        return Task(
+            problem.task_id,
+            problem.prompt,
+            stops=problem.stops,
+            read=lambda _: problem.prompt,
+            complete=lambda text, _: before_stop(text, problem.stops),
         )
     end = ending(problem.language)
     return Task(

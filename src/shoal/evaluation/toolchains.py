@@ -13,7 +13,8 @@ from itertools import product
 from pathlib import Path
 
 from shoal.errors import RequestError
-from shoal.evaluation.languages import COMPILING, LANGUAGES, Language
+from shoal.evaluation.language import COMPILING, Language
+from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import PATH, Sandbox
 from shoal.evaluation.steps import Bounds, Step, StepResult
@@ -71,7 +72,7 @@ def require(problems: Iterable[Problem], sandbox: Sandbox) -> None:
     """
     tests: dict[str, list[str]] = {}
     for problem in problems:
-        tests.setdefault(problem.language, []).append(problem.tests)
+        tests.setdefault(problem.language, []).append(problem.prompt + problem.tests)
     missing = [
         said for language, texts in tests.items() for said in _missing(language, texts, sandbox)
     ]

@@ -1,0 +1,98 @@
+"""A language of programs: the commands that compile and run one, and the packages they need.
+
+An epilogue after the tests prints a random marker, which it puts together of two halves: the marker
+stands in no file, so that only code that ran can print it. In languages that allow statements only
+in functions, and in Python, a second file runs the tests and then prints it. A completion that
+exits early with code 0 prints no marker, so it has not passed its tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.evaluation.steps import MIB, Bounds
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that tests load.
+
+    Attributes:
+        loaded_by: its name in a test.
+        probe: a command that loads it.
+        install: the package that provides it.
+    """
+
+    loaded_by: str
+    probe: tuple[str, ...]
+    install: str
+
+
+@dataclass(frozen=True)
+class Language:
+    """The way that a program in this language is run.
+
+    Attributes:
+        title: the language's name in prose.
+        file: the name of the source file.
+        run: the command that runs the program in its directory; its program is found on PATH.
+        compile: the command that compiles it there; it ends with an exit code other than 0 for a
+            program that it refuses.
+        install: the packages that provide these commands.
+        trial: the smallest program. It must run here. If a runtime writes to standard error beside
+            it, it writes the same beside every program.
+        separator: stands between a completion and its tests, and ends a statement that the
+            completion has begun.
+        epilogue: a format string of the two halves of the marker; prints it after the tests, at the
+            end of the program or in `epilogue_file`.
+        epilogue_file: "", or a second source file, which runs the program and is started in its
+            place.
+        syntax: texts of which the interpreter writes one to standard error when it cannot parse a
+            program.
+        memory: texts of which it writes one when an allocation fails.
+        libraries: the libraries that tests may load beside the standard library.
+        environment: variables that its programs need.
+        bounds: the bounds of a program while it runs.
+    """
+
+    title: str
+    file: str
+    run: tuple[str, ...]
+    install: str
+    compile: tuple[str, ...] = ()
+    trial: str = ""
+    separator: str = "\n"
+    epilogue: str = ""
+    epilogue_file: str = ""
+    syntax: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
+    libraries: tuple[Library, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    bounds: Bounds = field(default_factory=Bounds)
+
+    def files(self, program: str, marker: str) -> dict[str, str]:
+        """Names and texts of the source files of a program that prints a marker at its end."""
+        half = len(marker) // 2
+        epilogue = self.epilogue.format(marker[:half], marker[half:])
+        if self.epilogue_file:
+            return {self.file: program, self.epilogue_file: epilogue}
+        return {self.file: f"{program}\n{epilogue}\n"}
+
+    @property
+    def programs(self) -> list[str]:
+        """The programs that must be on PATH."""
+        return sorted(
+            {
+                command[0]
+                for command in (self.run, self.compile)
+                if command and "/" not in command[0]
+            }
+        )
+
+
+STATEMENT = "\n;\n"
+"""A `separator` that leaves nothing for an `if (false)` at the end of a completion but itself."""
+COMPILING = Bounds(cpu_seconds=60, wall_seconds=300.0, memory_bytes=2048 * MIB)
+MANAGED = Bounds(memory_bytes=2048 * MIB)
+"""The bounds of runtimes that reserve memory."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -91,8 +92,11 @@ def lived(runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
 
 def differing(runner: Runner, other: Runner) -> int:
     """How many tokens have other logits, or leave other keys and values."""
-    (logits, held), (others, kept) = lived(runner), lived(other)
-    return sum(not torch.equal(a, b) for a, b in zip([*logits, *held], [*others, *kept], strict=True))
+    return unequal(lived(runner), lived(other))
+
+
+def unequal(lives: tuple[list[Tensor], list[Tensor]], others: tuple[list[Tensor], list[Tensor]]) -> int:
+    return sum(not torch.equal(a, b) for a, b in zip([*lives[0], *lives[1]], [*others[0], *others[1]], strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -287,19 +291,26 @@ def with_kernels(runner: Runner, made: ctypes.CDLL) -> Runner:
     return other
 
 
+@cache
+def right_life(name: str) -> tuple[list[Tensor], list[Tensor]]:
+    """By the right kernels, compiled as wrong ones are, in two threads."""
+    with threads(2):
+        return lived(with_kernels(packed(name), compiled_as_wrong_ones_are()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_caught(name: str) -> None:
-    runner = packed(WEAK.get(name, "llama"))
-    wrong = with_kernels(runner, wrong_kernels(MUTANTS[name], LATE))
+    model = WEAK.get(name, "llama")
+    wrong = with_kernels(packed(model), wrong_kernels(MUTANTS[name], LATE))
     with threads(2):
-        assert differing(wrong, with_kernels(runner, compiled_as_wrong_ones_are())) > 5
+        assert unequal(lived(wrong), right_life(model)) > 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", *WEAK.values(), "qwen2 with windows"])
 def test_a_late_thread_changes_nothing(name: str) -> None:
     """The same comparison passes the right kernels."""
-    runner, late = packed(name), wrong_kernels(LATE)
+    late = with_kernels(packed(name), wrong_kernels(LATE))
     with threads(2):
-        assert not differing(with_kernels(runner, late), with_kernels(runner, compiled_as_wrong_ones_are()))
+        assert not unequal(lived(late), right_life(name))

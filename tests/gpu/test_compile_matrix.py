@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ahead_of_time import SHARED, Variant, compiled, needs_compiler
+from ahead_of_time import SHARED, TENSOR_CORES, Variant, compiled, needs_compiler
 from shoal.models.layers.operations import _power, _warps
 
 pytestmark = [
@@ -78,21 +78,35 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ATTENDING)
-def test_attention_of_models_compiles_for_gpus(name: str, tmp_path: Path) -> None:
-    for capability, most in SHARED.items():
-        binary = ATTENDING[name].compiled(capability, tmp_path)
-        few = FRAMES.get(capability, 24) if ATTENDING[name].cut.queries >= 64 else 0
-        assert not binary.spills(few), (capability, binary.registers, binary.stack, binary.local)
-        assert binary.shared <= most, capability
-        assert binary.programs >= 1
+OLDER, NEWER = (80, 86, 89, 120), (90, 100)
+"""The matrices of the first are multiplied by the same instructions, in the same shared memory; each of the others has its own."""
 
 
-HEADS = {(shape.heads, shape.kv_heads, shape.dim, shape.normed): name for name, shape in MODELS.items() if name in LAYERS}
+@pytest.mark.parametrize(("number", "name"), enumerate(ATTENDING))
+def test_attention_of_models_compiles_for_gpus(number: int, name: str, tmp_path: Path) -> None:
+    """Each kernel for two GPUs, by turns. The shared memory of the smallest suffices, a multiprocessor holds two programs of
+    decoding, matrices are multiplied by tensor cores."""
+    variant, large = ATTENDING[name], ATTENDING[name].cut.queries >= 64
+    for capability in (OLDER[number % 4], NEWER[number % 2]):
+        binary = variant.compiled(capability, tmp_path)
+        assert not binary.spills(FRAMES.get(capability, 24) if large else 0), (
+            capability,
+            binary.registers,
+            binary.stack,
+            binary.local,
+        )
+        assert binary.shared <= (min(SHARED.values()) if capability in OLDER else SHARED[capability]), capability
+        assert binary.programs >= (1 if large or variant.dim > 128 else 2)
+        assert "LDGSTS" in binary.instructions  # keys are fetched while the last ones are worked on
+        used = TENSOR_CORES.get(capability, "HMMA") if large else "HMMA"
+        assert binary.instructions & {"HMMA", *TENSOR_CORES.values()} == {used}
 
 
-@pytest.mark.parametrize("shape", HEADS, ids=HEADS.get)
-def test_heads_of_models_compile_for_gpus(shape: tuple[int, int, int, bool], tmp_path: Path) -> None:
+HEADS = sorted({(shape.heads, shape.kv_heads, shape.dim, shape.normed) for name, shape in MODELS.items() if name in LAYERS})
+
+
+@pytest.mark.parametrize(("number", "shape"), enumerate(HEADS), ids=str)
+def test_heads_of_models_compile_for_gpus(number: int, shape: tuple[int, int, int, bool], tmp_path: Path) -> None:
     from shoal.models.layers import kernels
 
     heads, kv_heads, dim, normed = shape
@@ -101,16 +115,16 @@ def test_heads_of_models_compile_for_gpus(shape: tuple[int, int, int, bool], tmp
     types |= {"cos": "*fp32", "sin": "*fp32", "cells": "*i64", "eps": "fp32"}
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "ROTARY": dim, "BLOCK": _power(dim)}
     constants |= {} if normed else dict.fromkeys(weights)
-    for capability in SHARED:
+    for capability in (OLDER[number % 4], NEWER[number % 2]):
         assert compiled(kernels.heads, types, constants, capability, tmp_path, warps=1, stages=1).keeps_to_registers
 
 
-@pytest.mark.parametrize("width", sorted({_power(MODELS[name].width) for name in LAYERS}))
-def test_norms_of_models_compile_for_gpus(width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "width"), enumerate(sorted({_power(MODELS[name].width) for name in LAYERS})))
+def test_norms_of_models_compile_for_gpus(number: int, width: int, tmp_path: Path) -> None:
     from shoal.models.layers import kernels
 
     types = {**dict.fromkeys(("x", "other", "weight", "out"), "*bf16"), "eps": "fp32"}
-    for capability in SHARED:
+    for capability in (OLDER[number % 4], NEWER[number % 2]):
         binary = compiled(kernels.add_norm, types, {"BLOCK": width}, capability, tmp_path, warps=_warps(width), stages=1)
         assert binary.keeps_to_registers
         assert binary.registers <= 64

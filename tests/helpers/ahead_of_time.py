@@ -89,19 +89,18 @@ def compiled(
     made = compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": stages})
     file = folder / "kernel.cubin"
     file.write_bytes(made.asm["cubin"])
-    numbers = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _dumped(file, "--dump-resource-usage")))
-    names = frozenset(
-        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\w+)", _dumped(file, "--dump-sass"), re.MULTILINE)
-    )
+    dumped = _dumped(file, "--dump-resource-usage", "--dump-sass")
+    numbers = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dumped))
+    names = frozenset(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\w+)", dumped, re.MULTILINE))
     registers, stack, local = (int(numbers[name]) for name in ("REG", "STACK", "LOCAL"))
     return Binary(registers, stack, local, made.metadata.shared, warps, names, made.asm["ptx"])
 
 
-def _dumped(file: Path, what: str) -> str:
+def _dumped(file: Path, *what: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, what, file], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool, *what, file], capture_output=True, text=True, check=True).stdout
 
 
 def cut(rows: int, heads: int, kv_heads: int, q: int, dim: int, span: int, dtype: torch.dtype = torch.bfloat16) -> Tiling:

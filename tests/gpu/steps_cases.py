@@ -96,8 +96,17 @@ def test_tokens_have_the_weights_that_they_are_drawn_by() -> None:
     assert on_gpu.inverse_transform(weights, uniforms).bincount(minlength=5).tolist() == [12, 0, 4, 0, 16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("known", "vocabulary"), [(1, 1), (70, 70), (70, 90), (90, 70), (2048, 2048), (4500, 4500)])
+FORMATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("known", "vocabulary", "dtype"),
+    [
+        *((4500, 4500, dtype) for dtype in FORMATS),
+        *((*sizes, FORMATS[i % 3]) for i, sizes in enumerate([(1, 1), (70, 70), (70, 90), (90, 70), (2048, 2048)])),
+    ],
+    ids=str,
+)
 def test_the_softmax_is_that_of_float64(known: int, vocabulary: int, dtype: torch.dtype) -> None:
     assert softmax_error(known, vocabulary, dtype) < 1
 
@@ -226,7 +235,7 @@ def test_a_wrong_softmax_is_caught(
     kernel: str, right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draw_kernels, kernel, getattr(mutant(draw_kernels, right, wrong, tmp_path), kernel))
-    assert max(softmax_error(known, vocabulary) for known, vocabulary in ((4500, 4500), (70, 90))) > 1
+    assert any(softmax_error(known, vocabulary) > 1 for known, vocabulary in ((70, 90), (4500, 4500)))
 
 
 # ── whole rounds ────────────────────────────────────────────────────────────────────────────────────────────────────

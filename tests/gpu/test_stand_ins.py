@@ -144,11 +144,11 @@ def test_rounds_that_do_not_wait_for_their_copies_are_noticed(
     k = 4
     if not late:
         monkeypatch.setattr(Pretend, "later", lambda self, work: work())
-    expected = tokens(engine(k, "rejection", None, SAMPLINGS))
+    expected = tokens(engine(k, "rejection", None, SAMPLINGS, new=12))
     owner, name, wrong = EARLY[fault]
     monkeypatch.setattr(owner, name, wrong, raising=False)
     with device, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        found = tokens(engine(k, "rejection", device, SAMPLINGS))
+        found = tokens(engine(k, "rejection", device, SAMPLINGS, new=12))
     right = found == expected and not any("no more captured rounds" in str(one.message) for one in seen)
     assert right is (fault == "nothing" or not late)

@@ -609,13 +609,6 @@ def test_version_and_help(shoal: Command) -> None:
     assert (unknown.code, "'generate'" in unknown.err) == (2, True)  # the nearest
 
 
-@pytest.mark.slow  # a process of its own loads the pair
-def test_module_runs_and_keeps_stdout_for_results(tiny: Models) -> None:
-    command = [sys.executable, "-m", "shoal", "generate", *tiny.pair, "--max-new-tokens", "3", "--json"]
-    done = subprocess.run(command, input="def", capture_output=True, text=True, check=True)
-    assert set(json.loads(done.stdout)) == {"prompts", "stats"}
-
-
 @pytest.mark.parametrize(
     ("closed", "arguments", "code"),
     [
@@ -629,8 +622,8 @@ def test_streams_that_the_caller_closed_are_empty(closed: str, arguments: str, c
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
-def test_arguments_and_files_are_utf8_in_a_locale_of_ascii(tiny: Models, tmp_path: Path) -> None:
-    """Where Python's own UTF-8 mode, which LC_ALL=C brings, is off."""
+def test_the_module_runs_and_its_arguments_and_files_are_utf8_in_a_locale_of_ascii(tiny: Models, tmp_path: Path) -> None:
+    """Where Python's own UTF-8 mode, which LC_ALL=C brings, is off. stdout is for the result alone."""
     options = [*tiny.pair, "--max-new-tokens", "2", "--json"]
     texts = ["-p", "é😀".encode(), "-f", "ß.txt".encode()]  # bytes: this process may have that locale, too
     command = [sys.executable, "-m", "shoal", "generate", *options, *texts]
@@ -638,7 +631,9 @@ def test_arguments_and_files_are_utf8_in_a_locale_of_ascii(tiny: Models, tmp_pat
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
-    assert [output["prompt"] for output in json.loads(done.stdout)["prompts"]] == ["é😀", "ß"]
+    printed = json.loads(done.stdout)
+    assert set(printed) == {"prompts", "stats"}
+    assert [output["prompt"] for output in printed["prompts"]] == ["é😀", "ß"]
 
 
 # ── help pages and pipes ────────────────────────────────────────────────────────────────────────────────────────────

@@ -194,8 +194,13 @@ PUBLISHED: dict[str, tuple[str, str, bool, tuple[int, ...], dict[str, Any]]] = {
 """Per publisher: the file, the layer's name, whether the embedding is in it, the hidden states that are read, and config.json."""
 
 
-@pytest.mark.parametrize("fault", ["", "layers", "d2t", "norm"])
-@pytest.mark.parametrize("publisher", PUBLISHED)
+@pytest.mark.parametrize(
+    ("publisher", "fault"),
+    [
+        *((publisher, "") for publisher in PUBLISHED),
+        ("SafeAILab", "layers"), ("speculators", "layers"), ("SpecForge", "d2t"), ("AngelSlim", "norm"), ("speculators", "norm"),
+    ],
+)  # fmt: skip
 @torch.inference_mode()
 def test_published_heads_are_read(publisher: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their directory alone, with a reduced vocabulary; the tokens are those of plain decoding, and a fault is seen in q."""

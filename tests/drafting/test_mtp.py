@@ -154,9 +154,11 @@ def test_a_layer_that_knows_is_always_accepted(architecture: str, tmp_path: Path
 def test_tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
     """Greedy by both rules, those of Transformers' `generate`; under the coupled rule at T > 0 as well."""
     for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 2.0)):
-        plain, expected = decoded(target, None, rule, temperature)
         drafter = MtpDrafter.for_target(target, tree=tree)
         assert bool(drafter.max_nodes) == bool(tree and target.takes_trees)
+        if tree and not target.takes_trees:
+            return  # chains, as without
+        plain, expected = decoded(target, None, rule, temperature)
         engine, found = decoded(target, drafter, rule, temperature)
         assert [row.tokens for row in found] == [row.tokens for row in expected]
         stats = engine.stats

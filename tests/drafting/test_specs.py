@@ -147,13 +147,13 @@ def test_ids_of_the_bundled_target_are_those_of_plain_decoding() -> None:
     names = "ngram suffix:scope=row suffix suffix:nodes=6 suffix:scope=engine recycling recycling:nodes=0".split()
     with shoal.load(dtype="float32", max_batch=3) as pair:
         for options in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4}):
-            plain = pair.generate([CODE, "def is_even(n):"], 4, max_new_tokens=24, lookahead="off", **options)  # type: ignore[arg-type]
+            plain = pair.generate([CODE, "def is_even(n):"], 4, max_new_tokens=16, lookahead="off", **options)  # type: ignore[arg-type]
             for name in names:
                 drafter = named(name).drafter(pair.target)
                 found = pair.generate(
                     [CODE, "def is_even(n):"],
                     4,
-                    max_new_tokens=24,
+                    max_new_tokens=16,
                     lookahead=4,
                     drafter=drafter,
                     **options,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What tests/models/test_tensor_parallel.py has one process do, and several: `torchrun ... sharded_pair.py DIRECTORY`.
+"""What tests/models/test_tensor_parallel.py has one process do, and several, each of which calls `main`.
 
 The first process writes what it generated to DIRECTORY/rank0.json; the others write, when it is done, what they were told.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -299,7 +298,6 @@ def serve_and_write(directory: Path) -> Any:
 
 
 def main(directory: Path) -> None:
-    torch.set_num_threads(1)
     with serve_and_write(directory), patch.object(SharedCaptures, "share", shared_wrongly):
         pair = load(directory, tensor_parallel=True)
         found = measured(pair)
@@ -333,7 +331,3 @@ def measured(pair: shoal.Shoal) -> dict[str, Any]:
     return found | {
         "kv_heads": runner.cache.stores()[0][0].shape[2], "passes": passes, "shapes": local_shapes(pair.target)
     }  # fmt: skip
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

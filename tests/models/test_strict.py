@@ -36,7 +36,7 @@ from shoal.testing import VOCABULARY, save_pair, tiny_model
 from shoal.testing.engines import engine_of
 from shoal.types.requests import Request
 
-NEW = 24
+NEW = 14
 DTYPES = (torch.bfloat16, torch.float32)
 
 # ── attention ───────────────────────────────────────────────────────────────────────────────────────────────────────

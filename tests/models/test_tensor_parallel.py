@@ -5,18 +5,22 @@ Tests of: models.sharded, models.ranks, models.tensor_parallel.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -25,14 +29,14 @@ import torch
 import sharded_pair
 import shoal
 from shoal.cli import run
-from shoal.errors import RequestError
+from shoal.errors import OutOfStep, RequestError
 from shoal.models import loading
-from shoal.models.ranks import PASS_SECONDS, VARIABLE, pass_seconds
+from shoal.models.ranks import PASS_SECONDS, VARIABLE, Ranks, pass_seconds
 from shoal.models.tensor_parallel import capture_obstacle, require_ranks
 from shoal.testing.tiny import save_pair
 
 SIZE = 2
-SECONDS = 600  # most of them import Transformers, twice
+SECONDS = 600  # servers import Transformers, twice
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}")
 TWO = torch.distributed.is_available() and torch.distributed.is_gloo_available() and find_spec("accelerate")
 
@@ -45,12 +49,51 @@ def needs_two(test: Callable[..., None]) -> Callable[..., None]:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")
 
 
-def torchrun(*arguments: str | Path) -> str:
-    """stdout of two processes."""
-    command, environment = [*TORCHRUN, *map(str, arguments)], os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def forked(job: Callable[[], object], folder: Path, *, ends: bool = True) -> str:
+    """stdout of two processes as torchrun starts them, but copies of this one, which need not import Transformers again.
+
+    Args:
+        ends: each of them ends by itself. Else the second is killed once the first has ended.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    children = []
+    for rank in range(SIZE):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process has other threads
+            child = os.fork()
+        if not child:
+            _end(job, folder, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        children.append(child)
+    try:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (children if ends else children[:1])]
+    finally:
+        for child in children:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+    assert not any(codes), (folder / "err0").read_text()[-3000:] + (folder / "err1").read_text()[-3000:]
+    return "".join((folder / f"out{rank}").read_text() for rank in range(SIZE))
+
+
+def _end(job: Callable[[], object], folder: Path, environment: dict[str, str]) -> NoReturn:
+    """Runs the job in a copy of this process, and ends that."""
+    os.environ |= environment
+    atexit._clear()  # what this process does at its end is not for its copy
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / (name + environment["RANK"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        code = int(job() or 0)  # type: ignore[call-overload]
+        atexit._run_exitfuncs()  # rank 0 lets the others go
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +106,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> list[dict[str, Any]]:
     """What each of two processes did."""
-    torchrun(sharded_pair.__file__, directory)
+    forked(lambda: sharded_pair.main(directory), directory)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(SIZE)]
 
 
@@ -203,7 +246,7 @@ def test_the_command_line_prints_once(tmp_path: Path) -> None:
     options = (
         f"-p fish -n 2 --max-new-tokens 12 --seed 3 -k 2 --dtype float32 --json --model {target} --draft {draft}".split()
     )
-    said = torchrun("-m", "shoal", "generate", *options, "--tensor-parallel")
+    said = forked(lambda: run(["generate", *options, "--tensor-parallel"]), tmp_path)
     alone = shoal.load(target, draft, dtype="float32").generate("fish", 2, max_new_tokens=12, seed=3, lookahead=2)
     printed = json.loads(said)
     assert [tuple(sample["token_ids"]) for sample in printed["prompts"][0]["samples"]] == [
@@ -338,46 +381,31 @@ def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Pat
     assert "OutOfStep" in told
 
 
-HEARS_ONE = """
-import time
-import torch.distributed as dist
-from shoal.errors import OutOfStep
-from shoal.models.ranks import Ranks
-
-dist.init_process_group("gloo")
-if dist.get_rank():
-    time.sleep(4)  # as if it loaded for longer
-ranks = Ranks()
-if dist.get_rank():
-    print("heard", ranks.hear()[:2])
-    time.sleep(1000)
-with ranks.broadcast("pass", 1):
-    pass
-try:
-    with ranks.broadcast("pass", 2):
-        print("a pass that the other did not hear of")
-except OutOfStep as error:
-    print(error)
-"""
+def hear_one() -> None:
+    torch.distributed.init_process_group("gloo")
+    if torch.distributed.get_rank():
+        time.sleep(4)  # as if it loaded for longer
+    ranks = Ranks()
+    if torch.distributed.get_rank():
+        print("heard", ranks.hear()[:2])
+        time.sleep(1000)
+    with ranks.broadcast("pass", 1):
+        pass
+    try:
+        with ranks.broadcast("pass", 2):
+            print("a pass that the other did not hear of")
+    except OutOfStep as error:
+        print(error)
 
 
 @needs_two
-def test_a_process_that_hangs_between_passes_is_found_as_well(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_between_passes_is_found_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits until the others take its message. One that loads for longer than the others does not hang."""
     monkeypatch.setenv(VARIABLE, "3")
-    (program := directory / "hears_one.py").write_text(HEARS_ONE)
-    with subprocess.Popen(
-        [*TORCHRUN, str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as running:
-        try:
-            assert running.stdout is not None
-            said = {running.stdout.readline() for _ in range(2)}
-        finally:
-            running.terminate()
-    assert said == {
-        "heard ('pass', 1)\n",
-        f"a process of the model has not answered for 3 seconds ({VARIABLE}): start them all again\n",
-    }
+    assert forked(hear_one, tmp_path, ends=False).splitlines() == [
+        f"a process of the model has not answered for 3 seconds ({VARIABLE}): start them all again",
+        "heard ('pass', 1)",
+    ]
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])

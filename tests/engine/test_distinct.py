@@ -32,7 +32,7 @@ from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
 
-V, EOS, NEW, ROWS, REQUESTS = 3, 2, 4, 3, 1200
+V, EOS, NEW, ROWS, REQUESTS = 3, 2, 4, 3, 1500
 PROMPT = (0, 1)
 Text = tuple[int, ...]
 

@@ -89,6 +89,9 @@ def _end(job: Callable[[], object], folder: Path, environment: dict[str, str]) -
         torch.set_num_threads(1)
         code = int(job() or 0)  # type: ignore[call-overload]
         atexit._run_exitfuncs()  # rank 0 lets the others go
+    except SystemExit as ended:
+        print(ended, file=sys.stderr)
+        code = int(bool(ended.code))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -180,6 +180,20 @@ def test_a_program_passes_when_its_tests_have_passed(box: Sandbox, tmp_path: Pat
     assert execute(asked, complete.replace("+", "+ ) +"), box).outcome == "syntax"
 
 
+@pytest.mark.parametrize(("language", "quits"), [("rb", "exit! 0"), ("lua", "os.exit(0)"), ("java", "System.exit(0)")])
+def test_a_program_that_ends_within_its_tests_has_not_passed(
+    box: Sandbox, tmp_path: Path, language: str, quits: str
+) -> None:
+    """Ruby's test-unit runs the tests when a program has come to its end, unless it was asked before."""
+    (asked,) = read(tmp_path / "set.jsonl", record(language))
+    try:
+        require([asked], box)
+    except RequestError as error:
+        pytest.skip(str(error))
+    early = execute(asked, RECORDS[language][1].replace("return", f"{quits}; return"), box)
+    assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
+
+
 def test_a_suite_without_tests_has_not_passed(box: Sandbox, tmp_path: Path) -> None:
     """Racket counts the checks that ran, and D that the tests of the program ran."""
     for language, tests in (("rkt", "(require rackunit)"), ("d", "void main(){}")):

@@ -28,11 +28,11 @@ from held_out import problems
 from pair_corpus import CorpusSize, build_corpus, pack
 from pair_models import build, drafter_config
 from pair_tokenizer import END, PAD
+from shoal.drafting.distillation import next_token_loss
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice, MethodTally
 from shoal.models.loading import bundled
 from shoal.train.corpus import Windows
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.losses import next_token_loss
 
 SEED = 20
 SCALE = 0.3

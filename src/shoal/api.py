@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.config import Grammar, Sampling, Speculation, plain
 from shoal.constraints.check import Check
@@ -22,6 +22,7 @@ from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax
+from shoal.drafting.distillation import Alignment, Follower, require_rollouts
 from shoal.drafting.draft import BUNDLED, Draft, read_draft
 from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.multi_exit import exits_of
@@ -41,11 +42,13 @@ from shoal.models.quantize import parse as parse_formats
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.models.trimming import Proposable
+from shoal.models.weights.versions import Updates
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.inputs import Prompts, read_prompts, with_bad_words
 from shoal.types.load_stages import LoadProgress, LoadStages, StageWatch
 from shoal.types.options import Integer, Options, list_of, split_for_each, split_options
 from shoal.types.requests import Request, occurrences
+from shoal.types.rollouts import Rollouts
 from shoal.types.samples import Result
 
 if TYPE_CHECKING:
@@ -325,7 +328,8 @@ class Shoal:
         self.choice = None if self._draft is None else self._draft.choice
         self.rule: Rule | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
-        self._batch_sizes = BatchSizes()
+        self._batch_sizes, self._updates = BatchSizes(), Updates(target.hf)
+        self._follower: Follower | None = None
         self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = (
             weakref.WeakKeyDictionary()
         )
@@ -379,7 +383,7 @@ class Shoal:
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
-        self._models = self.prefixes = self._draft = None
+        self._models = self.prefixes = self._draft = self._follower = None
         gc.collect()  # engines and models hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -535,6 +539,8 @@ class Shoal:
         engine = self.engine(
             speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter
         )
+        if drafter is None:
+            self._count_updates(engine)
         asked: dict[str, Any] = {"submitted_at": now, **request_fields}
         numbers = occurrences(
             (ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True)
@@ -558,6 +564,74 @@ class Shoal:
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream
+
+    def _count_updates(self, engine: Engine) -> None:
+        """Notes in an engine's counts how far its drafter's weights are behind the target's."""
+        drafter, before = engine.drafter, self._updates.behind
+        own = None if drafter is None else drafter.weights
+        engine.stats.updates_behind = self._updates.count(self.target.hf, own)
+        if before == 0 < engine.stats.updates_behind and self._follower is None:
+            LOG.warning(
+                "%s was updated, and %s has weights of its own, which stay: drafts are accepted "
+                "less, samples are exact; Shoal.realign(rollouts) lets a draft model follow",
+                self.target.name,
+                self.drafter_name,
+            )
+
+    def realign(
+        self,
+        rollouts: Rollouts,
+        *,
+        logits: Tensor | None = None,
+        steps: Integer = 4,
+        rows: Integer = 16,
+        rate: float = 1e-3,
+    ) -> Alignment:
+        """Lets the draft model follow a target that has been updated, by rollouts of the target.
+
+        It learns the target's distribution at each token of the samples, by the distillation of
+        `shoal train drafter`. Samples are exact before and after; drafts are accepted more. The
+        first call makes a copy of the draft model in float32, which learns, and an optimiser. Not
+        to be called while a stream runs.
+
+        Args:
+            rollouts: samples of the target as it is now, from `Result.tensors`.
+            logits: the target's logits for each token of the samples, [rows, longest sample,
+                vocabulary], which the policy's loss has computed anyway; None = the target computes
+                them.
+            steps: the number of the optimiser's steps.
+            rows: the number of samples in a step, chosen in turns.
+            rate: the learning rate.
+
+        Returns:
+            The share of drafts that would have been accepted, step by step.
+
+        Raises:
+            RequestError: there is no draft model; no sample has a token; `logits` has another
+                shape; or a number is not positive.
+            UnsupportedModel: the draft model has another tokenizer, a trimmed head or quantised
+                weights, or one of the models is no Transformers model.
+        """
+        target, draft = self._open()
+        if draft is None:
+            raise RequestError(
+                f"realign is for draft models, and {self.drafter_name or 'plain decoding'} has "
+                f"none: load the pair with draft=DIR, or train heads anew by shoal train"
+            )
+        counts = plain(steps), plain(rows)
+        if not all(isinstance(one, int) and one > 0 for one in counts) or not rate > 0:
+            raise RequestError(
+                f"steps, rows and rate must be positive, got {steps!r}, {rows!r} and {rate!r}"
+            )
+        require_rollouts(rollouts, logits, target)
+        if self._follower is None:
+            self._follower = Follower(target, draft, self.proposable)
+        found = self._follower.align(
+            rollouts, said=logits, steps=counts[0], rows=counts[1], rate=rate
+        )
+        if self.prefixes is not None:
+            self.prefixes.clear()  # the draft model's keys are those of its old weights
+        return found
 
     def prepare(
         self, rows: Integer = FIRST, tokens: Integer = PREPARED_TOKENS, **options: Unpack[Options]

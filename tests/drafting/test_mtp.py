@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,12 +24,13 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import eagle3, hidden
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter
-from shoal.drafting.mtp import MtpDrafter
+from shoal.drafting.mtp import CascadeDrafter, MtpDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
 from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
+from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_tokenizer
@@ -147,12 +149,112 @@ def test_a_layer_that_knows_is_always_accepted(architecture: str, tmp_path: Path
     assert (shifted.stats.drafted, shifted.stats.accepted) == (132, 28)
 
 
+# ── several layers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module", params=[("deepseek-v3", 2), ("glm4-moe", 3)], ids=str)
+def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    architecture, layers = request.param
+    return loaded(save_mtp(tmp_path_factory.mktemp(architecture), architecture, layers=layers))
+
+
+def one_position_off(drafter: CascadeDrafter, plan: Any) -> Tensor:
+    """The results of the token before are those of nobody."""
+    return torch.zeros_like(REAL_BEFORE(drafter, plan))
+
+
+def of_the_next_row(drafter: CascadeDrafter, plan: Any) -> Tensor:
+    return REAL_BEFORE(drafter, plan).roll(1, dims=1)
+
+
+REAL_BEFORE, REAL_STEP = CascadeDrafter.before, CascadeDrafter.step
+SABOTAGES: list[tuple[type, str, Any]] = [
+    (CascadeDrafter, "before", one_position_off),
+    (CascadeDrafter, "before", of_the_next_row),
+    (CascadeDrafter, "step", lambda drafter, plan: min(REAL_STEP(drafter, plan), 1)),  # the same layer drafts on
+]
+
+
+@torch.inference_mode()
+def test_layers_draft_one_after_the_other(deep: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ragged batches with joins, cancellations, moves, copied prompts: layer k reads layer k - 1, one token before."""
+    drafter = MtpDrafter.for_target(deep)
+    assert isinstance(drafter, CascadeDrafter)
+    proposals = recorded(drafter)
+    engine, _ = decoded(deep, drafter, Rejection(), 2.0)
+    stats = engine.stats
+    assert len(proposals) > 25
+    assert 0 < stats.accepted < stats.drafted
+    assert stats.draft_passes <= 3 * stats.rounds
+    assert max(len(draft) for _, draft, _ in proposals) == 3
+    assert largest_difference(deep, drafter, proposals) < 1e-4
+    assert not drafter._own
+    assert not drafter._last
+    assert not drafter._ends
+    for owner, name, wrong in SABOTAGES[: 2 + (drafter._heads.depth > 2)]:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            other = MtpDrafter.for_target(deep)
+            proposals = recorded(other)
+            decoded(deep, other, Rejection(), 2.0)
+            assert largest_difference(deep, other, proposals) > 1e-3, wrong
+
+
+@torch.inference_mode()
+def test_states_of_a_layer_that_are_one_position_off_are_noticed(deep: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer k reads, for each token, the result of layer k - 1 for this token instead of the one before."""
+    real = MtpHeads.compute
+
+    def late(heads: MtpHeads, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any, number: int = 0) -> Tensor:
+        return real(heads, tokens, states.roll(-1, dims=1) if number else states, positions, cache, number)
+
+    monkeypatch.setattr(MtpHeads, "compute", late)
+    drafter = MtpDrafter.for_target(deep)
+    proposals = recorded(drafter)
+    decoded(deep, drafter, Rejection(), 2.0)
+    assert largest_difference(deep, drafter, proposals) > 1e-3
+
+
+@torch.inference_mode()
+def test_a_first_draft_is_that_of_transformers(deep: Runner) -> None:
+    """Greedy, by `MtpModel.forward`, which drafts one token by each layer."""
+    drafter = MtpDrafter.for_target(deep)
+    layer, prompt = drafter._heads.layer, PROMPTS[2]
+    states = deep.hf(torch.tensor([prompt]), use_cache=False, output_hidden_states=True).hidden_states[-1]
+    found: list[list[int]] = []
+    real = drafter.propose
+
+    def propose(inputs: DraftInputs) -> DraftTree:
+        tree = real(inputs)
+        found.extend(list(draft) for row, draft in zip(inputs.rows, tree.drafts, strict=True) if row.tokens == prompt)
+        return tree
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    engine = Engine(deep, drafter, Fixed(drafter._heads.depth), max_batch=2, rule=Coupled())
+    engine.submit(Request(tuple(prompt), 1, Sampling(temperature=0.0), Limits(max_new_tokens=12)))
+    while engine.step():
+        pass
+    before, layer.config._attn_implementation = layer.config._attn_implementation, "eager"
+    fed, places = torch.tensor([prompt[1:]]), torch.arange(1, len(prompt))[None]
+    drafted, *_ = layer(fed, states[:, :-1], None, places, transformers.cache_utils.MtpCache(config=layer.config))
+    layer.config._attn_implementation = before
+    assert found == drafted.tolist()
+
+
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("tree", ["", "rsd-s"])
 def test_tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
     """Greedy by both rules, those of Transformers' `generate`; under the coupled rule at T > 0 as well."""
+    tokens_are_those_of_plain_decoding(target, tree)
+
+
+def test_tokens_of_several_layers_are_those_of_plain_decoding(deep: Runner) -> None:
+    tokens_are_those_of_plain_decoding(deep, "")
+
+
+def tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
     for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 2.0)):
         drafter = MtpDrafter.for_target(target, tree=tree)
         assert bool(drafter.max_nodes) == bool(tree and target.takes_trees)
@@ -173,10 +275,10 @@ def test_tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-@pytest.mark.parametrize("architecture", ["deepseek-v3", "qwen3-next"])
-def test_two_tokens_have_their_law(architecture: str, rule: Rule, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("architecture", "layers"), [("deepseek-v3", 1), ("qwen3-next", 1), ("deepseek-v3", 2)])
+def test_two_tokens_have_their_law(architecture: str, layers: int, rule: Rule, tmp_path: Path) -> None:
     """By enumeration; it would fail with probability 1e-6 if its seeds were drawn anew."""
-    target = loaded(save_mtp(tmp_path, architecture, vocab=5))
+    target = loaded(save_mtp(tmp_path, architecture, vocab=5, layers=layers))
     prompt = (1, 4, 2)
     with torch.inference_mode():
         every = target.hf(torch.tensor([[*prompt, first] for first in range(5)]), use_cache=False).logits / 2.0
@@ -199,7 +301,7 @@ def test_the_checkpoint_decides(tmp_path: Path) -> None:
     for place, draft, name in (
         (one, "auto", "mtp"),
         (none, "auto", "suffix"),
-        (two, "auto", "suffix"),
+        (two, "auto", "mtp"),
         (one, "suffix+mtp", "suffix"),
     ):
         with shoal.load(place, draft, dtype="float32") as pair:
@@ -209,9 +311,10 @@ def test_the_checkpoint_decides(tmp_path: Path) -> None:
             assert (found.stats.draft_passes > 0) == ("mtp" in pair.drafter_name)
     draft = read_draft("mtp")
     assert draft is not None
-    for place, message in ((none, "no multi-token-prediction layer"), (two, "has 2 multi-token-prediction layers: one is")):
-        with pytest.raises(UnsupportedModel, match=message):
-            draft.require_fit(loaded(place))
+    with pytest.raises(UnsupportedModel, match="no multi-token-prediction layer"):
+        draft.require_fit(loaded(none))
+    with pytest.raises(UnsupportedModel, match="has 2 multi-token-prediction layers, which draft chains: leave out tree="):
+        MtpDrafter.for_target(loaded(two), tree="rsd-s")
 
 
 @pytest.mark.parametrize("kind", ["gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"])

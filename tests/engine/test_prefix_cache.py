@@ -31,6 +31,7 @@ from shoal.models.cache.kept import MIN_TOKENS, KeptPrefixes
 from shoal.models.cache.prefix_tree import PrefixTree
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
+from shoal.models.weights import versions
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of
@@ -417,7 +418,7 @@ def test_other_weights_forget_what_is_kept(
     if looks == "never":
         monkeypatch.setattr(PrefixMemory, "recognise", lambda self, target: None)
     elif looks == "at a pass alone":
-        monkeypatch.setattr(prefix_cache, "_sums", lambda hf: [])
+        monkeypatch.setattr(prefix_cache, "sums", lambda hf: [])
     monkeypatch.setattr(prefix_cache, "PROBED", 1)
     architecture = "deepseek-v3" if change in (an_expert, a_buffer) else "llama"
     keeping, plain = (loaded(room, architecture=architecture) for room in (ROOM, 0))
@@ -441,8 +442,8 @@ def test_what_is_kept_stays_while_nothing_changes() -> None:
         torch.arange(9.0)[1:],
         torch.tensor(True),
     ):
-        (alone,) = prefix_cache._sums_of(tensor)
-        assert torch.equal(alone, next(iter(prefix_cache._sums_of(tensor.clone()))))
+        (alone,) = versions._sums_of(tensor)
+        assert torch.equal(alone, next(iter(versions._sums_of(tensor.clone()))))
 
 
 def test_a_layer_around_the_head_is_other_weights() -> None:

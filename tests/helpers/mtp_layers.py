@@ -67,17 +67,22 @@ def save_mtp(directory: Path, architecture: str, *, vocab: int = 260, layers: in
 
 @torch.inference_mode()
 def by_definition(hf: Any, layer: Any, tokens: Sequence[int], draft: Sequence[int]) -> list[Tensor]:
-    """The logits of each drafted token, without caches and batches: pair i is token i + 1 and the state of position i."""
+    """The logits of each drafted token, without caches and batches.
+
+    Pair i of layer 0 is token i + 1 and the target's state of position i; pair i of layer k is token i + k + 1 and the result of
+    pair i of layer k - 1. Layer k drafts token k + 1, and the last layer goes on by its own results.
+    """
     known = hf(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True).hidden_states[-1][
         :, : len(tokens) - 1
     ]
     before, layer.config._attn_implementation = layer.config._attn_implementation, "eager"
-    found = []
+    found, depth = [], len(layer.layers)
     for i in range(len(draft)):
-        fed = torch.tensor([[*tokens[1:], *draft[:i]]])
+        k = min(i, depth - 1)
+        fed = torch.tensor([[*tokens[1 + k :], *draft[:i]]])
         cache = transformers.cache_utils.MtpCache(config=layer.config)
-        out = layer.forward_layer(0, known, 1 + torch.arange(fed.shape[1])[None], cache, input_ids=fed)
+        out = layer.forward_layer(k, known, 1 + k + torch.arange(fed.shape[1])[None], cache, input_ids=fed)
         found.append(layer._project_to_logits(out[0, -1]))
-        known = torch.cat([known, out[:, -1:]], dim=1)
+        known = out if i + 1 < depth else torch.cat([known, out[:, -1:]], dim=1)
     layer.config._attn_implementation = before
     return found

@@ -177,6 +177,21 @@ def test_the_ratio_of_the_loss_is_one_whatever_is_truncated(options: dict[str, A
     assert (torch.cat(ratios) - 1).abs().max().item() < 1e-3
 
 
+def test_a_draft_model_is_realigned_in_training_alone(tokenizer: Any) -> None:
+    pair = shoal.load(policy(), bundled("drafter"), tokenizer=tokenizer)
+    trainer = asked(0)
+    trainer.model, trainer.processing_class = pair.target.hf, tokenizer
+    rollouts = ours.rollout_func(pair, realign=1, lookahead=2)
+    assert pair.draft_model is not None
+    moved = []
+    for training in (False, True):
+        trainer.model.train(training)
+        before = [one.detach().clone() for one in pair.draft_model.hf.parameters()]
+        rollouts(PROMPTS, trainer)
+        moved.append(not all(map(torch.equal, before, (one.detach() for one in pair.draft_model.hf.parameters()))))
+    assert moved == [False, True]
+
+
 def _by_sum(self: Any, trainer: Any) -> int:
     """Sabotage: neighbouring seeds of a trainer share the seeds of calls, and so do the batches of a step."""
     place = trainer.state.global_step * trainer.accelerator.num_processes + trainer.accelerator.process_index

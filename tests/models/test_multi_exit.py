@@ -20,6 +20,7 @@ import shoal
 from exits import ALPHA, PASSES, V, model_of, run, runner_of, states_after
 from laws import joint
 from shoal.config import Limits, Sampling
+from shoal.drafting.distillation import logits, next_token_loss
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
 from shoal.drafting.protocol import DraftInputs
@@ -35,7 +36,6 @@ from shoal.testing.drafters import check_drafter
 from shoal.testing.significance import chi_square
 from shoal.train import own_samples
 from shoal.train.drafter import DrafterTrainer, DrafterTraining
-from shoal.train.losses import logits, next_token_loss
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 

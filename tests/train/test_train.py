@@ -1,6 +1,6 @@
 """The training code at small sizes, and the pair that it shipped.
 
-Tests of: problems, train.corpus, train.losses, train.loop, train.muon, and of training/pair.
+Tests of: problems, train.corpus, drafting.distillation, train.loop, train.muon, and of training/pair.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pair_corpus import CorpusSize, build_corpus, fill_in_middle, pack
 from pair_models import build
 from pair_tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, SPECIAL, save_tokenizer, train_tokenizer
 from problems.generator import generate, split_of, templates
+from shoal.drafting.distillation import acceptance, distillation_loss, next_token_loss
 from shoal.errors import RequestError
 from shoal.evaluation.tasks import function_problems
 from shoal.problems import Draw, stored_problems
 from shoal.train.corpus import Windows, is_held_out, stdlib_files
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.losses import acceptance, distillation_loss, next_token_loss
 from shoal.train.muon import orthogonalise
 from shoal.train.own_samples import stored_prompts
 from store_problems import DRAWS, drawn

@@ -26,9 +26,9 @@ from transformers import LlamaForCausalLM
 from continuations import sample
 from pair_corpus import pack
 from problems.generator import FunctionProblem, Split, generate
+from shoal.drafting.distillation import acceptance, logits
 from shoal.models.loading import bundled
 from shoal.train.corpus import Tokens, stdlib_pieces
-from shoal.train.losses import acceptance, logits
 
 SHIPPED = bundled("target").parent
 SEED = 1

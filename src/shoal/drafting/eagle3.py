@@ -171,13 +171,13 @@ class Eagle3Drafter(ModelDrafter):
     name = "eagle3"
 
     def __init__(self, heads: Any, reads: Sequence[int], target: Runner, **drawn: Any) -> None:
-        self.model = Eagle3Model(heads, self._states)
+        self.model = self._model_of(heads)
         runner: Any = Runner(self.model, heads.title, "interface", target.context)
         runner.shares = runner.shares and heads.shares
         runner.vocab_size = runner.known_ids = target.vocab_size
         super().__init__(runner, target.vocab_size, pending=PENDING, **drawn)
         self.hidden_layers = tuple(reads)
-        self._heads = heads
+        self._heads = self.weights = heads
         self._prompts = PromptStates()
         self.keeps = Keeps(heads.features * target.dtype.itemsize, on_device=True)
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
@@ -190,6 +190,10 @@ class Eagle3Drafter(ModelDrafter):
 
         These are its last token, or its last token and the nodes of a tree.
         """
+
+    def _model_of(self, heads: Any) -> Eagle3Model:
+        """Makes the model that computes the passes of the heads."""
+        return Eagle3Model(heads, self._states)
 
     @classmethod
     def for_target(

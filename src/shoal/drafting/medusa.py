@@ -162,6 +162,7 @@ class MedusaDrafter(Drafter):
     ) -> None:
         self.max_nodes, self.hidden_layers = nodes, (layers,)
         self._heads = heads
+        self.weights = heads if isinstance(heads, nn.Module) else None
         self._prompts = PromptStates(most=1)
         self.keeps = keeps or Keeps()
         self._last: dict[Row, Tensor] = {}

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.slots import DraftSlots
@@ -71,6 +71,7 @@ class ModelDrafter(Drafter):
         pending: int = 2,
     ) -> None:
         self.runner, self.vocab_size = runner, vocab_size
+        self.weights: nn.Module | Tensor | None = runner.hf
         self.shared = shared and SharedIds(shared, runner.device)
         self.memory = self._slots = DraftSlots(runner, pending)
         self._warned = False

@@ -126,6 +126,7 @@ class PpdDrafter(Drafter):
         self, tokens: PromptTokens, nodes: int = 0, seconds: Callable[[int], Seconds] | None = None
     ) -> None:
         self._tokens, self._nodes, self._seconds_of = tokens, nodes, seconds
+        self.weights = tokens.vectors
         self.max_nodes = nodes or MOST
         self._target: Runner | None = None
         self._plans: dict[int, TreePlan | None] = {}  # by rows, to a power of two

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.config import MOST_NODES
 from shoal.errors import InternalError, RequestError, UnsupportedModel
@@ -187,6 +187,8 @@ class Drafter(Protocol):
             `Scores.hidden`. For a drafter that reads none, none are kept.
         choices: the names of the ways in which it can propose, the cheapest first:
             `lookahead="auto"` chooses one for each round, by `use`. Empty if there is one way.
+        weights: the weights of its own, a module or a tensor, which do not follow updates of the target; those
+            in it that are the target's do. None = it has none.
         choices_join: True if the last choice means "all the others at once", and each choice
             computes rows for itself. False if all choices share one model and its memory.
     """
@@ -196,6 +198,7 @@ class Drafter(Protocol):
     memory: KeyValueMemory | None = None
     keeps: Keeps = Keeps()
     hidden_layers: Sequence[int] = ()
+    weights: nn.Module | Tensor | None = None
     choices: Sequence[str] = ()
     choices_join: bool = False
 

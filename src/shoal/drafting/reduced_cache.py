@@ -87,7 +87,9 @@ def self_drafter(
         UnsupportedModel: the target has no exit at all, takes no positions, or has no such copy.
     """
     if int4:
-        return ModelDrafter(four_bit_copy(target), target.vocab_size)
+        drafter = ModelDrafter(four_bit_copy(target), target.vocab_size)
+        drafter.weights = None  # the copy follows the target
+        return drafter
     layer_count(target)
     if exit is not None or window is None:
         require_exit(target, 1 if exit is None else exit)

@@ -51,6 +51,7 @@ class SumDrafter(Drafter):
     def __init__(self, texts: Sequence[TextDrafter], model: Drafter) -> None:
         self.texts, self.model, self._members = list(texts), model, [*texts, model]
         self.memory, self.hidden_layers = model.memory, model.hidden_layers
+        self.weights = model.weights
         self._names = [name_of(member) for member in self._members]
         self.name = self._names[-1]
         self.keeps = _common([member.keeps for member in self._members])

@@ -8,25 +8,20 @@ another user's prompt by timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.slots import DraftSlots
 from shoal.models.cache.prefix_tree import common
 from shoal.models.runner import Runner
-from shoal.models.weights.matrix import PACKED
-from shoal.models.weights.parameter import PackedWeight
+from shoal.models.weights.versions import sums
 from shoal.types.requests import Row
 
 PROBED = 8
 """The number of tokens of the pass by which a target is recognised."""
-WORDS = 1 << 20
-"""The number of words of 8 bytes that one sum of a weight reads."""
 
 
 class PrefixMemory:
@@ -81,66 +76,15 @@ class PrefixMemory:
         ids = torch.arange(PROBED, device=runner.device)[None] % min(
             runner.known_ids, runner.vocab_size
         )
-        logits, sums = runner.feed([0], ids, [PROBED]).clone(), _sums(runner.hf)
+        logits, found = runner.feed([0], ids, [PROBED]).clone(), sums(runner.hf)
         if (
             self._probed is None
             or not torch.equal(logits, self._probed)
-            or len(sums) != len(self._sums)
-            or not all(map(torch.equal, sums, self._sums))
+            or len(found) != len(self._sums)
+            or not all(map(torch.equal, found, self._sums))
         ):
             self.clear()
-        self._probed, self._sums = logits, sums
-
-
-def _sums(hf: nn.Module) -> list[Tensor]:
-    """Returns sums that change with a write into the weights and buffers of a model.
-
-    Packed weights are written by their matrix alone, which counts the writes; so does PyTorch for
-    tensors without bytes of their own.
-    """
-    sums: list[Tensor] = []
-    counts: list[int] = []
-    for tensor in (*hf.parameters(), *hf.buffers()):
-        if isinstance(tensor, PackedWeight):
-            counts += [id(tensor.matrix), tensor.matrix.epoch]
-            if tensor.matrix.form == PACKED:
-                continue
-            tensor = tensor.of(tensor.matrix.dense())
-        try:
-            sums += _sums_of(tensor.detach())
-        except (NotImplementedError, TypeError, RuntimeError):
-            counts += [id(tensor), 0 if tensor.is_inference() else tensor._version]
-    devices = dict.fromkeys(each.device for each in sums)
-    return [
-        torch.tensor(counts),
-        *(torch.stack([one for one in sums if one.device == device]) for device in devices),
-    ]
-
-
-def _sums_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a sum of each `WORDS` words of a tensor, each word times an odd number of its place.
-
-    The sums tell where a word is. A single word that changes always changes its sum, as odd numbers
-    have inverses modulo 2^64.
-    """
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()  # this process's shard of a parallel model
-    rows = tensor.t() if tensor.ndim == 2 and tensor.t().is_contiguous() else tensor
-    data = rows.contiguous().flatten().view(torch.uint8)
-    if len(data) % 8 or data.storage_offset() % 8:
-        data = F.pad(data, (0, -len(data) % 8)).clone()
-    words, factors = data.view(torch.int64), _factors(tensor.device)
-    for part in words.split(WORDS):
-        yield (part * factors[: len(part)]).sum()
-
-
-@cache
-def _factors(device: torch.device) -> Tensor:
-    """Makes `WORDS` odd numbers, int64."""
-    generator = torch.Generator().manual_seed(0)
-    limits = torch.iinfo(torch.int64)
-    numbers = torch.randint(limits.min, limits.max, (WORDS,), generator=generator)
-    return (numbers | 1).to(device)
+        self._probed, self._sums = logits, found
 
 
 class PrefixCache:

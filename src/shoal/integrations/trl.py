@@ -20,7 +20,7 @@ from shoal.api import Shoal
 from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import token_logprobs
-from shoal.types.options import split_options
+from shoal.types.options import Integer, split_options
 from shoal.types.samples import Sample
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
@@ -32,7 +32,7 @@ CONSTRAINTS = {"suffix", "constraints", "align", "exact", "syntax"}
 """The arguments of `Shoal.generate` under which some tokens are impossible."""
 
 
-def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
+def rollout_func(pair: Shoal, *, realign: Integer = 0, **options: Any) -> RolloutFunc:
     """Makes the `rollout_func` of TRL's `GRPOTrainer`.
 
     Temperature, truncation, the repetition penalty, the number of new tokens, the tokens that end a
@@ -45,6 +45,8 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
             changed weights are read as they are; or with another one of the same shape, also in 8
             bits, into which they are copied before each batch of rollouts, merged with their
             adapters.
+        realign: the steps of `Shoal.realign` on each batch of rollouts in training; 0 = the drafter
+            stays as it is.
         options: the options of `Shoal.generate`, in place of the trainer's.
 
     Returns:
@@ -69,6 +71,8 @@ def rollout_func(pair: Shoal, **options: Any) -> RolloutFunc:
         asked = [_ids(prompt, trainer.processing_class) for prompt, _ in groups]
         named = _options(trainer) | {"seed": seeds.next(trainer)} | options
         result = pair.generate(asked, n, **named)
+        if realign and trainer.model.training:
+            pair.realign(result.tensors(0), steps=realign)
         samples = [
             (list(output.prompt_ids), sample) for output in result for sample in output.samples
         ]

@@ -21,21 +21,28 @@ from shoal.models.runner import Runner
 from shoal.models.weights import LINEARS
 from shoal.models.weights.fusing import plain
 from shoal.models.weights.groups import GROUP, GroupLinear, Groups
+from shoal.models.weights.versions import Version, writes
 from shoal.native.build import missing
 
-_copies: Belongings[Runner] = Belongings("4-bit copies")
+_copies: Belongings[tuple[Version, Runner]] = Belongings("4-bit copies")
+"""The version of the weights that were rounded, and the copy."""
 
 
 def four_bit_copy(target: Runner) -> Runner:
-    """Returns a runner of the copy with a cache of its own; the weights are rounded once.
+    """Returns a runner of the copy with a cache of its own.
+
+    The weights are rounded once, and again where the target's were written since. A target that got
+    adapters, hooks or other tensors keeps its last copy.
 
     Raises:
         UnsupportedModel: the kernels in C do not compute the target.
     """
     known = _copies.of(target.hf)
-    if "copy" not in known:
-        known["copy"] = _made(target)
-    return known["copy"].fork()
+    version, made = writes(target.hf), known.get("copy")
+    changed = target.lean is not None and target.lean.decoder.stale
+    if made is None or (made[0] != version and not changed):
+        made = known["copy"] = version, _made(target)
+    return made[1].fork()
 
 
 def _made(target: Runner) -> Runner:

@@ -1,11 +1,12 @@
-"""The multi-token-prediction layer of a checkpoint, by Transformers' own classes.
+"""The multi-token-prediction layers of a checkpoint, by Transformers' own classes.
 
 DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 and others publish a layer beside the model's own ones
 that predicts one token further (arXiv 2412.19437, section 2.2). It reads a token's embedding and
 the target's last hidden state before that token; the embedding, the head and the angles are the
 target's. Transformers has it as `MtpModel`, whose `generate` drafts one token for one row. The
-classes are used unmodified here. Further tokens are drafted by the same layer from its own states,
-as EAGLE does.
+classes are used unmodified here. Where there are several layers, layer k drafts token k + 1 from
+the states of layer k - 1. Further tokens are drafted by the last layer from its own states, as
+EAGLE does.
 
 Checkpoints name the layer in several ways, and Transformers knows its names at published sizes
 only: `Beside` gives it a model whose config and names are those of the checkpoint at hand.
@@ -32,7 +33,10 @@ from shoal.models.bridge import NAME
 HIDING_NAME = "shoal-mtp"
 """The attention implementation of the layer."""
 HIDDEN = -1e4
-"""The score of a row's first token, which has no state: no other token sees it."""
+"""The score of a token without a state: no other token sees it.
+
+Layer k has no states for the first k + 1 tokens of a row.
+"""
 
 
 def checkpoint_of(hf: Any) -> Path | None:
@@ -84,29 +88,36 @@ class Beside:
     Args:
         hf: the target.
         directory: its checkpoint.
+        layers: the number of such layers.
     """
 
-    def __init__(self, hf: Any, directory: Path) -> None:
+    def __init__(self, hf: Any, directory: Path, layers: int = 1) -> None:
         self._hf, self.config = hf, copy.deepcopy(hf.config)
         self.config.name_or_path = str(directory)
         text = self.config.get_text_config(decoder=True)
-        text.num_mtp_layers = 1
+        text.num_mtp_layers = layers
         for kinds, preferred in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
             known = getattr(text, kinds, None)
             if known and getattr(text, f"mtp_{kinds}", None) is None:
-                setattr(text, f"mtp_{kinds}", [preferred if preferred in known else known[-1]])
-        own = rf"(^|\.)layers\.{text.num_hidden_layers}\."
-        self._keys_to_ignore_on_load_unexpected = [own, r"(^|\.)mtp\."]
+                setattr(
+                    text, f"mtp_{kinds}", [preferred if preferred in known else known[-1]] * layers
+                )
+        first = text.num_hidden_layers
+        own = [rf"(^|\.)layers\.{number}\." for number in range(first, first + layers)]
+        self._keys_to_ignore_on_load_unexpected = [*own, r"(^|\.)mtp\."]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hf, name)
 
 
 class MtpHeads(nn.Module):
-    """The layer, with the attributes and methods of `shoal.models.eagle3.Eagle3Heads`.
+    """The layers, with the attributes and methods of `shoal.models.eagle3.Eagle3Heads`.
 
     Args:
         layer: Transformers' `MtpModel`.
+
+    Attributes:
+        depth: the number of layers.
     """
 
     title, shares = "the checkpoint's MTP layer", False
@@ -115,15 +126,25 @@ class MtpHeads(nn.Module):
         super().__init__()
         self.layer, self.lm_head = layer, layer.shared_head
         self.features = self.width = int(layer.config.hidden_size)
+        self.depth = len(layer.layers)
         layer.config._attn_implementation = HIDING_NAME
 
     def read(self, hidden: Tensor) -> Tensor:
         """Returns the hidden states: the layer reads them as they are."""
         return hidden
 
-    def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Computes the layer's states, [rows, q, width], with the keys and values of a cache."""
-        found: Tensor = self.layer.forward_layer(0, states, positions, cache, input_ids=tokens)
+    def compute(
+        self, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any, number: int = 0
+    ) -> Tensor:
+        """Computes the states of a layer, [rows, q, width], with the keys and values of a cache.
+
+        Args:
+            tokens: [rows, q].
+            states: the state of each token, [rows, q, width].
+            positions: [rows, q].
+            number: the number of the layer.
+        """
+        found: Tensor = self.layer.forward_layer(number, states, positions, cache, input_ids=tokens)
         return found
 
     def said(self, states: Tensor) -> Tensor:
@@ -133,7 +154,7 @@ class MtpHeads(nn.Module):
 
 
 def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
-    """Loads the layer of a target's checkpoint.
+    """Loads the layers of a target's checkpoint.
 
     Args:
         hf: the target.
@@ -141,7 +162,7 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
         name: the target's name, for errors.
 
     Raises:
-        UnsupportedModel: there is none, there are several, or Transformers cannot make it.
+        UnsupportedModel: there is none, or Transformers cannot make it.
         ModelError: some of its tensors are missing.
     """
     text = hf.config.get_text_config(decoder=True)
@@ -150,10 +171,6 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
         raise UnsupportedModel(
             f"{name} has no multi-token-prediction layer: its checkpoint has no such tensors"
         )
-    if len(names) > 1:
-        raise UnsupportedModel(
-            f"{name} has {len(names)} multi-token-prediction layers: one is supported"
-        )
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
@@ -161,7 +178,9 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
             "draft=mtp needs Transformers 5.24, which has MtpModel: pip install -U transformers"
         ) from error
     try:
-        layer = MtpModel.from_pretrained(Beside(hf, directory), device_map={"": str(hf.device)})
+        layer = MtpModel.from_pretrained(
+            Beside(hf, directory, len(names)), device_map={"": str(hf.device)}
+        )
     except RuntimeError as error:
         raise ModelError(f"{name}: {error}") from error
     except (ValueError, AttributeError, TypeError) as error:
@@ -175,13 +194,13 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
 def _hide_first(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
-    """Computes attention that sees no first token; the first cell of each row is that token's.
+    """Computes attention that sees no token without a state: a row's first cells are theirs.
 
     A feature that is appended to queries and keys hides it, whatever the layer stores.
     """
     options["scaling"] = options.get("scaling") or query.shape[-1] ** -0.5
     first = torch.zeros_like(key[..., :1])
-    first[:, :, 0] = HIDDEN
+    first[:, :, : module.layer_idx + 1] = HIDDEN
     query = torch.cat([query, torch.ones_like(query[..., :1])], dim=-1)
     return AttentionInterface()[NAME](
         module, query, torch.cat([key, first], dim=-1), value, mask, **options

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.drafting.distillation import acceptance, distillation_loss, logits, next_token_loss
 from shoal.drafting.multi_exit import EXITS
 from shoal.errors import RequestError
 from shoal.models.early_exit import shallow
@@ -25,7 +26,6 @@ from shoal.models.loading import eos_ids, load_tokenizer
 from shoal.problems import stored_problems
 from shoal.train.corpus import Tokens, stdlib_pieces
 from shoal.train.loop import Loss
-from shoal.train.losses import acceptance, distillation_loss, logits, next_token_loss
 from shoal.train.own_samples import SEED
 from shoal.train.shrink import small_model
 from shoal.train.stages import Figures, Stage, StagedTrainer, Training

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.drafting.distillation import acceptance
 from shoal.drafting.eagle3 import FILES
 from shoal.models.eagle3 import Eagle3Heads, layer_config, published_layers
 from shoal.train.heads import DECAY, HeadsTrainer
-from shoal.train.losses import acceptance
 
 MOST_DRAFTED = 32_000
 """The most tokens of a larger vocabulary that are drafted; the target writes them most."""

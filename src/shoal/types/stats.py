@@ -53,6 +53,8 @@ class Stats:
             for an engine made by hand. A sum keeps the first that is not empty.
         executors: the number of passes of "target" and "draft", prompts included, by the name of
             the executor that computed them (`shoal.models.executors`).
+        updates_behind: the updates of the target's weights since the drafter's own were written last
+            (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the highest.
         lossy: "" if tokens have the target's distribution; else the rule that was asked for, and
             the change that it makes.
     """
@@ -83,6 +85,7 @@ class Stats:
     by_drafter: dict[str, DraftCounts] = field(default_factory=dict)
     loaded: dict[str, dict[str, str] | None] = field(default_factory=dict)
     executors: dict[str, Counter[str]] = field(default_factory=dict)
+    updates_behind: int = 0
     lossy: str = ""
 
     def __repr__(self) -> str:
@@ -102,6 +105,7 @@ class Stats:
     def _combined(self, other: Stats, combine: Callable[[Any, Any], Any]) -> Stats:
         amounts = [f.name for f in fields(self) if isinstance(f.default, int | float)]
         combined = {name: combine(getattr(self, name), getattr(other, name)) for name in amounts}
+        combined["updates_behind"] = max(self.updates_behind, other.updates_behind)
         return Stats(
             **combined,
             by_drafter=_by_name(self.by_drafter, other.by_drafter, combine, DraftCounts()),

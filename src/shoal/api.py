@@ -22,7 +22,7 @@ from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax
-from shoal.drafting.distillation import Alignment, Follower, require_rollouts
+from shoal.drafting.distillation import Follower, Realignment, require_rollouts
 from shoal.drafting.draft import BUNDLED, Draft, read_draft
 from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.multi_exit import exits_of
@@ -586,7 +586,7 @@ class Shoal:
         steps: Integer = 4,
         rows: Integer = 16,
         rate: float = 1e-3,
-    ) -> Alignment:
+    ) -> Realignment:
         """Lets the draft model follow a target that has been updated, by rollouts of the target.
 
         It learns the target's distribution at each token of the samples, by the distillation of

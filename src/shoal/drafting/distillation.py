@@ -78,7 +78,7 @@ def distillation_loss(teacher: nn.Module) -> Callable[[nn.Module, Tensor], Tenso
 
 
 @dataclass(frozen=True)
-class Alignment:
+class Realignment:
     """The result of `Shoal.realign`.
 
     Attributes:
@@ -119,7 +119,7 @@ class Follower:
 
     def align(
         self, rollouts: Rollouts, *, said: Tensor | None, steps: int, rows: int, rate: float
-    ) -> Alignment:
+    ) -> Realignment:
         """Makes optimiser's steps on rollouts, and writes the draft model.
 
         Args:
@@ -148,7 +148,7 @@ class Follower:
                 self._draft.hf.parameters(), self._model.parameters(), strict=True
             ):
                 own.copy_(trained)
-        return Alignment(tuple(found), tokens)
+        return Realignment(tuple(found), tokens)
 
     def _step(
         self, rollouts: Rollouts, chosen: Sequence[int], said: Tensor | None

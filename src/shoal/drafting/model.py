@@ -183,7 +183,7 @@ class ModelDrafter(Drafter):
         A row is outgrown if it has more tokens than the drafter holds.
         """
         for row in self._slots.known(rows):
-            _cut(self, row, self._kept(row))
+            _cut(self, row, _kept(row))
 
     def roll_back(self, row: Row, tokens: int) -> None:
         """Forgets the tokens of a row beyond the first `tokens`.
@@ -223,13 +223,6 @@ class ModelDrafter(Drafter):
     def _held(self, row: Row) -> int:
         """Returns the number of tokens of the row in the cache."""
         return self.runner.cache.lengths[self._slot(row)]
-
-    def _kept(self, row: Row) -> int:
-        """Returns the most tokens of the row that the cache keeps between rounds.
-
-        Other rows may copy its prompt from its slot.
-        """
-        return (len(row.tokens) if len(row.tokens) <= row.draft_context else row.prompt_length) - 1
 
     def pending(self, inputs: DraftInputs) -> tuple[Tensor, list[int]]:
         """Returns each row's committed tokens that the cache lacks, and their counts.
@@ -298,6 +291,14 @@ class ModelDrafter(Drafter):
             self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), drawing
         )
         return step and (lambda uniforms, lengths: step())
+
+
+def _kept(row: Row) -> int:
+    """Returns the most tokens of the row that the cache keeps between rounds.
+
+    Other rows may copy its prompt from its slot.
+    """
+    return (len(row.tokens) if len(row.tokens) <= row.draft_context else row.prompt_length) - 1
 
 
 def _cut(drafter: ModelDrafter, row: Row, tokens: int) -> None:

@@ -187,8 +187,8 @@ class Drafter(Protocol):
             `Scores.hidden`. For a drafter that reads none, none are kept.
         choices: the names of the ways in which it can propose, the cheapest first:
             `lookahead="auto"` chooses one for each round, by `use`. Empty if there is one way.
-        weights: the weights of its own, a module or a tensor, which do not follow updates of the target; those
-            in it that are the target's do. None = it has none.
+        weights: the weights of its own, a module or a tensor, which do not follow updates of the
+            target; those in it that are the target's do. None = it has none.
         choices_join: True if the last choice means "all the others at once", and each choice
             computes rows for itself. False if all choices share one model and its memory.
     """

@@ -53,8 +53,8 @@ class Stats:
             for an engine made by hand. A sum keeps the first that is not empty.
         executors: the number of passes of "target" and "draft", prompts included, by the name of
             the executor that computed them (`shoal.models.executors`).
-        updates_behind: the updates of the target's weights since the drafter's own were written last
-            (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the highest.
+        updates_behind: the updates of the target's weights since the drafter's own were written
+            last (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the highest.
         lossy: "" if tokens have the target's distribution; else the rule that was asked for, and
             the change that it makes.
     """
@@ -97,22 +97,10 @@ class Stats:
         )
 
     def __add__(self, other: Stats) -> Stats:
-        return self._combined(other, operator.add)
+        return _combined(self, other, operator.add)
 
     def __sub__(self, other: Stats) -> Stats:
-        return self._combined(other, operator.sub)
-
-    def _combined(self, other: Stats, combine: Callable[[Any, Any], Any]) -> Stats:
-        amounts = [f.name for f in fields(self) if isinstance(f.default, int | float)]
-        combined = {name: combine(getattr(self, name), getattr(other, name)) for name in amounts}
-        combined["updates_behind"] = max(self.updates_behind, other.updates_behind)
-        return Stats(
-            **combined,
-            by_drafter=_by_name(self.by_drafter, other.by_drafter, combine, DraftCounts()),
-            executors=_by_name(self.executors, other.executors, combine, Counter()),
-            loaded=self.loaded or other.loaded,
-            lossy=self.lossy or other.lossy,
-        )
+        return _combined(self, other, operator.sub)
 
     def count_drafts(self, drafter: str, drafted: int, accepted: int) -> None:
         """Adds the numbers of tokens that a drafter proposed and that were accepted."""
@@ -155,6 +143,19 @@ class Stats:
         executors = {model: dict(passes) for model, passes in self.executors.items()}
         counts = asdict(replace(self, executors={})) | {"executors": executors}
         return counts | {name: getattr(self, name) for name in derived}
+
+
+def _combined(one: Stats, other: Stats, combine: Callable[[Any, Any], Any]) -> Stats:
+    amounts = [f.name for f in fields(one) if isinstance(f.default, int | float)]
+    combined = {name: combine(getattr(one, name), getattr(other, name)) for name in amounts}
+    combined["updates_behind"] = max(one.updates_behind, other.updates_behind)
+    return Stats(
+        **combined,
+        by_drafter=_by_name(one.by_drafter, other.by_drafter, combine, DraftCounts()),
+        executors=_by_name(one.executors, other.executors, combine, Counter()),
+        loaded=one.loaded or other.loaded,
+        lossy=one.lossy or other.lossy,
+    )
 
 
 def _by_name(

@@ -17,8 +17,9 @@ import transformers
 
 import shoal
 from by_pairs import by_pairs
+from native_kernels import needs_compiler
 from shoal.cli import check_model
-from shoal.models import formats, loading, quantize, weights
+from shoal.models import formats, loading, passes, quantize, weights
 from shoal.models.formats import WIDE, Cpu, _name, number_format
 from shoal.native import build
 from shoal.testing import save_pair, tiny_model
@@ -47,6 +48,46 @@ def test_a_target_is_bfloat16_only_where_checkpoint_cpu_and_width_allow_it(
     dtype, said = number_format(checkpoint, width, cpu)
     assert (dtype, said.partition(":")[0]) == (chosen, str(chosen).removeprefix("torch."))
     assert why in said
+
+
+@pytest.mark.parametrize("checkpoint", [BF16, F16, F32, None])
+@pytest.mark.parametrize("packs", [{BF16}, set()], ids=["packed", "not packed"])
+def test_kernels_in_c_compute_bfloat16_of_any_width_on_any_cpu(
+    checkpoint: torch.dtype | None, packs: set[torch.dtype]
+) -> None:
+    dtype, said = number_format(checkpoint, 32, Cpu(packs=frozenset(packs)), kernels=True)
+    assert (dtype == BF16) == (checkpoint == BF16 and bool(packs))
+    assert ("the kernels in C compute it" in said) == (dtype == BF16)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, BF16),
+        ({"compile": "off"}, F32),
+        ({"strict": True}, F32),
+        ({"attention": "pad"}, F32),
+        ({"quantize": "int8"}, F32),
+    ],
+)
+def test_a_directory_in_bfloat16_is_computed_by_the_kernels(
+    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor with AVX2 alone, where oneDNN packs no bfloat16."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: 1 / 0)
+    facts = Cpu(packs=frozenset(filter(formats.can_pack, (F32, BF16))))
+    assert facts.packs == {F32, BF16}
+    monkeypatch.setattr(formats, "cpu", lambda: facts)
+    tiny_model("llama").to(BF16).save_pretrained(tmp_path)
+    runner = loading.load_runner(tmp_path, **options)
+    passes.choose_passes(runner, options.get("compile", "auto"), owned=True)
+    assert runner.dtype == dtype
+    if not options:
+        assert runner.explain([0], [1]).executor == "C decoder"
+        found = check_model.number_format(runner)
+        assert (found.status, found.data["seeds_hold"]) == ("ok", True)
+        assert "Kernels in C: a seed gives the same tokens in every call" in found.figure
 
 
 @pytest.mark.parametrize(
@@ -156,7 +197,7 @@ def test_no_choice_reads_a_clock(bf16_pair: tuple[Path, Path], monkeypatch: pyte
         monkeypatch.setattr(time, name, never)
     for cpu in (AMX, AVX, PLAIN):
         monkeypatch.setattr(formats, "cpu", lambda cpu=cpu: cpu)
-        loading._auto_dtype(config, bf16_pair[0], torch.device("cpu"), None, sharded=False)
+        loading._auto_dtype(config, bf16_pair[0], torch.device("cpu"), None, sharded=False, kernels=False)
         weights.lay_out(hf, weights.by_facts)
         quantize.quantized(hf, "off")
 
@@ -209,7 +250,7 @@ def test_check_goes_by_the_same_facts(dtype: torch.dtype, cpu: Cpu, verdict: str
 @by_pairs({"dtype": [BF16, F16, F32], "strict": [True, False], "device": ["cpu", "cuda"]})
 def test_check_says_whether_seeds_hold_and_the_way_out(dtype: torch.dtype, strict: bool, device: str) -> None:
     notes = {"dtype": "as it is"} | ({"strict": "proved"} if strict else {})
-    runner = SimpleNamespace(dtype=dtype, device=torch.device(device), notes=notes)
+    runner = SimpleNamespace(dtype=dtype, device=torch.device(device), notes=notes, lean=None)
     found = check_model.number_format(runner)  # type: ignore[arg-type]
     holds = strict or dtype == F32
     assert found.data["seeds_hold"] == holds
@@ -220,6 +261,7 @@ def test_check_says_whether_seeds_hold_and_the_way_out(dtype: torch.dtype, stric
 
 
 def test_packing_is_tried_and_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "missing", lambda: "no compiler")
     assert not formats.can_pack(torch.float64)
     if torch.backends.mkldnn.is_available():
         assert formats.can_pack(F32)

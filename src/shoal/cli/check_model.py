@@ -272,11 +272,16 @@ def number_format(runner: Runner) -> CheckResult:
     name, on_cpu = dtype_name(runner), runner.device.type == "cpu"
     figure = runner.notes.get("dtype", name) if on_cpu else f"{name} on {runner.device}"
     strict, short = "strict" in runner.notes, runner.dtype in (torch.bfloat16, torch.float16)
-    data: dict[str, Any] = {"dtype": name, "reason": figure, "seeds_hold": strict or not short}
+    kernels = runner.lean is not None and runner.lean.whole is not None
+    holds = strict or kernels or not short
+    data: dict[str, Any] = {"dtype": name, "reason": figure, "seeds_hold": holds}
     if not short:
         return CheckResult("dtype", "ok", figure, data=data)
-    if strict:
-        figure += ". Strict passes: a seed gives the same tokens in every call"
+    if holds:
+        who = "Strict passes" if strict else "Kernels in C"
+        figure += f". {who}: a seed gives the same tokens in every call"
+        if kernels:
+            return CheckResult("dtype", "ok", figure, data=data)
     else:
         figure += (
             f". In {name} the same call with the same seed may give other tokens each time: "
@@ -285,7 +290,7 @@ def number_format(runner: Runner) -> CheckResult:
         )
     advice = (
         ""
-        if strict
+        if holds
         else "to make a seed's tokens hold: --dtype float32"
         + (", or --strict (slower)" if on_cpu else "")
     )
@@ -297,7 +302,7 @@ def number_format(runner: Runner) -> CheckResult:
                 "dtype",
                 "warn",
                 figure,
-                slow + ("" if strict else ", which makes seeds hold too"),
+                slow + ("" if holds else ", which makes seeds hold too"),
                 data,
             )
     return CheckResult("dtype", "ok", figure, advice, data)

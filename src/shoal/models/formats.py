@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shoal.native.build import cpu_flags
+from shoal.native.build import SUFFIXES, cpu_flags, missing
 
 WIDE = 1024
-"""The least hidden size for bfloat16 on a CPU.
+"""The least hidden size for bfloat16 on a CPU where PyTorch computes the products.
 
 Layers of 256 features take up to twice as long in bfloat16 with AVX512-BF16, because converting
 activations costs more than the product; layers of 1,024 and more take half as long from 8 tokens
-on.
+on. Kernels in C convert nothing.
 """
 
 FLAGS = {
@@ -55,7 +55,8 @@ class Cpu:
     Attributes:
         products: the instruction set that multiplies a 16-bit format, for each format that has one.
         mkl: True if MKL computes matrix products, on x86.
-        packs: the formats whose weights oneDNN can pack (`shoal.models.weights`).
+        packs: the formats whose weights the kernels in C or oneDNN can pack
+            (`shoal.models.weights`).
     """
 
     products: Mapping[torch.dtype, str] = field(default_factory=dict)
@@ -86,16 +87,17 @@ def cpu() -> Cpu:
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     onednn = torch.backends.mkldnn.is_available()
     facts = Cpu.of(cpu_flags(), onednn=onednn, mkl=x86 and torch.backends.mkl.is_available())
-    if not onednn:
-        return facts
     return replace(facts, packs=frozenset(filter(can_pack, (torch.float32, torch.bfloat16))))
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Returns True if this torch packs weights of a format, multiplies by them and gives them back.
+    """Returns True if weights of a format can be packed, multiplied by and given back.
 
-    Versions of torch and CPUs differ in this.
+    The kernels in C do it on every CPU. Versions of torch and CPUs differ: oneDNN packs no bfloat16
+    where AVX-512 is missing.
     """
+    if dtype in SUFFIXES and not missing():
+        return True
     weight = torch.arange(-8, 8).view(4, 4).to(dtype)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -107,12 +109,18 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def number_format(
-    checkpoint: torch.dtype | None, width: int, cpu: Cpu, target: torch.dtype | None = None
+    checkpoint: torch.dtype | None,
+    width: int,
+    cpu: Cpu,
+    target: torch.dtype | None = None,
+    *,
+    kernels: bool = False,
 ) -> tuple[torch.dtype, str]:
     """Returns the format in which a model is computed on a CPU, and the reason.
 
-    The format is bfloat16 for a bfloat16 checkpoint of wide layers on a CPU with bfloat16 products.
-    In all other cases it is float32, which holds the weights of any 16-bit checkpoint exactly. A
+    The format is bfloat16 for a bfloat16 checkpoint that the kernels in C compute, with half of the
+    bytes of float32 and the same bits in any company; and for one of wide layers on a CPU with
+    bfloat16 products. In all other cases it is float32, which holds the weights of any 16-bit checkpoint exactly. A
     drafter follows its target, unless that would round its weights.
 
     Args:
@@ -120,6 +128,7 @@ def number_format(
         width: the hidden size of the model.
         cpu: the facts of the machine.
         target: the format of the target that this model drafts for; None for a target.
+        kernels: True if the C decoder computes the model.
     """
     instructions, stored = cpu.products.get(torch.bfloat16), _name(checkpoint)
     if checkpoint != torch.bfloat16:
@@ -129,6 +138,11 @@ def number_format(
         return (
             chosen,
             f"{_name(chosen)}: the checkpoint is in {stored}, and the target in {_name(target)}",
+        )
+    if kernels and torch.bfloat16 in cpu.packs:
+        return (
+            torch.bfloat16,
+            f"bfloat16: the checkpoint is in {stored}, and the kernels in C compute it",
         )
     if instructions is None:
         return torch.float32, f"float32: this CPU has no {stored} products"

@@ -22,6 +22,7 @@ from shoal.models.gguf.own import own_model
 from shoal.models.gguf.runner import load_gguf, require_own_options
 from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.kept_checks import KeptChecks, kept_checks
+from shoal.models.lean.decoder import in_family
 from shoal.models.mixers import use_mixers
 from shoal.models.quantize import Int8Linear, quantized
 from shoal.models.runner import Runner
@@ -30,6 +31,7 @@ from shoal.models.sources import directory_of, gguf_of
 from shoal.models.strict import make_strict
 from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
+from shoal.native.build import missing
 from shoal.types.load_stages import StageWatch, unwatched
 
 DTYPES = {
@@ -206,7 +208,10 @@ def load_runner(
     sharding = _sharding(str(source), config, device, quantize, strict) if tensor_parallel else {}
     kind, why = resolve_dtype(dtype), f"{str(dtype).removeprefix('torch.')}: as asked"
     if dtype == "auto":
-        kind, why = _auto_dtype(config, source, place, target_dtype, bool(sharding))
+        modules = strict or quantize != "off" or compile in ("off", "modules")
+        kernels = not modules and attention in ("auto", "native") and not missing()
+        kernels = kernels and in_family(config)
+        kind, why = _auto_dtype(config, source, place, target_dtype, bool(sharding), kernels)
     with watch("weights"):
         hf = _weights(source, config, dtype=kind, **sharding, **hub)
         known = int(hf.get_output_embeddings().weight.shape[0])
@@ -267,6 +272,7 @@ def _auto_dtype(
     place: torch.device,
     target_dtype: torch.dtype | None,
     sharded: bool,
+    kernels: bool,
 ) -> tuple[torch.dtype | str, str]:
     """Returns the number format of dtype="auto", and the reason.
 
@@ -277,9 +283,8 @@ def _auto_dtype(
     if sharded:
         return torch.float32, "float32: its processes may have unlike CPUs"
     width = getattr(config.get_text_config(), "hidden_size", None) or 0
-    return formats.number_format(
-        formats.stored_format(config, source), width, formats.cpu(), target_dtype
-    )
+    stored = formats.stored_format(config, source)
+    return formats.number_format(stored, width, formats.cpu(), target_dtype, kernels=kernels)
 
 
 def _sharding(

@@ -133,7 +133,7 @@ class _Reader:
         """Returns the number format of a file without groups, and the reason."""
         if self._exact:
             return torch.float32, "float32: as asked"
-        return formats.number_format(stored, width, formats.cpu())
+        return formats.number_format(stored, width, formats.cpu(), kernels=True)
 
     @property
     def formats(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.models.structure import Structure
 from shoal.models.weights import LINEARS, Matrix, matrix_of
@@ -194,17 +195,27 @@ def obstacle(hf: Any, linears: Sequence[type] = LINEARS) -> str | None:
 
     Returns None if it is one. Its owner may have changed a model of the family.
     """
-    kind, config = type(hf).__name__, hf.config
-    if kind not in FAMILY or not type(hf).__module__.startswith("transformers."):
+    if not type(hf).__module__.startswith("transformers."):
+        return f"{type(hf).__name__} is none of {', '.join(sorted(FAMILY))}"
+    return _difference(type(hf).__name__, hf.config) or _alteration(hf, linears)
+
+
+def in_family(config: Any) -> bool:
+    """Returns True if Transformers' model of a config is a decoder of the family."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
+    return _difference(kind, config) is None
+
+
+def _difference(kind: str, config: Any) -> str | None:
+    """Returns the difference of a class of models with this config from the family, or None."""
+    if kind not in FAMILY:
         return f"{kind} is none of {', '.join(sorted(FAMILY))}"
     if config.rope_parameters["rope_type"] not in FIXED_ROTARY:
         return (
             f"the angles of its rotary positions depend on the length of the text "
             f"({config.rope_parameters['rope_type']})"
         )
-    if config.hidden_act not in ACTIVATIONS:
-        return f"its gate is {config.hidden_act}"
-    return _alteration(hf, linears)
+    return None if config.hidden_act in ACTIVATIONS else f"its gate is {config.hidden_act}"
 
 
 def _alteration(hf: Any, linears: Sequence[type]) -> str | None:

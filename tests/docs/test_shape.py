@@ -21,7 +21,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 441,
-    "lines": 77_055,
+    "lines": 77_090,
     "short modules": 18,
     "long lines": 34,
     "packed statements": 7,

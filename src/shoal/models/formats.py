@@ -120,8 +120,8 @@ def number_format(
 
     The format is bfloat16 for a bfloat16 checkpoint that the kernels in C compute, with half of the
     bytes of float32 and the same bits in any company; and for one of wide layers on a CPU with
-    bfloat16 products. In all other cases it is float32, which holds the weights of any 16-bit checkpoint exactly. A
-    drafter follows its target, unless that would round its weights.
+    bfloat16 products. In all other cases it is float32, which holds the weights of any 16-bit
+    checkpoint exactly. A drafter follows its target, unless that would round its weights.
 
     Args:
         checkpoint: the format of the stored weights; None if it is unknown.

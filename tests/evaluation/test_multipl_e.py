@@ -145,7 +145,7 @@ def record(language: str) -> dict[str, Any]:
 
 
 def read(path: Path, *records: object) -> list[Problem]:
-    path.write_text("\n".join(map(json.dumps, records)))
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     return read_multipl_e(path)
 
 

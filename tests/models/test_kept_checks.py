@@ -89,7 +89,7 @@ def rewrite(place: Path) -> dict[str, Any]:
 
 def change_config(place: Path) -> dict[str, Any]:
     config = place / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"rms_norm_eps": 1e-3}), encoding="utf-8")
     return {}
 
 
@@ -126,7 +126,7 @@ def test_other_code_and_another_processor_check_again(
 def test_a_damaged_file_is_not_believed(text: str, place: Path, computed: Counter[str]) -> None:
     load(place)
     (file,) = kept_checks.cache_folder().glob("checks-*.json")  # type: ignore[union-attr]
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     load(place)
     assert computed[SELF] == 2
 

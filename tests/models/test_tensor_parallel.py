@@ -83,7 +83,7 @@ def _end(job: Callable[[], object], folder: Path, environment: dict[str, str]) -
     atexit._clear()  # what this process does at its end is not for its copy
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / (name + environment["RANK"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
     code = 1
     try:
         torch.set_num_threads(1)

@@ -278,8 +278,8 @@ def number_format(runner: Runner) -> CheckResult:
     if not short:
         return CheckResult("dtype", "ok", figure, data=data)
     if holds:
-        who = "Strict passes" if strict else "Kernels in C"
-        figure += f". {who}: a seed gives the same tokens in every call"
+        passes = "Strict passes" if strict else "Kernels in C, behind the same passes of the prompt"
+        figure += f". {passes}: a seed gives the same tokens in every call"
         if kernels:
             return CheckResult("dtype", "ok", figure, data=data)
     else:

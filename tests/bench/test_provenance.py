@@ -191,11 +191,12 @@ def test_scripts_refuse_before_they_measure(
 
 
 def test_measurements_become_files_in_one_way_only() -> None:
-    """A module that wrote JSON by itself would name no commit; virtual's prices go back into itself, process.py keeps logs, and
-    chaos.py, clients.py and evalplus_*.py write what servers, clients and evaluators read."""
+    """A module that wrote JSON by itself would name no commit; `shoal bench` names it in each file, virtual's prices go back
+    into itself, process.py keeps logs, and chaos.py, clients.py and evalplus_*.py write what servers, clients and evaluators
+    read."""
     files = [*(ROOT / "src/shoal/bench").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "src/shoal/cli/bench.py"]
     writes = re.compile(r"write_text|write_whole\(|json\.dump\(|open\([^)]*[\"']w")
-    known = "chaos.py chaos_troubles.py client_checks.py client_frameworks.py clients.py evalplus_checks.py "
+    known = "bench.py chaos.py chaos_troubles.py client_checks.py client_frameworks.py clients.py evalplus_checks.py "
     known += "evalplus_outcomes.py process.py provenance.py virtual.py"
     assert {file.name for file in files if writes.search(file.read_text())} <= {*known.split()}
 

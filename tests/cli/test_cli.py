@@ -51,7 +51,7 @@ STATS_KEYS = {
     "pauses", "resampled", "restarted",
     "drafted", "accepted", "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds",
     "seconds_propose", "seconds_verify", "seconds_accept", "seconds_commit", "seconds", "by_drafter", "executors", "loaded",
-    "lossy",
+    "lossy", "updates_behind",
     "acceptance_length",
     "acceptance_rate", "bookkeeping", "tokens_per_second",
 }  # fmt: skip

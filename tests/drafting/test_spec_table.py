@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from eagle_heads import save_eagle3
 from medusa_heads import save_medusa
@@ -73,7 +74,7 @@ def described(drafter: Any) -> str:
 
 
 def a_layer(target: Runner) -> Any:
-    return SimpleNamespace(config=target.hf.config.__class__(hidden_size=32), shared_head=target.hf.lm_head)
+    return SimpleNamespace(config=target.hf.config.__class__(hidden_size=32), shared_head=target.hf.lm_head, layers=[None])
 
 
 FROZEN = json.loads((Path(__file__).parents[1] / "data/draft_specs.json").read_text("utf-8"))
@@ -83,7 +84,7 @@ of each, in which HERE stands for a directory that has the name of a drafter."""
 
 @pytest.mark.parametrize("line", FROZEN["made"], ids=lambda line: line["spec"])
 def test_specs(line: dict[str, Any], places: Path, target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.drafting.ppd.load_ppd", lambda *_: None)
+    monkeypatch.setattr("shoal.drafting.ppd.load_ppd", lambda *_: SimpleNamespace(vectors=torch.empty(0)))
     monkeypatch.setattr("shoal.drafting.suffix.fitting_index", lambda *_: None)
     monkeypatch.setattr("shoal.drafting.mtp.checkpoint_of", lambda _: Path())
     monkeypatch.setattr("shoal.drafting.mtp._load", lambda *_: MtpHeads(a_layer(target)))

@@ -167,7 +167,7 @@ def test_a_server_logs_them(form: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         three_stages()
         return pair()
 
-    def no_server(*_arguments: Any) -> Any:
+    def no_server(*_arguments: Any, **_options: Any) -> Any:
         raise ModelError("loaded, and that is enough")
 
     monkeypatch.setattr(ModelSource, "load", load)

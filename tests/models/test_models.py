@@ -106,7 +106,7 @@ def test_dtype(asked: str | torch.dtype, got: torch.dtype, tmp_path: Path) -> No
 
 def test_auto_keeps_the_checkpoints_dtype_on_an_accelerator() -> None:
     for place in ("cuda", "cuda:1"):
-        assert loading._auto_dtype(None, "x", torch.device(place), torch.float32, sharded=False)[0] == "auto"
+        assert loading._auto_dtype(None, "x", torch.device(place), torch.float32, sharded=False, kernels=False)[0] == "auto"
 
 
 def test_unknown_dtype(pair: tuple[Path, Path]) -> None:

@@ -198,26 +198,39 @@ def embedded(hf: Any) -> None:
     hf.model.embed_tokens.__class__ = type("Embedding", (nn.Embedding,), {})
 
 
-CHANGED: dict[str, Callable[[Any], Any]] = {
-    "hook": lambda hf: hf.model.layers[1].mlp.register_forward_hook(lambda *_: None),
-    "hook before": lambda hf: hf.model.norm.register_forward_pre_hook(lambda *_: None),
-    "forward": overridden,
-    "adapter": adapted,
-    "embedding": embedded,
-    "class": lambda hf: setattr(hf, "__class__", Own),
-    "unlike dtypes": lambda hf: hf.model.norm.to(torch.bfloat16),
-    "float64": lambda hf: hf.double(),
-    "float16": lambda hf: hf.half(),
+CHANGED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook": (lambda hf: hf.model.layers[1].mlp.register_forward_hook(lambda *_: None), "has hooks"),
+    "hook before": (lambda hf: hf.model.norm.register_forward_pre_hook(lambda *_: None), "has hooks"),
+    "forward": (overridden, "a forward of its own"),
+    "adapter": (adapted, "a linear layer is a Adapted"),
+    "embedding": (embedded, "its embedding is a Embedding"),
+    "class": (lambda hf: setattr(hf, "__class__", Own), "Own is none of"),
+    "unlike dtypes": (lambda hf: hf.model.norm.to(torch.bfloat16), "several number formats"),
+    "float64": (lambda hf: hf.double(), "computes in float32 or bfloat16"),
+    "float16": (lambda hf: hf.half(), "computes in float32 or bfloat16"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_changed_model_is_not_lean(change: str) -> None:
-    hf = copy.deepcopy(original("llama"))
-    CHANGED[change](hf)
+    """For the reason that is said, not since the check at load refuses what would be computed."""
+    hf, (changed, reason) = copy.deepcopy(original("llama")), CHANGED[change]
+    changed(hf)
     runner = Runner(hf, "changed", "interface", 128)
     use_lean_passes(runner)
     assert runner.lean is None
+    assert reason in runner.absent[C_DECODER]
+
+
+@pytest.mark.parametrize("form", [AS_IS, PACKED])
+def test_ids_that_the_model_lacks_stand_for_its_last(form: str) -> None:
+    """Those of a target with a larger vocabulary than its drafter's."""
+    runner, logits = lean("llama", form=form), []
+    for token in (VOCABULARY - 1, VOCABULARY, VOCABULARY + 70):
+        rows = Rows(runner.fork())
+        logits.append(rows.runner.feed([0], torch.tensor([[9, token, 3]]), [3]))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import torch
 
 from engines.openvino_engine import OpenVinoEngine, OpenVinoSampling
 from shoal.api import Shoal
-from shoal.bench.methods import BASELINES, cut_at_eos
+from shoal.bench.decoding_methods import BASELINES, cut_at_eos
 from shoal.bench.work import Run, Work, timed
 from shoal.cli import run
 from shoal.errors import RequestError
 
 
 class Baseline:
-    """A baseline for `shoal.bench.methods.BASELINES`; the user has a row when all are done.
+    """A baseline for `shoal.bench.decoding_methods.BASELINES`; the user has a row when all are done.
 
     Args:
         export: the target's export.

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import command
 from never_slower import shuffled
-from shoal.bench.methods import PLAIN
+from shoal.bench.decoding_methods import PLAIN
 from shoal.bench.report import Report, ReportLine
 from shoal.bench.tables import WIDTH, heading
 from shoal.cli.bench import read_report

@@ -1,6 +1,6 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
-Tests of: bench.runner, bench.methods, bench.imposed, bench.report, bench.tables, bench.shapes, bench.work,
+Tests of: bench.runner, bench.decoding_methods, bench.imposed, bench.report, bench.tables, bench.shapes, bench.work,
 bench.roofline, bench.runner, bench.job, cli.bench.
 """
 
@@ -22,7 +22,7 @@ import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from never_slower import shuffled
 from shoal.api import Shoal, load
-from shoal.bench import methods, quiet, shapes, tables
+from shoal.bench import decoding_methods, quiet, shapes, tables
 from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
@@ -131,11 +131,15 @@ def test_shares_are_of_the_higher_ceiling(report: Report) -> None:
 
 def test_rows_are_counted_up_to_their_end(pair: Shoal) -> None:
     work = Work(((5, 6, 7), (8, 9, 10, 11)), 2, 0.0, 12, seed=0)
-    whole = methods.baseline_method(pair, "hf").run(work)
+    whole = decoding_methods.baseline_method(pair, "hf").run(work)
     assert list(map(len, whole.ids)) == [12] * 4
     eos = whole.ids[0][4]
     first = {row: ids.index(eos) + 1 if eos in ids else 12 for row, ids in enumerate(whole.ids)}
-    for method in (methods.shoal_method(pair, "off"), methods.shoal_method(pair, "3"), methods.baseline_method(pair, "hf")):
+    for method in (
+        decoding_methods.shoal_method(pair, "off"),
+        decoding_methods.shoal_method(pair, "3"),
+        decoding_methods.baseline_method(pair, "hf"),
+    ):
         run = method.run(replace(work, eos=(eos,)))
         assert list(map(len, run.ids)) == list(first.values()), method.name
         assert run.committed == sum(first.values()) < 48
@@ -163,10 +167,12 @@ def test_identity_is_checked_on_every_configuration(report: Report) -> None:
             assert one.identity.drafted > 0
 
 
-def spoiled(good: Callable[..., methods.Method], applies: Callable[[Work], bool]) -> Callable[..., methods.Method]:
+def spoiled(
+    good: Callable[..., decoding_methods.Method], applies: Callable[[Work], bool]
+) -> Callable[..., decoding_methods.Method]:
     """Speculation whose last row gets one token wrong."""
 
-    def make(pair: Shoal, lookahead: str, rule: str) -> methods.Method:
+    def make(pair: Shoal, lookahead: str, rule: str) -> decoding_methods.Method:
         method = good(pair, lookahead, rule)
 
         def run(work: Work) -> Run:
@@ -176,13 +182,15 @@ def spoiled(good: Callable[..., methods.Method], applies: Callable[[Work], bool]
             *rows, last = found.ids
             return replace(found, ids=(*rows, (*last[:3], last[3] + 1, *last[4:])))
 
-        return methods.Method(lookahead, run)
+        return decoding_methods.Method(lookahead, run)
 
     return make
 
 
 def test_a_wrong_token_ends_everything(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda work: len(work.rows) == 3))
+    monkeypatch.setattr(
+        bench_runner, "shoal_method", spoiled(decoding_methods.shoal_method, lambda work: len(work.rows) == 3)
+    )
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("different",)), POOL)
     with pytest.raises(
         InternalError, match=r"lookahead fixed:3 .* float32, 3 rows, layout different: first at prompt 3, row 1, token 4"
@@ -193,7 +201,7 @@ def test_a_wrong_token_ends_everything(pair: Shoal, monkeypatch: pytest.MonkeyPa
 
 def test_greedy_timed_runs_are_compared_too(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda work: work.seed > 0)
+        bench_runner, "shoal_method", spoiled(decoding_methods.shoal_method, lambda work: work.seed > 0)
     )  # not the first repeat
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",), temperatures=(0.0,)), POOL)
     runner.check()
@@ -206,7 +214,7 @@ def test_greedy_timed_runs_are_compared_too(pair: Shoal, monkeypatch: pytest.Mon
 def test_the_command_refuses_and_prints_no_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda _: True))
+    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(decoding_methods.shoal_method, lambda _: True))
     file = tmp_path / "out.json"
     assert command_line([*COMMAND, "--output", str(file)]) == 1
     answer = capsys.readouterr()
@@ -258,7 +266,7 @@ def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
 
 def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     half = shapes.shaped_pair("tiny", dtype="bfloat16", device="cpu", max_batch=4)
-    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(methods.shoal_method, lambda _: True))
+    monkeypatch.setattr(bench_runner, "shoal_method", spoiled(decoding_methods.shoal_method, lambda _: True))
     found = measured(half, replace(JOB, batches=(3,), baselines=(), temperatures=(0.8,), repeats=1))
     checked = [one.identity for one in found.lines if one.identity is not None]
     assert len(checked) == 4
@@ -325,8 +333,8 @@ def test_imposed_is_written_on_every_output(pair: Shoal, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["hf", "hf-continuous", "hf-assisted"])
 def test_greedy_baselines_decode_what_plain_does(pair: Shoal, name: str) -> None:
     work = Work((POOL[0], POOL[3]), 2, 0.0, 10, seed=0)
-    expected = methods.shoal_method(pair, "off").run(work)
-    found = methods.baseline_method(pair, name).run(work)
+    expected = decoding_methods.shoal_method(pair, "off").run(work)
+    found = decoding_methods.baseline_method(pair, name).run(work)
     assert found.ids == expected.ids
     assert len(found.ended) == 4
     assert 0 < max(found.ended) <= found.seconds
@@ -342,20 +350,20 @@ def test_the_static_baseline_asks_for_a_static_cache_and_compilation(pair: Shoal
 
     monkeypatch.setattr(type(pair.target.hf), "generate", eager)
     work = Work((POOL[0], POOL[3]), 1, 0.0, 6, seed=0)
-    found = methods.baseline_method(pair, "hf-static").run(work)
+    found = decoding_methods.baseline_method(pair, "hf-static").run(work)
     assert seen["cache_implementation"] == "static"
     assert seen["compiles"] is True
     monkeypatch.undo()
-    assert found.ids == methods.shoal_method(pair, "off").run(work).ids
+    assert found.ids == decoding_methods.shoal_method(pair, "off").run(work).ids
 
 
 def test_a_baseline_that_cannot_run_is_listed(pair: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(pair: Shoal, work: Work) -> Run:
         if len(work.rows) > 1:
             raise RuntimeError("no such kernel\nand a long story")
-        return methods._batched(pair, work)
+        return decoding_methods._batched(pair, work)
 
-    monkeypatch.setitem(methods.BASELINES, "hf-static", broken)
+    monkeypatch.setitem(decoding_methods.BASELINES, "hf-static", broken)
     job = replace(JOB, baselines=("hf-static",), lookaheads=("off",), layouts=("different",), temperatures=(0.8,))
     found = measured(pair, job)
     assert [(one.batch, one.setting) for one in found.lines] == [(1, "off"), (1, "hf-static"), (3, "off")]
@@ -423,7 +431,7 @@ def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[s
 def test_an_interrupted_run_shows_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    compute, calls = methods._batched, 0
+    compute, calls = decoding_methods._batched, 0
 
     def interrupted(pair: Shoal, work: Work) -> Run:
         nonlocal calls
@@ -432,7 +440,7 @@ def test_an_interrupted_run_shows_what_was_measured(
             raise KeyboardInterrupt
         return compute(pair, work)
 
-    monkeypatch.setitem(methods.BASELINES, "hf", interrupted)
+    monkeypatch.setitem(decoding_methods.BASELINES, "hf", interrupted)
     data = tmp_path / "out.json"
     assert command_line([*COMMAND, "--output", str(data)]) == 130
     assert "interrupted" in capsys.readouterr().out

@@ -19,7 +19,7 @@ import beside_openvino
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from engines.openvino_engine import OpenVinoSampling
 from shoal.api import Shoal
-from shoal.bench import methods, plots, quiet, tables
+from shoal.bench import decoding_methods, plots, quiet, tables
 from shoal.bench.job import Job
 from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report
@@ -165,8 +165,8 @@ def test_openvino_is_a_baseline_beside_the_others(
     pair: Shoal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert beside_openvino.main([str(tmp_path)]) == beside_openvino.main([]) == 2  # no export
-    monkeypatch.setattr(methods, "BASELINES", {**methods.BASELINES})
-    monkeypatch.setattr(beside_openvino, "BASELINES", methods.BASELINES)
+    monkeypatch.setattr(decoding_methods, "BASELINES", {**decoding_methods.BASELINES})
+    monkeypatch.setattr(beside_openvino, "BASELINES", decoding_methods.BASELINES)
     (tmp_path / "openvino_model.xml").touch()
     monkeypatch.setitem(sys.modules, "openvino_genai", None)
     assert beside_openvino.main([str(tmp_path), *COMMAND[1:], "--baselines", "openvino"]) == 0
@@ -177,5 +177,5 @@ def test_openvino_is_a_baseline_beside_the_others(
     assert (line.setting, line.committed) == ("openvino", 3 * TOKENS)
     assert FakeEngine.made == [(str(tmp_path), "float32", torch.get_num_threads())]  # loaded once
     assert str(tmp_path) not in json.dumps(report.to_dict())  # results name no place
-    run = methods.baseline_method(pair, "openvino").run(Work(((5, 6),), 2, 0.8, 6, seed=0, eos=(4,)))
+    run = decoding_methods.baseline_method(pair, "openvino").run(Work(((5, 6),), 2, 0.8, 6, seed=0, eos=(4,)))
     assert run.ids == ((1, 2, 3, 4),) * 2

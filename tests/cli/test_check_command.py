@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import methods
+from shoal.bench import decoding_methods
 from shoal.cli import run
 from shoal.cli.check import prompt_sets
 from shoal.cli.check_case import CheckCase, Measured
@@ -158,7 +158,7 @@ def test_a_baseline_that_cannot_run_is_named(check: Callable[..., Any], monkeypa
     def broken(*_: Any) -> Any:
         raise ValueError("no generate here\nat all")
 
-    monkeypatch.setitem(methods.BASELINES, "hf", broken)
+    monkeypatch.setitem(decoding_methods.BASELINES, "hf", broken)
     found = check("-p", "def")["speed-up"]
     assert "could not run (no generate here)" in found["figure"]
     assert found["data"]["measured"]["over_transformers"] is None

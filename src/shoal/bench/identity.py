@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from shoal.bench.decoding_methods import PLAIN, Method
 from shoal.bench.measure import Identity, compared, first_difference
-from shoal.bench.methods import PLAIN, Method
 from shoal.bench.report import Checked
 from shoal.bench.work import Case, Ids, Run, Work
 from shoal.errors import InternalError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from shoal.bench.methods import PLAIN
+from shoal.bench.decoding_methods import PLAIN
 from shoal.bench.work import Case, Ids
 from shoal.config import require_lossless
 from shoal.errors import RequestError

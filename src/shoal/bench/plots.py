@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.methods import PLAIN
+from shoal.bench.decoding_methods import PLAIN
 from shoal.bench.report import Report, ReportLine
 from shoal.bench.tables import heading
 from shoal.errors import RequestError

@@ -14,7 +14,7 @@ from shoal.cli.check_prompts import PromptSet
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.bench.methods import Method
+    from shoal.bench.decoding_methods import Method
     from shoal.types.samples import Result
 
 LONGEST = 8  # draft lengths 1..LONGEST are predicted
@@ -153,7 +153,7 @@ class CheckCase:
 
         Each decodes n rows of a prompt, prompt after prompt.
         """
-        from shoal.bench.methods import baseline_method, shoal_method
+        from shoal.bench.decoding_methods import baseline_method, shoal_method
         from shoal.bench.work import Work
 
         plain, speculative = (

@@ -30,7 +30,7 @@ from rich.table import Table
 from fused_launches import of_a_round
 from pretend import Pretend, moved
 from recorder import Recorder
-from shoal.bench.shapes import SHAPES, LlamaShape
+from shoal.bench.random_pairs import SHAPES, LlamaShape
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured_kinds import PENDING
 from shoal.lookahead.controller import Fixed

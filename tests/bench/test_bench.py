@@ -1,6 +1,6 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
-Tests of: bench.runner, bench.decoding_methods, bench.imposed, bench.report, bench.tables, bench.shapes, bench.work,
+Tests of: bench.runner, bench.decoding_methods, bench.imposed, bench.report, bench.tables, bench.random_pairs, bench.work,
 bench.roofline, bench.runner, bench.job, cli.bench.
 """
 
@@ -22,7 +22,7 @@ import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from never_slower import shuffled
 from shoal.api import Shoal, load
-from shoal.bench import decoding_methods, quiet, shapes, tables
+from shoal.bench import decoding_methods, quiet, random_pairs, tables
 from shoal.bench import runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
@@ -226,7 +226,7 @@ def test_the_command_refuses_and_prints_no_table(
 @pytest.mark.parametrize("when", ["warming up", "measuring"])
 def test_no_times_are_shown_once_captured_rounds_have_ended(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary passes go on in their place, and their times would stand under the name of captured ones."""
-    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
+    pair = random_pairs.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
     pair.target.capture_rounds("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",)), POOL)
 
@@ -247,7 +247,7 @@ def test_no_times_are_shown_once_captured_rounds_have_ended(when: str, monkeypat
 
 def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
     """Other kinds of rounds are captured, so times are shown, with the reason: in the report, its file and on the terminal."""
-    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
+    pair = random_pairs.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8, attention="pad")
     pair.target.capture_rounds("eager")
     runner = BenchmarkRunner(pair, replace(JOB, layouts=("same",), repeats=1), POOL)
 
@@ -265,7 +265,7 @@ def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
 
 
 def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = shapes.shaped_pair("tiny", dtype="bfloat16", device="cpu", max_batch=4)
+    half = random_pairs.shaped_pair("tiny", dtype="bfloat16", device="cpu", max_batch=4)
     monkeypatch.setattr(bench_runner, "shoal_method", spoiled(decoding_methods.shoal_method, lambda _: True))
     found = measured(half, replace(JOB, batches=(3,), baselines=(), temperatures=(0.8,), repeats=1))
     checked = [one.identity for one in found.lines if one.identity is not None]
@@ -513,7 +513,7 @@ def test_the_regret_in_a_file_is_shown(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_published_shapes_have_the_published_sizes() -> None:
-    for name, (target, drafter) in shapes.SHAPES.items():
+    for name, (target, drafter) in random_pairs.SHAPES.items():
         if name == "tiny":
             continue
         sizes = [float(part[:-1]) * {"b": 1e9, "m": 1e6}[part[-1]] for part in name.split("/")]
@@ -521,19 +521,19 @@ def test_published_shapes_have_the_published_sizes() -> None:
         assert target.vocabulary == drafter.vocabulary
 
 
-def _parameters(shape: shapes.LlamaShape) -> int:
+def _parameters(shape: random_pairs.LlamaShape) -> int:
     layer = 4 * shape.width**2 + 3 * shape.width * shape.mlp
     return shape.layers * layer + shape.vocabulary * shape.width * (1 if shape.tied else 2)
 
 
 def test_a_shape_is_what_its_config_says(pair: Shoal) -> None:
-    shape = shapes.SHAPES["tiny"][0]
+    shape = random_pairs.SHAPES["tiny"][0]
     matrices = sum(p.numel() for p in pair.target.hf.parameters() if p.dim() > 1)
     assert matrices == _parameters(shape)
 
 
 def test_a_hopeless_drafter_keeps_its_numbers_and_loses_their_order() -> None:
-    pair = shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=1)
+    pair = random_pairs.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=1)
     drafter = pair.draft_model
     assert drafter is not None
     ids = torch.tensor([POOL[0]])

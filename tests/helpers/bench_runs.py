@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from shoal.api import Shoal
+from shoal.bench import random_pairs, tables
 from shoal.bench import runner as bench_runner
-from shoal.bench import shapes, tables
 from shoal.bench.job import Job
 from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report
@@ -22,7 +22,7 @@ POOL = [tuple(range(5 + i, 11 + 2 * i)) for i in range(8)]
 
 @pytest.fixture(scope="module")
 def pair() -> Shoal:
-    return shapes.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
+    return random_pairs.shaped_pair("tiny", dtype="float32", device="cpu", max_batch=8)
 
 
 @pytest.fixture(scope="module", autouse=True)

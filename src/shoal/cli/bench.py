@@ -164,7 +164,7 @@ class BenchSource(ModelSource, RandomWeights):
         Raises:
             RequestError: options contradict each other.
         """
-        from shoal.bench.shapes import shaped_pair
+        from shoal.bench.random_pairs import shaped_pair
 
         if self.shape is None:
             return self.load()

@@ -1,7 +1,7 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
-Tests of: bench.runner, bench.decoding_methods, bench.imposed, bench.report, bench.tables, bench.random_pairs, bench.work,
-bench.roofline, bench.runner, bench.job, cli.bench.
+Tests of: bench.job_runner, bench.decoding_methods, bench.imposed, bench.report, bench.tables, bench.random_pairs, bench.work,
+bench.roofline, bench.job_runner, bench.job, cli.bench.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from never_slower import shuffled
 from shoal.api import Shoal, load
 from shoal.bench import decoding_methods, quiet, random_pairs, tables
-from shoal.bench import runner as bench_runner
+from shoal.bench import job_runner as bench_runner
 from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
+from shoal.bench.job_runner import BenchmarkRunner, peak_tensor_bytes
 from shoal.bench.report import Report, ReportLine, Spread, line
 from shoal.bench.roofline import Load, rates
-from shoal.bench.runner import BenchmarkRunner, peak_tensor_bytes
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.errors import InternalError

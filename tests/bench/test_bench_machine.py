@@ -21,9 +21,9 @@ from engines.openvino_engine import OpenVinoSampling
 from shoal.api import Shoal
 from shoal.bench import decoding_methods, plots, quiet, tables
 from shoal.bench.job import Job
+from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report
-from shoal.bench.runner import BenchmarkRunner
 from shoal.bench.work import Ids, Work
 from shoal.cli import progress
 from shoal.cli import run as command_line

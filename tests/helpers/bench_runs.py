@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from shoal.api import Shoal
+from shoal.bench import job_runner as bench_runner
 from shoal.bench import random_pairs, tables
-from shoal.bench import runner as bench_runner
 from shoal.bench.job import Job
+from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.quiet import QuietGate
 from shoal.bench.report import Report
 from shoal.bench.roofline import Ceilings
-from shoal.bench.runner import BenchmarkRunner
 
 POOL = [tuple(range(5 + i, 11 + 2 * i)) for i in range(8)]
 

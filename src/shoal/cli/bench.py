@@ -298,8 +298,8 @@ def _measure(
     """Loads, measures and delivers; after Ctrl-C it delivers the finished measurements."""
     texts = listed_prompts(work.prompts or [])
     job = work.job(repeats)
+    from shoal.bench.job_runner import BenchmarkRunner
     from shoal.bench.machine import require_place
-    from shoal.bench.runner import BenchmarkRunner
 
     require_place(output.output, output.results)
     if not job.cases:  # before a model is loaded

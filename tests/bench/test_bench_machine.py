@@ -19,7 +19,7 @@ import beside_openvino
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from engines.openvino_engine import OpenVinoSampling
 from shoal.api import Shoal
-from shoal.bench import decoding_methods, plots, quiet, tables
+from shoal.bench import decoding_methods, plots, quiet, report_tables
 from shoal.bench.job import Job
 from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.quiet import QuietGate
@@ -67,7 +67,7 @@ def test_disturbed_runs_are_marked_in_table_and_json(disturbed: Report) -> None:
     assert "disturbed, by another process that used more than 20% of a core: cc (up to" in shown
     again = Report.from_dict(json.loads(json.dumps(disturbed.to_dict())))
     assert [one.disturbed for one in again.lines] == [1, 1, 0]
-    assert tables.markdown(again).count("| 1/2 |") == 2
+    assert report_tables.markdown(again).count("| 1/2 |") == 2
 
 
 def test_nothing_is_marked_on_a_quiet_machine_or_where_nothing_is_known(pair: Shoal) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.bench.decoding_methods import PLAIN
 from shoal.bench.report import Report, ReportLine
-from shoal.bench.tables import heading
+from shoal.bench.report_tables import heading
 from shoal.errors import RequestError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

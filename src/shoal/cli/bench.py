@@ -84,7 +84,7 @@ class ReportOptions:
 
     def deliver(self, report: Report) -> None:
         """Writes the files first, then the tables, or every repeat as JSON, to stdout."""
-        from shoal.bench import tables
+        from shoal.bench import report_tables
         from shoal.bench.machine import require_place
 
         files = [self.output] if self.output else []
@@ -100,9 +100,9 @@ class ReportOptions:
             print(json.dumps(report.to_dict()))
             return
         if self.markdown:
-            print(tables.markdown(report))
+            print(report_tables.markdown(report))
             return
-        tables.show(report, _console(tables.WIDTH))
+        report_tables.show(report, _console(report_tables.WIDTH))
 
 
 def _console(width: int) -> Console:

@@ -18,8 +18,8 @@ from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.capabilities import capabilities, keeps_states
 from shoal.models.executors.lean import C_DECODER
+from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import own_model
-from shoal.models.gguf.runner import load_gguf, require_own_options
 from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.kept_checks import KeptChecks, kept_checks
 from shoal.models.lean.decoder import in_family

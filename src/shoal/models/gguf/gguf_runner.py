@@ -11,9 +11,9 @@ from torch import Tensor
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.executors.llama_cpp import LlamaCpp
 from shoal.models.executors.protocol import Executor
+from shoal.models.gguf.gguf_model import GgufModel
 from shoal.models.gguf.kept import KeptSequences
 from shoal.models.gguf.library import library
-from shoal.models.gguf.model import GgufModel
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check

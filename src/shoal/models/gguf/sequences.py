@@ -27,7 +27,7 @@ from shoal.models.gguf.library import complaint, library
 from shoal.types.prefix import Prefix
 
 if TYPE_CHECKING:
-    from shoal.models.gguf.model import GgufModel
+    from shoal.models.gguf.gguf_model import GgufModel
 
 MOST_ROWS = 256
 """The largest number of sequences that llama.cpp's memory can tell apart."""

@@ -12,7 +12,7 @@ from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.executors.llama_cpp import LlamaCpp
 from shoal.models.executors.protocol import Executor
 from shoal.models.gguf.gguf_model import GgufModel
-from shoal.models.gguf.kept import KeptSequences
+from shoal.models.gguf.kept_rows import KeptSequences
 from shoal.models.gguf.library import library
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.runner import Runner

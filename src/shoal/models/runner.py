@@ -19,7 +19,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.native import takes
 from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.kept import KeptPrefixes
+from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.cache.mixing import Mixers
 from shoal.models.cache.plan import PACK_FROM
 from shoal.models.cache.states import StateCache
@@ -134,7 +134,7 @@ class Runner:
         return SlotCache() if self.mixers is None else StateCache(self.mixers)
 
     def new_kept(self, tokens: int) -> KeptPrefixes:
-        """Returns memory for tokens of rows that have left (`shoal.models.cache.kept`)."""
+        """Returns memory for tokens of rows that have left (`shoal.models.cache.kept_prompts`)."""
         return KeptPrefixes(tokens)
 
     @property

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.models.cache import SlotCache
-from shoal.models.cache.kept import MIN_TOKENS, KeptPrefixes
+from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes
 from shoal.models.gguf.sequences import RowState, Sequences
 from shoal.types.prefix import Prefix
 

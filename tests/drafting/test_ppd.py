@@ -1,7 +1,7 @@
 """Prompt tokens of PPD: what the drafter reads is what the target says behind them, and nothing else of the pass or the cache knows
 of them; trees of the size that pays; refused where they do not fit.
 
-Tests of: models.vectors, drafting.ppd, drafting.probe_trees, models.cache.plan, drafting.draft.
+Tests of: models.vectors, drafting.ppd, drafting.probe_trees, models.cache.pass_plan, drafting.draft.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
 from shoal.lookahead.controller import by_name
-from shoal.models.cache import SlotCache, plan
+from shoal.models.cache import SlotCache, pass_plan
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
@@ -99,7 +99,7 @@ def test_a_token_that_sees_a_prompt_token_is_noticed(monkeypatch: pytest.MonkeyP
     """A sabotage: the root sees the last column of its row, which is a prompt token wherever there are some."""
     target = wrap(tiny_model("llama", vocab_size=V), "tiny", checked=False)
     _, expected = decoded_by(None, Coupled(), 3, target=target, prompts=(1, 4))
-    real = plan.layout
+    real = pass_plan.layout
 
     def seen(parents: Any, counts: Sequence[int]) -> Any:
         depths, words = real(parents, counts)
@@ -108,7 +108,7 @@ def test_a_token_that_sees_a_prompt_token_is_noticed(monkeypatch: pytest.MonkeyP
 
     engine, found = decoded_by(PpdDrafter(random_tokens(target), 8), Coupled(), 3, target=target, prompts=(1, 4))
     assert found == expected
-    monkeypatch.setattr(plan, "layout", seen)
+    monkeypatch.setattr(pass_plan, "layout", seen)
     engine, found = decoded_by(PpdDrafter(random_tokens(target), 8), Coupled(), 3, target=target, prompts=(1, 4))
     assert engine.stats.drafted > 0
     assert found != expected

@@ -1,7 +1,7 @@
 """Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass.
 
 Tests of: models.cache.layer, models.cache.slots, models.cache.tree,
-models.cache.plan, models.attention.masks.
+models.cache.pass_plan, models.attention.masks.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def not_moved(self: SlotCache, slot: int, start: int, cells: Sequence[int]) -> N
     pass
 
 
-PLAN = "shoal.models.cache.plan"
+PLAN = "shoal.models.cache.pass_plan"
 SABOTAGE: dict[str, tuple[str, Any]] = {
     "siblings are visible": (f"{PLAN}.layout", siblings_visible),
     "positions by column": (f"{PLAN}.layout", positions_by_column),

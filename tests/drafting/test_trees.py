@@ -1,6 +1,6 @@
 """Draft trees through the engine: the tokens of plain decoding, and its distribution, whatever trees are proposed.
 
-Tests of: models.cache.tree, models.cache.plan, drafting.model.
+Tests of: models.cache.tree, models.cache.pass_plan, drafting.model.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def test_a_visible_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     target = wrapped("llama", "pad")
     assert not differs(target, new=10)
-    monkeypatch.setattr("shoal.models.cache.plan.layout", layout)
+    monkeypatch.setattr("shoal.models.cache.pass_plan.layout", layout)
     assert differs(target, new=10)
 
 

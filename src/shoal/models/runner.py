@@ -21,7 +21,7 @@ from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.cache.mixing import Mixers
-from shoal.models.cache.plan import PACK_FROM
+from shoal.models.cache.pass_plan import PACK_FROM
 from shoal.models.cache.states import StateCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED

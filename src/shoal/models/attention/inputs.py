@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.errors import InternalError
 from shoal.models.attention.masks import Masks
-from shoal.models.cache.plan import Plan
+from shoal.models.cache.pass_plan import Plan
 
 
 @dataclass(frozen=True)

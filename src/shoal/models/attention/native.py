@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.errors import RequestError
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.pad import split
-from shoal.models.cache.plan import Plan
+from shoal.models.cache.pass_plan import Plan
 from shoal.native.build import SUFFIXES, library, missing
 from shoal.native.structs import AttentionStruct
 

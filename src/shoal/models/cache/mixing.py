@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import InternalError
-from shoal.models.cache.plan import Plan
+from shoal.models.cache.pass_plan import Plan
 
 Mixed = Tensor | tuple[Tensor, ...]
 """The outputs of a mixer, [rows, tokens, ...] each."""

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from shoal.errors import InternalError
 from shoal.models.cache.layer import Layer, Moves, allocated
-from shoal.models.cache.plan import Plan
+from shoal.models.cache.pass_plan import Plan
 from shoal.types.prefix import Prefix
 
 LayerStores = tuple[Tensor, Tensor, Tensor, Tensor]

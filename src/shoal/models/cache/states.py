@@ -35,7 +35,7 @@ from shoal.models.cache.mixing import (
     RowStates,
     joined,
 )
-from shoal.models.cache.plan import Plan
+from shoal.models.cache.pass_plan import Plan
 from shoal.models.cache.slots import SlotCache
 from shoal.types.prefix import Prefix
 

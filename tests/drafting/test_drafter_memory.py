@@ -1,6 +1,6 @@
 """What drafters keep beside their keys and values: counted as it is, bounded by what the plan counts, and heeded by it.
 
-Tests of: drafting.slots, drafting.answer_file, drafting.corpus, drafting.index_file,
+Tests of: drafting.draft_slots, drafting.answer_file, drafting.corpus, drafting.index_file,
 drafting.recycling, drafting.reduced_cache, drafting.eagle3.
 """
 

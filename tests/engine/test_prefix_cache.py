@@ -20,7 +20,7 @@ from serving import pair as scripted_pair
 from serving import served
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
-from shoal.drafting import slots
+from shoal.drafting import draft_slots
 from shoal.engine import prefix_cache
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
@@ -225,8 +225,8 @@ def counted(feed: Callable[..., int], fed: list[int]) -> Callable[..., int]:
 def test_a_draft_model_keeps_its_own(sharing: str, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target drafts for itself, so that all drafts are accepted as long as its keys are right."""
     fed: list[int] = []
-    monkeypatch.setattr(slots, "feed_prompts", counted(slots.feed_prompts, fed))
-    monkeypatch.setattr(slots, "feed_prefix", counted(slots.feed_prefix, fed))
+    monkeypatch.setattr(draft_slots, "feed_prompts", counted(draft_slots.feed_prompts, fed))
+    monkeypatch.setattr(draft_slots, "feed_prefix", counted(draft_slots.feed_prefix, fed))
     target = runner(tiny_model("llama"), 256)
     keeping = engine_of(target, target, Fixed(3), max_batch=8, rule=Coupled(), prefix_bytes=ROOM, prefix_sharing=sharing)
     if wrong:  # the first token all over, in the draft model's alone

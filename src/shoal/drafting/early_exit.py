@@ -21,10 +21,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.hidden import kept
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
-from shoal.drafting.slots import DraftSlots
 from shoal.drafting.text import NOTHING, tree_of
 from shoal.errors import InternalError
 from shoal.models.early_exit import first_layers, head_of, layer_count

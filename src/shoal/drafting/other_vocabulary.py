@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from shoal.drafting.contexts import Contexts
+from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
-from shoal.drafting.slots import DraftSlots
 from shoal.drafting.string_rejection import ROOM, StringRejection
 from shoal.drafting.strings import StringDrafts
 from shoal.models.runner import Runner

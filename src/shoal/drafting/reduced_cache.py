@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.early_exit import EarlyExitDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
-from shoal.drafting.slots import DraftSlots
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.cache import SlotCache
 from shoal.models.early_exit import first_layers, head_of, layer_count, require_exit

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.protocol import Drafter
-from shoal.drafting.slots import DraftSlots
 from shoal.models.cache.prefix_tree import common
 from shoal.models.runner import Runner
 from shoal.models.weights.versions import sums
@@ -90,7 +90,7 @@ class PrefixMemory:
 class PrefixCache:
     """The kept prefixes in the use of one engine's target.
 
-    A draft model keeps as many tokens for itself (`shoal.drafting.slots`).
+    A draft model keeps as many tokens for itself (`shoal.drafting.draft_slots`).
 
     Args:
         target: the model.

@@ -31,8 +31,8 @@ from pair_tokenizer import END, PAD
 from shoal.drafting.distillation import next_token_loss
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice, MethodTally
 from shoal.models.loading import bundled
-from shoal.train.corpus import Windows
 from shoal.train.loop import Schedule, Trainer
+from shoal.train.windows import Windows
 
 SEED = 20
 SCALE = 0.3

@@ -1,7 +1,7 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
-Tests of: bench.job_runner, bench.decoding_methods, bench.imposed, bench.report, bench.report_tables, bench.random_pairs, bench.work,
-bench.roofline, bench.job_runner, bench.job, cli.bench.
+Tests of: bench.job_runner, bench.decoding_methods, bench.imposed, bench.report, bench.report_tables,
+bench.random_pairs, bench.work, bench.roofline, bench.job, cli.bench.
 """
 
 from __future__ import annotations

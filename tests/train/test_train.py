@@ -1,6 +1,6 @@
 """The training code at small sizes, and the pair that it shipped.
 
-Tests of: problems, train.corpus, drafting.distillation, train.loop, train.muon, and of training/pair.
+Tests of: problems, train.windows, drafting.distillation, train.loop, train.muon, and of training/pair.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shoal.drafting.distillation import acceptance, distillation_loss, next_toke
 from shoal.errors import RequestError
 from shoal.evaluation.tasks import function_problems
 from shoal.problems import Draw, stored_problems
-from shoal.train.corpus import Windows, is_held_out, stdlib_files
 from shoal.train.loop import Schedule, Trainer
 from shoal.train.muon import orthogonalise
 from shoal.train.own_samples import stored_prompts
+from shoal.train.windows import Windows, is_held_out, stdlib_files
 from store_problems import DRAWS, drawn
 
 SPLITS = ("train", "constants", "templates")

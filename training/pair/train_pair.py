@@ -20,8 +20,8 @@ from pair_models import build, drafter_config, export, target_config
 from pair_tokenizer import save_tokenizer, train_tokenizer
 from problems.generator import generate
 from shoal.drafting.distillation import distillation_loss, next_token_loss
-from shoal.train.corpus import Tokens, Windows
 from shoal.train.loop import Schedule, Trainer
+from shoal.train.windows import Tokens, Windows
 
 SEED = 20
 WORK = Path("build/pair")

@@ -24,11 +24,11 @@ from shoal.errors import RequestError
 from shoal.models.early_exit import shallow
 from shoal.models.loading import eos_ids, load_tokenizer
 from shoal.problems import stored_problems
-from shoal.train.corpus import Tokens, stdlib_pieces
 from shoal.train.loop import Loss
 from shoal.train.own_samples import SEED
 from shoal.train.shrink import small_model
 from shoal.train.stages import Figures, Stage, StagedTrainer, Training
+from shoal.train.windows import Tokens, stdlib_pieces
 
 CHARACTERS = 2_000_000
 """The characters of Python's standard library in the corpus if none is given."""

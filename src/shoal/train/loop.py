@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from shoal.train.corpus import Windows
 from shoal.train.muon import optimizers
+from shoal.train.windows import Windows
 
 Loss = Callable[[nn.Module, Tensor], Tensor]  # (model, tokens (batch, length)) -> scalar
 

@@ -18,7 +18,7 @@ from rich.progress import track
 from shoal.api import Shoal, load
 from shoal.errors import RequestError
 from shoal.problems import stored_problems
-from shoal.train.corpus import Tokens
+from shoal.train.windows import Tokens
 
 PART = 96
 """The number of prompts that are continued together."""

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal.errors import RequestError
 from shoal.models.loading import bundled
-from shoal.train.corpus import Tokens, Windows
 from shoal.train.loop import Loss, Schedule, Trainer
 from shoal.train.own_samples import SEED, OwnSamples
+from shoal.train.windows import Tokens, Windows
 
 
 @dataclass(frozen=True)

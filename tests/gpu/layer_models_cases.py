@@ -1,7 +1,7 @@
 """What the layers of a model must do by the kernels: the same as its modules, in rounds and for prompts, with weights of one byte
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
-Tests of: models.layers.decoder, models.layers.operations,
+Tests of: models.layers.triton_decoder, models.layers.operations,
 models.layers.eight_bit, models.executors.triton, models.selfcheck.
 """
 
@@ -23,11 +23,11 @@ from shoal.models import loading
 from shoal.models.attention import kernels as attention_kernels
 from shoal.models.executors.modules import MODULES
 from shoal.models.executors.triton import TRITON_LAYERS
-from shoal.models.layers import decoder as layer_decoder
 from shoal.models.layers import kernels
-from shoal.models.layers.decoder import PlanState, fused_layers_of
+from shoal.models.layers import triton_decoder as layer_decoder
 from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, WeightOnlyMatrix, matrix_of_8_bit, product
 from shoal.models.layers.operations import silu_mul
+from shoal.models.layers.triton_decoder import PlanState, fused_layers_of
 from shoal.models.passes import use_fused_layers
 from shoal.models.prompts import feed_prompts
 from shoal.models.quantize import _weight_only
@@ -248,9 +248,9 @@ def test_fused_layers_read_shared_prompts_with_the_kernel() -> None:
 
 
 def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from shoal.models.layers import decoder
+    from shoal.models.layers import triton_decoder
 
-    monkeypatch.setattr(decoder, "silu_mul", lambda both: silu_mul(both) * 1.05)
+    monkeypatch.setattr(triton_decoder, "silu_mul", lambda both: silu_mul(both) * 1.05)
     made = runner("llama")
     use_fused_layers(made)
     assert made.fused_layers is None

@@ -22,7 +22,7 @@ from shoal.models import loading
 from shoal.models.attention import kernels as attention_kernels
 from shoal.models.compiled.round_functions import RoundFunctions
 from shoal.models.layers import draw_kernels, kernels
-from shoal.models.layers.decoder import fused_layers_of
+from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES
 from shoal.testing import tiny_model

@@ -325,7 +325,7 @@ def test_memory_that_is_short_is_no_fault_of_a_kernel(monkeypatch: pytest.Monkey
 
 @needs_triton
 def test_a_kernel_that_fails_at_load_leaves_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.models.layers.decoder import FusedLayers
+    from shoal.models.layers.triton_decoder import FusedLayers
 
     def failing(*_: Any) -> torch.Tensor:
         raise ValueError("out of resource: shared memory")

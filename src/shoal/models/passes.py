@@ -9,8 +9,8 @@ from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.executors.lean import C_DECODER
 from shoal.models.executors.triton import TRITON_LAYERS
-from shoal.models.layers.decoder import fused_layers_of
 from shoal.models.layers.eight_bit import WeightOnly8Bit
+from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.lean.decoder import decoder_of, obstacle
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.native import NativeKernels

@@ -34,7 +34,7 @@ from shoal.models.weights import LINEARS, Matrix, matrix_of
 class PlanState:
     """The state of a pass that was announced to the cache.
 
-    See `shoal.models.layers.decoder.PassState`.
+    See `shoal.models.layers.triton_decoder.PassState`.
 
     Args:
         method: attends.

@@ -138,7 +138,7 @@ def small_kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> Iter
 
 def draws(draw: Any, weights: Tensor, uniforms: Tensor) -> Iterator[Operation]:
     """A draw by the operations of torch, and by the kernels where they run."""
-    from shoal.models.layers.drawing import on_device
+    from shoal.models.layers.gpu_draws import on_device
 
     right, name = draw(weights, uniforms).double(), f"{draw.__name__} of {weights.shape[1]}"
     made = on_device(draw, weights)

@@ -2,7 +2,7 @@
 
 Not collected by itself: `test_layers.py` runs this file in a process of its own.
 
-Tests of: models.layers.drawing, models.layers.triton_decoder, models.layers.draw_kernels,
+Tests of: models.layers.gpu_draws, models.layers.triton_decoder, models.layers.draw_kernels,
 drafting.captured, models.compiled.round_functions.
 """
 
@@ -27,7 +27,7 @@ from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.layers import draw_kernels
-from shoal.models.layers import drawing as on_gpu
+from shoal.models.layers import gpu_draws as on_gpu
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.runner import Runner
 from shoal.sampling import drawing

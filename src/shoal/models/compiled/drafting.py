@@ -17,8 +17,8 @@ from shoal.config import Sampling
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.captures import Captures, compare
 from shoal.models.compiled.view import View
-from shoal.models.layers import drawing
-from shoal.models.layers.drawing import Softmax, on_device
+from shoal.models.layers import gpu_draws
+from shoal.models.layers.gpu_draws import Softmax, on_device
 from shoal.sampling.distributions import pure_probabilities
 from shoal.sampling.truncation import first_candidates
 
@@ -57,8 +57,8 @@ class Style(NamedTuple):
 
         The second value says for which rows it is the declared one (`pure_probabilities`).
         """
-        if by_kernels and self.draws_from_softmax and drawing.softmax_runs(scores):
-            found = drawing.softmax(scores, temperature, scores.shape[1])
+        if by_kernels and self.draws_from_softmax and gpu_draws.softmax_runs(scores):
+            found = gpu_draws.softmax(scores, temperature, scores.shape[1])
             assert found.probs is not None
             return found.probs, None
         return pure_probabilities(
@@ -176,9 +176,9 @@ def _distribution(
     """
     only_best = bool(style.greedy) and not want_q
     known = style.draws_from_softmax or only_best
-    if known and by_kernels and drawing.softmax_runs(logits):
+    if known and by_kernels and gpu_draws.softmax_runs(logits):
         own = None if style.greedy else temperature
-        return drawing.softmax(logits, own, style.vocab_size, want_probs=not only_best)
+        return gpu_draws.softmax(logits, own, style.vocab_size, want_probs=not only_best)
     scores, best, sound = _of_target(logits, style)
     # Drafts are drawn from q also where candidates are too few.
     q = None
@@ -242,7 +242,7 @@ def feed(
         kept: a tensor [rows] that takes the tokens as well.
     """
     if by_kernel:
-        drawing.feed(found.fed, then.tokens, kept, then.moving if same else None)
+        gpu_draws.feed(found.fed, then.tokens, kept, then.moving if same else None)
         return
     then.tokens.copy_(found.fed[:, None])
     if kept is not None:

@@ -16,7 +16,7 @@ from shoal.models.compiled.drafting import StepComputation, Style, feed, stepped
 from shoal.models.compiled.results import packed_results
 from shoal.models.compiled.transfer import Upload
 from shoal.models.compiled.view import View
-from shoal.models.layers.drawing import on_device
+from shoal.models.layers.gpu_draws import on_device
 from shoal.sampling.acceptance import ChainRule, accepted_lengths
 from shoal.sampling.truncation import wider
 from shoal.types.rounds import Verdict

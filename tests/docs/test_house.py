@@ -67,7 +67,7 @@ RESERVED = {
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
 DEFERRED = (
     "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "lm_eval",
-    "shoal.models.attention.kernels", "shoal.models.layers.kernels", "shoal.models.layers.draw_kernels", "shoal.serve",
+    "shoal.models.attention.kernels", "shoal.models.layers.layer_kernels", "shoal.models.layers.draw_kernels", "shoal.serve",
     "shoal.integrations.lm_eval",
 )  # fmt: skip
 TORCH_FREE = (

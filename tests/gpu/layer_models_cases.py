@@ -23,7 +23,7 @@ from shoal.models import loading
 from shoal.models.attention import kernels as attention_kernels
 from shoal.models.executors.modules import MODULES
 from shoal.models.executors.triton import TRITON_LAYERS
-from shoal.models.layers import kernels
+from shoal.models.layers import layer_kernels
 from shoal.models.layers import triton_decoder as layer_decoder
 from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, WeightOnlyMatrix, matrix_of_8_bit, product
 from shoal.models.layers.operations import silu_mul
@@ -70,7 +70,7 @@ class Launches(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
-        for module in (kernels, attention_kernels):
+        for module in (layer_kernels, attention_kernels):
             for name in ("add_norm", "heads", "silu_mul", "eight_bit_product", "attend", "combine"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, _Noted(name, self.names))

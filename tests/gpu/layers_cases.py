@@ -2,7 +2,7 @@
 
 Not collected by itself: `test_layers.py` runs this file in a process of its own, as `test_fused.py` does with `fused_cases.py`.
 
-Tests of: models.layers.operations, models.layers.eight_bit, models.layers.kernels.
+Tests of: models.layers.operations, models.layers.eight_bit, models.layers.layer_kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layer_shapes import DEVICE, INTERPRETED, Case, normed
 from mutants import mutant
-from shoal.models.layers import kernels
+from shoal.models.layers import layer_kernels
 from shoal.models.layers.eight_bit import TOKENS, WeightOnly8Bit
 from shoal.models.layers.operations import COLUMNS, add_norm, begin, heads, silu_mul
 
@@ -254,8 +254,8 @@ WEAK = Case(tokens=4, width=COLUMNS + 40, dim=24, rotary=16, normed=True)
 @pytest.mark.parametrize(("kernel", "name"), [(kernel, name) for kernel, mutants in MUTANTS.items() for name in mutants])
 def test_a_wrong_kernel_is_caught(kernel: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MUTANTS[kernel][name]
-    wrong_kernels = mutant(kernels, right, wrong, tmp_path)
-    monkeypatch.setattr(kernels, kernel, getattr(wrong_kernels, kernel))
+    wrong_kernels = mutant(layer_kernels, right, wrong, tmp_path)
+    monkeypatch.setattr(layer_kernels, kernel, getattr(wrong_kernels, kernel))
     assert OPERATIONS[kernel](WEAK) > 30
 
 

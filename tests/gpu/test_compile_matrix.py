@@ -1,6 +1,6 @@
 """All kernels of well-known models, compiled ahead of time for the GPUs there are: nothing spilled, shared memory that suffices.
 
-Tests of: models.attention.kernels, models.attention.fused, models.layers.kernels, models.layers.operations.
+Tests of: models.attention.kernels, models.attention.fused, models.layers.layer_kernels, models.layers.operations.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ HEADS = sorted({(shape.heads, shape.kv_heads, shape.dim, shape.normed) for name,
 
 @pytest.mark.parametrize(("number", "shape"), enumerate(HEADS), ids=str)
 def test_heads_of_models_compile_for_gpus(number: int, shape: tuple[int, int, int, bool], tmp_path: Path) -> None:
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     heads, kv_heads, dim, normed = shape
     weights = ("query_weight", "key_weight")
@@ -116,15 +116,17 @@ def test_heads_of_models_compile_for_gpus(number: int, shape: tuple[int, int, in
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "ROTARY": dim, "BLOCK": _power(dim)}
     constants |= {} if normed else dict.fromkeys(weights)
     for capability in (OLDER[number % 4], NEWER[number % 2]):
-        assert compiled(kernels.heads, types, constants, capability, tmp_path, warps=1, stages=1).keeps_to_registers
+        assert compiled(layer_kernels.heads, types, constants, capability, tmp_path, warps=1, stages=1).keeps_to_registers
 
 
 @pytest.mark.parametrize(("number", "width"), enumerate(sorted({_power(MODELS[name].width) for name in LAYERS})))
 def test_norms_of_models_compile_for_gpus(number: int, width: int, tmp_path: Path) -> None:
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     types = {**dict.fromkeys(("x", "other", "weight", "out"), "*bf16"), "eps": "fp32"}
     for capability in (OLDER[number % 4], NEWER[number % 2]):
-        binary = compiled(kernels.add_norm, types, {"BLOCK": width}, capability, tmp_path, warps=_warps(width), stages=1)
+        binary = compiled(
+            layer_kernels.add_norm, types, {"BLOCK": width}, capability, tmp_path, warps=_warps(width), stages=1
+        )
         assert binary.keeps_to_registers
         assert binary.registers <= 64

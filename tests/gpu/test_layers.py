@@ -1,6 +1,6 @@
 """The kernels of a decoder layer: their cases, in a process of their own; when they are used; what a layer launches.
 
-Tests of: models.layers.draw_kernels, models.layers.eight_bit, models.layers.kernels, models.passes,
+Tests of: models.layers.draw_kernels, models.layers.eight_bit, models.layers.layer_kernels, models.passes,
 models.quantize.
 """
 
@@ -142,14 +142,14 @@ def test_they_compile_for_gpus(number: int, name: str, tmp_path: Path, monkeypat
     """For GPUs by turns, products of matrices for an A100 as well. Nothing is spilled, and threads are so small that loads of many
     are under way."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     types, constants, warps = KERNELS[name]
     multiplies = name.startswith("eight_bit")
     turn = CAPABILITIES[1 + number % 2 if multiplies else number % 3]
     for capability in (80, turn) if multiplies and "fp8" not in name else (turn,):  # fp8 from 8.9 on
         binary = compiled(
-            getattr(kernels, name.split(",")[0]),
+            getattr(layer_kernels, name.split(",")[0]),
             types,
             constants,
             capability,

@@ -21,7 +21,7 @@ from shoal.drafting import captured
 from shoal.models import loading
 from shoal.models.attention import kernels as attention_kernels
 from shoal.models.compiled.round_functions import RoundFunctions
-from shoal.models.layers import draw_kernels, kernels
+from shoal.models.layers import draw_kernels, layer_kernels
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES
@@ -34,7 +34,7 @@ VOCABULARY = 8192
 TWICE = ("constant_pad_nd",)
 """Launched twice: the padding is filled, then the values are copied."""
 LAUNCHED = {
-    attention_kernels: ("attend", "combine"), kernels: ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product"),
+    attention_kernels: ("attend", "combine"), layer_kernels: ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product"),
     draw_kernels: (
         "parts_of_softmax", "softmax", "block_sums", "inverse_transform", "bucket_sums", "exponential_race", "feed"
     ),

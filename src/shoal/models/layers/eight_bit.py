@@ -66,12 +66,12 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     tokens, outputs = len(x), len(weight)
     if tokens > MOST_TOKENS:
         return F.linear(x, weight.to(x.dtype).mul_(scales[:, None]), bias)
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     out, cut = x.new_empty(tokens, outputs), cut_of(tokens, outputs)
     block = token_block(tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernels.eight_bit_product[(-(-tokens // block), -(-outputs // cut.outputs))](
+        layer_kernels.eight_bit_product[(-(-tokens // block), -(-outputs // cut.outputs))](
             x,
             weight,
             scales,

@@ -31,7 +31,7 @@ def begin(
         Embeddings and their norms [tokens, width]; cosines and sines [tokens, features] float32, as
         `heads` takes them.
     """
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     (frequencies, scaling), width, count = rotary, embedding.shape[1], tokens.numel()
     x, half = embedding.new_empty(count, width), len(frequencies)
@@ -39,7 +39,7 @@ def begin(
     cos = frequencies.new_empty(count, 2 * half)
     sin = torch.empty_like(cos)
     with torch.cuda.device_of(x):
-        kernels.begin[(count,)](
+        layer_kernels.begin[(count,)](
             tokens,
             positions,
             embedding,
@@ -69,12 +69,12 @@ def add_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor:
         x: [tokens, width], contiguous, at most `MOST_WIDTH` wide.
         other: [tokens, width], contiguous, or None = nothing to add.
     """
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     tokens, width = x.shape
     out = torch.empty_like(x)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernels.add_norm[(tokens,)](
+        layer_kernels.add_norm[(tokens,)](
             x,
             other,
             norm.weight,
@@ -108,7 +108,7 @@ def heads(
     Returns:
         Queries [tokens, heads, dim].
     """
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     (cos, sin), (keys, values) = angles, stores
     kv_heads, dim = keys.shape[-2:]
@@ -117,7 +117,7 @@ def heads(
     query = states.new_empty(tokens, count, dim)
     query_norm, key_norm = norms or (None, None)
     with torch.cuda.device_of(states):
-        kernels.heads[(tokens, count + 2 * kv_heads)](
+        layer_kernels.heads[(tokens, count + 2 * kv_heads)](
             states,
             cos,
             sin,
@@ -144,12 +144,12 @@ def silu_mul(both: Tensor) -> Tensor:
     Args:
         both: gate and up side by side, [tokens, 2 * width], contiguous.
     """
-    from shoal.models.layers import kernels
+    from shoal.models.layers import layer_kernels
 
     tokens, width = len(both), both.shape[1] // 2
     out = both.new_empty(tokens, width)
     with torch.cuda.device_of(both):
-        kernels.silu_mul[(tokens, -(-width // COLUMNS))](
+        layer_kernels.silu_mul[(tokens, -(-width // COLUMNS))](
             both, out, width, BLOCK=COLUMNS, num_warps=4
         )
     return out

@@ -67,7 +67,7 @@ RESERVED = {
 # Optional, so never imported at the top of a file; but of one that is in this list itself.
 DEFERRED = (
     "matplotlib", "rouge_score", "triton", "torchao", "llguidance", "ray", "psutil", "lm_eval",
-    "shoal.models.attention.kernels", "shoal.models.layers.layer_kernels", "shoal.models.layers.draw_kernels", "shoal.serve",
+    "shoal.models.attention.fused_kernels", "shoal.models.layers.layer_kernels", "shoal.models.layers.draw_kernels", "shoal.serve",
     "shoal.integrations.lm_eval",
 )  # fmt: skip
 TORCH_FREE = (
@@ -248,7 +248,7 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
         ("engine/scheduler.py", "import torch.nn", False),
         ("engine/scheduler.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", True),
         ("models/attention/fused.py", "import triton", False),
-        ("models/attention/kernels.py", "import triton", True),
+        ("models/attention/fused_kernels.py", "import triton", True),
         ("models/runner.py", "def f():\n    import triton", False),
         ("models/attention/fused.py", "from shoal.models.attention import kernels", False),
         ("models/attention/fused.py", "def attend():\n    from shoal.models.attention import kernels", True),

@@ -4,7 +4,7 @@ Not collected by itself: `test_fused.py` runs this file in a process of its own,
 Triton is imported, and `benchmarks/gpu/run.sh` runs it on CUDA. In the interpreter a program of the grid takes tens of
 milliseconds, on a GPU every new shape is compiled for seconds; hence small cases, and few.
 
-Tests of: models.attention.fused, models.attention.kernels, models.attention.masks,
+Tests of: models.attention.fused, models.attention.fused_kernels, models.attention.masks,
 models.attention.inputs, models.attention.methods.
 """
 
@@ -27,7 +27,7 @@ from shoal import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models import loading
-from shoal.models.attention import kernels, methods
+from shoal.models.attention import fused_kernels, methods
 from shoal.models.attention.fused import Tiling, attend, fused
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.masks import Masks
@@ -299,8 +299,8 @@ class Launches:
 
 def test_launches_of_trees_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any tree in the same buffers is the same launch."""
-    spy = Launches(kernels.attend)
-    monkeypatch.setattr(kernels, "attend", spy)
+    spy = Launches(fused_kernels.attend)
+    monkeypatch.setattr(fused_kernels, "attend", spy)
     for seed in (1, 2):
         assert excess(replace(BRANCHING, seed=seed)) <= 1
     assert len(spy.seen) == 2
@@ -309,8 +309,8 @@ def test_launches_of_trees_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatc
 
 def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CUDA graph needs: other lengths in the same buffers are the same launch, and give the right result."""
-    spy = Launches(kernels.attend)
-    monkeypatch.setattr(kernels, "attend", spy)
+    spy = Launches(fused_kernels.attend)
+    monkeypatch.setattr(fused_kernels, "attend", spy)
     long = fill(replace(LONG, kv_heads=1))
     short = Plan(long.inputs.plan.slots, [50, 2, 7], [1, 3, 2], DEVICE)
     for bounds in (None, short.bounds):
@@ -382,9 +382,9 @@ WEAK_TREE = replace(WEAK, rows=(Row(40, 9, 0), Row(37, 2), Row(20, 9, 1)), windo
 @pytest.mark.parametrize("name", [*MUTANTS, *TREE_MUTANTS])
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = (MUTANTS | TREE_MUTANTS)[name]
-    wrong_kernels = mutant(kernels, right, wrong, tmp_path)
+    wrong_kernels = mutant(fused_kernels, right, wrong, tmp_path)
     for kernel in ("attend", "combine"):
-        monkeypatch.setattr(kernels, kernel, getattr(wrong_kernels, kernel))
+        monkeypatch.setattr(fused_kernels, kernel, getattr(wrong_kernels, kernel))
     assert excess(WEAK if name in MUTANTS else WEAK_TREE) > 100
 
 
@@ -430,8 +430,8 @@ def test_the_engine_says_the_same_with_it(
         return pad(inputs)
 
     monkeypatch.setitem(methods.METHODS, "pad", noted)
-    spy = Launches(kernels.attend)
-    monkeypatch.setattr(kernels, "attend", spy)
+    spy = Launches(fused_kernels.attend)
+    monkeypatch.setattr(fused_kernels, "attend", spy)
     padded, counts = decode(architecture, drafter_seed, "pad", prefix_sharing)
     assert not spy.seen
     assert decode(architecture, drafter_seed, "fused", prefix_sharing) == (padded, counts)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from layer_shapes import DEVICE, INTERPRETED, Case
 from shoal.models import loading
-from shoal.models.attention import kernels as attention_kernels
+from shoal.models.attention import fused_kernels as attention_kernels
 from shoal.models.executors.modules import MODULES
 from shoal.models.executors.triton import TRITON_LAYERS
 from shoal.models.layers import layer_kernels

@@ -1,6 +1,6 @@
 """All kernels of well-known models, compiled ahead of time for the GPUs there are: nothing spilled, shared memory that suffices.
 
-Tests of: models.attention.kernels, models.attention.fused, models.layers.layer_kernels, models.layers.operations.
+Tests of: models.attention.fused_kernels, models.attention.fused, models.layers.layer_kernels, models.layers.operations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The fused kernel: its cases, in a process of their own; what it refuses, how it is chosen and cut; that it compiles for GPUs.
 
-Tests of: models.attention.fused, models.attention.kernels, models.attention.methods.
+Tests of: models.attention.fused, models.attention.fused_kernels, models.attention.methods.
 """
 
 from __future__ import annotations
@@ -171,13 +171,13 @@ def test_it_compiles_for_gpus(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_shares_are_joined_on_gpus(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from shoal.models.attention import kernels
+    from shoal.models.attention import fused_kernels
 
     types = {"parts": "*fp32", "logs": "*fp32", "out": "*bf16"}
     splits, dim = {80: (64, 256), 90: (4, 128), 100: (64, 128)}[capability]
     constants = {"VALUE_DIM": dim, "BLOCK_V": dim, "SPLITS": splits, "BLOCK_S": splits}
     warps = joining_warps(splits, dim)
-    assert compiled(kernels.combine, types, constants, capability, tmp_path, warps=warps).keeps_to_registers
+    assert compiled(fused_kernels.combine, types, constants, capability, tmp_path, warps=warps).keeps_to_registers
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ class Variant:
         return cut(self.rows, self.heads, self.kv_heads, self.q, self.dim, 4096, FORMATS[self.dtype])
 
     def compiled(self, capability: int, folder: Path) -> Binary:
-        from shoal.models.attention import kernels
+        from shoal.models.attention import fused_kernels
 
         made, pointer, block = self.cut, f"*{self.dtype}", max(16, 1 << (self.dim - 1).bit_length())
         there = {"shared_key": self.shared, "shared_value": self.shared, "sinks": self.sinks, "positions": self.trees}
@@ -145,4 +145,4 @@ class Variant:
             "BLOCK_D": block, "BLOCK_V": block, "BLOCK_Q": made.queries, "BLOCK_K": made.keys, "SPLITS": made.splits,
         }  # fmt: skip
         constants |= {name: None for name, given in there.items() if not given}
-        return compiled(kernels.attend, types, constants, capability, folder, warps=made.warps, stages=made.stages)
+        return compiled(fused_kernels.attend, types, constants, capability, folder, warps=made.warps, stages=made.stages)

@@ -19,7 +19,7 @@ from pretend import WHOLE, is_free
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured
 from shoal.models import loading
-from shoal.models.attention import kernels as attention_kernels
+from shoal.models.attention import fused_kernels as attention_kernels
 from shoal.models.compiled.round_functions import RoundFunctions
 from shoal.models.layers import draw_kernels, layer_kernels
 from shoal.models.layers.triton_decoder import fused_layers_of

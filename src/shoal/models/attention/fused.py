@@ -184,7 +184,7 @@ def attend(
     Returns:
         [rows, q, heads, value dim] in the query's dtype; unused columns are zero.
     """
-    from shoal.models.attention import kernels
+    from shoal.models.attention import fused_kernels
 
     query, key, value = _dense(query), _dense(key), _dense(value)
     prompts = [] if shared is None else [_dense(tensor) for tensor in shared]
@@ -199,7 +199,7 @@ def attend(
     positions, words = tree or (None, None)
     logs = None if cut.splits == 1 else parts.new_empty(parts.shape[:-1])
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        kernels.attend[rows, kv_heads * cut.tiles(query, key), cut.splits](
+        fused_kernels.attend[rows, kv_heads * cut.tiles(query, key), cut.splits](
             query,
             key,
             value,
@@ -233,7 +233,7 @@ def attend(
         )
         if cut.splits > 1:
             places = rows * q * heads
-            kernels.combine[(places,)](
+            fused_kernels.combine[(places,)](
                 parts,
                 logs,
                 out,

@@ -33,7 +33,7 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.scores import Scores
 from shoal.testing import VOCABULARY
-from shoal.testing.distributions import chain_rule, committed_distribution
+from shoal.testing.enumeration import chain_rule, committed_distribution
 from shoal.testing.scripted import hashed, mixed, says, scripted, table_model
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row

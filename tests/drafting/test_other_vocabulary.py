@@ -35,8 +35,8 @@ from shoal.models.spelling import Spelling
 from shoal.models.trimming import proposable
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
-from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.drafters import check_drafter
+from shoal.testing.enumeration import chain_rule, committed_distribution
 from shoal.testing.scripted import hashed, runner, says, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree

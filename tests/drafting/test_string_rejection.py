@@ -24,8 +24,8 @@ from shoal.lookahead.fixed import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.testing.distributions import chain_rule, committed_distribution
 from shoal.testing.drafters import check_drafter
+from shoal.testing.enumeration import chain_rule, committed_distribution
 from shoal.testing.scripted import hashed, runner, says, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree

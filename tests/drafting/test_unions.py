@@ -34,8 +34,8 @@ from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.acceptance.recursive import accept_recursively
-from shoal.testing.distributions import chain_rule
 from shoal.testing.drafters import check_drafter
+from shoal.testing.enumeration import chain_rule
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row

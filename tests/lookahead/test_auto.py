@@ -31,8 +31,8 @@ from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.plan import best_plan
 from shoal.lookahead.record import Record
 from shoal.lookahead.unfed import Unfed
-from shoal.testing.distributions import chain_rule
 from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.enumeration import chain_rule
 from shoal.testing.scripted import table_model
 from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.sampling.acceptance import acceptance_mask, accepted_lengths, reject_and_replace, residual
 from shoal.sampling.drawing import draw
-from shoal.testing.distributions import acceptance_measure, draw_measure
+from shoal.testing.enumeration import acceptance_measure, draw_measure
 
 LAST = 1 - 2**-53
 """The largest uniform there is."""

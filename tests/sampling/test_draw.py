@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.sampling import drawing
 from shoal.sampling.drawing import draw
-from shoal.testing.distributions import draw_measure
+from shoal.testing.enumeration import draw_measure
 
 LAST = 1 - 2**-53
 """The largest uniform there is."""

@@ -22,7 +22,7 @@ from shoal.sampling.acceptance import k_seq, recursive
 from shoal.sampling.acceptance.k_seq import accept_independent, gamma
 from shoal.sampling.acceptance.recursive import accept_recursively
 from shoal.sampling.acceptance.tree_walk import Choice
-from shoal.testing.distributions import chain_rule
+from shoal.testing.enumeration import chain_rule
 from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing, thresholds
 
 EDGE = 1e-7

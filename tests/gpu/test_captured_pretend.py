@@ -1,6 +1,6 @@
 """The engine on a device that pretends to be a GPU: same tokens, and what a round asks of the host.
 
-Tests of: models.compiled.drafting, drafting.captured, models.compiled.executors.
+Tests of: models.compiled.draft_functions, drafting.captured, models.compiled.executors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.compiled import drafting
+from shoal.models.compiled import draft_functions
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.testing import tiny_model
@@ -185,12 +185,12 @@ def test_the_device_counts_what_crosses(device: Pretend) -> None:
 
 def test_a_host_read_in_a_captured_step_is_found(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the step works on a CPU, and its capture fails on the device."""
-    of_target = drafting._of_target
+    of_target = draft_functions._of_target
 
     def reading(logits: torch.Tensor, style: Any) -> Any:
         return of_target(logits if bool(logits.sum() < 1e9) else -logits, style)
 
-    monkeypatch.setattr(drafting, "_of_target", reading)
+    monkeypatch.setattr(draft_functions, "_of_target", reading)
     with device, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         made = engine(K, "rejection", device, SETTINGS["sampled"])

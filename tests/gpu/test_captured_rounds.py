@@ -1,7 +1,7 @@
 """Rounds as captured functions: what their stages decide, checked at the first, and left to the stages where they cannot be.
 
 Tests of: drafting.captured_check, drafting.captured_inputs, models.compiled.block,
-models.compiled.drafting, drafting.captured, models.compiled.round_functions,
+models.compiled.draft_functions, drafting.captured, models.compiled.round_functions,
 models.compiled.executors.
 """
 
@@ -25,7 +25,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
-from shoal.models.compiled import drafting, round_functions
+from shoal.models.compiled import draft_functions, round_functions
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind, RoundFunctions
@@ -232,7 +232,7 @@ def test_rounds_look_at_more_candidates_where_there_are_too_few(
     """A round in which 4 candidates are too few is left to the stages, and the next looks at 16, and so on. What the drafter's
     candidates leave out costs acceptance and no exactness: drafts of another q are rejected more often."""
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
-    monkeypatch.setattr(drafting, "first_candidates", lambda _: 4)
+    monkeypatch.setattr(draft_functions, "first_candidates", lambda _: 4)
     samplings = [Sampling(seed=i, **cut) for i in range(3)] + [Sampling(temperature=0.0, **cut)]
     made, found = flat(k, rule, samplings)
     target = runners_of(made)[0].captures
@@ -248,7 +248,7 @@ def test_rounds_look_at_more_candidates_where_there_are_too_few(
 def test_what_too_few_candidates_say_is_noticed(monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]) -> None:
     """Negative control: rounds that go on with what the candidates hold."""
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
-    monkeypatch.setattr(drafting, "first_candidates", lambda _: 4)
+    monkeypatch.setattr(draft_functions, "first_candidates", lambda _: 4)
     monkeypatch.setattr(truncation, "_lowest", lambda kept: torch.full_like(kept[:, 0], torch.inf))
     samplings = [Sampling(seed=i, top_p=0.9) for i in range(3)]
     made, found = flat(0, Coupled(), samplings)

@@ -16,7 +16,7 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.models.compiled.buckets import keys_for
 from shoal.models.compiled.captures import Captures
-from shoal.models.compiled.drafting import Style, style_of
+from shoal.models.compiled.draft_functions import Style, style_of
 from shoal.models.compiled.round_functions import Kind, RoundModel
 from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner

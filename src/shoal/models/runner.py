@@ -25,7 +25,7 @@ from shoal.models.cache.pass_plan import PACK_FROM
 from shoal.models.cache.states import StateCache
 from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.drafting import DraftedStep
+from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.device_time import Spans
 from shoal.models.executors.lean import C_DECODER, CDecoder, LayerLoop
 from shoal.models.executors.modules import Modules

@@ -12,7 +12,7 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.captures import Captures
-from shoal.models.compiled.drafting import StepComputation, Style, feed, stepped
+from shoal.models.compiled.draft_functions import StepComputation, Style, feed, stepped
 from shoal.models.compiled.results import packed_results
 from shoal.models.compiled.transfer import Upload
 from shoal.models.compiled.view import View

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.compiled.drafting import DraftedStep
+from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.whole import WholePass, require_done
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import DraftStepStruct, DrawsStruct

@@ -33,7 +33,7 @@ from shoal.models.executors.protocol import Executor, Explanation, PassBatch, Pa
 from shoal.models.executors.triton import TritonLayers
 from shoal.models.forks import expect_forks
 from shoal.models.kept_checks import KeptChecks
-from shoal.models.lean.drafting import Drawing, LeanSteps
+from shoal.models.lean.draft_steps import Drawing, LeanSteps
 from shoal.models.lean.forward import LeanPass
 from shoal.models.out_of_memory import explained
 from shoal.models.vectors import require_vectors
@@ -465,7 +465,7 @@ class Runner:
         most: int,
         drawing: Drawing,
     ) -> Callable[[], DraftedStep | None] | None:
-        """Returns a drafter's step of a round as a lean pass (`shoal.models.lean.drafting`).
+        """Returns a drafter's step of a round as a lean pass (`shoal.models.lean.draft_steps`).
 
         Returns None if lean passes cannot compute the steps. A step returns None if it failed; then
         the rows must go back to their earlier lengths.

@@ -1,6 +1,6 @@
 """Updates of a target in place: what shares its weights follows, what has its own is counted as behind, a draft model is realigned.
 
-Tests of: models.weights.versions, models.four_bits, models.early_exit, models.mtp_layer, drafting.distillation, api.
+Tests of: models.weights.versions, models.four_bits, models.first_layers, models.mtp_layer, drafting.distillation, api.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A target that drafts for itself: what an exit drafts is what it says, in ragged batches over the target's own cache, which stays
 as plain decoding leaves it; exact by the exit's q; refused where there is no such exit.
 
-Tests of: drafting.early_exit, drafting.reduced_cache, models.early_exit, drafting.model, drafting.draft.
+Tests of: drafting.early_exit, drafting.reduced_cache, models.first_layers, drafting.model, drafting.draft.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.drafting.reduced_cache import self_drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
-from shoal.models.early_exit import first_layers, head_of
+from shoal.models.first_layers import first_layers, head_of
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection

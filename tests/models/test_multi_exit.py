@@ -1,7 +1,7 @@
 """A draft model with several exits: each token is drawn from the first exit that is sure, and its q is that exit's; the cache
 between rounds is that of all layers.
 
-Tests of: models.early_exit, drafting.multi_exit, train.drafter.
+Tests of: models.first_layers, drafting.multi_exit, train.drafter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
-from shoal.models.early_exit import head_of
+from shoal.models.first_layers import head_of
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection

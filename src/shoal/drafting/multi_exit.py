@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.drafting.model import ModelDrafter, OrdinarySteps
 from shoal.drafting.protocol import DraftCounters, DraftInputs
 from shoal.errors import RequestError
-from shoal.models.early_exit import first_layers, layer_count, require_exit
+from shoal.models.first_layers import first_layers, layer_count, require_exit
 from shoal.models.runner import Runner
 from shoal.types.rounds import Faults
 from shoal.types.trees import DraftTree

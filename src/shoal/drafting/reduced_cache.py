@@ -18,7 +18,7 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.cache import SlotCache
-from shoal.models.early_exit import first_layers, head_of, layer_count, require_exit
+from shoal.models.first_layers import first_layers, head_of, layer_count, require_exit
 from shoal.models.four_bits import four_bit_copy
 from shoal.models.runner import Runner
 from shoal.types.requests import Row

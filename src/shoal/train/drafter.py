@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.drafting.distillation import acceptance, distillation_loss, logits, next_token_loss
 from shoal.drafting.multi_exit import EXITS
 from shoal.errors import RequestError
-from shoal.models.early_exit import shallow
+from shoal.models.first_layers import shallow
 from shoal.models.loading import eos_ids, load_tokenizer
 from shoal.problems import stored_problems
 from shoal.train.loop import Loss

@@ -1,7 +1,7 @@
 """EAGLE-3 heads: what they draft is what the published layout means, in ragged batches; exact by their q; refused where they do not
 fit. That trees drawn from a right q are exact is said by tests/drafting/test_tree_drafters.py.
 
-Tests of: models.eagle3, drafting.growth, drafting.eagle3, drafting.hidden, drafting.shapes,
+Tests of: models.eagle3_layer, drafting.growth, drafting.eagle3, drafting.hidden, drafting.shapes,
 drafting.draft.
 """
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.models.eagle3 import Eagle3Heads, layer_config
+from shoal.models.eagle3_layer import Eagle3Heads, layer_config
 from shoal.models.runner import Runner
 
 V, WIDTH, DRAFTS = 260, 32, 120

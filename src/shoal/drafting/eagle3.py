@@ -1,4 +1,4 @@
-"""EAGLE-3 heads draft token by token, with a ragged cache of their own (`shoal.models.eagle3`).
+"""EAGLE-3 heads draft token by token, with a ragged cache of their own (`shoal.models.eagle3_layer`).
 
 They are a draft model (`shoal.drafting.model`) whose tokens have a state each. The draft model's
 code draws tokens, verifies them by their q, and places rows and prompts. Only tokens whose state is
@@ -32,7 +32,13 @@ from shoal.drafting.shapes import shape_of
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
-from shoal.models.eagle3 import Eagle3Heads, Eagle3Model, flattened, layer_config, published_layers
+from shoal.models.eagle3_layer import (
+    Eagle3Heads,
+    Eagle3Model,
+    flattened,
+    layer_config,
+    published_layers,
+)
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row

@@ -26,7 +26,7 @@ from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.shapes import shape_of
 from shoal.errors import UnsupportedModel
 from shoal.models.cache import Plan
-from shoal.models.eagle3 import Eagle3Model
+from shoal.models.eagle3_layer import Eagle3Model
 from shoal.models.mtp_layer import MtpHeads, checkpoint_of, layer_names, load_layer
 from shoal.models.runner import Runner
 from shoal.types.requests import Row

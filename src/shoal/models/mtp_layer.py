@@ -111,7 +111,7 @@ class Beside:
 
 
 class MtpHeads(nn.Module):
-    """The layers, with the attributes and methods of `shoal.models.eagle3.Eagle3Heads`.
+    """The layers, with the attributes and methods of `shoal.models.eagle3_layer.Eagle3Heads`.
 
     Args:
         layer: Transformers' `MtpModel`.

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from shoal.drafting.distillation import acceptance
 from shoal.drafting.eagle3 import FILES
-from shoal.models.eagle3 import Eagle3Heads, layer_config, published_layers
+from shoal.models.eagle3_layer import Eagle3Heads, layer_config, published_layers
 from shoal.train.heads import DECAY, HeadsTrainer
 
 MOST_DRAFTED = 32_000

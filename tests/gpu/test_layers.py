@@ -115,7 +115,7 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
         {"PARTS": 64, "BUCKETS": 64, "MEMBERS": 4096}, 16,
     ),
 }  # fmt: skip
-"""The same of `drawing`, for the largest vocabulary."""
+"""The same of `gpu_draws`, for the largest vocabulary."""
 
 
 @pytest.mark.slow

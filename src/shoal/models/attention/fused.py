@@ -3,7 +3,7 @@
 The kernel reads every row at its exact length, and the prompt that the row's group shares as a
 second range of keys. `attend` works on plain tensors and asks nothing of the host, so that it may
 be captured in a CUDA graph; `fused` is the method of `shoal.models.attention` on top of it. The
-kernels are in `kernels.py`.
+kernels are in `fused_kernels.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The Triton kernels of `drawing.py`.
+"""The Triton kernels of `gpu_draws.py`.
 
-Only `drawing.py` imports them and only when it runs, because Triton is optional. All sums are
+Only `gpu_draws.py` imports them and only when it runs, because Triton is optional. All sums are
 float64, as in `shoal.sampling.drawing`: no tail is lost to rounding. A parallel sum need not be
 monotone, so a token without weight is never taken, whatever the sums say of it.
 """

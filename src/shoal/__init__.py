@@ -2,7 +2,7 @@
 
 import shoal
 
-model = shoal.load()                       # the bundled pair; or load("hub-id-or-dir", draft="hub-id-or-dir")
+model = shoal.load()  # the bundled pair; or load("hub-id-or-dir", draft="hub-id-or-dir")
 result = model.generate("def add(a, b):", n=8, max_new_tokens=64, temperature=0.8, seed=0)
 print(result[0].ranked[0].text)
 """

@@ -185,8 +185,11 @@ def _assisted(pair: Shoal, work: Work) -> Run:
 
 
 BASELINES: dict[str, Callable[[Shoal, Work], Run]] = {
-    "hf": _batched, "hf-static": _static, "hf-continuous": _continuous, "hf-assisted": _assisted,
-}  # fmt: skip
+    "hf": _batched,
+    "hf-static": _static,
+    "hf-continuous": _continuous,
+    "hf-assisted": _assisted,
+}
 
 
 def _controls(work: Work) -> dict[str, Any]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shoal.cli.chat_session import ChatSession
 
 TEXTS = """\
-\"\"\" opens a message of several lines, and \"\"\" closes it. Ctrl-C stops an answer, Ctrl-D leaves."""
+\"\"\" opens a message of several lines, and \"\"\" closes it. \
+Ctrl-C stops an answer, Ctrl-D leaves."""
 
 
 class Leave(Exception):

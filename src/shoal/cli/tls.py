@@ -57,9 +57,11 @@ class TlsOptions:
 
         if self.ssl_certfile is None:
             others = {
-                "--ssl-keyfile": self.ssl_keyfile, "--ssl-password-file": self.ssl_password_file,
-                "--ssl-ca-certs": self.ssl_ca_certs, "--ssl-cert-reqs": self.ssl_cert_reqs,
-            }  # fmt: skip
+                "--ssl-keyfile": self.ssl_keyfile,
+                "--ssl-password-file": self.ssl_password_file,
+                "--ssl-ca-certs": self.ssl_ca_certs,
+                "--ssl-cert-reqs": self.ssl_cert_reqs,
+            }
             given = [name for name, value in others.items() if value is not None]
             if given:
                 raise RequestError(

@@ -74,7 +74,8 @@ def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -
 def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> MiddlePrompt:
     """Returns the prompt whose continuation belongs between prefix and suffix.
 
-    Names of special tokens in these texts are text: a file about tokenizers is a file. The order is PSM (Bavarian et al. 2022).
+    Names of special tokens in these texts are text: a file about tokenizers is a file.
+    The order is PSM (Bavarian et al. 2022).
 
     Args:
         tokenizer: the target's.

@@ -31,12 +31,15 @@ double fit); of its exponent; of a fraction of a second."""
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
-_DATE = f"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)|{_LEAP}-02-29)"
+_MONTH_DAY = f"(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+_DATE = f"(?:{_YEAR}-{_MONTH_DAY}|{_LEAP}-02-29)"
 _HOUR = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOUR}:[0-5][0-9](?:[.][0-9]{{1,{FRACTION}}})?(?:Z|[+-]{_HOUR})"
 _SIXTY_FOUR = "[A-Za-z0-9+/]"
+_LAST_BYTES = f"(?:{_SIXTY_FOUR}[AQgw]==|{_SIXTY_FOUR}{{2}}[AEIMQUYcgkosw048]=)?"
 _INTEGER, _BUILD = "(?:0|[1-9][0-9]*)", "[0-9A-Za-z-]+"
 _LABEL = f"(?:{_INTEGER}|[0-9]*[A-Za-z-][0-9A-Za-z-]*)"
+_LABELS, _BUILDS = f"{_LABEL}(?:[.]{_LABEL})*", f"{_BUILD}(?:[.]{_BUILD})*"
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"
 FORMATS: dict[str, dict[str, Any]] = {
     "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
@@ -46,11 +49,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "email": {"format": "email", "pattern": "^[^@]{1,64}@", "maxLength": 254},
     "hostname": {"format": "hostname", "maxLength": 253},
     "uri": {"format": "uri", "maxLength": 2048},
-    "byte": {
-        "pattern": f"^(?:{_SIXTY_FOUR}{{4}})*(?:{_SIXTY_FOUR}[AQgw]==|{_SIXTY_FOUR}{{2}}[AEIMQUYcgkosw048]=)?$"
-    },
+    "byte": {"pattern": f"^(?:{_SIXTY_FOUR}{{4}})*{_LAST_BYTES}$"},
     "semver": {
-        "pattern": f"^{_INTEGER}(?:[.]{_INTEGER}){{2}}(?:-{_LABEL}(?:[.]{_LABEL})*)?(?:[+]{_BUILD}(?:[.]{_BUILD})*)?$",
+        "pattern": f"^{_INTEGER}(?:[.]{_INTEGER}){{2}}(?:-{_LABELS})?(?:[+]{_BUILDS})?$",
         "maxLength": 256,
     },
     "json-pointer": {"pattern": f"^{_POINTER}$", "maxLength": 2048},

@@ -3,7 +3,7 @@
 Its cache holds a prefix of each row's committed tokens, without the last one; it is empty for a row
 that was never drafted for. It lags by one after a full acceptance (it never saw its own last draft)
 and by more after plain rounds. Before it drafts, rows that lag by more are brought up to date
-(`shoal.drafting.draft_slots`); the first pass of a proposal feeds the tokens that are still pending.
+(`shoal.drafting.draft_slots`); the first pass of a proposal feeds the tokens still pending.
 
 A row with more tokens than the context, or memory, of the drafter holds gets no draft
 (`Row.max_draft_length`). The cache keeps its prompt alone, or none of it if the prompt is too long

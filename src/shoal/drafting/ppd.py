@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,9 +95,9 @@ def load_ppd(directory: Path, target: Runner) -> PromptTokens:
     return PromptTokens(vectors.to(target.device, target.dtype), accuracies)
 
 
-def _accuracies(found: object, directory: Path, count: int) -> Accuracies:
+def _accuracies(found: Any, directory: Path, count: int) -> Accuracies:
     try:
-        rows = tuple(tuple(float(chance) for chance in row) for row in found)  # type: ignore[attr-defined]
+        rows = tuple(tuple(float(chance) for chance in row) for row in found)
     except (TypeError, ValueError):
         rows = ()
     if len(rows) != count or not all(

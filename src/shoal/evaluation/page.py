@@ -23,28 +23,34 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 LEGENDS = {True: "✓ passed, ✗ not, – not finished", False: "its score, – not finished"}
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --dim: #5b6570; --paper: #fff; --raised: #f4f6f8; --line: #d5dae0;
-  --accepted: #cfe6d4; --drawn: #ffe2b3; --good: #1a7f37; --bad: #c4320a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e3e6ea; --dim: #98a2ad; --paper: #14171b; --raised: #1e2329; --line: #363d45;
+:root { color-scheme: light dark; --ink: #1b1f24; --dim: #5b6570; --paper: #fff; --raised: #f4f6f8;
+  --line: #d5dae0; --accepted: #cfe6d4; --drawn: #ffe2b3; --good: #1a7f37; --bad: #c4320a; }
+@media (prefers-color-scheme: dark) { :root {
+  --ink: #e3e6ea; --dim: #98a2ad; --paper: #14171b; --raised: #1e2329; --line: #363d45;
   --accepted: #1f4a2b; --drawn: #5c4313; --good: #4cc26b; --bad: #ff8a66; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 70rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } small, .dim { color: var(--dim); }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+small, .dim { color: var(--dim); }
 .wide { overflow-x: auto; } svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
-details { border: 1px solid var(--line); border-radius: 6px; margin: .35rem 0; padding: 0 .8rem; background: var(--paper); }
+details { border: 1px solid var(--line); border-radius: 6px; margin: .35rem 0; padding: 0 .8rem;
+  background: var(--paper); }
 details[open] { padding-bottom: .6rem; } details details { background: var(--raised); }
 summary { cursor: pointer; padding: .35rem 0; overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dd { margin: 0; } dt { color: var(--dim); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
+dd { margin: 0; } dt { color: var(--dim); }
 .marks { font-family: ui-monospace, monospace; letter-spacing: .12em; float: right; }
 .passed { color: var(--good); } .failed { color: var(--bad); }
-pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0; padding: .6rem;
-  background: var(--raised); border-radius: 4px; }
+pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0;
+  padding: .6rem; background: var(--raised); border-radius: 4px; }
 details details pre { background: var(--paper); } pre.error { border-left: 3px solid var(--bad); }
 .accepted, .drawn { border-radius: 2px; } .accepted { background: var(--accepted); }
-.drawn { background: var(--drawn); text-decoration: underline dotted; text-underline-offset: 3px; } .cut { opacity: .45; }
+.drawn { background: var(--drawn); text-decoration: underline dotted; text-underline-offset: 3px; }
+.cut { opacity: .45; }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -72,8 +78,10 @@ def page(
 {_settings(summary)}
 <h2>Problems</h2>
 <p>Behind each problem its samples, best rank first: {LEGENDS[results.scores[0] == PASSED]}.
-In the texts, <span class="accepted">accepted draft tokens</span> and <span class="drawn">tokens drawn from the target</span>
-(replacement and bonus; all tokens of plain decoding); <span class="cut">what follows the completion was cut</span>.</p>
+In the texts, <span class="accepted">accepted draft tokens</span> and
+<span class="drawn">tokens drawn from the target</span>
+(replacement and bonus; all tokens of plain decoding);
+<span class="cut">what follows the completion was cut</span>.</p>
 {problems}
 </body></html>
 """
@@ -90,7 +98,8 @@ def _table(summary: Mapping[str, Any]) -> str:
         "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>"
         for row in rows(summary)
     )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
 
 
 def _settings(summary: Mapping[str, Any]) -> str:
@@ -205,7 +214,8 @@ def _sample(
     )
     return (
         f"<p><small>{text(head)}<b "
-        f'class="{kind}">{text(outcome)}</b></small></p><pre>{"".join(_spans(sample))}</pre>{detail}'
+        f'class="{kind}">{text(outcome)}</b></small></p>'
+        f"<pre>{''.join(_spans(sample))}</pre>{detail}"
     )
 
 

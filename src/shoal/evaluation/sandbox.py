@@ -106,10 +106,10 @@ class Sandbox:
             ended, reached = self._probe(backend)
             if ended.succeeded and not reached:
                 return backend
-            refusals.append(
-                f"{backend}: "
-                f"{'programs reach ' + ' and '.join(reached) if ended.succeeded else _failure(ended)}"
+            reason = (
+                f"programs reach {' and '.join(reached)}" if ended.succeeded else _failure(ended)
             )
+            refusals.append(f"{backend}: {reason}")
         raise RequestError(
             f"no sandbox here keeps programs from files and network ({'; '.join(refusals)}): "
             f"install bubblewrap (package "

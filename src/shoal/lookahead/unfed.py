@@ -13,8 +13,8 @@ from shoal.types.requests import Row
 class Unfed:
     """The tokens that must be computed before the next draft.
 
-    The counts are those of a drafter that is a model (`shoal.drafting.draft_slots`). For other drafters
-    the seconds that go with these tokens are 0.
+    The counts are those of a drafter that is a model (`shoal.drafting.draft_slots`). For other
+    drafters the seconds that go with these tokens are 0.
     """
 
     def __init__(self) -> None:

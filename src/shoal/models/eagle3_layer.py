@@ -172,7 +172,8 @@ class Eagle3Heads(nn.Module):
         query, key, value = layer.self_attn.projected(x)
         query, key = apply_rotary_pos_emb(query, key, *self.rotary(x, positions))
         states = states + layer.self_attn.o_proj(attend(query, key, value).flatten(2))
-        return states + layer.mlp(layer.post_attention_layernorm(states))  # type: ignore[no-any-return]
+        computed: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
+        return computed
 
 
 States = Callable[[Plan], Tensor]

@@ -174,7 +174,8 @@ def stored_format(config: Any, source: str | Path) -> torch.dtype | None:
     for file in sorted(Path(source).expanduser().glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                return next((tensors.get_tensor(name).dtype for name in tensors.keys()), None)  # noqa: SIM118
+                names = list(tensors.keys())
+                return tensors.get_tensor(names[0]).dtype if names else None
         except (SafetensorError, OSError):
             return None  # loading raises the error
     return None

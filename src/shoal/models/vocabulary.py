@@ -22,8 +22,10 @@ class Stack:
         self.items.append(item)
         return len(self.items)
 
-Bread is made of flour, water, salt and yeast. To bake a loaf at home, first mix them well, then wait for an hour or two: the dough
-should have doubled in size. "How long?" she asked. - Das hängt von der Wärme ab; im Winter dauert es länger.
+Bread is made of flour, water, salt and yeast. To bake a loaf at home, first mix them well, \
+then wait for an hour or two: the dough
+should have doubled in size. "How long?" she asked. \
+- Das hängt von der Wärme ab; im Winter dauert es länger.
 """.encode()
 """A text of code and prose, to compare the lengths of two vocabularies' tokens."""
 

@@ -71,8 +71,15 @@ def _listed(cpuinfo: Path) -> set[str]:
     }
 
 
-FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math",
-         "-ffp-contract=fast")  # fmt: skip
+FLAGS = (
+    "-O3",
+    "-std=c11",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The dtypes that the kernels compute in, and their names for them.
 

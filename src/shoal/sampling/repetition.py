@@ -29,7 +29,8 @@ WINDOW = 1024
 """The number of tokens at the end of the ids in which repetitions are looked for."""
 _LEXEMES = re.compile(
     rb"""(?P<comment>\#.*|//.*)
-    |(?P<string>[A-Za-z]{0,2}(?:\"{3}.*?(?:\"{3}|$)|'{3}.*?(?:'{3}|$)|"(?:\\.|[^"\\])*(?:"|$)|'(?:\\.|[^'\\])*(?:'|$)))
+    |(?P<string>[A-Za-z]{0,2}(?:\"{3}.*?(?:\"{3}|$)|'{3}.*?(?:'{3}|$)
+        |"(?:\\.|[^"\\])*(?:"|$)|'(?:\\.|[^'\\])*(?:'|$)))
     |(?P<number>\.?[0-9](?:[eE][+-]|[\w.])*)
     |(?P<word>[\w\x80-\xff]+)
     |(?P<sign>\S)""",

@@ -70,9 +70,14 @@ def _bytes(piece: str) -> bytes | None:
 
 
 FINISH_REASONS = {
-    "eos": "stop", "stop": "stop", "length": "length", "time": "length", "not started": "length",
-    "cancelled": "length", "error": "error",
-}  # fmt: skip
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "time": "length",
+    "not started": "length",
+    "cancelled": "length",
+    "error": "error",
+}
 """The API's `finish_reason` by `Sample.finish_reason`; `usage.choices` has the latter."""
 MIN_LOGPROB = -9999.0
 """The replacement of -inf, which JSON does not have."""

@@ -28,7 +28,8 @@ def identity(model: str | Path, revision: str | None = None) -> str:
     directory = directory_of(model)
     file = Path(model) if directory is None and Path(model).is_file() else None
     if file is not None:
-        return f"sha256:{hashlib.sha256(f'{file.stat().st_size} '.encode() + _ends(file)).hexdigest()[:16]}"
+        digest = hashlib.sha256(f"{file.stat().st_size} ".encode() + _ends(file))
+        return f"sha256:{digest.hexdigest()[:16]}"
     if directory is None:
         return f"{model}@{revision or 'main'}"
     found = hashlib.sha256()

@@ -44,9 +44,12 @@ KEEP_ALIVE_SECONDS = 100
 aiohttp 15, nginx 60, Go 90): if the server closes a connection first, a request may be on its way,
 and fail."""
 PROTOCOL: dict[str, Any] = {
-    "http": LimitedProtocol, "ws": "none", "lifespan": "on", "limit_concurrency": MAX_CONNECTIONS,
+    "http": LimitedProtocol,
+    "ws": "none",
+    "lifespan": "on",
+    "limit_concurrency": MAX_CONNECTIONS,
     "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-}  # fmt: skip
+}
 """The options of uvicorn: h11, because uvicorn's faster parser, httptools, accepts headers of any
 size."""
 

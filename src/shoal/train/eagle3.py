@@ -47,8 +47,9 @@ class Eagle3Trainer(HeadsTrainer):
                 : self._drafted
             ]
             heads.target_ids.copy_(torch.tensor(sorted(often)))
-        for module in (heads.midlayer.self_attn.o_proj, heads.midlayer.mlp.down_proj):  # type: ignore[union-attr]
-            nn.init.zeros_(module.weight)  # type: ignore[union-attr, arg-type]
+        layer: Any = heads.midlayer
+        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            nn.init.zeros_(module.weight)
         heads.fc.weight.data.zero_()
         heads.fc.weight.data[:, -self.width :] = torch.eye(self.width)
         heads.lm_head.weight.data.copy_(

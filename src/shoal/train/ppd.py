@@ -47,7 +47,8 @@ class PpdTrainer(HeadsTrainer):
         ids, counts = np.unique(self.samples.tokens(held_out=False), return_counts=True)
         often = ids[np.argsort(-counts, kind="stable")][np.arange(self.training.heads) % len(ids)]
         with torch.no_grad():
-            first = embedding(torch.from_numpy(often.astype(np.int64)).to(self.device))  # type: ignore[operator]
+            ids_of_often = torch.from_numpy(often.astype(np.int64)).to(self.device)
+            first: Tensor = embedding(ids_of_often)  # type: ignore[operator]
         return nn.Embedding.from_pretrained(first.clone(), freeze=False)
 
     def _said(self, prompts: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

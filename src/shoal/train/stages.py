@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,8 @@ class StagedTrainer(ABC):
         )
         self.target = target.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.width = target.config.get_text_config().hidden_size
-        self.vocab_size = target.get_output_embeddings().weight.shape[0]  # type: ignore[union-attr, index]
+        head: Any = target.get_output_embeddings()
+        self.vocab_size = head.weight.shape[0]
         self.model = self.made().to(self.device)
         self.stages = self.planned()
         self.trainer = self._trainer(self.stages[0])

@@ -54,7 +54,8 @@ class Stats:
         executors: the number of passes of "target" and "draft", prompts included, by the name of
             the executor that computed them (`shoal.models.executors`).
         updates_behind: the updates of the target's weights since the drafter's own were written
-            last (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the highest.
+            last (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the
+            highest.
         lossy: "" if tokens have the target's distribution; else the rule that was asked for, and
             the change that it makes.
     """

@@ -16,6 +16,7 @@ from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.gguf.library import complaint, library
 
 MAGIC = b"GGUF"
+CAUSAL_ONLY = "shoal decodes causal language models"
 HALF = 2
 """The number of bytes of a number in llama.cpp's cache, float16."""
 
@@ -158,12 +159,8 @@ def _require_rows(lib: Any, handle: Any, file: Path, architecture: str) -> None:
     reasons = {
         "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier "
         "length": (lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle)),
-        "it is an encoder; shoal decodes causal language models": lib.llama_model_has_encoder(
-            handle
-        ),
-        "it is a diffusion model; shoal decodes causal language models": lib.llama_model_is_diffusion(
-            handle
-        ),
+        f"it is an encoder; {CAUSAL_ONLY}": lib.llama_model_has_encoder(handle),
+        f"it is a diffusion model; {CAUSAL_ONLY}": lib.llama_model_is_diffusion(handle),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -113,9 +113,8 @@ def _place(file: Path) -> Path | None:
         return None
     with file.open("rb") as stream:
         digest = hashlib.sha256(stream.read(HEAD_BYTES))
-    digest.update(
-        f"{file.stat().st_size} {EDITION} {transformers.__version__} {tokenizers.__version__}".encode()
-    )
+    versions = f"{EDITION} {transformers.__version__} {tokenizers.__version__}"
+    digest.update(f"{file.stat().st_size} {versions}".encode())
     return folder / "tokenizers" / digest.hexdigest()[:24]
 
 

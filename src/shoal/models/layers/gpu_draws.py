@@ -188,8 +188,9 @@ def softmax(
 
 
 KERNELS: dict[Draw, Draw] = {
-    drawing.inverse_transform: inverse_transform, drawing.exponential_race: exponential_race
-}  # fmt: skip
+    drawing.inverse_transform: inverse_transform,
+    drawing.exponential_race: exponential_race,
+}
 
 
 def feed(

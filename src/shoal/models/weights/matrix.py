@@ -79,9 +79,14 @@ Fused = tuple[str, list[Any], str]
 _SILU: Fused = ("swish", [], "")
 _TANH: Fused = ("gelu", [], "tanh")
 FUSED: dict[str, Fused] = {
-    "none": ("none", [], ""), "relu": ("relu", [], ""), "silu": _SILU, "swish": _SILU,
-    "gelu": ("gelu", [], "none"), "gelu_new": _TANH, "gelu_pytorch_tanh": _TANH,
-}  # fmt: skip
+    "none": ("none", [], ""),
+    "relu": ("relu", [], ""),
+    "silu": _SILU,
+    "swish": _SILU,
+    "gelu": ("gelu", [], "none"),
+    "gelu_new": _TANH,
+    "gelu_pytorch_tanh": _TANH,
+}
 """The activations by their names in Transformers (`hidden_act` of a config).
 
 A value is oneDNN's attribute, scalars and algorithm.

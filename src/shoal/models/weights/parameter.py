@@ -69,7 +69,9 @@ class PackedWeight(Tensor):
         return dense.as_strided(self.shape, self.stride(), self.storage_offset())
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in SAME:
             return PackedWeight(args[0].matrix, args[0], args[0].start)
         return _Call(func, args, kwargs or {}).run()

@@ -250,8 +250,8 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
         ("models/attention/fused.py", "import triton", False),
         ("models/attention/fused_kernels.py", "import triton", True),
         ("models/runner.py", "def f():\n    import triton", False),
-        ("models/attention/fused.py", "from shoal.models.attention import kernels", False),
-        ("models/attention/fused.py", "def attend():\n    from shoal.models.attention import kernels", True),
+        ("models/attention/fused.py", "from shoal.models.attention import fused_kernels", False),
+        ("models/attention/fused.py", "def attend():\n    from shoal.models.attention import fused_kernels", True),
         ("models/attention/fused.py", "def kernel():\n    import triton", True),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.masks import Masks
+from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.models.cache.tree import Parents
 from shoal.types.prefix import Prefix

@@ -1,7 +1,7 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
 Tests of: models.attention.bifurcated, models.attention.pad,
-models.attention.methods, models.attention.pad, models.bridge, models.attention.masks.
+models.attention.methods, models.attention.pad, models.bridge, models.attention.visible_keys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shoal.errors import InternalError, RequestError
 from shoal.models import bridge
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import METHODS, reference
+from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
 from shoal.types.prefix import Prefix

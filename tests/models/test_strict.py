@@ -4,7 +4,7 @@ What is promised, and tested here: greedy ids are those of plain decoding at any
 sampled ids of a seed do not depend on the batch, plainly decoded or with a fixed draft length, and by the coupled rule not on the
 draft length either.
 
-Tests of: models.attention.strict, models.strict, models.attention.masks, models.attention.inputs,
+Tests of: models.attention.strict, models.strict, models.attention.visible_keys, models.attention.inputs,
 models.attention.methods.
 """
 
@@ -26,9 +26,9 @@ from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.models import strict
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import METHODS
 from shoal.models.attention.strict import KV_BLOCK, TILE
+from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.models.loading import ROWWISE, bundled, load_runner, wrap
 from shoal.models.runner import Runner

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.masks import additive
+from shoal.models.attention.visible_keys import additive
 from shoal.types.prefix import Prefix
 
 Part = tuple[Tensor, Tensor]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shoal.errors import InternalError
-from shoal.models.attention.masks import Masks
+from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache.pass_plan import Plan
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.masks import Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.native import takes
+from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.decoder import Angles, Decoder, Norm
 from shoal.native.build import SUFFIXES, library

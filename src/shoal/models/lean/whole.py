@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.attention.masks import Masks
+from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean import decoder as decoders
 from shoal.models.lean.decoder import Angles, Decoder, DecoderLayer

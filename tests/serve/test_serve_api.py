@@ -1,7 +1,7 @@
 """`shoal serve` answers with exactly what `generate` gives, field by field, through the official client.
 
 Tests of: serve.app, serve.api_formats, serve.request_models, serve.request_builder, serve.response_models, serve.responses,
-serve.metrics, serve.api_errors.
+serve.prometheus_metrics, serve.api_errors.
 """
 
 from __future__ import annotations

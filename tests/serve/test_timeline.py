@@ -1,6 +1,6 @@
 """The histograms of waiting and of tokens' times, on a clock that only the target moves; two sabotages show in them.
 
-Tests of: serve.metrics.
+Tests of: serve.prometheus_metrics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from clocks import Timed
-from shoal.serve.metrics import Metrics, Timeline, text_of
+from shoal.serve.prometheus_metrics import Metrics, Timeline, text_of
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit
 

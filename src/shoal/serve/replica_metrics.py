@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from shoal.serve.metrics import Metrics, text_of
+from shoal.serve.prometheus_metrics import Metrics, text_of
 from shoal.serve.relay import NAMESPACE
 
 LOG = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import anyio
 
 from shoal.errors import ShoalError
-from shoal.serve.metrics import Timeline
+from shoal.serve.prometheus_metrics import Timeline
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
 from shoal.types.samples import Sample, TopLogprobs

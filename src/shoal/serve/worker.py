@@ -15,7 +15,7 @@ from shoal.engine.engine import Engine
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.engine_thread import EngineThread, engine_stopped
 from shoal.serve.grammars import GrammarReader
-from shoal.serve.metrics import Metrics
+from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.submissions import RowUpdate, Submission
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit

@@ -28,7 +28,7 @@ from shoal.serve.handler import ApiHandler
 from shoal.serve.infill_models import Infill, InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.ops import give_back_freed_memory, model_routes, ops_routes
-from shoal.serve.page import page
+from shoal.serve.playground_page import page
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.response_models import ItemAnswer
 from shoal.serve.settings import Settings

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from shoal.errors import InternalError, RequestError
 from shoal.serve import logs
 from shoal.serve.api_errors import ApiError
-from shoal.serve.protocol import LimitedProtocol
+from shoal.serve.http_protocol import LimitedProtocol
 from shoal.serve.tls import Tls
 from shoal.serve.worker import Worker
 

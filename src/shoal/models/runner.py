@@ -27,9 +27,9 @@ from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.device_time import Spans
+from shoal.models.executors.executor import Executor, Explanation, PassBatch, PassOutput, Refusal
 from shoal.models.executors.lean import C_DECODER, CDecoder, LayerLoop
 from shoal.models.executors.modules import Modules
-from shoal.models.executors.protocol import Executor, Explanation, PassBatch, PassOutput, Refusal
 from shoal.models.executors.triton import TritonLayers
 from shoal.models.forks import expect_forks
 from shoal.models.kept_checks import KeptChecks

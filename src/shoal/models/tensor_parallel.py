@@ -29,7 +29,7 @@ from shoal.models.compiled import Captures
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import Run
-from shoal.models.executors.protocol import PassBatch, PassOutput
+from shoal.models.executors.executor import PassBatch, PassOutput
 from shoal.models.ranks import Ranks
 from shoal.models.runner import Runner
 from shoal.models.sharded import (

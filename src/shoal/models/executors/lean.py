@@ -6,7 +6,7 @@ A pass is one call of C, or goes layer by layer.
 from __future__ import annotations
 
 from shoal.models.attention.native import MOST_COLUMNS, takes
-from shoal.models.executors.protocol import PassBatch, PassOutput
+from shoal.models.executors.executor import PassBatch, PassOutput
 from shoal.models.lean.forward import LeanPass
 
 REPLACED = "weights or layers of the model were replaced by others"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from shoal.models.bridge import Bridge
-from shoal.models.executors.protocol import PassBatch, PassOutput
+from shoal.models.executors.executor import PassBatch, PassOutput
 from shoal.models.lean.forward import known_tokens
 
 MODULES = "modules"

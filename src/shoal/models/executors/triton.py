@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shoal.models.bridge import Bridge
 from shoal.models.compiled.failures import require_device, words_of
+from shoal.models.executors.executor import Executor, PassBatch, PassOutput
 from shoal.models.executors.lean import REPLACED
-from shoal.models.executors.protocol import Executor, PassBatch, PassOutput
 from shoal.models.lean.forward import known_tokens
 from shoal.models.out_of_memory import is_out_of_memory
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError, UnsupportedModel
+from shoal.models.executors.executor import Executor
 from shoal.models.executors.llama_cpp import LlamaCpp
-from shoal.models.executors.protocol import Executor
 from shoal.models.gguf.gguf_model import GgufModel
 from shoal.models.gguf.kept_rows import KeptSequences
 from shoal.models.gguf.library import library

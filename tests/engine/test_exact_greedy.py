@@ -3,7 +3,7 @@
 That the speculative path really ran is asserted from the counts: what an oracle, an adversary and plain decoding must have done
 is known in advance.
 
-Tests of: engine.engine, engine.verify, engine.commit, engine.memory, models.prompts.
+Tests of: engine.engine, engine.verify, engine.commit, engine.memory, models.prompt_passes.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def test_bass_lengths() -> None:
 
 def test_long_prompts_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and pass budgets much smaller than the prompts."""
-    monkeypatch.setattr("shoal.models.prompts.MAX_PASS_WIDTH", 7)
-    monkeypatch.setattr("shoal.models.prompts.MAX_PASS_TOKENS", 20)
+    monkeypatch.setattr("shoal.models.prompt_passes.MAX_PASS_WIDTH", 7)
+    monkeypatch.setattr("shoal.models.prompt_passes.MAX_PASS_TOKENS", 20)
     engine, rows = decode(drafter("sometimes", 12), 3, prompts=12, n=2, max_batch=9, new=8)
     assert_stock(rows, 2, 8)
     assert_adds_up(engine, rows, 2)

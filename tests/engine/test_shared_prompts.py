@@ -206,7 +206,7 @@ def test_long_prompts_are_stored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Runner, "feed_prefix", feed_prefix)
     whole = run(runner, None, [(prompt(24), 2, 6)])[1]
-    monkeypatch.setattr("shoal.models.prompts.MAX_PASS_WIDTH", 10)
+    monkeypatch.setattr("shoal.models.prompt_passes.MAX_PASS_WIDTH", 10)
     pieces = run(runner, None, [(prompt(24), 2, 6)])[1]
     assert fed == [23, 10, 10, 3]
     assert pieces == whole

@@ -29,7 +29,7 @@ from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, W
 from shoal.models.layers.operations import silu_mul
 from shoal.models.layers.triton_decoder import PlanState, fused_layers_of
 from shoal.models.passes import use_fused_layers
-from shoal.models.prompts import feed_prompts
+from shoal.models.prompt_passes import feed_prompts
 from shoal.models.quantize import _weight_only
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import _largest, _reference, _sharing, largest_error

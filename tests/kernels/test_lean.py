@@ -32,7 +32,7 @@ from shoal.models.lean.decoder import Angles, Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes, use_lean_passes
-from shoal.models.prompts import feed_prompts
+from shoal.models.prompt_passes import feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer

@@ -31,7 +31,7 @@ from shoal.models.lean.native import NativeKernels
 from shoal.models.lean.whole import WholePass, whole_pass
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
-from shoal.models.prompts import SHORT, feed_prefix, feed_prompts
+from shoal.models.prompt_passes import SHORT, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.matrix import AS_IS, PACKED

@@ -20,7 +20,7 @@ import torch
 from shoal.drafting.protocol import KeyValueMemory
 from shoal.errors import InternalError
 from shoal.models.cache.kept_prompts import KeptPrefixes
-from shoal.models.prompts import feed_prefix, feed_prompts
+from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.types.prefix import Prefix
 from shoal.types.requests import Row

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.drafting.protocol import KeyValueMemory
 from shoal.engine.prefix_cache import PrefixCache
 from shoal.engine.prefix_store import check_policy
-from shoal.models.prompts import feed_prefix, feed_prompts
+from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, Round
 

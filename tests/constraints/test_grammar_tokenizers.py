@@ -18,7 +18,7 @@ from shoal.config import Grammar
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
-from shoal.serve.grammars import Probe
+from shoal.serve.compiled_grammars import Probe
 from shoal.testing.tokenizers import TAGS
 from shoal.types.inputs import encoded
 from shoal.types.requests import Request, Row

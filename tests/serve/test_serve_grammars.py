@@ -1,6 +1,6 @@
 """Grammars of strangers: what takes all the time or memory there is holds nobody up, and what comes again is read once.
 
-Tests of: serve.grammars, serve.grammar_probe, serve.given_grammars, constraints.compiler.
+Tests of: serve.compiled_grammars, serve.grammar_probe, serve.given_grammars, constraints.compiler.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shoal.constraints import compiler as reading
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.sources import source_of
 from shoal.errors import RequestError
-from shoal.serve import grammar_probe, grammars
-from shoal.serve.grammars import GrammarReader, Probe
+from shoal.serve import compiled_grammars, grammar_probe
+from shoal.serve.compiled_grammars import GrammarReader, Probe
 from shoal.testing import VOCABULARY, tiny_tokenizer
 
 pytest.importorskip("llguidance")
@@ -61,7 +61,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
         started.append(real(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(grammars.subprocess, "Popen", start)
+    monkeypatch.setattr(compiled_grammars.subprocess, "Popen", start)
     return started
 
 
@@ -91,7 +91,7 @@ def test_forty_endless_grammars_stop_nobody(server: Served) -> None:
 
 
 def test_an_endless_grammar_is_refused_once_and_for_all(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "CPU_SECONDS", 1)
+    monkeypatch.setattr(compiled_grammars, "CPU_SECONDS", 1)
     checks = counted(monkeypatch, Probe, "check")
     for _ in range(2):
         refused = server.post(response_format=schema(ENDLESS))
@@ -155,7 +155,7 @@ def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytes
         return found
 
     monkeypatch.setattr(Probe, "_request", noting)
-    monkeypatch.setattr("shoal.serve.grammars.CPU_SECONDS", 500)
+    monkeypatch.setattr("shoal.serve.compiled_grammars.CPU_SECONDS", 500)
     hard = Grammar("json_schema", json.dumps(ENDLESS))
 
     async def abandoned() -> None:
@@ -217,13 +217,13 @@ def test_no_process_is_left_behind(processes: list[subprocess.Popen[str]], fresh
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammars are not read until this is set."""
-    go, real = threading.Event(), grammars.grammars_of
+    go, real = threading.Event(), compiled_grammars.grammars_of
 
     def late(*arguments: Any) -> Any:
         assert go.wait(TIMEOUT_SECONDS)
         return real(*arguments)
 
-    monkeypatch.setattr(grammars, "grammars_of", late)
+    monkeypatch.setattr(compiled_grammars, "grammars_of", late)
     yield go
     go.set()
 
@@ -242,7 +242,7 @@ def test_rows_are_admitted_before_their_grammar_is_read(held: threading.Event, f
 
 
 def test_too_many_grammars_at_a_time(held: threading.Event, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_WAITING", 2)
+    monkeypatch.setattr(compiled_grammars, "MAX_WAITING", 2)
     with serving.served(pair(tokenizer=fresh)) as server:
         asked = [in_background(lambda text=text: server.post(grammar=regex(text), max_tokens=4)) for text in ("f+", "g+")]
         eventually(lambda: server.worker.rows == 2)
@@ -304,7 +304,7 @@ def test_a_grammar_costs_no_process_of_its_own_to_start(
         for text in ("s+", "t+", "u+", "s+", "t+", "v+"):
             assert server.post(grammar=regex(text), n=2, max_tokens=4).status_code == 200
     assert len(checks) == 4
-    assert 1 <= len(processes) <= grammars.READER_THREADS
+    assert 1 <= len(processes) <= compiled_grammars.READER_THREADS
 
 
 def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_servers_limits_hold_in_rounds_and_not_for_the_library(fresh: Any, mon
     with serving.served(pair(tokenizer=fresh)) as server:
         assert server.post(grammar=regex("w+"), max_tokens=4).status_code == 200
     grammars_of(fresh, VOCABULARY).constraint(Grammar("regex", "x+"))
-    assert known == [grammars.LIMITS, {}]
+    assert known == [compiled_grammars.LIMITS, {}]
 
 
 def test_threads_that_ask_at_a_time_have_a_grammar_read_once(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Settings:
         max_logprobs: the most alternatives per token.
         max_body: the most bytes of a request.
         max_grammar: the most characters of a grammar or schema. The time and the memory to read one
-            are bounded by themselves (`shoal.serve.grammars`).
+            are bounded by themselves (`shoal.serve.compiled_grammars`).
         timeout: seconds from a request's arrival after which its unfinished rows are returned as
             they are.
         seeds: True if seeds are accepted: with the coupled rule the same seed gives the same

@@ -13,8 +13,8 @@ from functools import partial
 from shoal.constraints.grammar import GrammarConstraint
 from shoal.engine.engine import Engine
 from shoal.serve.api_errors import ApiError, naming
+from shoal.serve.compiled_grammars import GrammarReader
 from shoal.serve.engine_thread import EngineThread, engine_stopped
-from shoal.serve.grammars import GrammarReader
 from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.submissions import RowUpdate, Submission
 from shoal.types.requests import Row

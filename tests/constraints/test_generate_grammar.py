@@ -1,6 +1,6 @@
 """`shoal generate` with a schema, an expression or a grammar: samples that end by themselves fit, drafted or not.
 
-Tests of: cli.prompt_lines, constraints.sources.
+Tests of: cli.prompt_lines, constraints.grammar_sources.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from shoal.cli import run
 from shoal.cli.prompt_lines import GrammarOptions
 from shoal.config import Grammar
-from shoal.constraints.sources import require_readable
+from shoal.constraints.grammar_sources import require_readable
 
 pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22, 333]}}, "required": ["a"], "additionalProperties": False}

@@ -25,7 +25,7 @@ from serving_faults import asking, assert_all_given_back, in_background
 from shoal.config import Grammar
 from shoal.constraints import compiler as reading
 from shoal.constraints.compiler import grammars_of
-from shoal.constraints.sources import source_of
+from shoal.constraints.grammar_sources import source_of
 from shoal.errors import RequestError
 from shoal.serve import compiled_grammars, grammar_probe
 from shoal.serve.compiled_grammars import GrammarReader, Probe

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from shoal.cli.files import listed_prompts, read_text
 from shoal.cli.option_groups import sampling_option
 from shoal.config import Grammar, Limits, Sampling, require_text
-from shoal.constraints.sources import as_lark, llguidance_or_refuse, require_readable
+from shoal.constraints.grammar_sources import as_lark, llguidance_or_refuse, require_readable
 from shoal.errors import RequestError
 from shoal.types.options import split_options
 

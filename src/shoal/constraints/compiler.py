@@ -22,8 +22,14 @@ import tokenizers
 
 from shoal.config import Grammar
 from shoal.constraints.grammar import GrammarConstraint
+from shoal.constraints.grammar_sources import (
+    around,
+    llguidance_or_refuse,
+    reader,
+    source_of,
+    unusable,
+)
 from shoal.constraints.json_schemas import numbers
-from shoal.constraints.sources import around, llguidance_or_refuse, reader, source_of, unusable
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.inputs import encoded_inside

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.constraints.grammar_sources import llguidance_or_refuse, short
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.constraints.sources import llguidance_or_refuse, short
 from shoal.types.requests import Row
 
 MASK_SECONDS = 0.05

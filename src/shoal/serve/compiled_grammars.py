@@ -19,7 +19,7 @@ from pathlib import Path
 from shoal.config import Grammar
 from shoal.constraints.compiler import Grammars, grammars_of
 from shoal.constraints.grammar import GrammarConstraint
-from shoal.constraints.sources import STACK, unusable
+from shoal.constraints.grammar_sources import STACK, unusable
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.config import Grammar
-from shoal.constraints.sources import as_lark, quoted
+from shoal.constraints.grammar_sources import as_lark, quoted
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.request_models import BaseRequest, JsonFormat, TextFormat
 

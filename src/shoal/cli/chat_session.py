@@ -18,7 +18,7 @@ from shoal.cli.samples import follow
 from shoal.cli.views import decoder
 from shoal.config import require_text
 from shoal.errors import RequestError
-from shoal.types.options import split_options
+from shoal.types.keyword_options import split_options
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

@@ -28,7 +28,7 @@ from shoal.cli.options import (
 from shoal.cli.samples import follow, show_output
 from shoal.config import require_text
 from shoal.errors import RequestError
-from shoal.types.options import split_options
+from shoal.types.keyword_options import split_options
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

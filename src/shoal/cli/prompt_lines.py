@@ -17,7 +17,7 @@ from shoal.cli.option_groups import sampling_option
 from shoal.config import Grammar, Limits, Sampling, require_text
 from shoal.constraints.grammar_sources import as_lark, llguidance_or_refuse, require_readable
 from shoal.errors import RequestError
-from shoal.types.options import split_options
+from shoal.types.keyword_options import split_options
 
 OWN = ("prompt", "n", "id")
 OPTIONS = tuple(

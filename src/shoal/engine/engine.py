@@ -53,7 +53,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.scores import Scores
-from shoal.types.options import of_prompt
+from shoal.types.keyword_options import of_prompt
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit, Verdict
 from shoal.types.stats import Stats

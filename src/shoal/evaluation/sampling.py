@@ -16,7 +16,7 @@ from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import RequestError, ShoalError
 from shoal.evaluation.tasks import Task
 from shoal.types.counts import as_dicts
-from shoal.types.options import split_options
+from shoal.types.keyword_options import split_options
 from shoal.types.samples import Sample
 
 COUNTS = (

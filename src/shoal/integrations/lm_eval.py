@@ -30,7 +30,7 @@ from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import loglikelihoods
 from shoal.sampling.acceptance import RULES
-from shoal.types.options import split_options
+from shoal.types.keyword_options import split_options
 from shoal.types.requests import Request, occurrences
 
 IGNORED = ("do_sample", "use_cache")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, Union
 
 from shoal.config import plain, require_text
 from shoal.errors import RequestError
-from shoal.types.options import of_prompt
+from shoal.types.keyword_options import of_prompt
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -44,9 +44,9 @@ from shoal.models.sources import require_source
 from shoal.models.trimming import Proposable
 from shoal.models.weights.versions import Updates
 from shoal.sampling.acceptance import RULES, Rule
-from shoal.types.inputs import Prompts, read_prompts, with_bad_words
 from shoal.types.keyword_options import Integer, Options, list_of, split_for_each, split_options
 from shoal.types.load_stages import LoadProgress, LoadStages, StageWatch
+from shoal.types.prompt_forms import Prompts, read_prompts, with_bad_words
 from shoal.types.requests import Request, occurrences
 from shoal.types.rollouts import Rollouts
 from shoal.types.samples import Result

@@ -72,7 +72,7 @@ DEFERRED = (
 )  # fmt: skip
 TORCH_FREE = (
     "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.keyword_options "
-    "types.inputs types.stats "
+    "types.prompt_forms types.stats "
     "engine.scheduler engine.admission engine.waiting engine.prefix_store engine.detokenizer "
     "engine.samples constraints.json_schemas constraints.disjoint constraints.unique_items constraints.grammar_sources models.sources "
     "drafting.draft drafting.registry"

@@ -1,6 +1,6 @@
 """Texts by tokenizers as real models have them: samples, streams, stop strings, special tokens, prompts that end anywhere.
 
-Tests of: engine.detokenizer, types.inputs, serve.prompts, serve.api_formats, constraints.token_bytes, evaluation.cuts,
+Tests of: engine.detokenizer, types.prompt_forms, serve.prompts, serve.api_formats, constraints.token_bytes, evaluation.cuts,
 testing.tokenizers.
 """
 
@@ -29,7 +29,7 @@ from shoal.serve.prompts import PromptEncoder
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import one_hot, scripted
 from shoal.testing.tokenizers import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
-from shoal.types.inputs import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_bad_words
+from shoal.types.prompt_forms import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_bad_words
 from shoal.types.samples import Sample
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, saying, tokenizer, written
 

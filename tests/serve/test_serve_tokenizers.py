@@ -23,7 +23,7 @@ from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.testing import save_pair
 from shoal.testing.tokenizers import CHATML
-from shoal.types.inputs import encoded
+from shoal.types.prompt_forms import encoded
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, saying, tokenizer, written
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the text"}]

@@ -26,8 +26,8 @@ from shoal.cli.samples import follow, report_failures
 from shoal.cli.suggestions import best_first, show_suggestions
 from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError
-from shoal.types.inputs import line_end, with_line_ends
 from shoal.types.keyword_options import split_options
+from shoal.types.prompt_forms import line_end, with_line_ends
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

@@ -163,7 +163,7 @@ def _settings(
         if tokenizer is None:
             values.pop("bad_words", None)
         else:
-            from shoal.types.inputs import with_bad_words
+            from shoal.types.prompt_forms import with_bad_words
 
             values = with_bad_words(values, tokenizer)
         sampling, limits, _ = split_options(with_ends(values, ends))

@@ -32,7 +32,7 @@ from shoal.constraints.grammar_sources import (
 from shoal.constraints.json_schemas import numbers
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
-from shoal.types.inputs import encoded_inside
+from shoal.types.prompt_forms import encoded_inside
 
 _END = b"<|end of a text|>"
 PROBE = "def f(x):\n    return 'a b'"

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from shoal.errors import RequestError
-from shoal.types.inputs import as_plain, encoded_inside, encoded_plain
+from shoal.types.prompt_forms import as_plain, encoded_inside, encoded_plain
 
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, the bundled pair

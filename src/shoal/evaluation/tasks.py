@@ -14,7 +14,7 @@ from shoal.evaluation.chat_answers import cut_answer
 from shoal.evaluation.endings import FENCE, before_stop, ending
 from shoal.evaluation.problems import Problem, records, text_field
 from shoal.problems import Draw, stored_problems
-from shoal.types.inputs import chat_template_of
+from shoal.types.prompt_forms import chat_template_of
 
 CHAT = (
     "Complete the following {language} code. Answer with the whole code and nothing "

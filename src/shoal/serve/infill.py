@@ -18,7 +18,7 @@ from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.worker import Worker
-from shoal.types.inputs import line_end, with_line_ends
+from shoal.types.prompt_forms import line_end, with_line_ends
 
 STOP_TYPES = {"eos": "eos", "stop": "word"}
 """The `stop_type` by `Sample.finish_reason`; all others are "limit"."""

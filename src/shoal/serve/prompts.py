@@ -23,7 +23,7 @@ from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.infill_models import InfillRequest
 from shoal.serve.message_models import Message
 from shoal.serve.request_models import BaseRequest
-from shoal.types.inputs import MARK, as_plain, chat_template_of, encoded, encoded_plain
+from shoal.types.prompt_forms import MARK, as_plain, chat_template_of, encoded, encoded_plain
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]

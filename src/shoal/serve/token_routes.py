@@ -16,7 +16,7 @@ from shoal.serve.handler import ApiHandler
 from shoal.serve.message_models import Message
 from shoal.serve.openapi import REFUSALS, described
 from shoal.serve.request_fields import NonNegative, StrictModel, Text, optional
-from shoal.types.inputs import chat_template_of
+from shoal.types.prompt_forms import chat_template_of
 
 TOKENIZE, DETOKENIZE, TOKENIZER_INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 

@@ -28,7 +28,7 @@ from shoal.drafting import captured
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.compiled import Captures, executors, rounds
+from shoal.models.compiled import Captures, captured_round, executors
 from shoal.models.compiled.transfer import Download
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
@@ -130,7 +130,7 @@ def standing_still(watch: Watch) -> Iterator[None]:
     }
     with (
         mock.patch.dict(executors.EXECUTORS, graphed=nothing_computed(watch)),
-        mock.patch.object(rounds, "Download", Watched),
+        mock.patch.object(captured_round, "Download", Watched),
         mock.patch.object(Captures, "replays", new=False),
         mock.patch.multiple(captured, **checked),
     ):

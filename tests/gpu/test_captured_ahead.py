@@ -1,6 +1,6 @@
 """Captured rounds that are built before a row asks for them, and again when caches have changed their size.
 
-Tests of: drafting.captured_kinds, models.compiled.rounds, models.compiled.round_functions,
+Tests of: drafting.captured_kinds, models.compiled.captured_round, models.compiled.round_functions,
 models.compiled.executors.
 """
 
@@ -22,9 +22,9 @@ from shoal.drafting import captured_kinds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.compiled import buckets
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.failures import MOST_KINDS
-from shoal.models.compiled.rounds import CapturedRound
 from shoal.sampling.acceptance import Rejection
 from shoal.serve.engine_thread import EngineThread
 from shoal.testing.engines import engine_of, runners_of

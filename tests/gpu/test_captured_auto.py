@@ -1,6 +1,6 @@
 """Captured rounds whose drafts end by the drafter's confidence: the questions, tokens and counts of the stages, few crossings.
 
-Tests of: models.compiled.transfer, drafting.captured_kinds, models.compiled.rounds,
+Tests of: models.compiled.transfer, drafting.captured_kinds, models.compiled.captured_round,
 drafting.captured, models.compiled.round_functions, models.compiled.executors.
 """
 
@@ -27,9 +27,9 @@ from shoal.drafting import captured_kinds
 from shoal.drafting.captured import RECENT, CapturedRounds
 from shoal.drafting.captured_kinds import MOST, PIECE
 from shoal.engine.engine import Engine
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
-from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.compiled.transfer import Upload
 from shoal.sampling.acceptance import RULES, decides_chains
 from shoal.testing import tiny_model

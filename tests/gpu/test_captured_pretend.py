@@ -26,8 +26,8 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
 from shoal.models.compiled import draft_functions
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.compiled.rounds import CapturedRound
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.tiny import ARCHITECTURES

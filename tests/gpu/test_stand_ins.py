@@ -1,7 +1,7 @@
 """What stands in for CUDA graphs and for a GPU finds what they would do wrongly: Python that a replay does not run, memory of
 others, copies that are not over yet.
 
-Tests of: models.compiled.executors, models.compiled.transfer, models.compiled.rounds.
+Tests of: models.compiled.executors, models.compiled.transfer, models.compiled.captured_round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pretend import DEVICE, InCapture, Pretend
 from recorder import Recorder
 from shoal.config import Sampling
 from shoal.engine.engine import Engine
-from shoal.models.compiled.rounds import CapturedRound
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.transfer import Download, Upload
 
 __all__ = ["device"]  # fixtures

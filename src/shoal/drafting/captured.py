@@ -23,10 +23,10 @@ from shoal.drafting.captured_inputs import DraftRound, fill_drafting, fill_targe
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
 from shoal.errors import OutOfStep
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.failures import require_device
 from shoal.models.compiled.results import Found
-from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.types.requests import Row

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shoal.drafting.captured_inputs import DraftRound
 from shoal.models.cache import Plan
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.captures import compare
 from shoal.models.compiled.draft_functions import check
 from shoal.models.compiled.results import Found
-from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
 
 APART = 0.5

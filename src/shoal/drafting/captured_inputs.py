@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from shoal.models.cache import Plan
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.draft_functions import Style
-from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.compiled.transfer import Numbers
 from shoal.types.requests import Row
 

@@ -15,10 +15,10 @@ from shoal.drafting.captured_inputs import DraftRound
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.models.compiled.buckets import keys_for
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.draft_functions import Style, style_of
 from shoal.models.compiled.round_functions import Kind, RoundModel
-from shoal.models.compiled.rounds import CapturedRound
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import ChainRule, Rule, decides_chains
 from shoal.types.requests import Row

@@ -1,6 +1,6 @@
 """A drafter's steps in one call are the same steps one by one: tokens, q, confidence, counts, and what is left in the cache.
 
-Tests of: models.lean.draft_steps, models.lean.whole, sampling.native, models.passes, models.weights,
+Tests of: models.lean.draft_steps, models.lean.whole, sampling.native_draws, models.passes, models.weights,
 models.weights.matrix.
 """
 
@@ -28,7 +28,7 @@ from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import PACKED
-from shoal.sampling import native
+from shoal.sampling import native_draws
 from shoal.testing import tiny_model, tiny_tokenizer
 from wrong_kernels import wrong_kernels
 
@@ -141,7 +141,7 @@ def one_by_one(runner: Runner, uniforms: Tensor, most: int = 4) -> tuple[list[Te
     for j in range(most):
         logits = fork.feed([3, 1, 4, 0], block, counts)
         last = logits[torch.arange(4), torch.tensor(counts) - 1][:, None, :VOCAB]
-        drawn = native.drawn(last, SAMPLINGS, uniforms[:, j : j + 1], want_p=True, want_highest=True)
+        drawn = native_draws.drawn(last, SAMPLINGS, uniforms[:, j : j + 1], want_p=True, want_highest=True)
         for kept, value in zip(found, (drawn.tokens, drawn.p, drawn.highest), strict=True):
             assert value is not None
             kept.append(value[:, 0])
@@ -256,5 +256,5 @@ def test_a_wrong_step_is_caught(name: str) -> None:
 
 
 def test_rows_of_one_setting_share_it() -> None:
-    assert len(native.settings_of(SAMPLINGS)) == 4
-    assert len(native.settings_of([SAMPLINGS[0]] * 4)) == 1
+    assert len(native_draws.settings_of(SAMPLINGS)) == 4
+    assert len(native_draws.settings_of([SAMPLINGS[0]] * 4)) == 1

@@ -1,6 +1,6 @@
 """The declared distribution: each control against Transformers' own, and every draft position against its true history.
 
-Tests of: sampling.penalties, sampling.controls, sampling.purity, sampling.native,
+Tests of: sampling.penalties, sampling.controls, sampling.purity, sampling.native_draws,
 sampling.distributions.
 """
 
@@ -19,7 +19,7 @@ from transformers.generation import logits_process as hf
 
 from shoal.config import Sampling
 from shoal.errors import BadLogits, RequestError
-from shoal.sampling import distributions, native
+from shoal.sampling import distributions, native_draws
 from shoal.sampling.distributions import pure_probabilities
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
@@ -57,7 +57,7 @@ def computed_by(request: pytest.FixtureRequest) -> Iterator[None]:
     """Everything holds for the kernels in C, and for the operations of torch where there are none."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(native, "takes", lambda scores, samplings: False)
+            patch.setattr(native_draws, "takes", lambda scores, samplings: False)
         yield
 
 

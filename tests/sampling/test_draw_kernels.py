@@ -3,7 +3,7 @@
 Tokens are compared with those of the functions on tensors, by the kernel's own p: rounding then moves a token with a probability of
 1e-7 or less. Negative controls compile the sources with one thing wrong, and the same comparisons must notice.
 
-Tests of: sampling.native, sampling.drawing, sampling.uniforms.
+Tests of: sampling.native_draws, sampling.drawing, sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from native_kernels import needs_compiler
 from shoal.config import Sampling
-from shoal.sampling import native
+from shoal.sampling import native_draws
 from shoal.sampling.acceptance import accepted_lengths, reject_and_replace
 from shoal.sampling.drawing import exponential_race, inverse_transform
-from shoal.sampling.native import Drawn, Verified, drawn, verified
+from shoal.sampling.native_draws import Drawn, Verified, drawn, verified
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -300,7 +300,7 @@ def test_bits_do_not_depend_on_the_batch(vocab: int, sampling: Sampling) -> None
     whole = of(slice(None), slice(None), [sampling])
     beside = of(slice(None), slice(None), [SAMPLED, SAMPLED, sampling, GREEDY, GREEDY])
     alone = of(slice(2, 3), slice(1, 2), [sampling])
-    with patch.object(native.torch, "get_num_threads", return_value=1):
+    with patch.object(native_draws.torch, "get_num_threads", return_value=1):
         single = of(slice(None), slice(None), [sampling])
     for a, b, c, d in zip(whole[:4], beside[:4], alone[:4], single[:4], strict=True):
         assert a is not None
@@ -367,7 +367,7 @@ def worst() -> float:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_caught(name: str) -> None:
     library = wrong_kernels(MUTANTS[name])
-    with patch.object(native, "library", lambda: library):
+    with patch.object(native_draws, "library", lambda: library):
         try:
             assert worst() > 1
         except RuntimeError:  # tensors that do not fit are noticed as well
@@ -376,5 +376,5 @@ def test_a_wrong_kernel_is_caught(name: str) -> None:
 
 def test_the_same_comparisons_pass_the_right_kernels() -> None:
     library = compiled_as_wrong_ones_are()
-    with patch.object(native, "library", lambda: library):
+    with patch.object(native_draws, "library", lambda: library):
         assert worst() <= 1

@@ -1,6 +1,6 @@
 """Distributions over 50,000 tokens and more, whose tails hold per cents: top-p above temperature 1, and residuals.
 
-Tests of: sampling.native, sampling.distributions, sampling.truncation, sampling.acceptance.rejection, native (drawing.h).
+Tests of: sampling.native_draws, sampling.distributions, sampling.truncation, sampling.acceptance.rejection, native (drawing.h).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from native_kernels import needs_compiler
 from shoal.config import Sampling
 from shoal.sampling.acceptance import reject_and_replace
 from shoal.sampling.distributions import probabilities, pure_probabilities
-from shoal.sampling.native import verified
+from shoal.sampling.native_draws import verified
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.config import LOSSY_RULES, Sampling
 from shoal.errors import RequestError
 from shoal.native.build import missing
-from shoal.sampling import controls, native
+from shoal.sampling import controls, native_draws
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.scores import Scores
@@ -75,18 +75,18 @@ class Counting:
     """How many verdicts the kernel gives."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.calls, verified = 0, native.verified
+        self.calls, verified = 0, native_draws.verified
 
-        def counted(*arguments: Any, **options: Any) -> native.Verified:
+        def counted(*arguments: Any, **options: Any) -> native_draws.Verified:
             self.calls += 1
             return verified(*arguments, **options)
 
-        patch.setattr(native, "verified", counted)
+        patch.setattr(native_draws, "verified", counted)
 
 
 def by_tensors(patch: pytest.MonkeyPatch) -> None:
     """Nothing is decided by the kernel in C."""
-    patch.setattr(native, "takes", lambda *_: False)
+    patch.setattr(native_draws, "takes", lambda *_: False)
 
 
 @needs_kernels

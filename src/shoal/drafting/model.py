@@ -33,7 +33,7 @@ from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedTokens
 from shoal.sampling.controls import change
 from shoal.sampling.distributions import RACES, draws
-from shoal.sampling.native import known
+from shoal.sampling.native_draws import known
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, Verdict

@@ -1,4 +1,4 @@
-/* Logits -> the declared distribution of each position, and a token drawn from it (shoal.sampling.native). Positions do not depend
+/* Logits -> the declared distribution of each position, and a token drawn from it (shoal.sampling.native_draws). Positions do not depend
    on each other, and every sum has one order, so that a position's bits do not depend on its batch. */
 
 #define BINS 1024

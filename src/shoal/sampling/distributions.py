@@ -5,7 +5,7 @@ q is, provided that p at a position depends on nothing but the position's logits
 every control is applied here, to both models, at each drafted position with the history that the
 position would have.
 
-On a CPU with a compiler a kernel in C computes the distributions (`shoal.sampling.native`), else
+On a CPU with a compiler a kernel in C computes the distributions (`shoal.sampling.native_draws`), else
 operations of torch.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.constraints import masks
-from shoal.sampling import native, truncation
+from shoal.sampling import native_draws, truncation
 from shoal.sampling.controls import all_controlled, controlled, groups, possible, report, width
 from shoal.sampling.drawing import exponential_race, finite, highest, inverse_transform
 from shoal.types.rounds import Faults
@@ -98,7 +98,7 @@ def draws(
     """
     samplings = [row.request.sampling for row in positions.rows]
     wanted = _Wanted(sampler, faults, want_p, want_highest)
-    if not (wanted.by_kernels and native.takes(logits, samplings)):
+    if not (wanted.by_kernels and native_draws.takes(logits, samplings)):
         return _by_torch(logits, positions, uniforms, wanted)
     scores = all_controlled(logits, positions, faults)
     return _by_kernels(scores, samplings, logits, positions, uniforms, wanted)
@@ -128,7 +128,7 @@ def _by_kernels(
 ) -> Draws:
     """Computes `draws` from the scores after all other controls, by the kernels in C."""
     race = wanted.sampler is not None and RACES[wanted.sampler]
-    drawn = native.drawn(
+    drawn = native_draws.drawn(
         scores, samplings, uniforms, race=race, want_p=wanted.p, want_highest=wanted.highest
     )
     if drawn.impossible:
@@ -219,7 +219,7 @@ def _of_group(
     """Computes `draws` of rows with the same `Sampling` except seed and grammar."""
     faults, sampler = wanted.faults, wanted.sampler
     scores = controlled(logits, sampling, positions, allowed, faults)
-    if wanted.by_kernels and native.takes(scores, [sampling]):
+    if wanted.by_kernels and native_draws.takes(scores, [sampling]):
         # The bits of these rows must not depend on the settings of other rows.
         return _by_kernels(scores, [sampling], logits, positions, uniforms, wanted)
     if sampling.greedy:

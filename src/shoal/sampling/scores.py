@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.sampling import controls, distributions, native
+from shoal.sampling import controls, distributions, native_draws
 from shoal.sampling.distributions import Draws, Sampler
 from shoal.types.rounds import Faults, Verdict
 from shoal.types.trees import DraftTree, Positions
@@ -107,13 +107,15 @@ def by_kernel(
     if (
         tree.branches
         or sampler not in distributions.RACES
-        or not native.takes(scores.logits, samplings)
+        or not native_draws.takes(scores.logits, samplings)
     ):
         return None
     faults: Faults = {}
     controlled = controls.all_controlled(scores.logits, scores.positions, faults)
     race = distributions.RACES[sampler]
-    found = native.verified(controlled, samplings, tree, uniforms, race=race, rejection=rejection)
+    found = native_draws.verified(
+        controlled, samplings, tree, uniforms, race=race, rejection=rejection
+    )
     if found.impossible:
         reached = torch.arange(tree.m + 1) == found.accepted[:, None]
         controls.report(

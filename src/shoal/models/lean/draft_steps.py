@@ -20,7 +20,7 @@ from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.whole import WholePass, require_done
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import DraftStepStruct, DrawsStruct
-from shoal.sampling.native import block_of, settings_of
+from shoal.sampling.native_draws import block_of, settings_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Drawing:
         vocab_size: the width of q, at most the drafter's own.
         samplings: the sampling settings of the rows.
         uniforms: [rows, at least the number of steps, ...] float64.
-        race: True draws by an exponential race (`shoal.sampling.native`).
+        race: True draws by an exponential race (`shoal.sampling.native_draws`).
         want_q: True if the steps return q beside the tokens.
         want_highest: True if the steps return the highest probabilities beside the tokens.
     """

@@ -1,7 +1,7 @@
 """Lean passes compute what the model's modules compute, and only for models that they know.
 
 Tests of: models.lean.decoder, models.lean.decoder, models.lean.forward, models.bridge,
-models.lean.native, models.selfcheck, models.divergence.
+models.lean.native_operations, models.selfcheck, models.divergence.
 """
 
 from __future__ import annotations

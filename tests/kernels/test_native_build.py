@@ -1,6 +1,6 @@
 """How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be.
 
-Tests of: models.lean.native, models.attention.native, native.build.
+Tests of: models.lean.native_operations, models.attention.native, native.build.
 """
 
 from __future__ import annotations

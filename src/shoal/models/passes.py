@@ -13,7 +13,7 @@ from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.lean.decoder import decoder_of, obstacle
 from shoal.models.lean.forward import LeanPass
-from shoal.models.lean.native import NativeKernels
+from shoal.models.lean.native_operations import NativeKernels
 from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.lean.decoder import Decoder
-from shoal.models.lean.native import NativeKernels
+from shoal.models.lean.native_operations import NativeKernels
 from shoal.models.lean.whole import WholePass
 from shoal.models.vectors import embedded
 

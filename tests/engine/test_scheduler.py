@@ -1,6 +1,6 @@
 """Slots, admissions, copies and moves: simulated without a tensor, then counted through the engine.
 
-Tests of: engine.admission, engine.batch, engine.scheduler, engine.memory.
+Tests of: engine.admission, engine.running_rows, engine.scheduler, engine.memory.
 """
 
 from __future__ import annotations

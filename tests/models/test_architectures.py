@@ -20,7 +20,7 @@ import shoal
 from attention_paths import KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
-from shoal.engine import batch
+from shoal.engine import running_rows
 from shoal.engine.scheduler import Round
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
@@ -137,13 +137,13 @@ def wavering(hf: Any, amount: float = 0.15) -> Any:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
     """The rounds in which rows joined or moved."""
     seen: list[Round] = []
-    real = batch.prefill
+    real = running_rows.prefill
 
     def spy(runner: Runner, round_: Round, *rest: Any) -> int:
         seen.append(round_)
         return real(runner, round_, *rest)
 
-    monkeypatch.setattr(batch, "prefill", spy)
+    monkeypatch.setattr(running_rows, "prefill", spy)
     return seen
 
 

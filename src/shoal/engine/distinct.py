@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.constraints.estimates import Trie
-from shoal.engine.batch import Batch
+from shoal.engine.running_rows import Batch
 from shoal.engine.samples import finish, visible_text
 from shoal.sampling.uniforms import Purpose, row_seed, uniforms
 from shoal.types.requests import Row

@@ -32,7 +32,6 @@ from shoal.drafting.protocol import (
     within,
 )
 from shoal.engine.accounting import Stopwatch, count_round, outcome
-from shoal.engine.batch import Batch
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
 from shoal.engine.commit import columns_of, commit
@@ -42,6 +41,7 @@ from shoal.engine.memory import Memory
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.resampling import resample
+from shoal.engine.running_rows import Batch
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
 from shoal.engine.verify import scores_of, verify

@@ -28,7 +28,7 @@ from shoal.constraints.syntax.requests import Syntax
 from shoal.constraints.syntax.viable import is_complete, is_viable
 from shoal.constraints.token_bytes import token_bytes
 from shoal.engine import checks
-from shoal.engine.samples import end_scores
+from shoal.engine.ended_rows import end_scores
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection

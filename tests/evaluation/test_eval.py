@@ -22,7 +22,7 @@ from sandboxes import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
 from shoal.cli.eval_output import show_table
-from shoal.engine.samples import finish
+from shoal.engine.ended_rows import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
 from shoal.evaluation.grading import Completions, Grade, grade_entries, rouge_grader

@@ -23,7 +23,7 @@ from serving import Served, legible, pair, served
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.config import Grammar
-from shoal.engine import samples
+from shoal.engine import ended_rows
 from shoal.serve.api_formats import name_and_bytes
 from shoal.testing import VOCABULARY
 from shoal.testing.scripted import says
@@ -67,8 +67,8 @@ def without_clock(answer: dict[str, Any]) -> dict[str, Any]:
 
 def test_samples_and_what_they_took_are_those_of_generate(server: Served) -> None:
     answer = server.client.completions.create(model="tiny", prompt="hello", n=3, seed=7, max_tokens=40).model_dump()
-    samples = offline(server, n=3, seed=7, max_new_tokens=40).samples
-    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+    ended_rows = offline(server, n=3, seed=7, max_new_tokens=40).samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in ended_rows]
     took = answer["usage"]["choices"]
     for name, mine in {
         "drafted": "drafted",
@@ -76,11 +76,11 @@ def test_samples_and_what_they_took_are_those_of_generate(server: Served) -> Non
         "rounds": "rounds",
         "ended_by": "finish_reason",
     }.items():
-        assert [choice[name] for choice in took] == [getattr(sample, mine) for sample in samples]
+        assert [choice[name] for choice in took] == [getattr(sample, mine) for sample in ended_rows]
     assert sum(choice["accepted"] for choice in took) > 0
-    assert [choice["mean_logprob"] for choice in took] == [sample.mean_logprob for sample in samples]
+    assert [choice["mean_logprob"] for choice in took] == [sample.mean_logprob for sample in ended_rows]
     assert answer["usage"]["prompt_tokens"] == 5
-    assert answer["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples) == 120
+    assert answer["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in ended_rows) == 120
 
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -115,11 +115,11 @@ def test_a_field_is_honoured_exactly(server: Served, name: str) -> None:
     theirs, ours = FIELDS[name]
     few = ({"logit_bias": {"65": 9, "66": 9}}, {"logit_bias": {65: 9, 66: 9}}) if name in LEVEL else ({}, {})
     answer = server.post(n=2, **{"seed": 7, **few[0], **theirs}).json()
-    samples = offline(server, n=2, **{"seed": 7, **few[1], **ours}).samples
-    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
-    assert [took["completion_tokens"] for took in answer["usage"]["choices"]] == [len(s.token_ids) for s in samples]
+    ended_rows = offline(server, n=2, **{"seed": 7, **few[1], **ours}).samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in ended_rows]
+    assert [took["completion_tokens"] for took in answer["usage"]["choices"]] == [len(s.token_ids) for s in ended_rows]
     unchanged = offline(server, n=2, seed=7, **few[1]).samples
-    assert [sample.text for sample in samples] != [sample.text for sample in unchanged], "the field would not be missed"
+    assert [sample.text for sample in ended_rows] != [sample.text for sample in unchanged], "the field would not be missed"
 
 
 def test_rows_of_unlike_requests_share_rounds_and_nothing_else(server: Served) -> None:
@@ -134,8 +134,8 @@ def test_rows_of_unlike_requests_share_rounds_and_nothing_else(server: Served) -
     for thread in threads:
         thread.join()
     for name, (_, ours) in FIELDS.items():
-        samples = offline(server, n=2, **{"seed": 7, **ours}).samples
-        assert [choice["text"] for choice in answers[name]["choices"]] == [sample.text for sample in samples], name
+        ended_rows = offline(server, n=2, **{"seed": 7, **ours}).samples
+        assert [choice["text"] for choice in answers[name]["choices"]] == [sample.text for sample in ended_rows], name
 
 
 def test_several_prompts_of_text_and_ids(server: Served) -> None:
@@ -211,8 +211,8 @@ def test_a_grammar_holds_for_its_own_request(server: Served, name: str) -> None:
     answer = server.post(**{"n": 4, "seed": 7, "max_tokens": 60, "logit_bias": {"256": 3.0}, **theirs}).json()
     other.join()
     bias = {int(token): value for token, value in theirs.get("logit_bias", {"256": 3.0}).items()}
-    samples = offline(server, n=4, seed=7, max_new_tokens=60, grammar=grammar, logit_bias=bias).samples
-    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
+    ended_rows = offline(server, n=4, seed=7, max_new_tokens=60, grammar=grammar, logit_bias=bias).samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in ended_rows]
     complete = [choice["text"] for choice in answer["choices"] if choice["finish_reason"] == "stop"]
     assert complete
     assert all(fits(text) for text in complete)
@@ -435,7 +435,7 @@ def test_best_of_prefers_samples_that_were_in_time(server: Served, monkeypatch: 
     late = {sample.token_ids for sample in ranked[:3]}
 
     def finish(row: Row, now: float) -> Sample:
-        sample = samples.finish(row, now)
+        sample = ended_rows.finish(row, now)
         return replace(sample, in_time=sample.token_ids not in late)
 
     monkeypatch.setattr("shoal.engine.commit.finish", finish)
@@ -461,9 +461,9 @@ def test_prompts_are_aligned_as_by_generate(server: Served, monkeypatch: pytest.
     monkeypatch.setattr("shoal.constraints.fim.TOKENS", (("Q", "W", "Z"),))
     answer = server.post(n=3, seed=7, max_tokens=8, stop=["a"], **more).json()
     options = {"rule": "coupled", "lookahead": 4, **more}
-    samples = server.shoal.generate(["hello"], 3, seed=7, max_new_tokens=8, stop=["a"], **options)[0].samples
-    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in samples]
-    assert answer["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples)
+    ended_rows = server.shoal.generate(["hello"], 3, seed=7, max_new_tokens=8, stop=["a"], **options)[0].samples
+    assert [choice["text"] for choice in answer["choices"]] == [sample.text for sample in ended_rows]
+    assert answer["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in ended_rows)
 
 
 @pytest.fixture(scope="module")
@@ -519,8 +519,8 @@ def test_syntax_cuts_middles_where_they_parse(filling: Served) -> None:
     states = {took["syntax"] for took in answer["usage"]["choices"]}
     assert states <= {"complete", "cut"}
     assert "cut" in states
-    samples = filling.shoal.generate(left, suffix=right, syntax="python", n=4, max_new_tokens=12, seed=3)[0].samples
-    assert texts == [sample.text for sample in samples]
+    ended_rows = filling.shoal.generate(left, suffix=right, syntax="python", n=4, max_new_tokens=12, seed=3)[0].samples
+    assert texts == [sample.text for sample in ended_rows]
     answer = filling.post(prompt='["a', suffix='b", 1]', syntax="json", n=2, max_tokens=6, seed=3).json()
     assert all(len(json.loads(f'["a{choice["text"]}b", 1]')) >= 2 for choice in answer["choices"])
     refused = filling.post(prompt="x = = ", syntax="python", max_tokens=4)

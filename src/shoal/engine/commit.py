@@ -12,7 +12,7 @@ import torch
 
 from shoal.constraints import masks
 from shoal.engine import logprobs
-from shoal.engine.samples import finish, visible_text
+from shoal.engine.ended_rows import finish, visible_text
 from shoal.errors import RequestError, ShoalError
 from shoal.sampling.purity import name_of
 from shoal.sampling.scores import Scores

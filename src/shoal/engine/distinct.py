@@ -30,8 +30,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.constraints.estimates import Trie
+from shoal.engine.ended_rows import finish, visible_text
 from shoal.engine.running_rows import Batch
-from shoal.engine.samples import finish, visible_text
 from shoal.sampling.uniforms import Purpose, row_seed, uniforms
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.protocol import Drafter
+from shoal.engine.ended_rows import finish, visible_text
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import prefill
 from shoal.engine.prefix_cache import PrefixCache
-from shoal.engine.samples import finish, visible_text
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.models.out_of_memory import explained

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from shoal.api import Shoal
-from shoal.cli import chat_session, chat_views, run, samples
+from shoal.cli import chat_session, chat_views, printed_samples, run
 from shoal.cli.chat import _talk
 from shoal.cli.chat_input import Entry, next_entry
 from shoal.cli.chat_session import ChatSession, ChatSettings
@@ -335,9 +335,9 @@ def reasoning(talk: Chat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ch
 def test_reasoning_is_apart_and_not_told_again(reasoning: Chat, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     found = reasoning(["one", f"/save {file}", "two"], "--json")
-    samples = [line["samples"][0] for line in found.lines]
-    assert [(s["reasoning"], s["text"]) for s in samples] == [("It has 2.", "Yes 2."), ("It has 4.", "Yes 4.")]
-    assert samples[0]["accepted"] > 0
+    printed_samples = [line["samples"][0] for line in found.lines]
+    assert [(s["reasoning"], s["text"]) for s in printed_samples] == [("It has 2.", "Yes 2."), ("It has 4.", "Yes 4.")]
+    assert printed_samples[0]["accepted"] > 0
     turn = len("<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n")
     assert [line["prompt_tokens"] for line in found.lines] == [turn, 2 * turn + len("Yes 2.<|im_end|>\n")]
     assert json.loads(file.read_text())["messages"][1] == {
@@ -374,7 +374,7 @@ def pressing(monkeypatch: pytest.MonkeyPatch, after: int, times: int = 1) -> Non
                 for _ in range(times):
                     os.kill(os.getpid(), signal.SIGINT)
 
-        return samples.follow(stream, press)
+        return printed_samples.follow(stream, press)
 
     monkeypatch.setattr(chat_session, "follow", follow)
 

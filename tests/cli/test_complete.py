@@ -22,7 +22,7 @@ from rich.console import Console
 from commands import SAMPLE_KEYS, Command, Models, shoal, tiny
 from shoal.api import Shoal, load
 from shoal.cli.cursor import split_at
-from shoal.cli.samples import follow
+from shoal.cli.printed_samples import follow
 from shoal.cli.suggestions import NO_NEWLINE, diff
 from shoal.constraints import fim, members
 from shoal.errors import RequestError

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from shoal import load
 from shoal.api import Shoal
-from shoal.cli import generate, run, samples
+from shoal.cli import generate, printed_samples, run
 from shoal.cli.console import printable
 
 Lines = list[dict[str, Any]]
@@ -149,7 +149,7 @@ def pressed(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             if len(seen) == after:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return samples.follow(stream, press)
+        return printed_samples.follow(stream, press)
 
     monkeypatch.setattr(generate, "follow", follow)
 

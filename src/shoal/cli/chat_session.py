@@ -13,8 +13,8 @@ from shoal.cli.chat_views import Answered, ChatView
 from shoal.cli.conversation import Candidate, Conversation
 from shoal.cli.messages import ChatWriter
 from shoal.cli.options import parse_lookahead
+from shoal.cli.printed_samples import follow
 from shoal.cli.prompt_lines import OPTIONS, with_ends
-from shoal.cli.samples import follow
 from shoal.cli.views import decoder
 from shoal.config import require_text
 from shoal.errors import RequestError

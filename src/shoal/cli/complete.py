@@ -22,7 +22,7 @@ from shoal.cli.options import (
     SpeculationOptions,
     parse_lookahead,
 )
-from shoal.cli.samples import follow, report_failures
+from shoal.cli.printed_samples import follow, report_failures
 from shoal.cli.suggestions import best_first, show_suggestions
 from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError

@@ -25,7 +25,7 @@ from shoal.cli.options import (
     dtype_name,
     parse_lookahead,
 )
-from shoal.cli.samples import follow, show_output
+from shoal.cli.printed_samples import follow, show_output
 from shoal.config import require_text
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options

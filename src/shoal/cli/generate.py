@@ -26,8 +26,8 @@ from shoal.cli.options import (
     SpeculationOptions,
     parse_lookahead,
 )
+from shoal.cli.printed_samples import follow, report_failures, show_output
 from shoal.cli.prompt_lines import GrammarOptions, PromptLine, lines_of, merged
-from shoal.cli.samples import follow, report_failures, show_output
 from shoal.cli.views import Events, RunningText, RunView, decoder, show_end
 from shoal.errors import RequestError
 from shoal.types.samples import Result, Sample

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.cli.console import printable
-from shoal.cli.samples import describe
+from shoal.cli.printed_samples import describe
 
 if TYPE_CHECKING:
     from shoal.types.samples import Output, Sample

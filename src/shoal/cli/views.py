@@ -16,7 +16,7 @@ from rich.text import Text
 
 from shoal.cli.board import tinted
 from shoal.cli.console import stderr
-from shoal.cli.samples import describe
+from shoal.cli.printed_samples import describe
 
 if TYPE_CHECKING:
     from shoal.types.samples import Increment, Result, Sample

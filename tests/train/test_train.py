@@ -25,7 +25,7 @@ from problems.generator import generate, split_of, templates
 from shoal.drafting.distillation import acceptance, distillation_loss, next_token_loss
 from shoal.errors import RequestError
 from shoal.evaluation.tasks import function_problems
-from shoal.problems import Draw, stored_problems
+from shoal.stored_problems import Draw, stored_problems
 from shoal.train.loop import Schedule, Trainer
 from shoal.train.muon import orthogonalise
 from shoal.train.own_samples import stored_prompts

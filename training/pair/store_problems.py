@@ -6,7 +6,7 @@ import gzip
 import json
 
 from problems.generator import FunctionProblem, Split, generate
-from shoal.problems import Draw, stored_file
+from shoal.stored_problems import Draw, stored_file
 
 DRAWS: dict[Draw, tuple[int, int, Split]] = {
     "corpus": (22, 8000, "train"),

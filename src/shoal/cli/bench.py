@@ -35,7 +35,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.progress import duration, progress_bar
 from shoal.errors import RequestError
-from shoal.problems import stored_problems
+from shoal.stored_problems import stored_problems
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

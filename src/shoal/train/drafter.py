@@ -23,7 +23,7 @@ from shoal.drafting.multi_exit import EXITS
 from shoal.errors import RequestError
 from shoal.models.first_layers import shallow
 from shoal.models.loading import eos_ids, load_tokenizer
-from shoal.problems import stored_problems
+from shoal.stored_problems import stored_problems
 from shoal.train.loop import Loss
 from shoal.train.own_samples import SEED
 from shoal.train.shrink import small_model

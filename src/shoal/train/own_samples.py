@@ -17,7 +17,7 @@ from rich.progress import track
 
 from shoal.api import Shoal, load
 from shoal.errors import RequestError
-from shoal.problems import stored_problems
+from shoal.stored_problems import stored_problems
 from shoal.train.windows import Tokens
 
 PART = 96

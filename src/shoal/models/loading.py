@@ -18,6 +18,7 @@ from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.capabilities import capabilities, keeps_states
 from shoal.models.executors.lean import C_DECODER
+from shoal.models.fixed_shapes import make_strict
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import own_model
 from shoal.models.gguf.tokenizer import tokenizer_of
@@ -28,7 +29,6 @@ from shoal.models.quantize import Int8Linear, quantized
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.models.sources import directory_of, gguf_of
-from shoal.models.strict import make_strict
 from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
 from shoal.native.build import missing
@@ -71,7 +71,7 @@ def wrap(
 
     Args:
         strict: True for passes whose bits do not depend on the other rows in them
-            (`shoal.models.strict`).
+            (`shoal.models.fixed_shapes`).
         results: the kept results of checks of earlier loads; None = there are none.
 
     Raises:

@@ -79,7 +79,7 @@ class Runner:
         hidden: the hidden states of the last pass, [rows, q, layers * width], the layers side by
             side; padding columns are meaningless.
         forward_context: the function of the context that is entered during each pass
-            (`shoal.models.strict`).
+            (`shoal.models.fixed_shapes`).
         notes: the measurements and choices of the load, by subject.
         computed: the number of passes by executor, see `take_executors`.
         absent: the executors that were ruled out when the model was loaded, and the reasons.

@@ -7,7 +7,7 @@ fused       one Triton kernel, each row at its exact length, shared prompts incl
             (or Triton's interpreter)
 native      one kernel in C, each row at its exact length, shared prompts included; CPU with a
             C compiler; long prompts by split
-strict      bits that depend on the query's own row only; CPU (`shoal.models.strict`)
+strict      bits that depend on the query's own row only; CPU (`shoal.models.fixed_shapes`)
 bifurcated  tails padded, each shared prompt once for all its rows; pad and split call it where
             prompts are shared
 auto        fused where it runs on CUDA; on a CPU native where there is a C compiler; else pad

@@ -16,7 +16,7 @@ class Modules:
     """The executor that computes any batch by a model's modules, with shoal's attention.
 
     Attributes:
-        forward_context: entered for the length of each pass (`shoal.models.strict`).
+        forward_context: entered for the length of each pass (`shoal.models.fixed_shapes`).
     """
 
     name = MODULES

@@ -28,7 +28,7 @@ PACKAGE = ROOT / "src" / "shoal"
 
 LAYERS = (
     "errors durable",
-    "config problems native",
+    "config stored_problems native",
     "types",
     "constraints lookahead",
     "sampling",
@@ -71,10 +71,11 @@ DEFERRED = (
     "shoal.integrations.lm_eval",
 )  # fmt: skip
 TORCH_FREE = (
-    "errors durable config problems lookahead types.requests types.samples types.schedule types.prefix types.counts types.keyword_options "
-    "types.prompt_forms types.stats "
+    "errors durable config stored_problems lookahead types.requests types.samples types.schedule types.prefix "
+    "types.counts types.keyword_options types.prompt_forms types.stats "
     "engine.scheduler engine.admission engine.waiting engine.prefix_store engine.detokenizer "
-    "engine.ended_rows constraints.json_schemas constraints.disjoint constraints.unique_items constraints.grammar_sources models.sources "
+    "engine.ended_rows constraints.json_schemas constraints.disjoint constraints.unique_items "
+    "constraints.grammar_sources models.sources "
     "drafting.draft drafting.registry"
 )
 """Pure Python: tested and reasoned about without a tensor."""

@@ -1,6 +1,6 @@
 """The training code at small sizes, and the pair that it shipped.
 
-Tests of: problems, train.windows, drafting.distillation, train.loop, train.muon, and of training/pair.
+Tests of: stored_problems, train.windows, drafting.distillation, train.loop, train.muon, and of training/pair.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def wrap(
     Raises:
         RequestError: the model is in training mode, or strict is on an accelerator or with another
             attention.
-        UnsupportedModel: see `shoal.models.capabilities`, `selfcheck` and `strict`.
+        UnsupportedModel: see `shoal.models.capabilities`, `selfcheck` and `fixed_shapes`.
     """
     require_eval(hf, name)
     attention_path, context = capabilities(hf, name)

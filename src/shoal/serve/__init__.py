@@ -27,14 +27,14 @@ worker.py            admission and updates
 submissions.py       the data between the event loop and the engine's thread
 engine_thread.py     the thread that owns the models
 scoring.py           scores prompts for `echo`
-grammars.py          compiles grammars under limits
+compiled_grammars.py compiles grammars under limits
 grammar_probe.py     the process that tries grammars first
 api_paths.py         the paths of the API, and the answers for those that do not exist
 api_errors.py        errors as OpenAI writes them
-app.py               the application; ops.py, page.py, openapi.py, access.py: its parts
-exchanges.py         requests and their answers, for logs.py (a line for each) and metrics.py
+app.py               the application; ops.py, playground_page.py, openapi.py, access.py: its parts
+exchanges.py         requests and their answers, for logs.py (a line for each) and prometheus_metrics.py
 run.py               uvicorn, signals, draining, and the answers until a model is loaded
-protocol.py          the limits of connections
+http_protocol.py     the limits of connections
 tls.py               certificates
 offline.py           batch files
 batch_lines.py       the lines of batch files, and blocks of them for several processes

@@ -1,6 +1,6 @@
 """The executors: each computes passes of one model.
 
-`protocol.py` is the seam, the other modules are the executors. A runner asks its executors in
+`executor.py` is the seam, the other modules are the executors. A runner asks its executors in
 order, and the first that does not refuse a batch computes it; `Modules`, the last, computes every
 batch. `Runner.explain` returns the executor of a batch and the reasons of those that refuse it;
 `Stats.executors` counts passes by executor.

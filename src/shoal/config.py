@@ -1,8 +1,8 @@
 """The options that a caller may set: frozen, checked when made, unknown names rejected.
 
 Three classes for three subjects: `Sampling` (with its `Grammar`) for the choice of a token,
-`Limits` for the end of a row, `Speculation` for the draft length. `shoal.types.keyword_options` sorts
-keyword arguments into them.
+`Limits` for the end of a row, `Speculation` for the draft length. `shoal.types.keyword_options`
+sorts keyword arguments into them.
 """
 
 from __future__ import annotations

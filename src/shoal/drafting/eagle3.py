@@ -1,4 +1,4 @@
-"""EAGLE-3 heads draft token by token, with a ragged cache of their own (`shoal.models.eagle3_layer`).
+"""EAGLE-3 heads draft token by token, with a ragged cache of their own.
 
 They are a draft model (`shoal.drafting.model`) whose tokens have a state each. The draft model's
 code draws tokens, verifies them by their q, and places rows and prompts. Only tokens whose state is

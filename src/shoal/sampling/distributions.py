@@ -5,8 +5,8 @@ q is, provided that p at a position depends on nothing but the position's logits
 every control is applied here, to both models, at each drafted position with the history that the
 position would have.
 
-On a CPU with a compiler a kernel in C computes the distributions (`shoal.sampling.native_draws`), else
-operations of torch.
+On a CPU with a compiler a kernel in C computes the distributions (`shoal.sampling.native_draws`),
+else operations of torch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ grammar_probe.py     the process that tries grammars first
 api_paths.py         the paths of the API, and the answers for those that do not exist
 api_errors.py        errors as OpenAI writes them
 app.py               the application; ops.py, playground_page.py, openapi.py, access.py: its parts
-exchanges.py         requests and their answers, for logs.py (a line for each) and prometheus_metrics.py
+exchanges.py         requests and their answers, for logs.py and prometheus_metrics.py
 run.py               uvicorn, signals, draining, and the answers until a model is loaded
 http_protocol.py     the limits of connections
 tls.py               certificates

@@ -2,8 +2,8 @@
 
 llguidance cannot be interrupted: a schema of three lines can take minutes, or all memory, and a
 failed allocation aborts its process. So the grammar of a request is compiled here first.
-`shoal.serve.compiled_grammars` runs this file as a script that imports nothing of shoal; it reads one line
-of JSON per grammar, and writes one line of JSON as the result.
+`shoal.serve.compiled_grammars` runs this file as a script that imports nothing of shoal; it reads
+one line of JSON per grammar, and writes one line of JSON as the result.
 """
 
 from __future__ import annotations

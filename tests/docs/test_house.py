@@ -49,7 +49,7 @@ import each other. There are no exceptions."""
 RESERVED = {
     "transformers": "models integrations testing train bench",
     "typer": "cli train",
-    "rich": "cli train bench engine.progress",
+    "rich": "cli train bench engine.stream",
     "matplotlib": "bench evaluation",
     "rouge_score": "evaluation",
     "triton": "models.attention models.layers",

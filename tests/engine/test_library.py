@@ -1,6 +1,6 @@
 """The library as users see it: names, types, reprs, other libraries' values, model objects, progress, `async for`, `close`.
 
-Tests of: api, engine.stream, engine.progress, types.keyword_options.
+Tests of: api, engine.stream, types.keyword_options.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 
 from shoal.engine.engine import Engine
@@ -100,9 +101,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
                 `result` has all samples.
         """
         if progress:
-            from shoal.engine.progress import follow
-
-            follow(
+            _follow(
                 self,
                 sum(map(len, self.rows)),
                 max(request.limits.max_new_tokens for request in self._requests),
@@ -177,3 +176,33 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
                     result=c.sample,
                 )
             )
+
+
+def _follow(increments: Iterable[Increment], rows: int, most: int) -> None:
+    """Exhausts the increments and shows a progress bar on stderr.
+
+    The bar is shown in a terminal or a notebook only.
+
+    Args:
+        increments: the increments.
+        rows: the number of rows.
+        most: the new tokens that each row may have; a row that ends earlier counts as complete.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    shown = sys.stderr.isatty() or console.is_jupyter
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task(_description(0, rows, 0), total=rows * most)
+        tokens = ended = cut = 0
+        for increment in increments:
+            tokens += len(increment.token_ids)
+            if increment.result is not None:
+                ended, cut = ended + 1, cut + most - len(increment.result.token_ids)
+            bar.update(task, completed=tokens + cut, description=_description(ended, rows, tokens))
+
+
+def _description(ended: int, rows: int, tokens: int) -> str:
+    return f"{ended}/{rows} rows, {tokens} tokens"

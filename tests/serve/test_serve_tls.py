@@ -1,6 +1,6 @@
 """HTTPS by the server itself: who is answered, who is not, and what is said about files that do not fit.
 
-Tests of: serve.tls, serve.http_protocol, cli.tls.
+Tests of: serve.tls, serve.http_protocol, cli.serve_options.
 """
 
 from __future__ import annotations

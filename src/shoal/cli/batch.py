@@ -22,15 +22,14 @@ from shoal.cli.option_groups import (
 )
 from shoal.cli.options import JsonOption, ModelSource, Rule, parse_lookahead
 from shoal.cli.progress import BatchProgress, displayed
-from shoal.cli.serve import (
+from shoal.cli.serve import in_bytes, ray_cluster
+from shoal.cli.serve_options import (
     ChatTemplateOption,
     CpusOption,
     GpusOption,
     KvMemoryOption,
     MaxNOption,
     MaxTokensOption,
-    in_bytes,
-    ray_cluster,
 )
 from shoal.errors import InternalError, RequestError
 from shoal.models.sources import name_of

@@ -4,234 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from shoal.cli.files import TEMPLATE_HELP, read_template, turn_ends
-from shoal.cli.option_groups import (
-    address_option,
-    limits_option,
-    machines_option,
-    models_option,
-    option_groups,
-    output_option,
-    speed_option,
+from shoal.cli.files import read_template, turn_ends
+from shoal.cli.option_groups import option_groups
+from shoal.cli.options import ModelSource, parse_lookahead
+from shoal.cli.serve_options import (
+    AddressOptions,
+    LimitOptions,
+    LogOptions,
+    NameOptions,
+    ReplicaOptions,
+    ServedSpeculation,
+    TlsOptions,
 )
-from shoal.cli.options import ModelSource, Rule, parse_lookahead
-from shoal.cli.tls import TlsOptions
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
 from shoal.models.sources import name_of
 
 if TYPE_CHECKING:
+    import socket
+
+    from shoal.serve.serve_config import ServeConfig
     from shoal.serve.settings import Settings
     from shoal.serve.tls import Tls
 
 LOOPBACK = ("127.", "localhost", "[::1]")
-LogLevel = Literal["critical", "error", "warning", "info", "debug"]
-LogFormat = Literal["text", "json"]
-CpusOption = Annotated[
-    float, machines_option("--cpus", min=0, help="With --ray: CPUs of each, and its threads.")
-]
-GpusOption = Annotated[
-    float, machines_option("--gpus", min=0, help="With --ray: GPUs of each, or a part of one.")
-]
-ChatTemplateOption = Annotated[
-    Path | None, models_option("--chat-template", metavar="NAME|FILE", help=TEMPLATE_HELP)
-]
-MaxNOption = Annotated[
-    int, limits_option("--max-n", min=1, help="Samples of a prompt, best_of included.")
-]
-MaxTokensOption = Annotated[
-    int, limits_option("--max-tokens", min=1, help="New tokens of a sample.")
-]
-KvMemoryOption = Annotated[
-    float | None,
-    limits_option(
-        "--kv-memory",
-        min=0.001,
-        help="GiB that the keys and values of all samples may take; more wait.",
-        show_default="half of what is free",
-    ),
-]
-
-
-PrefixMemoryOption = Annotated[
-    float | None,
-    limits_option(
-        "--prefix-memory",
-        min=0,
-        help="GiB of it for prompts that are kept for later requests of the same key; 0 = none.",
-        show_default="an eighth, at most 1",
-    ),
-]
-
-
-@dataclass(frozen=True)
-class NameOptions:
-    """The names of the served model, and its chat template."""
-
-    name: Annotated[
-        list[str] | None,
-        models_option(
-            "--name",
-            "--served-model-name",
-            help="What clients call the model; repeatable. Without it, as --model (of a path "
-            "its last part), or 'bundled'.",
-        ),
-    ] = None
-    chat_template: ChatTemplateOption = None
-
-
-@dataclass(frozen=True)
-class AddressOptions:
-    """The address of the server, and its callers."""
-
-    host: Annotated[str, address_option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, address_option(min=0, max=65535, help="0 = any that is free.")] = 8000
-    api_key_file: Annotated[
-        Path | None,
-        address_option(
-            help="A file of API keys, one a line, a weight behind it or not. Without it, the "
-            "key in SHOAL_API_KEY; without both, "
-            "open to all."
-        ),
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None,
-        address_option(help="A web page's origin that may call from a browser; repeatable."),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        address_option(
-            help="A host name that requests may use, beside addresses and localhost; "
-            "repeatable, * = any.",
-            show_default="on a loopback address none, elsewhere any",
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class LimitOptions:
-    """The limits of requests."""
-
-    max_n: MaxNOption = 256
-    max_tokens: MaxTokensOption = 1024
-    max_grammar: Annotated[
-        int, limits_option(min=1, help="Characters of a grammar or JSON schema.")
-    ] = 262144
-    queue: Annotated[
-        int, limits_option(min=0, help="Samples that may wait; requests beyond get 429.")
-    ] = 256
-    kv_memory: KvMemoryOption = None
-    prefix_memory: PrefixMemoryOption = None
-    generation_config: Annotated[
-        Literal["auto", "none"],
-        limits_option(
-            help="auto: chats that do not say how they are sampled are sampled as the model's "
-            "generation_config says."
-        ),
-    ] = "auto"
-    members: Annotated[
-        bool,
-        limits_option(
-            "--members",
-            help="Requests may ask for members that jedi knows behind a dot. It needs jedi.",
-        ),
-    ] = False
-    max_body: Annotated[int, limits_option(min=1, help="Bytes of a request.")] = 2 * 2**20
-    timeout: Annotated[
-        float,
-        limits_option(min=0.001, help="Seconds; samples unfinished then are returned as they are."),
-    ] = 600.0
-    drain: Annotated[
-        float,
-        limits_option(min=0, help="Seconds for open requests to finish after SIGTERM or Ctrl-C."),
-    ] = 20.0
-
-
-@dataclass(frozen=True)
-class ServedSpeculation:
-    """The draft lengths and the acceptance rule of all requests."""
-
-    lookahead: Annotated[
-        str,
-        speed_option(
-            "--lookahead",
-            "--k",
-            "-k",
-            metavar="LENGTH",
-            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A "
-            "request may ask for less.",
-        ),
-    ] = "auto"
-    rule: Annotated[
-        Rule,
-        speed_option(
-            help="How drafts are accepted. coupled: a seed's tokens come again, whoever else is "
-            "served. rejection: accepts more, "
-            "and seeds are refused. auto = coupled."
-        ),
-    ] = "auto"
-
-
-@dataclass(frozen=True)
-class ReplicaOptions:
-    """The replicas on Ray Serve."""
-
-    ray: Annotated[
-        bool,
-        machines_option(
-            "--ray",
-            help="On Ray Serve: replicas on the cluster of RAY_ADDRESS, or on this machine.",
-        ),
-    ] = False
-    replicas: Annotated[int, machines_option(min=1, help="With --ray: pairs at least.")] = 1
-    max_replicas: Annotated[
-        int | None,
-        machines_option(
-            min=1, help="With --ray: pairs at most, by demand.", show_default="as --replicas"
-        ),
-    ] = None
-    target_requests: Annotated[
-        float,
-        machines_option(
-            min=0.1,
-            help="With --ray: requests, running and waiting, of a replica; beyond, there is one "
-            "more.",
-        ),
-    ] = 4.0
-    upscale_delay: Annotated[
-        float,
-        machines_option(
-            min=0, help="With --ray: seconds of more demand before a replica is added."
-        ),
-    ] = 30.0
-    downscale_delay: Annotated[
-        float,
-        machines_option(
-            min=0, help="With --ray: seconds of less demand before a replica is removed."
-        ),
-    ] = 600.0
-    cpus: CpusOption = 1.0
-    gpus: GpusOption = 0.0
-
-
-@dataclass(frozen=True)
-class LogOptions:
-    """The log that the server prints."""
-
-    log_level: Annotated[LogLevel, output_option(help="What is logged on stderr.")] = "info"
-    log_format: Annotated[LogFormat, output_option(help="Lines of text, or of JSON objects.")] = (
-        "text"
-    )
-    json: Annotated[
-        bool, output_option("--json", help="One JSON object on stdout once requests are answered.")
-    ] = False
 
 
 @option_groups()
@@ -257,19 +59,14 @@ def serve(
     if source.tensor_parallel:
         _check_with_tensor_parallel(machines, limits)
     try:
-        from shoal.serve import logs, run, serve_config
+        from shoal.serve import run, serve_config
     except ImportError as error:
         raise RequestError(
             f"shoal serve needs more packages ({error}): pip install '.[serve]'"
         ) from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
-    allowed = _settings(
-        naming.name or [name_of(source.model or "bundled")],
-        naming.chat_template,
-        rule,
-        address,
-        limits,
-    )
+    names = naming.name or [name_of(source.model or "bundled")]
+    allowed = _settings(names, naming.chat_template, rule, address, limits)
     if rule in LOSSY_RULES:
         _say(LOSSY_RULES[rule], "yellow")
     memory = (
@@ -284,39 +81,80 @@ def serve(
             raise RequestError("--ray has no TLS: put a proxy with the certificate before it")
         from shoal.engine.batch_size import most_rows
 
-        cluster = ray_cluster()
-        replicas = cluster.Replicas(
-            machines.replicas,
-            machines.max_replicas or machines.replicas,
-            machines.target_requests,
-            open=limits.queue + most_rows(source.max_batch),
-            drain=limits.drain,
-            up_after=machines.upscale_delay,
-            down_after=machines.downscale_delay,
-        )
-        cluster.run(
-            served,
-            address.host,
-            address.port,
-            replicas=replicas,
-            share=cluster.Share(machines.cpus, machines.gpus),
-            ready=ready,
-            log=cluster.LogConfig(output.log_level, output.log_format),
-        )
+        most_open = limits.queue + most_rows(source.max_batch)
+        _serve_on_ray(served, machines, address, output, ready, open=most_open, drain=limits.drain)
         return
     if source.tensor_parallel and os.environ.get("RANK", "0") != "0":
         source.load()  # computes the passes that rank 0 asks for, and ends with rank 0
     # bind raises for a port in use before a model is loaded
-    with (
-        run.bind(address.host, address.port) as listening,
-        logs.written(output.log_level, output.log_format),
-    ):
+    with run.bind(address.host, address.port) as listening:
+        _serve_here(listening, served, output, ready, encryption, drain=limits.drain)
+
+
+def _serve_on_ray(
+    served: ServeConfig,
+    machines: ReplicaOptions,
+    address: AddressOptions,
+    output: LogOptions,
+    ready: Callable[[int], None],
+    *,
+    open: int,
+    drain: float,
+) -> None:
+    """Serves by replicas on Ray until a signal.
+
+    Args:
+        served: the configuration of each replica.
+        machines: the replicas, and the share of a machine that each takes.
+        address: the address of the server.
+        output: the log.
+        ready: called with the port once requests are answered.
+        open: the requests that a replica may have open, running and waiting.
+        drain: seconds for open requests to finish.
+
+    Raises:
+        RequestError: Ray is missing.
+    """
+    cluster = ray_cluster()
+    replicas = cluster.Replicas(
+        machines.replicas,
+        machines.max_replicas or machines.replicas,
+        machines.target_requests,
+        open=open,
+        drain=drain,
+        up_after=machines.upscale_delay,
+        down_after=machines.downscale_delay,
+    )
+    cluster.run(
+        served,
+        address.host,
+        address.port,
+        replicas=replicas,
+        share=cluster.Share(machines.cpus, machines.gpus),
+        ready=ready,
+        log=cluster.LogConfig(output.log_level, output.log_format),
+    )
+
+
+def _serve_here(
+    listening: socket.socket,
+    served: ServeConfig,
+    output: LogOptions,
+    ready: Callable[[int], None],
+    encryption: Tls | None,
+    *,
+    drain: float,
+) -> None:
+    """Serves by this process until a signal, and answers 503 until the model is loaded."""
+    from shoal.serve import logs, run
+
+    with logs.written(output.log_level, output.log_format):
         with run.answered(listening, encryption):
             app = served.app()
         run.run(
             app,
             listening,
-            drain=limits.drain,
+            drain=drain,
             log_level=output.log_level,
             ready=partial(ready, listening.getsockname()[1]),
             tls=encryption,

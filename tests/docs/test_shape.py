@@ -21,7 +21,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 440,
-    "lines": 77_189,
+    "lines": 77_225,
     "short modules": 16,
     "long lines": 1,
     "packed statements": 0,

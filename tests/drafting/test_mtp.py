@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +28,7 @@ from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.mtp import CascadeDrafter, MtpDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
-from shoal.errors import UnsupportedModel
+from shoal.errors import ModelError, UnsupportedModel
 from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
 from shoal.models.mtp_layer import MtpHeads
@@ -152,7 +153,7 @@ def test_a_layer_that_knows_is_always_accepted(architecture: str, tmp_path: Path
 # ── several layers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module", params=[("deepseek-v3", 2), ("glm4-moe", 3)], ids=str)
+@pytest.fixture(scope="module", params=[("deepseek-v3", 2), ("glm4-moe", 3), ("qwen3.5", 2)], ids=str)
 def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     architecture, layers = request.param
     return loaded(save_mtp(tmp_path_factory.mktemp(architecture), architecture, layers=layers))
@@ -239,6 +240,35 @@ def test_a_first_draft_is_that_of_transformers(deep: Runner) -> None:
     drafted, *_ = layer(fed, states[:, :-1], None, places, transformers.cache_utils.MtpCache(config=layer.config))
     layer.config._attn_implementation = before
     assert found == drafted.tolist()
+
+
+def test_layers_share_what_stands_beside_them(tmp_path: Path) -> None:
+    """Qwen's layers have one projection and one set of norms, those of the file; DeepSeek's have their own."""
+    for architecture, alike in (("qwen3-next", True), ("deepseek-v3", False)):
+        place = save_mtp(tmp_path / architecture, architecture, layers=2)
+        first, second = MtpDrafter.for_target(loaded(place))._heads.layer.layers
+        for module in ("eh_proj", "enorm", "hnorm", "post_norm"):
+            assert (getattr(first, module) is getattr(second, module)) == alike, module
+        assert not torch.equal(first.mtp_block.self_attn.o_proj.weight, second.mtp_block.self_attn.o_proj.weight)
+        if alike:
+            published = load_file(place / "model.safetensors")
+            assert torch.equal(first.eh_proj.weight, published["mtp.fc.weight"])
+            assert torch.equal(first.post_norm.weight, published["mtp.norm.weight"])
+
+
+def test_auto_passes_over_layers_that_are_not_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tensor of the second layer is missing: `auto` says so and takes `suffix`, `mtp` is an error."""
+    place = save_mtp(tmp_path, "qwen3-next", layers=2)
+    tensors = load_file(place / "model.safetensors")
+    del tensors["mtp.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("WARNING", "shoal"), shoal.load(place, "auto", dtype="float32") as pair:
+        assert str(pair.drafter_name).startswith("suffix")
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "shoal"]
+    assert said.startswith("draft=auto passes over the layer for further tokens: ")
+    assert "layers.1.mtp_block.self_attn.o_proj.weight" in said
+    with pytest.raises(ModelError, match="o_proj"):
+        shoal.load(place, "mtp", dtype="float32")
 
 
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,11 +24,12 @@ from shoal.drafting.checkpoints import layers_and_width, once
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.shapes import shape_of
-from shoal.errors import UnsupportedModel
+from shoal.errors import ModelError, UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.eagle3_layer import Eagle3Model
 from shoal.models.mtp_layer import MtpHeads, checkpoint_of, layer_names, load_layer
 from shoal.models.runner import Runner
+from shoal.types.load_stages import LOG
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
 
@@ -212,9 +213,16 @@ class CascadeModel(Eagle3Model):
 
 
 def has_layer(target: Runner) -> bool:
-    """Returns True if the target's checkpoint has such layers."""
+    """Returns True if the target's checkpoint has such layers, and they can be loaded."""
     place = _place(target)
-    return place is not None and bool(layer_names(place, layers_and_width(target)[0]))
+    if place is None or not layer_names(place, layers_and_width(target)[0]):
+        return False
+    try:
+        once(target, str(place), _load)
+    except ModelError as error:
+        LOG.warning("draft=auto passes over the layer for further tokens: %s", error)
+        return False
+    return True
 
 
 def _place(target: Runner) -> Path | None:

@@ -9,7 +9,9 @@ the states of layer k - 1. Further tokens are drafted by the last layer from its
 EAGLE does.
 
 Checkpoints name the layer in several ways, and Transformers knows its names at published sizes
-only: `Beside` gives it a model whose config and names are those of the checkpoint at hand.
+only: `Beside` gives it a model whose config and names are those of the checkpoint at hand. The
+projection and norms that Qwen's checkpoints have beside their layers (`mtp.fc`) are those of the
+first layer to Transformers. They are all layers', as other engines read them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,13 @@ HIDDEN = -1e4
 
 Layer k has no states for the first k + 1 tokens of a row.
 """
+SHARED = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "post_norm",
+}
+"""The modules that a checkpoint has once beside its layers, and Transformers in each layer."""
 
 
 def checkpoint_of(hf: Any) -> Path | None:
@@ -68,6 +77,16 @@ def layer_names(directory: Path, layers: int) -> dict[str, list[str]]:
         elif layer and int(layer[1]) >= layers:
             found.setdefault(str(int(layer[1]) - layers), []).append(name)
     return found
+
+
+def shared_modules(names: Iterable[str]) -> list[str]:
+    """Returns the modules of a layer, as Transformers calls them, that stand beside the layers.
+
+    Args:
+        names: the names of the layers' tensors.
+    """
+    beside = (re.search(r"(?:^|\.)mtp\.(\w+)\.\w+$", name) for name in names)
+    return sorted({SHARED[one[1]] for one in beside if one and one[1] in SHARED})
 
 
 def _tensors(directory: Path) -> Sequence[str]:
@@ -177,8 +196,14 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
         raise UnsupportedModel(
             "draft=mtp needs Transformers 5.24, which has MtpModel: pip install -U transformers"
         ) from error
+    shared = shared_modules(names.get("0", ()))
+    later = rf"^layers\.[1-9]\d*\.({'|'.join(shared) or '$'})\."
+    missing = [*(MtpModel._keys_to_ignore_on_load_missing or ()), later]
+    # Of the same name and module: Transformers knows the names of tensors by them.
+    own = {"_keys_to_ignore_on_load_missing": missing, "__module__": MtpModel.__module__}
+    kind: Any = type(MtpModel.__name__, (MtpModel,), own)
     try:
-        layer = MtpModel.from_pretrained(
+        layer = kind.from_pretrained(
             Beside(hf, directory, len(names)), device_map={"": str(hf.device)}
         )
     except RuntimeError as error:
@@ -187,6 +212,9 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
         raise UnsupportedModel(
             f"{name}: Transformers cannot make its multi-token-prediction layer: {error}"
         ) from error
+    for one in layer.layers[1:]:
+        for module in shared:
+            setattr(one, module, getattr(layer.layers[0], module))
     layer.layers.to(hf.device, hf.dtype)
     return MtpHeads(layer).eval().requires_grad_(False)
 

@@ -25,8 +25,9 @@ from provenance import require_place, write_results
 from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.models.loading import bundled, load_runner, load_tokenizer
+from shoal.models.loading import LoadOptions, bundled, load_runner
 from shoal.models.passes import use_lean_passes
+from shoal.models.pretrained import load_tokenizer
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
 
@@ -36,7 +37,7 @@ WAYS = ("modules", "modules, packed", "lean")
 
 def runner_for(way: str, source: str | Path, dtype: str) -> Runner:
     """A model whose passes are computed in one of `WAYS`."""
-    made = load_runner(source, dtype=dtype, pack=way != WAYS[0])
+    made = load_runner(source, LoadOptions(dtype=dtype, pack=way != WAYS[0]))
     if way == WAYS[2]:
         use_lean_passes(made)
     else:

@@ -22,7 +22,7 @@ import shoal
 from held_out import problems
 from shoal.bench.measure import compared, interleave
 from shoal.models import weights
-from shoal.models.loading import bundled, load_runner
+from shoal.models.loading import LoadOptions, bundled, load_runner
 from shoal.models.runner import Runner
 from shoal.models.weights import matrix
 
@@ -52,12 +52,15 @@ def seconds(shape: tuple[int, int], tokens: int, dtype: torch.dtype, input_major
 def usual_order(part: str, **options: Any) -> Runner:
     """A bundled model whose weights stay in the order of the checkpoint."""
     with patch.object(weights, "lay_out", lambda hf, choose: "as-is"):
-        return load_runner(bundled(part), **options)
+        return load_runner(bundled(part), LoadOptions(**options))
 
 
 def variants(part: str) -> dict[str, Runner]:
     """The same model in every format and weight order that is compared."""
-    load = partial(load_runner, bundled(part))
+
+    def load(**options: Any) -> Runner:
+        return load_runner(bundled(part), LoadOptions(**options))
+
     return {
         "float32, usual order": usual_order(part, dtype="float32"),
         "float32": load(dtype="float32"),

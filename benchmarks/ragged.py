@@ -19,7 +19,7 @@ import command
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.models.loading import bundled, load_runner
+from shoal.models.loading import LoadOptions, bundled, load_runner
 from shoal.models.runner import Runner
 
 METHODS = ("pad", "split")
@@ -67,7 +67,7 @@ def call_keys(lines: list[dict[str, Any]], rows: int) -> float:
 
 def measured(rows: int, positions: int, repeats: int) -> list[dict[str, Any]]:
     """One line per mix: medians of milliseconds by method, and the largest difference of the logits in standard deviations."""
-    models = {method: load_runner(bundled("target"), dtype="float32", attention=method) for method in METHODS}
+    models = {method: load_runner(bundled("target"), LoadOptions(dtype="float32", attention=method)) for method in METHODS}
     lines: list[dict[str, Any]] = []
     for name, lengths in mixes(rows).items():
         runs = {method: a_pass(model, lengths, positions) for method, model in models.items()}

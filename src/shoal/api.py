@@ -35,7 +35,7 @@ from shoal.engine.scheduler import CHUNK
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.lookahead import controller as controllers
-from shoal.models import loading
+from shoal.models import loading, pretrained
 from shoal.models.load_report import load_report, one_line
 from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
@@ -252,7 +252,7 @@ def _check_source(role: str, source: Source | None, **options: Any) -> None:
     """Raises RequestError if a source is no model, or a model object has options for loading."""
     if source is None or isinstance(source, (str, Path)):
         return
-    if not loading.is_model(source):
+    if not pretrained.is_model(source):
         raise RequestError(
             f"{role} must be a hub id, a directory or a Transformers model, got a "
             f"{type(source).__name__}"
@@ -267,17 +267,17 @@ def _check_source(role: str, source: Source | None, **options: Any) -> None:
 
 def _tokenizer(source: Source, revision: str | None, common: dict[str, Any]) -> Any:
     if isinstance(source, nn.Module):
-        return loading.tokenizer_at_hand(source)
-    return loading.load_tokenizer(source, revision=revision, **common)
+        return pretrained.tokenizer_at_hand(source)
+    return pretrained.load_tokenizer(source, revision=revision, **common)
 
 
 def _runner(source: Source, placed: dict[str, Any], watch: StageWatch, **options: Any) -> Runner:
     if isinstance(source, nn.Module):
         with watch("checking"):
             return loading.wrap(
-                source, loading.name_of(source), placed["attention"], strict=placed["strict"]
+                source, pretrained.name_of(source), placed["attention"], strict=placed["strict"]
             )
-    return loading.load_runner(source, **placed, watch=watch, **options)
+    return loading.load_runner(source, loading.LoadOptions(**placed, **options), watch)
 
 
 class Shoal:
@@ -333,7 +333,7 @@ class Shoal:
         self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = (
             weakref.WeakKeyDictionary()
         )
-        self.eos = loading.eos_ids(target.hf, tokenizer)
+        self.eos = pretrained.eos_ids(target.hf, tokenizer)
         self.prefixes = self._prefix_memory(_require_bytes("prefix_memory", plain(prefix_memory)))
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._executors: dict[int, ThreadPoolExecutor] = {}

@@ -20,12 +20,12 @@ COLUMNS, MEMBERS, PARAMETERS, POSITIONAL, SHORT = 100, 30, 8, 7, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 440,
-    "lines": 77_225,
+    "modules": 441,
+    "lines": 77_274,
     "short modules": 16,
     "long lines": 1,
     "packed statements": 0,
-    "functions of many parameters": 20,
+    "functions of many parameters": 19,
     "classes of many members": 13,
     "calls of many positions": 13,
     "class names used twice": 3,

@@ -21,6 +21,7 @@ from native_kernels import needs_compiler
 from shoal.cli import check_model
 from shoal.models import formats, loading, passes, quantize, weights
 from shoal.models.formats import WIDE, Cpu, _name, number_format
+from shoal.models.loading import LoadOptions
 from shoal.native import build
 from shoal.testing import save_pair, tiny_model
 
@@ -80,7 +81,7 @@ def test_a_directory_in_bfloat16_is_computed_by_the_kernels(
     assert facts.packs == {F32, BF16}
     monkeypatch.setattr(formats, "cpu", lambda: facts)
     tiny_model("llama").to(BF16).save_pretrained(tmp_path)
-    runner = loading.load_runner(tmp_path, **options)
+    runner = loading.load_runner(tmp_path, LoadOptions(**options))
     passes.choose_passes(runner, options.get("compile", "auto"), owned=True)
     assert runner.dtype == dtype
     if not options:
@@ -199,7 +200,7 @@ def test_no_choice_reads_a_clock(bf16_pair: tuple[Path, Path], monkeypatch: pyte
         monkeypatch.setattr(time, name, never)
     for cpu in (AMX, AVX, PLAIN):
         monkeypatch.setattr(formats, "cpu", lambda cpu=cpu: cpu)
-        loading._auto_dtype(config, bf16_pair[0], torch.device("cpu"), None, sharded=False, kernels=False)
+        loading._auto_dtype(config, bf16_pair[0], torch.device("cpu"), LoadOptions(), sharded=False)
         weights.lay_out(hf, weights.by_facts)
         quantize.quantized(hf, "off")
 

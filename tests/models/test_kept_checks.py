@@ -20,7 +20,7 @@ from shoal.cli.check_model import self_check as told
 from shoal.errors import UnsupportedModel
 from shoal.models import formats, kept_checks, passes, selfcheck
 from shoal.models.kept_checks import KeptChecks
-from shoal.models.loading import load_runner
+from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
 from shoal.testing import save_pair
@@ -57,7 +57,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def load(source: Path, **options: Any) -> Runner:
-    runner = load_runner(source, **options)
+    runner = load_runner(source, LoadOptions(**options))
     choose_passes(runner, "auto", owned=True)
     return runner
 

@@ -19,8 +19,9 @@ import transformers
 import shoal
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
-from shoal.models import loading, pairing, sources
+from shoal.models import loading, pairing, pretrained, sources
 from shoal.models.bridge import cache_name
+from shoal.models.loading import LoadOptions
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.tiny import END
@@ -106,7 +107,7 @@ def test_dtype(asked: str | torch.dtype, got: torch.dtype, tmp_path: Path) -> No
 
 def test_auto_keeps_the_checkpoints_dtype_on_an_accelerator() -> None:
     for place in ("cuda", "cuda:1"):
-        assert loading._auto_dtype(None, "x", torch.device(place), torch.float32, sharded=False, kernels=False)[0] == "auto"
+        assert loading._auto_dtype(None, "x", torch.device(place), LoadOptions(), sharded=False)[0] == "auto"
 
 
 def test_unknown_dtype(pair: tuple[Path, Path]) -> None:
@@ -230,13 +231,13 @@ def test_what_every_from_pretrained_is_told(
     pair: tuple[Path, Path], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = []
-    real = loading._from
+    real = pretrained.from_pretrained
 
     def spy(source: str | Path, auto: Any, **options: Any) -> Any:
         told.append(options)
         return real(source, auto, **options)
 
-    monkeypatch.setattr(loading, "_from", spy)
+    monkeypatch.setattr(pretrained, "from_pretrained", spy)
     shoal.load(pair[0], **given)
     assert len(told) == 3  # tokenizer, config, model
     expected = {"local_files_only": False, "trust_remote_code": False, "revision": None} | given
@@ -409,16 +410,16 @@ def test_the_ids_that_end_a_text(pair: tuple[Path, Path]) -> None:
 
 def test_where_they_are_looked_for() -> None:
     hf, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    assert loading.eos_ids(hf, None) == ()
-    assert loading.eos_ids(hf, tokenizer) == (END,)
+    assert pretrained.eos_ids(hf, None) == ()
+    assert pretrained.eos_ids(hf, tokenizer) == (END,)
     hf.config.eos_token_id = 7
-    assert loading.eos_ids(hf, tokenizer) == (7,)
+    assert pretrained.eos_ids(hf, tokenizer) == (7,)
     hf.generation_config.eos_token_id = [8, 9]
-    assert loading.eos_ids(hf, tokenizer) == (8, 9)
+    assert pretrained.eos_ids(hf, tokenizer) == (8, 9)
     tokenizer.chat_template = "{{ messages }}"  # whose turns end by the tokenizer's
-    assert loading.eos_ids(hf, tokenizer) == (8, 9, END)
+    assert pretrained.eos_ids(hf, tokenizer) == (8, 9, END)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(9)
-    assert loading.eos_ids(hf, tokenizer) == (8, 9)
+    assert pretrained.eos_ids(hf, tokenizer) == (8, 9)
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────

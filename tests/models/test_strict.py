@@ -30,7 +30,7 @@ from shoal.models.attention.methods import METHODS
 from shoal.models.attention.strict import KV_BLOCK, TILE
 from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
-from shoal.models.loading import ROWWISE, bundled, load_runner, wrap
+from shoal.models.loading import ROWWISE, LoadOptions, bundled, load_runner, wrap
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, save_pair, tiny_model
 from shoal.testing.engines import engine_of
@@ -148,7 +148,7 @@ def test_without_strict_the_proof_fails() -> None:
         with pytest.raises(UnsupportedModel, match="moved the logits"):
             fixed_shapes.prove(runner)
     with pytest.raises(UnsupportedModel, match="moved the logits"):
-        fixed_shapes.prove(load_runner(bundled("drafter"), dtype="bfloat16", attention="pad", pack=False))
+        fixed_shapes.prove(load_runner(bundled("drafter"), LoadOptions(dtype="bfloat16", attention="pad", pack=False)))
 
 
 @pytest.mark.parametrize(

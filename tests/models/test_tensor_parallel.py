@@ -458,4 +458,4 @@ def test_heads_that_cannot_be_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("option", [{"strict": True}, {"quantize": "int8"}, {"device": "cpu"}])
 def test_options_that_do_not_go_with_it(directory: Path, option: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="tensor_parallel wants device 'auto'"):
-        loading.load_runner(directory / "target", tensor_parallel=True, **option)
+        loading.load_runner(directory / "target", loading.LoadOptions(tensor_parallel=True, **option))

@@ -157,7 +157,7 @@ def self_check(runner: Runner, role: str) -> CheckResult:
 
 def turn_end(model: Shoal) -> Iterator[CheckResult]:
     """Yields a result if the tokenizer ends texts by another token than the model's configs."""
-    from shoal.models.loading import named_eos
+    from shoal.models.pretrained import named_eos
 
     own, named = model.tokenizer.eos_token_id, named_eos(model.target.hf) or ()
     if own is None or own in named or not named:

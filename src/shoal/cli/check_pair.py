@@ -201,7 +201,7 @@ def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
         RequestError: there is no draft model, or none in a directory; or it is trimmed already.
     """
     from shoal.models import trimming
-    from shoal.models.loading import load_tokenizer
+    from shoal.models.pretrained import load_tokenizer
 
     model = case.model
     draft = model.draft_model

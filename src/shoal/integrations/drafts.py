@@ -14,7 +14,7 @@ from shoal.drafting.draft import BUNDLED, read_draft
 from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.protocol import Drafter
 from shoal.errors import RequestError
-from shoal.models import loading
+from shoal.models import loading, pretrained
 from shoal.models.belongings import Belongings
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
@@ -58,7 +58,7 @@ def drafter_of(
         )
     spec = spec.settled(target)
     if spec.has_files:
-        spec.require_files(tokenizers.target or loading.tokenizer_at_hand(target.hf))
+        spec.require_files(tokenizers.target or pretrained.tokenizer_at_hand(target.hf))
     model = None
     if spec.source is not None:
         model = _model_of(spec.source, target, attention, tokenizers).drafter(target)
@@ -84,27 +84,29 @@ def kept_model(source: Any, target: Runner, attention: str) -> KeptModel | None:
 
 
 def _loaded(source: Any, target: Runner, attention: str, given: Tokenizers) -> DraftModel:
-    at_hand = given.target or loading.tokenizer_at_hand(target.hf)
+    at_hand = given.target or pretrained.tokenizer_at_hand(target.hf)
     if at_hand is None and given.draft is not None:
         raise RequestError(
             "a draft model's tokenizer says nothing without the target's: give tokenizer= beside it"
         )
     if isinstance(source, nn.Module):
-        tokenizer = given.draft or loading.tokenizer_at_hand(source)
+        tokenizer = given.draft or pretrained.tokenizer_at_hand(source)
     else:
         require_source(source, local_files_only=True)
-        tokenizer = given.draft or loading.load_tokenizer(source, local_files_only=True)
+        tokenizer = given.draft or pretrained.load_tokenizer(source, local_files_only=True)
 
     def load(kept: Any) -> Runner:
         if isinstance(source, nn.Module):
-            return loading.wrap(source, loading.name_of(source), attention)
+            return loading.wrap(source, pretrained.name_of(source), attention)
         return loading.load_runner(
             source,
-            device=target.device,
-            attention=attention,
-            local_files_only=True,
-            target_dtype=target.dtype,
-            kept=kept,
+            loading.LoadOptions(
+                device=target.device,
+                attention=attention,
+                local_files_only=True,
+                target_dtype=target.dtype,
+                kept=kept,
+            ),
         )
 
     return DraftModel.load(source, target, Tokenizers(at_hand, tokenizer), load)

@@ -32,7 +32,7 @@ from shoal.integrations.drafts import drafter_of
 from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts
-from shoal.models import loading
+from shoal.models import loading, pretrained
 from shoal.models.belongings import Belongings
 from shoal.models.dropout import evaluating
 from shoal.models.runner import Runner
@@ -167,7 +167,7 @@ def decode(
     mask = model_kwargs.get("attention_mask")
     batch = GenerateBatch(input_ids, mask, logits_processor, stopping_criteria, generation_config)
     with evaluating(
-        *((m, loading.name_of(m)) for m in (model, draft_model) if isinstance(m, nn.Module))
+        *((m, pretrained.name_of(m)) for m in (model, draft_model) if isinstance(m, nn.Module))
     ):
         engine = _engine(model, method, speculation)
         if speculation.rule in LOSSY_RULES:
@@ -198,7 +198,7 @@ def _runner(model: Any, attention: str) -> Runner:
     """Returns the checked runner of a model object; the self-check runs once per model."""
     known = _runners.of(model)
     if attention not in known:
-        known[attention] = loading.wrap(model, loading.name_of(model), attention)
+        known[attention] = loading.wrap(model, pretrained.name_of(model), attention)
     return known[attention]
 
 

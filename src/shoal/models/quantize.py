@@ -155,7 +155,7 @@ def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
 
     Args:
         form: "int8", "fp8" or "off".
-        pack: True if int8 weights may be packed on a CPU (see `shoal.models.loading.load_runner`).
+        pack: True if int8 weights may be packed on a CPU (see `shoal.models.loading.LoadOptions`).
 
     Raises:
         RequestError: the device cannot compute the format.

@@ -22,7 +22,7 @@ from shoal.drafting.distillation import acceptance, distillation_loss, logits, n
 from shoal.drafting.multi_exit import EXITS
 from shoal.errors import RequestError
 from shoal.models.first_layers import shallow
-from shoal.models.loading import eos_ids, load_tokenizer
+from shoal.models.pretrained import eos_ids, load_tokenizer
 from shoal.stored_problems import stored_problems
 from shoal.train.loop import Loss
 from shoal.train.own_samples import SEED

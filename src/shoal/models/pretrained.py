@@ -1,0 +1,197 @@
+"""The parts that Transformers loads: config, weights, tokenizer, and the ends that they name.
+
+Every failure of Transformers is raised as one of shoal's errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from shoal.errors import ModelError, RequestError, UnsupportedModel
+from shoal.models.gguf.tokenizer import tokenizer_of
+from shoal.models.sources import directory_of, gguf_of
+
+ASSISTANT = "_assistant"
+"""The end of the model types that Transformers gives to drafters of one target."""
+TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.spm", "*spiece*")
+"""The patterns of the files that tokenizers of any class are read from."""
+
+
+def is_model(source: Any) -> bool:
+    """Returns True if the source is a Transformers model object."""
+    return isinstance(source, transformers.PreTrainedModel)
+
+
+def name_of(hf: Any) -> str:
+    """Returns the name of a model object: its config's name or path, or else its class."""
+    return hf.config.name_or_path or type(hf).__name__
+
+
+def causal_config(source: str | Path, **hub: Any) -> Any:
+    """Returns the config of a causal language model.
+
+    Raises:
+        RequestError: see `from_pretrained`.
+        UnsupportedModel: the model is of another kind.
+    """
+    config = from_pretrained(source, transformers.AutoConfig, **hub)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal "
+            f"decodes causal language models"
+        )
+    if config.model_type.endswith(ASSISTANT):
+        raise UnsupportedModel(
+            f"{source} ({config.model_type}) is not supported: it drafts from the keys and values "
+            f"that its own target shares with it, which shoal's passes do not hand out"
+        )
+    if (
+        type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        and not hub["trust_remote_code"]
+    ):
+        raise UnsupportedModel(
+            f"{source} ({config.model_type}) is not supported: Transformers has no causal "
+            f"language model for it"
+        )
+    return config
+
+
+def load_weights(source: str | Path, config: Any, **options: Any) -> Any:
+    """Returns the model with its weights.
+
+    Raises:
+        RequestError: see `from_pretrained`.
+        ModelError: see `from_pretrained`; or the checkpoint is incomplete.
+        UnsupportedModel: the checkpoint was quantised by another library in a form that cannot be
+            read here.
+    """
+    try:
+        hf, found = from_pretrained(
+            source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
+        )
+        _check_complete(source, found["missing_keys"])
+    except (RequestError, ModelError) as error:
+        foreign = getattr(config, "quantization_config", None)
+        if foreign is None:
+            raise
+        name = (
+            foreign.get("quant_method")
+            if isinstance(foreign, dict)
+            else getattr(foreign, "quant_method", None)
+        )
+        raise UnsupportedModel(
+            f"{source} was quantised by {getattr(name, 'value', name)}, and cannot be read "
+            f"here: {error}; take the checkpoint "
+            "that it was made from, which quantize='target=int8' quantises"
+        ) from error
+    return hf
+
+
+def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
+    """Raises ModelError if a checkpoint lacks tensors of its model.
+
+    Transformers fills such tensors with random numbers, and only warns.
+    """
+    names = sorted(missing)
+    if names:
+        raise ModelError(
+            f"{source}: the checkpoint lacks {len(names)} of its model's tensors, for example "
+            f"{names[0]}; "
+            "download or export it again"
+        )
+
+
+def load_tokenizer(source: str | Path, **hub: Any) -> Any:
+    """Returns the Transformers tokenizer of a model. Raises RequestError if there is none."""
+    file = gguf_of(source, hub.get("revision"), hub.get("local_files_only", False))
+    if file is not None:
+        return tokenizer_of(file)
+    place = directory_of(source)
+    if place is not None and not any(
+        found for pattern in TOKENIZER_FILES for found in place.glob(pattern)
+    ):
+        raise RequestError(
+            f"no tokenizer in {source}: expected tokenizer.json or the files that it is made from"
+        )
+    return from_pretrained(source, transformers.AutoTokenizer, **hub)
+
+
+def tokenizer_at_hand(hf: Any) -> Any:
+    """Returns the tokenizer at the place on this machine that a model object was loaded from.
+
+    Returns None if there is no tokenizer.
+    """
+    try:
+        return (
+            load_tokenizer(hf.config.name_or_path, local_files_only=True)
+            if hf.config.name_or_path
+            else None
+        )
+    except RequestError:
+        return None
+
+
+def from_pretrained(source: str | Path, auto: Any, **options: Any) -> Any:
+    """Calls `auto.from_pretrained` and raises every failure as one of shoal's errors."""
+    what = auto.__name__.removeprefix("Auto")
+    try:
+        return auto.from_pretrained(str(directory_of(source) or source), **options)
+    except SafetensorError as error:
+        raise ModelError(
+            f"{source}: the safetensors file is damaged ({error}); download or export it again"
+        ) from error
+    except MemoryError as error:
+        raise ModelError(
+            f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model"
+        ) from error
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+        RuntimeError,
+        TypeError,
+        StrictDataclassError,
+    ) as error:
+        first = _first_sentence(error)
+        if "trust_remote_code" in str(error):
+            first += " Only if you trust it: trust_remote_code=True"
+        raise RequestError(f"cannot load the {what} of {source}: {first}") from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """Returns the message of an error of Transformers, without the advice that follows it."""
+    text = str(error).strip()
+    line = text.splitlines()[0].rstrip() if text else ""
+    whole = " ".join(text.split()) if line.endswith(":") else line
+    # Other errors say little without their kind.
+    complete = whole and isinstance(error, (OSError, ValueError, ImportError))
+    return whole if complete else f"{type(error).__name__} {whole}".strip()
+
+
+def eos_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Returns the token ids that end a text.
+
+    The sources are the model's generation config first, then its config, then the tokenizer. The
+    tokenizer's end also ends the turns of its chat template, whatever the config names.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    ends = named_eos(hf) or ()
+    if own is None or (ends and not getattr(tokenizer, "chat_template", None)):
+        return ends
+    return (*ends, *({int(own)} - {*ends}))
+
+
+def named_eos(hf: Any) -> tuple[int, ...] | None:
+    """Returns the ends that the model's configs name; None if they name none."""
+    for owner in (getattr(hf, "generation_config", None), hf.config):
+        value = getattr(owner, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    return None

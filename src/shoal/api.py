@@ -9,11 +9,10 @@ import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.config import Grammar, Sampling, Speculation, plain
 from shoal.constraints.check import Check
@@ -23,9 +22,9 @@ from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Constraint
 from shoal.constraints.syntax.requests import Syntax
 from shoal.drafting.distillation import Follower, Realignment, require_rollouts
-from shoal.drafting.draft import BUNDLED, Draft, read_draft
-from shoal.drafting.draft_model import DraftModel, Tokenizers
-from shoal.drafting.multi_exit import exits_of
+from shoal.drafting.draft import Draft
+from shoal.drafting.draft_model import DraftModel
+from shoal.drafting.pair_loading import PairOptions, Source, load_pair
 from shoal.drafting.protocol import Drafter
 from shoal.engine.batch_size import FIRST, BatchSizes, require_max_batch
 from shoal.engine.engine import PREPARED_TOKENS, Engine
@@ -35,17 +34,15 @@ from shoal.engine.scheduler import CHUNK
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.lookahead import controller as controllers
-from shoal.models import loading, pretrained
+from shoal.models import pretrained
 from shoal.models.load_report import load_report, one_line
-from shoal.models.passes import choose_passes
-from shoal.models.quantize import parse as parse_formats
+from shoal.models.loading import LoadOptions
 from shoal.models.runner import Runner
-from shoal.models.sources import require_source
 from shoal.models.trimming import Proposable
 from shoal.models.weights.versions import Updates
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.keyword_options import Integer, Options, list_of, split_for_each, split_options
-from shoal.types.load_stages import LoadProgress, LoadStages, StageWatch
+from shoal.types.load_stages import LoadProgress, LoadStages
 from shoal.types.prompt_forms import Prompts, read_prompts, with_bad_words
 from shoal.types.requests import Request, occurrences
 from shoal.types.rollouts import Rollouts
@@ -58,7 +55,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("shoal")
 
-Source = str | Path | nn.Module  # a Hub id, a directory or a Transformers model
 AnyConstraint = Constraint[Any] | Check[Any] | Filter | Grammar
 """A constraint of a request, of any kind."""
 
@@ -143,141 +139,32 @@ def load(
         UnsupportedModel, PairMismatch: with the reason.
     """
     stages = LoadStages(progress)
-    drafting = read_draft(draft)
-    model: Source | None = None if drafting is None else drafting.source
-    if target is None:
-        if model not in (None, BUNDLED):
-            raise RequestError("a draft model was given without a target model")
-        bundled = drafting is None or model == BUNDLED
-        target, model = loading.bundled("target"), loading.bundled("drafter") if bundled else None
-    elif model == BUNDLED:
-        raise RequestError(
-            "the bundled draft model fits the bundled target alone: give the directory of a "
-            "draft model"
-        )
-    formats = parse_formats(quantize)
-    placing = {
-        "dtype": dtype,
-        "device": device,
-        "revision": revision,
-        "tensor_parallel": tensor_parallel,
-    }
-    _check_source("target", target, **placing, quantize=formats["target"])
-    if (
-        model is None
-        and drafting is not None
-        and (draft_revision is not None or formats["draft"] != "off")
-    ):
-        raise RequestError(
-            f"{drafting.name} is no model: draft_revision and quantize=draft are for models"
-        )
-    _check_source("draft", model, draft_revision=draft_revision, quantize=formats["draft"])
-    sources = ((target, revision), (model, draft_revision))
-    local = [
-        require_source(name, version, local_files_only)
-        for name, version in sources
-        if isinstance(name, (str, Path))
-    ]
-    common: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "local_files_only": any(local),
-    }
-    if tokenizer is None:
-        with stages.stage("tokenizer", "target"):
-            tokenizer = _tokenizer(target, revision, common)
-    if drafting is not None:
-        drafting.require_files(tokenizer)
-    placed: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "attention": attention,
-        "strict": strict,
-        "compile": compile,
-        **common,
-    }
-    runner = _runner(
-        target,
-        placed,
-        stages.of("target"),
+    asked = LoadOptions(
+        dtype=dtype,
+        device=device,
         revision=revision,
-        quantize=formats["target"],
+        attention=attention,
+        strict=strict,
         tensor_parallel=tensor_parallel,
+        trust_remote_code=trust_remote_code,
+        local_files_only=local_files_only,
+        compile=compile,
     )
-    draft_model = None
-    if model is not None:
-        tokenizers = Tokenizers(tokenizer, _tokenizer(model, draft_revision, common))
-        options = {
-            "revision": draft_revision,
-            "quantize": formats["draft"],
-            "target_dtype": runner.dtype,
-        }
-        draft_watch = stages.of("draft")
-        draft_model = DraftModel.load(
-            model,
-            runner,
-            tokenizers,
-            lambda kept: _runner(model, placed, draft_watch, **options, kept=kept),
-        )
-    draft_runner = None if draft_model is None else draft_model.runner
-    for watch, source, one in (
-        (stages.of("target"), target, runner),
-        (stages.of("draft"), model, draft_runner),
-    ):
-        if one is not None:
-            with watch("passes"):
-                choose_passes(
-                    one, compile, owned=not isinstance(source, nn.Module) and not tensor_parallel
-                )
-    if draft_runner is not None:
-        exits_of(draft_runner)  # exits that it does not have are refused here
-    if drafting is not None:
-        drafting = drafting.settled(runner)
-        drafting.require_fit(runner)
+    options = PairOptions(asked, draft_revision, quantize, tokenizer)
+    loaded = load_pair(target, draft, options, stages)
     pair = Shoal(
-        runner,
-        draft_runner,
-        tokenizer,
+        loaded.target,
+        loaded.draft,
+        loaded.tokenizer,
         max_batch=max_batch,
         prefix_sharing=prefix_sharing,
         prefix_memory=prefix_memory,
-        drafting=drafting,
-        proposable=None if draft_model is None else draft_model.proposable,
+        drafting=loaded.drafting,
+        proposable=loaded.proposable,
     )
     LOG.info(one_line(pair.loaded))
     stages.ready()
     return pair
-
-
-def _check_source(role: str, source: Source | None, **options: Any) -> None:
-    """Raises RequestError if a source is no model, or a model object has options for loading."""
-    if source is None or isinstance(source, (str, Path)):
-        return
-    if not pretrained.is_model(source):
-        raise RequestError(
-            f"{role} must be a hub id, a directory or a Transformers model, got a "
-            f"{type(source).__name__}"
-        )
-    given = [name for name, value in options.items() if value not in ("auto", "off", None, False)]
-    if given:
-        raise RequestError(
-            f"{role} is a model object and used as it is: {' and '.join(given)} can only be "
-            f"given with a name"
-        )
-
-
-def _tokenizer(source: Source, revision: str | None, common: dict[str, Any]) -> Any:
-    if isinstance(source, nn.Module):
-        return pretrained.tokenizer_at_hand(source)
-    return pretrained.load_tokenizer(source, revision=revision, **common)
-
-
-def _runner(source: Source, placed: dict[str, Any], watch: StageWatch, **options: Any) -> Runner:
-    if isinstance(source, nn.Module):
-        with watch("checking"):
-            return loading.wrap(
-                source, pretrained.name_of(source), placed["attention"], strict=placed["strict"]
-            )
-    return loading.load_runner(source, loading.LoadOptions(**placed, **options), watch)
 
 
 class Shoal:

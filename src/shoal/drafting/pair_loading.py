@@ -1,0 +1,212 @@
+"""The loading of a pair: a target, and the draft model or other drafter that `draft=` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.drafting.draft import BUNDLED, Draft, read_draft
+from shoal.drafting.draft_model import DraftModel, Tokenizers
+from shoal.drafting.multi_exit import exits_of
+from shoal.drafting.protocol import Drafter
+from shoal.errors import RequestError
+from shoal.models import loading, pretrained
+from shoal.models.loading import LoadOptions
+from shoal.models.passes import choose_passes
+from shoal.models.quantize import parse as parse_formats
+from shoal.models.runner import Runner
+from shoal.models.sources import require_source
+from shoal.models.trimming import Proposable
+from shoal.types.load_stages import LoadStages, StageWatch
+
+Source = str | Path | nn.Module
+"""A Hub id, a directory or a Transformers model."""
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """The options of a pair that is loaded.
+
+    Attributes:
+        target: the options of the target; its `quantize` is not read.
+        draft_revision: the draft model's revision on the Hub.
+        quantize: the formats of both, see `shoal.models.quantize.parse`.
+        tokenizer: a Transformers tokenizer; None = the one saved with the target.
+    """
+
+    target: LoadOptions
+    draft_revision: str | None = None
+    quantize: str | Mapping[str, str] = "off"
+    tokenizer: Any = None
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """A pair that was loaded.
+
+    Attributes:
+        target: the target.
+        draft: the draft model; None = there is none.
+        tokenizer: the target's tokenizer; None = unknown.
+        drafting: the drafter that `draft=` names; None = plain decoding, or the bundled pair.
+        proposable: the tokens that the draft model may propose; None = there is no draft model.
+    """
+
+    target: Runner
+    draft: Runner | None
+    tokenizer: Any
+    drafting: Draft | None
+    proposable: Proposable | None
+
+
+def load_pair(
+    target: Source | None, draft: Source | Drafter | None, options: PairOptions, stages: LoadStages
+) -> LoadedPair:
+    """Loads a target and its drafter. For arguments and errors see `shoal.load`."""
+    drafting = read_draft(draft)
+    target, model = _sources(target, drafting)
+    formats = parse_formats(options.quantize)
+    _check_options(target, model, drafting, options, formats)
+    asked = _within_reach(target, model, options)
+    tokenizer = options.tokenizer
+    if tokenizer is None:
+        with stages.stage("tokenizer", "target"):
+            tokenizer = _tokenizer(target, asked)
+    if drafting is not None:
+        drafting.require_files(tokenizer)
+    runner = _runner(target, replace(asked, quantize=formats["target"]), stages.of("target"))
+    draft_model = None
+    if model is not None:
+        asked_of_draft = replace(
+            asked,
+            revision=options.draft_revision,
+            quantize=formats["draft"],
+            target_dtype=runner.dtype,
+            tensor_parallel=False,
+        )
+        draft_model = _draft_model(model, runner, tokenizer, asked_of_draft, stages.of("draft"))
+    draft_runner = None if draft_model is None else draft_model.runner
+    for watch, source, one in (
+        (stages.of("target"), target, runner),
+        (stages.of("draft"), model, draft_runner),
+    ):
+        if one is not None:
+            owned = not isinstance(source, nn.Module) and not asked.tensor_parallel
+            with watch("passes"):
+                choose_passes(one, asked.compile, owned=owned)
+    if draft_runner is not None:
+        exits_of(draft_runner)  # exits that it does not have are refused here
+    if drafting is not None:
+        drafting = drafting.settled(runner)
+        drafting.require_fit(runner)
+    proposable = None if draft_model is None else draft_model.proposable
+    return LoadedPair(runner, draft_runner, tokenizer, drafting, proposable)
+
+
+def _sources(target: Source | None, drafting: Draft | None) -> tuple[Source, Source | None]:
+    """Returns the target and the draft model to load, the bundled ones by their directories.
+
+    Raises:
+        RequestError: one is bundled and the other is not.
+    """
+    model: Source | None = None if drafting is None else drafting.source
+    if target is None:
+        if model not in (None, BUNDLED):
+            raise RequestError("a draft model was given without a target model")
+        bundled = drafting is None or model == BUNDLED
+        return loading.bundled("target"), loading.bundled("drafter") if bundled else None
+    if model == BUNDLED:
+        raise RequestError(
+            "the bundled draft model fits the bundled target alone: give the directory of a "
+            "draft model"
+        )
+    return target, model
+
+
+def _check_options(
+    target: Source,
+    model: Source | None,
+    drafting: Draft | None,
+    options: PairOptions,
+    formats: Mapping[str, str],
+) -> None:
+    """Raises RequestError for options that a source does not take."""
+    asked, draft_revision = options.target, options.draft_revision
+    placing = {
+        "dtype": asked.dtype,
+        "device": asked.device,
+        "revision": asked.revision,
+        "tensor_parallel": asked.tensor_parallel,
+    }
+    _check_source("target", target, **placing, quantize=formats["target"])
+    for_models = draft_revision is not None or formats["draft"] != "off"
+    if model is None and drafting is not None and for_models:
+        raise RequestError(
+            f"{drafting.name} is no model: draft_revision and quantize=draft are for models"
+        )
+    _check_source("draft", model, draft_revision=draft_revision, quantize=formats["draft"])
+
+
+def _check_source(role: str, source: Source | None, **options: Any) -> None:
+    """Raises RequestError if a source is no model, or a model object has options for loading."""
+    if source is None or isinstance(source, (str, Path)):
+        return
+    if not pretrained.is_model(source):
+        raise RequestError(
+            f"{role} must be a hub id, a directory or a Transformers model, got a "
+            f"{type(source).__name__}"
+        )
+    given = [name for name, value in options.items() if value not in ("auto", "off", None, False)]
+    if given:
+        raise RequestError(
+            f"{role} is a model object and used as it is: {' and '.join(given)} can only be "
+            f"given with a name"
+        )
+
+
+def _within_reach(target: Source, model: Source | None, options: PairOptions) -> LoadOptions:
+    """Returns the target's options; files are local where one of the models is.
+
+    Raises:
+        RequestError: a model is not within reach.
+    """
+    asked = options.target
+    sources = ((target, asked.revision), (model, options.draft_revision))
+    local = [
+        require_source(name, version, asked.local_files_only)
+        for name, version in sources
+        if isinstance(name, (str, Path))
+    ]
+    return replace(asked, local_files_only=any(local))
+
+
+def _draft_model(
+    source: Source, target: Runner, tokenizer: Any, asked: LoadOptions, watch: StageWatch
+) -> DraftModel:
+    tokenizers = Tokenizers(tokenizer, _tokenizer(source, asked))
+    return DraftModel.load(
+        source, target, tokenizers, lambda kept: _runner(source, replace(asked, kept=kept), watch)
+    )
+
+
+def _tokenizer(source: Source, asked: LoadOptions) -> Any:
+    if isinstance(source, nn.Module):
+        return pretrained.tokenizer_at_hand(source)
+    return pretrained.load_tokenizer(
+        source,
+        revision=asked.revision,
+        trust_remote_code=asked.trust_remote_code,
+        local_files_only=asked.local_files_only,
+    )
+
+
+def _runner(source: Source, asked: LoadOptions, watch: StageWatch) -> Runner:
+    if isinstance(source, nn.Module):
+        with watch("checking"):
+            name = pretrained.name_of(source)
+            return loading.wrap(source, name, asked.attention, strict=asked.strict)
+    return loading.load_runner(source, asked, watch)

@@ -20,8 +20,8 @@ COLUMNS, MEMBERS, PARAMETERS, POSITIONAL, SHORT = 100, 30, 8, 7, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 442,
-    "lines": 77_374,
+    "modules": 448,
+    "lines": 78_586,
     "short modules": 16,
     "long lines": 1,
     "packed statements": 0,

@@ -1,6 +1,6 @@
 """`shoal complete`, and texts between others: where the cursor is, what is asked of the model, what is shown.
 
-Tests of: cli.complete, cli.cursor, cli.suggestions, constraints.fim.
+Tests of: cli.complete, cli.complete, cli.suggestions, constraints.fim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from commands import SAMPLE_KEYS, Command, Models, shoal, tiny
 from shoal.api import Shoal, load
-from shoal.cli.cursor import split_at
+from shoal.cli.complete import split_at
 from shoal.cli.printed_samples import follow
 from shoal.cli.suggestions import NO_NEWLINE, diff
 from shoal.constraints import fim, members

@@ -21,10 +21,10 @@ from shoal.drafting.protocol import Drafter
 from shoal.drafting.tree_model import ChainOrTreeDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
+from shoal.lookahead.bass import Fixed
 from shoal.lookahead.choosing import AutoChoice
 from shoal.lookahead.controller import Auto, Controller
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.fixed import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import ScriptedModel, hashed, runner, scripted

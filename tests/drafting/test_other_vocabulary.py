@@ -29,7 +29,7 @@ from shoal.drafting.model import SharedIds
 from shoal.drafting.other_vocabulary import SLEM, TLI, OtherVocabularyDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
-from shoal.lookahead.fixed import Fixed
+from shoal.lookahead.bass import Fixed
 from shoal.models.runner import Runner
 from shoal.models.spelling import Spelling
 from shoal.models.trimming import proposable

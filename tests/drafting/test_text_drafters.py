@@ -29,8 +29,8 @@ from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
 from shoal.lookahead.auto import Auto
+from shoal.lookahead.bass import Fixed
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.fixed import Fixed
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model

@@ -1,6 +1,6 @@
 """Loading: what comes in through `from_pretrained`, what is refused, and how it is told.
 
-Tests of: models.capabilities, models.structure, models.dropout, models.loading, models.pairing,
+Tests of: models.capabilities, models.structure, models.dropout, models.loading, models.vocabulary,
 models.sources.
 """
 
@@ -19,7 +19,7 @@ import transformers
 import shoal
 from shoal.api import Shoal
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
-from shoal.models import loading, pairing, pretrained, sources
+from shoal.models import loading, pretrained, sources, vocabulary
 from shoal.models.bridge import cache_name
 from shoal.models.loading import LoadOptions
 from shoal.models.runner import Runner
@@ -315,9 +315,9 @@ def test_a_tokenizer_that_changes_texts_is_refused(pair: tuple[Path, Path]) -> N
 
 def test_without_tokenizers_widths_decide() -> None:
     target, near, far = (runner(tiny_model("llama", vocab_size=v)) for v in (260, 700, 900))
-    assert pairing.compared(target, near) is None
+    assert vocabulary.compared(target, near) is None
     with pytest.raises(PairMismatch, match="vocabulary of 260 v 900 and no tokenizers to compare"):
-        pairing.compared(target, far)
+        vocabulary.compared(target, far)
 
 
 @pytest.mark.parametrize(("target_width", "draft_width"), [(260, 264), (264, 260), (260, 320), (320, 260)])

@@ -30,17 +30,17 @@ from shoal.drafting.suffix import SuffixDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, PairMismatch, UnsupportedModel
 from shoal.integrations.loglikelihoods import loglikelihoods
+from shoal.lookahead.bass import Fixed
 from shoal.lookahead.controller import by_name
-from shoal.lookahead.fixed import Fixed
 from shoal.models import mixers
 from shoal.models.cache import states
 from shoal.models.cache.mixing import Calls, EqualRows, RowStates
 from shoal.models.cache.states import StateCache
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.loading import wrap
-from shoal.models.pairing import compared
 from shoal.models.runner import Runner
 from shoal.models.tensor_parallel import lead
+from shoal.models.vocabulary import compared
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import RECURRENT, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.scripted import adversary, mixed, says, scripted

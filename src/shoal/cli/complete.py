@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, stderr, stdout
-from shoal.cli.cursor import split_at
 from shoal.cli.documents import sample_document
+from shoal.cli.files import read_text
 from shoal.cli.option_groups import option_groups, sampling_option
 from shoal.cli.options import (
     JsonOption,
@@ -197,3 +199,34 @@ def _document(result: Result, ranked: Sequence[Sample], cursor: CursorOptions) -
         "suggestions": [sample_document(sample) for sample in ranked],
         "stats": result.stats.to_dict(),
     }
+
+
+STDIN = "-"
+
+
+def split_at(file: Path, at: str) -> tuple[str, str]:
+    """Returns the texts of a file before and behind a cursor.
+
+    The cursor stands before the character at its place. A column is a count of characters; the
+    column after a line's last character is the line's end. Line breaks are those of the file.
+
+    Raises:
+        RequestError: the file cannot be read, or has no such place.
+    """
+    place = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", at)
+    if place is None:
+        raise RequestError(f"--at must be LINE:COL, two numbers from 1 on such as 12:5, got {at!r}")
+    if str(file) == STDIN and hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(newline="")
+    text = sys.stdin.read() if str(file) == STDIN else read_text(file, "file", newline="")
+    whole, (line, column) = text.split("\n"), map(int, place.groups())
+    lines = [one.removesuffix("\r") for one in whole]
+    if line > len(lines):
+        raise RequestError(f"--at {at}: {str(file)!r} has {len(lines)} lines")
+    if column > len(lines[line - 1]) + 1:
+        raise RequestError(
+            f"--at {at}: line {line} has {len(lines[line - 1])} characters, so its last column "
+            f"is {len(lines[line - 1]) + 1}"
+        )
+    cut = sum(len(one) + 1 for one in whole[: line - 1]) + column - 1
+    return text[:cut], text[cut:]

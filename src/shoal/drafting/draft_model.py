@@ -11,7 +11,7 @@ from torch import nn
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
 from shoal.drafting.other_vocabulary import MethodChoice, OtherVocabularyDrafter
-from shoal.models import pairing, trimming
+from shoal.models import trimming, vocabulary
 from shoal.models.runner import Runner
 from shoal.models.trimming import Proposable
 
@@ -73,7 +73,7 @@ class DraftModel:
         named = not isinstance(source, nn.Module)
         kept = trimming.kept_of(source, tokenizers.draft) if named else None
         runner = load(kept)
-        other = pairing.compared(target, runner, tokenizers.target, tokenizers.draft)
+        other = vocabulary.compared(target, runner, tokenizers.target, tokenizers.draft)
         found = trimming.proposable(other, kept, target.vocab_size)
         return DraftModel.of(runner, target, found)
 

@@ -12,10 +12,9 @@ from typing import Protocol, runtime_checkable
 
 from shoal.errors import RequestError
 from shoal.lookahead.auto import Auto
-from shoal.lookahead.bass import Bass, Heuristic, Lookahead, Uniform
+from shoal.lookahead.bass import Bass, Fixed, Heuristic, Lookahead, Uniform
 from shoal.lookahead.choosing import AutoChoice, Choices
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.fixed import Fixed
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 

@@ -16,7 +16,7 @@ from shoal.config import Limits, Sampling
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
-from shoal.lookahead.fixed import Fixed
+from shoal.lookahead.bass import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores

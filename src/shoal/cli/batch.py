@@ -159,9 +159,7 @@ def batch(
     lines = list(batch_lines.read_lines(files.requests))
     if files.answers.exists() and files.answers.samefile(files.requests):
         raise RequestError(f"INPUT and OUTPUT are one file, {str(files.answers)!r}")
-    rule = speculation.rule
-    if rule == "auto":
-        rule = "coupled" if any(line.seeded for line in lines) else "rejection"
+    rule = _rule(speculation.rule, lines)
     allowed = settings.Settings(
         model=naming.name or name_of(source.model or "bundled"),
         max_n=limits.max_n,
@@ -185,17 +183,21 @@ def batch(
         try:
             _answer(lines, allowed, output, progress, answer)
         except KeyboardInterrupt:
-            stderr().print(
-                f"interrupted: {progress}; the same command goes on from there",
-                markup=False,
-                soft_wrap=True,
-            )
+            text = f"interrupted: {progress}; the same command goes on from there"
+            stderr().print(text, markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
     if json_output:
         print(json.dumps(progress.document()))
     else:
         stdout().print(str(progress), markup=False, soft_wrap=True)
     return EXIT_FAILURE if lines and len(output.failed) == len(lines) else 0
+
+
+def _rule(asked: str, lines: Sequence[BatchLine]) -> str:
+    """Returns the rule of a run: a seed in any line asks for the coupled one."""
+    if asked != "auto":
+        return asked
+    return "coupled" if any(line.seeded for line in lines) else "rejection"
 
 
 def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:

@@ -59,17 +59,7 @@ def evaluate(
     many programs pass that were cut inside a token and continued. With --methods planned: programs
     planned with public tests, beside samples filtered by them.
     """
-    if output.out is not None:
-        from shoal.bench.machine import require_place
-
-        require_place(output.out)
-    if output.export and (
-        solutions is not None or chosen.set_ == "jsonschema" or chosen.cut is not None
-    ):
-        raise RequestError(
-            "--export writes samples of whole programs: leave out --solutions and --cut, and "
-            "take another set"
-        )
+    _require_outputs(chosen, output, samples=solutions is None)
     if solutions is not None:
         with output.directory() as directory:
             return execute_solutions(
@@ -99,6 +89,35 @@ def evaluate(
         )
     if planning != PlanOptions():
         raise RequestError("--plan-... and --public-tests are options of --methods planned")
+    return _evaluate_programs(chosen, sampling, speculation, source, programs, output)
+
+
+def _require_outputs(chosen: SetOptions, output: EvalOutputOptions, *, samples: bool) -> None:
+    """Raises RequestError if results cannot be written where they are to go.
+
+    Args:
+        samples: True if samples are drawn.
+    """
+    if output.out is not None:
+        from shoal.bench.machine import require_place
+
+        require_place(output.out)
+    if output.export and (not samples or chosen.set_ == "jsonschema" or chosen.cut is not None):
+        raise RequestError(
+            "--export writes samples of whole programs: leave out --solutions and --cut, and "
+            "take another set"
+        )
+
+
+def _evaluate_programs(
+    chosen: SetOptions,
+    sampling: EvalSampling,
+    speculation: SpeculationOptions,
+    source: ModelSource,
+    programs: SandboxOptions,
+    output: EvalOutputOptions,
+) -> int:
+    """Samples whole programs, executes them and reports; returns the exit code."""
     budgets = parse_budgets(sampling.time_budget)
     eval_set = chosen.read()  # before torch is imported, which takes seconds
     exports = read_exports(output.export or (), eval_set)

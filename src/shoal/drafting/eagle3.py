@@ -77,13 +77,7 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
             f"{directory} has {config['num_hidden_layers']} layers: EAGLE-3 heads with one are "
             f"supported"
         )
-    layers, width = layers_and_width(target)
-    reads = published_layers(config, layers)
-    if not all(isinstance(layer, int) and 0 <= layer <= layers for layer in reads):
-        raise PairMismatch(
-            f"{directory} reads layers {list(reads)} and cannot draft for {target.name}, which "
-            f"has {layers}"
-        )
+    reads = _read_layers(directory, config, target)
     require_width(
         directory,
         "a vocabulary",
@@ -91,24 +85,13 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
         target,
         target.vocab_size,
     )
+    width = len(reads) * layers_and_width(target)[1]
     if (fc := tensors.get("fc.weight")) is not None:
-        require_width(
-            directory, f"{len(reads)} hidden states", fc.shape[-1], target, len(reads) * width
-        )
-    embedding = None if "embed_tokens.weight" in tensors else target.hf.get_input_embeddings()
+        require_width(directory, f"{len(reads)} hidden states", fc.shape[-1], target, width)
     drafts = whole_number(config, directory, "draft_vocab_size", default=target.vocab_size)
-    try:
-        heads = Eagle3Heads(
-            layer_config(config), len(reads) * width, drafts, target.vocab_size, embedding
-        )
-    except Exception as error:  # Transformers has errors of its own
-        raise RequestError(
-            f"{directory}/config.json is no config of EAGLE-3 heads: {error}"
-        ) from error
-    if embedding is not None:
-        require_width(
-            directory, "a width", heads.config.hidden_size, target, embedding.weight.shape[-1]
-        )
+    heads = _new_heads(
+        directory, config, target, width, drafts, own="embed_tokens.weight" in tensors
+    )
     unknown = sorted(tensors.keys() - {name for name, _ in heads.named_parameters()} - set(MAPS))
     if unknown:
         raise UnsupportedModel(
@@ -118,6 +101,46 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
     fill(heads, tensors, directory, lambda name: name.replace("midlayer.", layer))
     heads.target_ids.copy_(_target_ids(directory, tensors, drafts, target.vocab_size))
     return heads.to(target.device, target.dtype).eval().requires_grad_(False), reads
+
+
+def _read_layers(directory: Path, config: dict[str, Any], target: Runner) -> tuple[int, ...]:
+    """Returns the target's layers that heads read. Raises PairMismatch if it lacks one."""
+    layers, _ = layers_and_width(target)
+    reads = published_layers(config, layers)
+    if not all(isinstance(layer, int) and 0 <= layer <= layers for layer in reads):
+        raise PairMismatch(
+            f"{directory} reads layers {list(reads)} and cannot draft for {target.name}, which "
+            f"has {layers}"
+        )
+    return reads
+
+
+def _new_heads(
+    directory: Path, config: dict[str, Any], target: Runner, width: int, drafts: int, *, own: bool
+) -> Eagle3Heads:
+    """Returns heads of the config's shapes, without the stored weights.
+
+    Args:
+        directory: the place that errors name.
+        width: the width of the hidden states that the heads read, side by side.
+        drafts: the number of tokens that they draft.
+        own: True if the heads have an embedding of their own; else they use the target's.
+
+    Raises:
+        RequestError: the config is not one of EAGLE-3 heads.
+        PairMismatch: the target's embedding has another width.
+    """
+    embedding = None if own else target.hf.get_input_embeddings()
+    try:
+        heads = Eagle3Heads(layer_config(config), width, drafts, target.vocab_size, embedding)
+    except Exception as error:  # Transformers has errors of its own
+        raise RequestError(
+            f"{directory}/config.json is no config of EAGLE-3 heads: {error}"
+        ) from error
+    if embedding is not None:
+        stored = embedding.weight.shape[-1]
+        require_width(directory, "a width", heads.config.hidden_size, target, stored)
+    return heads
 
 
 def _own_name(name: str) -> str:

@@ -140,29 +140,14 @@ class Engine:
         self._uniforms = UniformsAhead(self.rule)
         self._captured = CapturedRounds(self.target, self.drafter, self.rule)
         self._forced = ForcedTokens(controller.limit, self.target.vocab_size, self._drafter_name)
-        nodes = 0 if self.drafter is None else self.drafter.max_nodes
         self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
-        available = kv_budget(self.target.device) if self.batch_size.bounds_memory else None
-        row_bytes = (
-            (1 + min(controller.limit, EXPECTED_DRAFT)) * self.target.vocab_size * BYTES_PER_SCORE
-        )
-        self.memory = Memory(
-            memories,
-            controller.limit + 1,
-            kv_bytes,
-            nodes,
-            available=available,
-            few=FIRST,
-            row_bytes=row_bytes,
-            keeps=self._kept_on_device(),
-        )
-        policy = policy_for(prefix_sharing, memories)
+        self.memory = self._memory(memories, kv_bytes)
         self.kept_prefixes: PrefixCache | None = None
         if prefixes is not None and self.target.can_keep_prefixes:
             self.kept_prefixes = PrefixCache(self.target, self.drafter, prefixes)
         self.scheduler = Scheduler(
             self.batch_size.most,
-            prefix_sharing=policy,
+            prefix_sharing=policy_for(prefix_sharing, memories),
             chunk=chunk,
             fits=self.memory.fits,
             rows_now=self.batch_size.rows,
@@ -170,9 +155,8 @@ class Engine:
             fairness=Fairness(quantum),
         )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
-        self.stats = Stats(lossy=self.rule.lossy)
-        self.estimates = Estimates()
-        # True if the last round drafted, or the next one will in any case.
+        self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
+        # The last round drafted, or the next one will in any case.
         self._drafting = not controller.adaptive
         self._clock = clock or time.perf_counter
         self._batch = Batch(
@@ -185,6 +169,21 @@ class Engine:
             clock=self._clock,
         )
         self._distinct = Distinct(self._batch)
+
+    def _memory(self, memories: Sequence[KeyValueMemory], kv_bytes: int | None) -> Memory:
+        """Returns the memory of the caches, bounded by `kv_bytes` and the device's."""
+        limit, target = self.lookahead.limit, self.target
+        available = kv_budget(target.device) if self.batch_size.bounds_memory else None
+        return Memory(
+            memories,
+            limit + 1,
+            kv_bytes,
+            0 if self.drafter is None else self.drafter.max_nodes,
+            available=available,
+            few=FIRST,
+            row_bytes=(1 + min(limit, EXPECTED_DRAFT)) * target.vocab_size * BYTES_PER_SCORE,
+            keeps=self._kept_on_device(),
+        )
 
     def _kept_on_device(self) -> Keeps:
         """Returns the bytes that the drafter keeps in the memory of the caches."""

@@ -46,7 +46,8 @@ dd { margin: 0; } dt { color: var(--dim); }
 .marks { font-family: ui-monospace, monospace; letter-spacing: .12em; float: right; }
 .passed { color: var(--good); } .failed { color: var(--bad); }
 pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; margin: .4rem 0; padding: .6rem; background: var(--raised); border-radius: 4px; }
+  overflow-wrap: anywhere; margin: .4rem 0; padding: .6rem;
+  background: var(--raised); border-radius: 4px; }
 details details pre { background: var(--paper); } pre.error { border-left: 3px solid var(--bad); }
 .accepted, .drawn { border-radius: 2px; } .accepted { background: var(--accepted); }
 .drawn { background: var(--drawn); text-decoration: underline dotted; text-underline-offset: 3px; }

@@ -7,6 +7,7 @@ trust_remote_code=True)`. To the function of a repository `generate` passes ever
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,7 @@ def generate(
         tokenizer: for `stop_strings`, and with `assistant_tokenizer` for a drafter with another
             tokenizer, as in Transformers' universal assisted generation.
         assistant_tokenizer: the drafter's tokenizer, if it has another one.
-        lookahead: see `shoal.custom_generate`.
-        attention: see `shoal.custom_generate`.
-        max_batch: see `shoal.custom_generate`.
-        rule: see `shoal.custom_generate`.
+        lookahead, attention, max_batch, rule: see `shoal.custom_generate`.
 
     Returns:
         See `shoal.custom_generate`.
@@ -77,10 +75,6 @@ def generate(
         method = DecodingMethod(
             drafter, lookahead, attention, max_batch, rule, tokenizers, streamer=streamer
         )
-
-        def decoding(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
-            return decode(method, model, input_ids, **prepared)
-
         # Not `model.generate`: if the model's own repository has this function, `model.generate` is
         # this function.
         return type(model).generate(
@@ -88,7 +82,7 @@ def generate(
             inputs,
             generation_config,
             stopping_criteria=criteria,
-            custom_generate=decoding,
+            custom_generate=partial(decode, method),
             **rest,
         )
     finally:

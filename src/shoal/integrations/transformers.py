@@ -89,8 +89,7 @@ def custom_generate(
             directory of a draft model (or a Hub id that is in the cache), also with trees
             ("DIR:tree=rsd-s") or in a sum ("suffix+DIR"), or an object. A drafter with a name is
             loaded once. None = plain decoding.
-        lookahead: see `shoal.Speculation`.
-        rule: see `shoal.Speculation`; a lossy rule is also said in a warning.
+        lookahead, rule: see `shoal.Speculation`; a lossy rule is also said in a warning.
         attention: see `shoal.models.attention`.
         max_batch: see `shoal.load`.
         tokenizer: the target's tokenizer; with `assistant_tokenizer` it tells whether the two

@@ -71,14 +71,7 @@ class RequestBuilder:
         """
         require_range("max_tokens", max_tokens, 1 if echo is None else 0, self.settings.max_tokens)
         require_range("n" if drawn == returned else "best_of", drawn, 1, self.settings.max_n)
-        require_range("logprobs", top_logprobs or 0, 0, self.settings.max_logprobs)
-        require_range(
-            "prompt_logprobs", request.prompt_logprobs or 0, 0, self.settings.max_logprobs
-        )
-        if request.prompt_logprobs is not None and request.stream:
-            raise ApiError(
-                400, "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
-            )
+        self._require_logprobs(request, top_logprobs)
         seconds = min(request.time_budget or self.settings.timeout, self.settings.timeout)
         requests = [
             self._engine_request(
@@ -93,7 +86,8 @@ class RequestBuilder:
             for ids, occurrence in zip(prompts, occurrences(prompts), strict=True)
             if max_tokens
         ]
-        if request.stream_options is not None and not request.stream:
+        options = request.stream_options
+        if options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         ignored = [*request.ignored, *_passed_over(given_grammar(request))]
         return ParsedRequest(
@@ -104,10 +98,8 @@ class RequestBuilder:
             top_logprobs,
             echo,
             stream=bool(request.stream),
-            include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            continuous_usage=bool(
-                request.stream_options and request.stream_options.continuous_usage_stats
-            ),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             details=bool(request.shoal and (request.shoal.details or request.shoal.rounds)),
             rounds=bool(request.shoal and request.shoal.rounds),
             headers={"x-shoal-ignored": ", ".join(ignored), **headers} if ignored else headers,
@@ -116,6 +108,16 @@ class RequestBuilder:
             prompt_logprobs=request.prompt_logprobs,
             grammar_field=(given_grammar(request) or ("grammar",))[0],
         )
+
+    def _require_logprobs(self, request: BaseRequest, top_logprobs: int | None) -> None:
+        """Raises ApiError if numbers of log-probabilities are out of range, or not to stream."""
+        most = self.settings.max_logprobs
+        require_range("logprobs", top_logprobs or 0, 0, most)
+        require_range("prompt_logprobs", request.prompt_logprobs or 0, 0, most)
+        if request.prompt_logprobs is not None and request.stream:
+            raise ApiError(
+                400, "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
+            )
 
     def _engine_request(
         self,

@@ -45,29 +45,18 @@ def native(inputs: AttentionInputs) -> Tensor:
         RequestError: not on a CPU, no C compiler, or a dtype that the kernel does not have.
     """
     query, plan = inputs.query, inputs.plan
-    if not available(query.device, query.dtype):
-        raise RequestError(
-            "attention='native' needs a CPU, a C compiler and float32 or bfloat16; got "
-            f"{query.device.type}, {query.dtype}{', ' * bool(missing())}{missing()}; "
-            f"attention='auto' runs anywhere"
-        )
+    _require_available(query)
     if not takes(plan):
         return split(inputs)
     rows, heads, q, dim = query.shape
     query = query.transpose(1, 2).contiguous()
     key, value = _dense(inputs.key), _dense(inputs.value)
-    tree, sinks = (
-        inputs.masks.tree(inputs.window),
-        None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-    )
+    tree = inputs.masks.tree(inputs.window)
+    sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
     out = query.new_zeros(rows, q, heads, value.shape[-1])
-    every = np.arange(rows)
     # The name keeps the arrays for as long as the kernel runs.
-    starts = every * q, every * key.stride(0), every * value.stride(0)
-    shared_key, shared_value = inputs.shared_key, inputs.shared_value
-    if shared_key is None or shared_value is None:
-        # Stand-ins that no row reads: every offset is 0.
-        shared_key, shared_value = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+    starts = [np.arange(rows) * step for step in (q, key.stride(0), value.stride(0))]
+    shared_key, shared_value = _shared(inputs, key, value)
     attention = AttentionStruct(
         rows=rows,
         heads=heads,
@@ -107,10 +96,27 @@ def native(inputs: AttentionInputs) -> Tensor:
     return out
 
 
+def _require_available(query: Tensor) -> None:
+    """Raises RequestError if the kernel does not run for this query."""
+    if not available(query.device, query.dtype):
+        raise RequestError(
+            "attention='native' needs a CPU, a C compiler and float32 or bfloat16; got "
+            f"{query.device.type}, {query.dtype}{', ' * bool(missing())}{missing()}; "
+            f"attention='auto' runs anywhere"
+        )
+
+
 def attend(dtype: torch.dtype, attention: AttentionStruct) -> None:
     """Calls the kernel; raises MemoryError if there is no memory for the scores."""
     if getattr(library(), f"attend_{SUFFIXES[dtype]}")(ctypes.byref(attention)):
         raise MemoryError("no memory for the scores of attention")
+
+
+def _shared(inputs: AttentionInputs, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of shared prompts, or stand-ins that no row reads."""
+    if inputs.shared_key is None or inputs.shared_value is None:
+        return key[0].transpose(0, 1), value[0].transpose(0, 1)  # every offset is 0
+    return inputs.shared_key, inputs.shared_value
 
 
 def _dense(tensor: Tensor) -> Tensor:

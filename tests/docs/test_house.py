@@ -76,7 +76,7 @@ TORCH_FREE = (
     "engine.scheduler engine.admission engine.waiting engine.prefix_store engine.detokenizer "
     "engine.ended_rows constraints.json_schemas constraints.disjoint constraints.unique_items "
     "constraints.grammar_sources models.sources "
-    "drafting.draft drafting.registry"
+    "drafting.draft drafting.drafter_kind drafting.registry"
 )
 """Pure Python: tested and reasoned about without a tensor."""
 

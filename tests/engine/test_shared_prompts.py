@@ -31,9 +31,9 @@ from shoal.models.cache import SlotCache
 from shoal.models.runner import Runner
 from shoal.native.build import missing
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
+from shoal.testing.architectures import WINDOW
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.testing.tiny import WINDOW
 from shoal.types.prefix import Prefix, token_slots
 from shoal.types.requests import Request, Row
 

@@ -29,8 +29,8 @@ from shoal.models.compiled import draft_functions
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.testing import tiny_model
+from shoal.testing.architectures import ARCHITECTURES
 from shoal.testing.engines import engine_of, runners_of
-from shoal.testing.tiny import ARCHITECTURES
 from shoal.types.requests import Request
 
 __all__ = ["device"]  # fixtures

@@ -32,8 +32,8 @@ from shoal.models.lean.decoder import FAMILY
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing.architectures import WINDOW
 from shoal.testing.engines import engine_of
-from shoal.testing.tiny import WINDOW
 from shoal.types.requests import Request
 from shoal.types.samples import Result
 

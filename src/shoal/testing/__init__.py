@@ -4,15 +4,8 @@ They test the library, drafters and constraints. Everything is built in millisec
 nothing is downloaded. `shoal.testing.tokenizers` has tokenizers like those of real models.
 """
 
-from shoal.testing.tiny import (
-    ARCHITECTURES,
-    RECURRENT,
-    REFUSED,
-    VOCABULARY,
-    save_pair,
-    tiny_model,
-    tiny_tokenizer,
-)
+from shoal.testing.architectures import ARCHITECTURES, RECURRENT, REFUSED
+from shoal.testing.tiny import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 
 __all__ = [
     "ARCHITECTURES",

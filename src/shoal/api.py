@@ -351,8 +351,9 @@ class Shoal:
             syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no
                 token is written after which the text between prompt and suffix cannot be completed
                 to a program, document or text of the grammar, and a text ends by itself only if the
-                whole parses; otherwise it is cut, see `Sample.syntax`. The text of a stream then
-                comes with a row's last increment.
+                whole parses; otherwise it is cut, see `Sample.syntax`. Other languages
+                (`constraints.syntax.checked_languages`): ends and cuts alone. The text of a stream
+                then comes with a row's last increment.
             shown_tokens: the ids of special tokens that texts show; without it they show none.
             progress: True = shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as

@@ -333,7 +333,7 @@ def test_requests_that_cannot_be_checked_are_refused(bundled: shoal.Shoal) -> No
         ([1, 2], {}, "prompts that are texts"),
         ("x = 1", {"align": True, "exact": True}, "exact=True does not go with syntax"),
         ("x = 1", {"suffix": "\ny = = 1\n"}, "not the end of a Python program"),
-        ("x = 1", {"syntax": "rust"}, "syntax must be one of python"),
+        ("x = 1", {"syntax": "ruby"}, "syntax must be one of python"),
     ):
         with pytest.raises(RequestError, match=message):
             bundled.generate(prompt, **({"syntax": "python", "max_new_tokens": 2} | options))  # type: ignore[arg-type]

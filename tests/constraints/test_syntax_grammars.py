@@ -334,6 +334,6 @@ def test_grammars_are_given_by_name_text_or_path(bundled: shoal.Shoal, tmp_path:
     (sample,) = bundled.generate("1 + (2", suffix=")", syntax=str(path), max_new_tokens=6, seed=1)[0].samples
     column = read(quotients(CALCULATOR, ")"), "1 + (2" + sample.text)
     assert column is not None
-    for wanted, message in (("rust", "syntax must be one of python, json"), (str(tmp_path / "none.lark"), "cannot be read")):
+    for wanted, message in (("ruby", "syntax must be one of python, json"), (str(tmp_path / "none.lark"), "cannot be read")):
         with pytest.raises(RequestError, match=message):
             bundled.generate("1", syntax=wanted, max_new_tokens=2)

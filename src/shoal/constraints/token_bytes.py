@@ -6,6 +6,7 @@ Special tokens write nothing.
 
 from __future__ import annotations
 
+import codecs
 import re
 import weakref
 from functools import cache
@@ -32,6 +33,18 @@ def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
                 spelled[i] = read(piece) or (piece.encode() if i in added else b"") or None
         _known[tokenizer] = tuple(spelled)
     return _known[tokenizer]
+
+
+def decoded(written: bytes) -> tuple[str, bytes] | None:
+    """Returns the text of bytes, and the bytes of a last character that is not complete.
+
+    None: the bytes do not begin any text in UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        return decoder.decode(written), decoder.getstate()[0]
+    except UnicodeDecodeError:
+        return None
 
 
 def has_byte_level(tokenizer: Any) -> bool:

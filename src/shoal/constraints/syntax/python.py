@@ -6,7 +6,6 @@ only if the text up to it cannot be completed, and the text ends only if the who
 
 from __future__ import annotations
 
-import codecs
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +15,7 @@ from shoal.constraints.check import Cutting
 from shoal.constraints.syntax.endings import end_places, ends_program
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
-from shoal.constraints.token_bytes import token_bytes
+from shoal.constraints.token_bytes import decoded, token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 
@@ -125,12 +124,10 @@ class PythonMiddle(Cutting):
         if own is None:
             return None
         healing = max(0, state.healing - len(own))
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        try:
-            text = decoder.decode(state.rest + own[state.healing :])
-        except UnicodeDecodeError:
+        found = decoded(state.rest + own[state.healing :])
+        if found is None:
             return None
-        rest = decoder.getstate()[0]
+        text, rest = found
         layout = self._written(state, text)
         if layout is None or (
             rest and not (layout.quote or layout.comment or _begins_identifier(rest))

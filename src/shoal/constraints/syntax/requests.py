@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from shoal.constraints.check import Cutting
 from shoal.constraints.members import Members
+from shoal.constraints.syntax.checked_languages import LANGUAGES, language_of
 from shoal.constraints.syntax.middles import GrammarMiddle
-from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Request
-
-LANGUAGES = ("python", "json")
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,8 @@ class Syntax:
         parses: True if the whole has to parse.
         members: True if only names that jedi knows may follow a dot (`shoal.constraints.members`),
             in Python.
+        optional: True if the new text need not parse where the check cannot be made: a package is
+            missing, or the texts around it do not fit the language.
     """
 
     language: str
@@ -38,6 +37,7 @@ class Syntax:
     right: str | None = None
     parses: bool = True
     members: bool = False
+    optional: bool = False
 
 
 def read_syntax(syntax: str | Syntax) -> Syntax:
@@ -67,15 +67,35 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
     return found
 
 
+def syntax_by_name(file_name: str | None, *, members: bool = False) -> Syntax | None:
+    """Returns the optional syntax of a file by the end of its name, which is none of a request.
+
+    Args:
+        file_name: the file's name; None = any text may be written.
+        members: see `Syntax`; only Python has them.
+
+    Returns:
+        None if nothing is to be checked.
+    """
+    language = None if file_name is None else language_of(file_name)
+    if members and language != "python":
+        return Syntax("python", parses=False, members=True)
+    return None if language is None else Syntax(language, members=members, optional=True)
+
+
 def _middle(language: str, tokenizer: Any, left: str, right: str, healing: int) -> Cutting:
-    if language == "python":
-        return PythonMiddle(tokenizer, left, right, healing)
-    if language == "json":
-        grammar = (
-            files("shoal.constraints.syntax").joinpath("json.lark").read_text(encoding="utf-8")
-        )
-        return GrammarMiddle(tokenizer, left, right, grammar, healing, name="json")
+    if language in LANGUAGES:
+        return LANGUAGES[language].middle(tokenizer, left, right, healing)
     return GrammarMiddle(tokenizer, left, right, language, healing)
+
+
+def why_unchecked(syntax: Syntax, tokenizer: Any) -> str | None:
+    """Returns the reason why the check of an optional syntax cannot be made; None if it can."""
+    try:
+        _middle(syntax.language, tokenizer, syntax.left or "", syntax.right or "", 0)
+    except RequestError as error:
+        return str(error)
+    return None
 
 
 def with_syntax(
@@ -89,8 +109,8 @@ def with_syntax(
 
     Raises:
         RequestError: an unknown language; no tokenizer, or a prompt of token ids and no text in
-            `Syntax`; no program begins with the text before, or ends with the text behind; jedi or
-            lark is needed and not installed; or members of another language.
+            `Syntax`; no program begins with the text before, or ends with the text behind; jedi,
+            lark or tree-sitter is needed and not installed; or members of another language.
     """
     found = read_syntax(syntax)
     left = request.prompt if found.left is None else found.left
@@ -102,9 +122,13 @@ def with_syntax(
     healing = sum(
         len(own or b"") for own in map(token_bytes(tokenizer).__getitem__, request.removed)
     )
-    checks: list[Any] = (
-        [_middle(found.language, tokenizer, left, right, healing)] if found.parses else []
-    )
+    checks: list[Any] = []
+    if found.parses:
+        try:
+            checks.append(_middle(found.language, tokenizer, left, right, healing))
+        except RequestError:
+            if not found.optional:
+                raise
     if found.members:  # behind the parser: jedi is slower, and sees only texts that parse
         checks.append(Members(tokenizer, left, right, healing=healing))
     return replace(request, constraints=(*request.constraints, *checks))

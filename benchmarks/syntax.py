@@ -1,12 +1,14 @@
-"""Middles of Python programs: whether checks refuse what is possible, and what they bring and cost on the bundled pair.
+"""Middles of programs: whether checks refuse what is possible, and what they bring and cost.
 
-    python benchmarks/syntax.py library --files 300 --cuts 10     # prefixes of true middles of the standard library
-    python benchmarks/syntax.py pair --problems 24 -n 8           # held-out functions, a middle of each; --json FILE
+    python benchmarks/syntax.py library --files 300 --cuts 10  # prefixes of true middles of Python's standard library
+    python benchmarks/syntax.py pair --problems 24 -n 8        # held-out functions, a middle of each; --json FILE
+    python benchmarks/syntax.py mbxp --model DIR --file FILE   # a file of MBXP in a language that tree-sitter reads
 
 Middles are pieces of a line of the body, cut anywhere; a line break stops a sample, and all are aligned. `free` is without checks;
 `longest` is free with its middle cut at the longest prefix with which the whole parses ("checked unconstrained" of Melcer et al.);
-`checked` is with `syntax="python"`. An error is a middle with which the whole does not parse; a pass is one with which the function
-passes its tests, in the sandbox. `share_of_time` is of the rounds, without the cuts of finished samples, which are timed apart.
+`checked` is with `syntax=`. A model that cannot fill in sees the text before the cursor alone, the check both. An error is a middle
+with which the whole does not parse; a pass is one with which the function passes its tests, in the sandbox. `share_of_time` is of
+the rounds, without the cuts of finished samples, which are timed apart.
 Exit code 1 if a middle that ended by itself under checks does not parse, or if a prefix of a true middle was refused.
 """
 
@@ -18,22 +20,28 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import shoal
 from held_out import problems
-from problems.generator import FunctionProblem
 from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
+from shoal.constraints.fim import middle_tokens
+from shoal.constraints.syntax.error_nodes import tree_sitter_language
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.python import PythonMiddle
+from shoal.constraints.syntax.requests import Syntax
+from shoal.constraints.syntax.tree_middles import TreeMiddle
 from shoal.constraints.syntax.viable import is_complete, is_viable
 from shoal.engine import engine
 from shoal.evaluation.execution import execute
-from shoal.evaluation.problems import Problem
+from shoal.evaluation.problems import Problem, read_mbxp
 from shoal.evaluation.sandbox import Sandbox
 
 Json = dict[str, Any]
@@ -95,59 +103,109 @@ class Clock:
         return timed
 
 
-def longest(left: str, middle: str, right: str) -> str:
+class Case(NamedTuple):
+    """A program with a piece of a line taken out.
+
+    Attributes:
+        problem: its tests. prompt: what the problem gives; the pieces follow it.
+        left: before the piece. right: behind it.
+    """
+
+    problem: Problem
+    prompt: str
+    left: str
+    right: str
+
+    def passes(self, middle: str, sandbox: Sandbox) -> bool:
+        return execute(self.problem, f"{self.left}{middle}{self.right}\n".removeprefix(self.prompt), sandbox).passed
+
+
+def parses(language: str, source: str) -> bool:
+    if language == "python":
+        return is_complete(source)
+    parser = import_module("tree_sitter").Parser(tree_sitter_language(language))
+    return not parser.parse(source.encode()).root_node.has_error
+
+
+def longest(language: str, left: str, middle: str, right: str) -> str:
     ends = range(len(middle), -1, -1)
-    return next((middle[:end] for end in ends if is_complete(left + middle[:end] + right)), middle)
+    return next((middle[:end] for end in ends if parses(language, left + middle[:end] + right)), middle)
 
 
-def passes(source: str, problem: FunctionProblem, sandbox: Sandbox) -> bool:
-    asked = Problem("middle", "python", "", "\n".join(problem.tests) + "\n", problem.name)
-    return execute(asked, source + "\n", sandbox).passed
+def taken_out(lots: random.Random, first: int, whole: str) -> tuple[str, str]:
+    """The texts around a piece of one line, which begins at `first` or behind."""
+    start = lots.randrange(first, len(whole) - 4)
+    end = lots.randrange(start + 1, max(start + 1, whole.index("\n", start)) + 1)
+    return whole[:start], whole[end:]
 
 
-def pair(count: int, n: int, temperature: float, seed: int) -> Json:
-    model, lots, sandbox = shoal.load(), random.Random(seed), Sandbox()
+def held_out_cases(count: int, lots: random.Random, sandbox: Sandbox) -> Iterator[Case]:
+    for problem in problems(count):
+        asked = Problem("middle", "python", "", "\n".join(problem.tests) + "\n", problem.name)
+        left, right = taken_out(lots, len(problem.prompt), problem.function)
+        assert Case(asked, "", problem.function, "").passes("", sandbox), "a true middle fails its tests"
+        yield Case(asked, "", left, right)
+
+
+def mbxp_cases(path: Path, count: int, lots: random.Random, sandbox: Sandbox) -> Iterator[Case]:
+    """Of those problems whose own solution parses and passes."""
+    for problem in read_mbxp(path):
+        solution = f"{(problem.canonical or '').rstrip()}\n"
+        whole = problem.prompt + solution
+        if count and len(solution) > 40 and parses(problem.language, whole) and execute(problem, solution, sandbox).passed:
+            count -= 1
+            yield Case(problem, problem.prompt, *taken_out(lots, len(problem.prompt), whole))
+
+
+def compare(model: shoal.Shoal, cases: Iterable[Case], options: Json, sandbox: Sandbox) -> Json:
     rounds, cuts = Clock(), Clock()
-    inner, best_end = engine.checked, PythonMiddle.best_end
+    inner, ends = engine.checked, {kind: kind.best_end for kind in (PythonMiddle, TreeMiddle)}
     tables: dict[str, Counter[str]] = {name: Counter() for name in ("free", "longest", "checked")}
     seconds = {"free": 0.0, "checked": 0.0}
-    model.generate("x = ", suffix="\n", n=n, max_new_tokens=8)  # the first call measures and builds
+    fills = middle_tokens(model.tokenizer) is not None
+    model.generate("x = ", n=options["n"], max_new_tokens=8)  # the first call measures and builds
     engine.checked = rounds.wrap(inner)
-    PythonMiddle.best_end = cuts.wrap(best_end)  # type: ignore[method-assign]
-    for problem in problems(count):
-        whole = problem.function
-        assert passes(whole, problem, sandbox), "a true middle fails its tests"
-        first = lots.randrange(len(problem.prompt), len(whole) - 4)
-        last = lots.randrange(first + 1, max(first + 1, whole.index("\n", first)) + 1)
-        left, right = whole[:first], whole[last:]
-        options: Json = {
-            "suffix": right,
-            "n": n,
-            "max_new_tokens": 48,
-            "temperature": temperature,
-            "seed": seed,
-            "stop": "\n",
-        }
-        for name, syntax in (("free", None), ("checked", "python")):
+    for kind, best_end in ends.items():
+        kind.best_end = cuts.wrap(best_end)  # type: ignore[method-assign]
+    for case in cases:
+        language, middles = case.problem.language, cache(lambda text, case=case: case.passes(text, sandbox))
+        given = options | {"align": True} | ({"suffix": case.right} if fills else {})
+        for name, syntax in (("free", None), ("checked", Syntax(language, case.left, case.right))):
             started = time.perf_counter()
-            result = model.generate(left, syntax=syntax, **options)
+            result = model.generate(case.left, syntax=syntax, **given)
             seconds[name] += time.perf_counter() - started
             for sample in result[0].samples:
                 texts = {name: sample.text}
                 if name == "free":
-                    texts["longest"] = longest(left, sample.text, right)
-                ended = sample.finish_reason == "eos"
-                for kind, text in texts.items():
-                    _count(tables[kind], left + text + right, problem, ended, len(sample.token_ids), sandbox)
-    engine.checked, PythonMiddle.best_end = inner, best_end  # type: ignore[method-assign]
+                    texts["longest"] = longest(language, case.left, sample.text, case.right)
+                for way, text in texts.items():
+                    good = parses(language, case.left + text + case.right)
+                    ended = sample.finish_reason == "eos"
+                    _count(tables[way], good, ended, good and middles(text), len(sample.token_ids))
+    engine.checked = inner
+    for kind, best_end in ends.items():
+        kind.best_end = best_end  # type: ignore[method-assign]
     tokens = tables["checked"]["tokens"]
     return {
         **{name: dict(table) for name, table in tables.items()},
         "seconds": seconds,
         "share_of_time": rounds.seconds / (seconds["checked"] - cuts.seconds),
-        "us_per_token": 1e6 * rounds.seconds / tokens,
+        "us_per_token": 1e6 * rounds.seconds / max(1, tokens),
         "ms_per_cut": 1e3 * cuts.seconds / max(1, cuts.calls),
     }
+
+
+def measured(args: argparse.Namespace) -> Json:
+    """Of `pair` or `mbxp`."""
+    lots, sandbox = random.Random(args.seed), Sandbox()
+    model = shoal.load() if args.model is None else shoal.load(args.model)
+    cases = (
+        held_out_cases(args.problems, lots, sandbox)
+        if args.what == "pair"
+        else mbxp_cases(args.file, args.problems, lots, sandbox)
+    )
+    options = {"n": args.n, "max_new_tokens": 48, "temperature": args.temperature, "seed": args.seed, "stop": "\n"}
+    return compare(model, cases, options, sandbox)
 
 
 def table(found: Json) -> str:
@@ -160,19 +218,20 @@ def table(found: Json) -> str:
     return "\n".join(lines)
 
 
-def _count(table: Counter[str], source: str, problem: FunctionProblem, ended: bool, tokens: int, sandbox: Sandbox) -> None:
-    good = is_complete(source)
+def _count(table: Counter[str], good: bool, ended: bool, passed: bool, tokens: int) -> None:
     table["samples"] += 1
     table["tokens"] += tokens
     table["errors"] += not good
     table["ended"] += ended
     table["errors_of_ended"] += ended and not good
-    table["passes"] += good and passes(source, problem, sandbox)
+    table["passes"] += passed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("library", "pair"))
+    parser.add_argument("what", choices=("library", "pair", "mbxp"))
+    parser.add_argument("--file", type=Path, help="mbxp: its problems")
+    parser.add_argument("--model", metavar="DIR", help="the target, alone; without it the bundled pair")
     parser.add_argument("--files", type=int, default=300)
     parser.add_argument("--cuts", type=int, default=10)
     parser.add_argument("--problems", type=int, default=24)
@@ -182,18 +241,15 @@ def main() -> int:
     parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write what is found there")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    found = (
-        library(args.files, args.cuts, args.seed)
-        if args.what == "library"
-        else pair(args.problems, args.n, args.temperature, args.seed)
-    )
+    found = library(args.files, args.cuts, args.seed) if args.what == "library" else measured(args)
     for name, value in found.items():
         if not isinstance(value, dict):
             print(f"{name}: {len(value) if isinstance(value, list) else value}")
-    if args.what == "pair":
+    if args.what != "library":
         print(table(found))
     if args.json:
-        asked = vars(args) | {"json": str(args.json)}
+        names = {name: Path(value).name for name in ("file", "model", "json") if (value := getattr(args, name))}
+        asked = vars(args) | names
         write_results(args.json, {"machine": machine(torch.device("cpu")), "arguments": asked, **found})
     return int(bool(found["refused"]) if args.what == "library" else found["checked"].get("errors_of_ended", 0) > 0)
 

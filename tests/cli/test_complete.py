@@ -25,6 +25,7 @@ from shoal.cli.complete import split_at
 from shoal.cli.printed_samples import follow
 from shoal.cli.suggestions import NO_NEWLINE, diff
 from shoal.constraints import fim, members
+from shoal.constraints.syntax.error_nodes import CursorTrees, tree_sitter_language
 from shoal.errors import RequestError
 from shoal.testing.tiny import tiny_model, tiny_tokenizer
 
@@ -41,7 +42,7 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "a.py"
+    path = tmp_path / "a.txt"  # its name says no language
     path.write_text(TEXT)
     return path
 
@@ -267,8 +268,54 @@ def test_suggestions_parse_under_a_syntax(shoal: Command, loaded: None, tmp_path
     for suggestion in shoal(*ask, "-n", 2, "--seed", 1, "--syntax", "json", "--json").json["suggestions"]:
         assert suggestion["syntax"] in ("complete", "cut")
         json.loads('{"name": "sh' + suggestion["text"] + '", "numbers": []}')
-    assert "syntax must be one of python, json" in shoal(*ask, "--syntax", "rust").err
+    assert "syntax must be one of python, json" in shoal(*ask, "--syntax", "ruby").err
     assert "members are those of Python" in shoal(*ask, "--syntax", "json", "--members", "--model", "nowhere").err
+
+
+def test_the_name_of_a_file_says_its_syntax(
+    shoal: Command, loaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless `--syntax` does; suggestions are ranked by what the whole file then is."""
+    path = tmp_path / "é.js"
+    before, behind = 'const ü = "é";\r\nfunction f(a) {\r\n\treturn g(a, ', ");\r\n}\r\n"
+    path.write_bytes((before + behind).encode())
+    ask = ["complete", path, "--at", "3:14", "-n", 6, "--seed", 1, "--max-new-tokens", 16, "--json"]
+    answer = shoal(*ask)
+    found = answer.json["suggestions"]
+    kinds = [suggestion["syntax"] for suggestion in found]
+    assert kinds == sorted(kinds, key=["complete", "cut", "incomplete"].index)
+    assert "cut" in kinds
+    for suggestion in found:
+        whole = before + suggestion["text"] + behind
+        assert _faults(whole) == (suggestion["syntax"] == "incomplete")
+    assert answer.err == ""
+    named = shoal(*ask, "--syntax", "javascript").json["suggestions"]
+    assert [one["text"] for one in named] == [one["text"] for one in found]
+    free = shoal(*ask, "--syntax", "none").json["suggestions"]
+    assert all("syntax" not in one for one in free)
+    assert not all(not _faults(before + one["text"] + behind) for one in free)
+    weighed = shoal(*ask, "--exact", "weights")
+    assert (weighed.code, "syntax" in weighed.json["suggestions"][0]) == (0, False)
+    tree_sitter_language.cache_clear()
+    monkeypatch.setitem(sys.modules, "tree_sitter_javascript", None)
+    unchecked = shoal(*ask)
+    assert [one["text"] for one in unchecked.json["suggestions"]] == [one["text"] for one in free]
+    assert "may not parse: syntax='javascript' needs tree-sitter" in unchecked.err
+    assert "pip install '.[syntax]'" in unchecked.err
+    refused = shoal(*ask, "--syntax", "javascript")
+    assert (refused.code, "pip install '.[syntax]'" in refused.err) == (2, True)
+
+
+def _faults(source: str) -> bool:
+    return bool(CursorTrees("javascript", source, "")._base.root_node.has_error)
+
+
+def test_a_python_file_that_no_program_begins_with_is_not_checked(shoal: Command, loaded: None, tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("x = = \ny = \n")
+    answer = shoal("complete", path, "--at", "2:5", "-n", 2, "--seed", 1, "--max-new-tokens", 4, "--json")
+    assert [one.get("syntax") for one in answer.json["suggestions"]] == [None, None]
+    assert "not the beginning of a Python program" in answer.err
 
 
 @pytest.mark.parametrize("syntax", [(), ("--syntax", "python")])

@@ -620,6 +620,7 @@ def test_the_editor_shows_what_fits_at_the_cursor_and_takes_it(
         area, ghost = page.get_by_label("Text"), page.locator("pre#ghost")
         expect(page.get_by_role("button", name="Suggest")).to_be_enabled()
         page.get_by_label("Most tokens").fill("8")
+        page.get_by_label("File name").fill("notes.txt")
         area.fill("ab cd")
         page.keyboard.press("Escape")
         area.evaluate("area => area.setSelectionRange(2, 2)")
@@ -659,6 +660,7 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
     got = asked(page, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
     with served(pair()) as server:
         page.goto(f"{server.url}/editor")
+        expect(page.get_by_label("Syntax")).to_have_value("filename")
         page.get_by_label("Syntax").select_option("python")
         page.get_by_label("Known members only").check()
         area = page.get_by_label("Text")
@@ -668,8 +670,14 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
         page.keyboard.press("Control+Enter")
         expect(page.get_by_role("listitem").first).to_contain_text("the file parses")
         expect(page.get_by_role("listitem").nth(1)).to_contain_text("the file does not parse yet")
-    (body,) = got
-    assert body["members"] is True
+        page.get_by_label("Syntax").select_option("filename")
+        page.get_by_label("File name").fill("a.rs")
+        area.evaluate("area => area.setSelectionRange(6, 6)")
+        page.keyboard.press("Control+Enter")
+        expect(page.get_by_role("listitem").first).to_contain_text("the file parses")
+    body, by_name = got
+    assert ("syntax" in by_name, by_name["filename"]) == (False, "a.rs")
+    assert ("filename" in body, body["members"]) == (False, True)
     assert (body["syntax"], body["prompt"], len(body["suffix"])) == ("python", "print(", 50)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from serving import Served, pair, served
 from shoal.constraints import dressing, fim
+from shoal.constraints.syntax.checked_languages import LANGUAGES
 from shoal.errors import RequestError
 from shoal.serve.infill import IndentLimit
 from shoal.serve.settings import Settings
@@ -274,3 +275,54 @@ def test_a_file_of_windows_gets_its_own_ends_of_lines() -> None:
         for stream in (False, True):
             assert texts["lf", stream] == plain
             assert texts["crlf", stream] == plain.replace("\n", "\r\n")
+
+
+JS = {"input_prefix": "function f(a) {\n", "prompt": "  return a + ", "input_suffix": ";\n}\n", "align": False, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "text", "syntax"),
+    [
+        ("b(1) + (c", {}, "b(1) + (c", None),
+        ("b(1) + (c", {"filename": "src/a.js"}, "b(1) ", "cut"),
+        ("b(1) + (c", {"syntax": "javascript"}, "b(1) ", "cut"),
+        ("b(1) + (c", {"filename": "a.js", "syntax": "python"}, "", ""),
+        ("b(1) + (c", {"filename": "a.txt"}, "b(1) + (c", None),
+        ("b(1) + (c", {"filename": "a.py"}, "b(1) + (c", None),
+        ("(b + (c", {"filename": "a.js"}, "(b + (c", "incomplete"),
+        ("b;\n  c(1);\nd(", {"filename": "a.js", "n_indent": 2}, "b;\n  c(1);", "cut"),
+        ("b + g({\nx: 1});", {"filename": "a.js", "n_indent": 2}, "b + g", "cut"),
+        ("(b + g({\nx: 1}));", {"filename": "a.js", "n_indent": 2}, "(b + g({", "incomplete"),
+    ],
+)
+def test_the_name_of_a_file_says_where_texts_are_cut(
+    said: str, fields: dict[str, Any], text: str, syntax: str | None
+) -> None:
+    body = JS | {"n_predict": len(said)} | fields
+    with served(pair(speaks(said, begin="Z", ends=False)), max_tokens=64) as server:
+        if syntax == "":
+            refused = asked(server, body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "syntax")
+            return
+        answers = [asked(server, body).json()]
+        stream = httpx.post(f"{server.url}/infill", json=body | {"stream": True}).text
+        events = [json.loads(part.removeprefix("data: ")) for part in stream.split("\n\n") if part]
+        answers.append(events[-1] | {"content": "".join(event["content"] for event in events)})
+    for answer in answers:
+        assert answer["content"] == text
+        assert answer.get("syntax") == syntax
+
+
+def test_a_text_that_ends_by_itself_ends_where_the_file_parses() -> None:
+    with served(pair(speaks("b(1)", begin="Z")), max_tokens=64) as server:
+        answer = asked(server, JS, n_predict=20, filename="a.mjs").json()
+        assert (answer["content"], answer["syntax"], answer["stop_type"]) == ("b(1)", "complete", "eos")
+        body = {"prompt": "return a + ", "suffix": ";\n", "max_tokens": 9, "align": False}
+        for fields in ({"syntax": "javascript"}, {"filename": "a.js"}):
+            completed = server.post(**body, **fields).json()
+            assert completed["choices"][0]["text"] == "b(1)"
+            assert completed["usage"]["choices"][0]["syntax"] == "complete"
+        ids = server.post(prompt=[1, 2], filename="a.js").json()["error"]
+        assert (ids["param"], "text" in ids["message"]) == ("filename", True)
+        (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert model["shoal"]["syntax"] == list(LANGUAGES)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shoal.types.samples import Result, Sample
 
 
+NO_SYNTAX = "none"
+"""The value of `--syntax` that lets any text be."""
 RESERVED = 8
 """The tokens of the context kept for the special tokens between the texts, and for alignment."""
 
@@ -82,8 +84,9 @@ class SuggestionOptions(SamplingOptions):
         sampling_option(
             "--syntax",
             metavar="LANGUAGE",
-            help="python, json or a .lark grammar: suggestions after which the file parses; "
-            "unfinished ones are cut where it does.",
+            help="python, json, javascript, typescript, tsx, java, go, c, cpp, rust, a .lark "
+            "grammar, or none: suggestions after which the file parses; unfinished ones are cut "
+            "where it does. The end of the file's name says it unless given.",
         ),
     ] = None
     members: Annotated[
@@ -117,16 +120,21 @@ def complete(
     if sampling.members:
         jedi_analyser()
     with Progress() as progress:
-        _read_syntax(sampling)
+        _read_syntax(sampling, cursor.file)
         model = source.load()
         progress.expect(rows=sampling.n)
         left, right = (text.replace("\r\n", "\n") for text in (before, behind))
+        syntax = _read_syntax(sampling, cursor.file)
+        syntax = syntax and replace(syntax, left=left, right=right)
         prompt, asked = _prompt(model, left, right, sampling)
+        asked["syntax"] = syntax
         stream = model.stream([prompt], sampling.n, **asked, **options)
         result, interrupted = follow(stream, progress.add)
     if interrupted:
         finished = sum(sample.finish_reason != "cancelled" for sample in result[0].samples)
         stderr().print(f"interrupted: {finished} of {sampling.n} suggestions finished")
+    if syntax and syntax.optional and all(one.syntax is None for one in result[0].samples):
+        _tell_unchecked(model, syntax)
     end = line_end(before, behind)
     ranked = [replace(one, text=with_line_ends(one.text, end)) for one in best_first(result[0])]
     if as_json:
@@ -137,21 +145,27 @@ def complete(
     return EXIT_INTERRUPTED if interrupted else EXIT_REQUEST if failed else 0
 
 
-def _read_syntax(sampling: SuggestionOptions) -> Syntax | None:
-    """Returns the syntax that suggestions must fit, without the file around them.
-
-    `_prompt` adds the file.
+def _read_syntax(sampling: SuggestionOptions, file: Path) -> Syntax | None:
+    """Returns the syntax that suggestions must fit, without the texts of the file around them.
 
     Raises:
         RequestError: see `read_syntax`.
     """
-    from shoal.constraints.syntax.requests import Syntax, read_syntax
+    from shoal.constraints.syntax.requests import Syntax, read_syntax, syntax_by_name
 
-    checked = sampling.syntax is not None, sampling.members
-    if not any(checked):
-        return None
-    language = "python" if sampling.syntax is None else sampling.syntax
-    return read_syntax(Syntax(language, parses=checked[0], members=checked[1]))
+    if sampling.syntax not in (None, NO_SYNTAX):
+        return read_syntax(Syntax(sampling.syntax, members=sampling.members))
+    return syntax_by_name(
+        None if sampling.syntax or sampling.exact else str(file), members=sampling.members
+    )
+
+
+def _tell_unchecked(model: Shoal, syntax: Syntax) -> None:
+    """Prints why suggestions were not checked although the file's name says a language."""
+    from shoal.constraints.syntax.requests import why_unchecked
+
+    reason = why_unchecked(syntax, model.tokenizer)
+    stderr().print(f"suggestions may not parse: {reason}", markup=False, soft_wrap=True)
 
 
 def _prompt(
@@ -181,12 +195,7 @@ def _prompt(
             f"--max-new-tokens {sampling.max_new_tokens} leaves no space for the file: the "
             f"context is {model.target.context} tokens"
         )
-    syntax = _read_syntax(sampling)
-    asked = {
-        "align": sampling.align,
-        "exact": sampling.exact or False,
-        "syntax": syntax and replace(syntax, left=before, right=behind),
-    }
+    asked: dict[str, Any] = {"align": sampling.align, "exact": sampling.exact or False}
     before, behind = nearest(model.tokenizer, before, behind if fills else "", space)
     return before, asked | ({"suffix": behind} if fills else {})
 

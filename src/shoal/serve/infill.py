@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.constraints.check import Cutting
 from shoal.serve.api_errors import api_error_of, naming
 from shoal.serve.api_formats import finite, name_and_bytes
 from shoal.serve.api_paths import Json
@@ -22,6 +23,10 @@ from shoal.types.prompt_forms import line_end, with_line_ends
 
 STOP_TYPES = {"eos": "eos", "stop": "word"}
 """The `stop_type` by `Sample.finish_reason`; all others are "limit"."""
+
+
+PARSES = ("complete", "cut")
+"""The values of `Sample.syntax` of texts with which the file parses."""
 
 
 class IndentLimit:
@@ -84,6 +89,7 @@ class InfillResponse:
     _first_at: float | None = None
     _tokens: list[TokenUpdate] = field(default_factory=list)
     _last: RowUpdate | None = None
+    _syntax: str | None = None
 
     def computed(self) -> Json:
         """Returns the token counts so far, for the log."""
@@ -102,7 +108,8 @@ class InfillResponse:
             RequestError: see `Worker.serving`, or the error of the row.
         """
         text = "".join([piece async for piece in self._pieces()])
-        if self._reason == "time" and "\n" in text:  # llama.cpp ends at a line feed too
+        if self._reason == "time" and self._syntax not in PARSES and "\n" in text:
+            # llama.cpp ends at a line feed too
             text = text[: text.rindex("\n")]
         return self._selected(self._final(self._as_in_file(text)))
 
@@ -158,12 +165,29 @@ class InfillResponse:
                         raise failure(update.error)
                     self._note(update)
                     shown, over = limit.feed(update.text)
+                    if over:
+                        shown = self._cut_again(shown)
                     if shown:
                         yield shown
                     if over:
                         return
         if limit.rest():
             yield limit.rest()
+
+    def _cut_again(self, text: str) -> str:
+        """Returns the beginning of a checked text that an indent has shortened, cut anew.
+
+        The text of a checked row comes at once, when it has ended: its last place counts with which
+        the file parses.
+        """
+        sample = self._last.sample if self._last else None
+        checks = [one for one in self.parsed.requests[0].constraints if isinstance(one, Cutting)]
+        if sample is None or not checks:
+            return text
+        scores = [0.0] * (len(sample.token_ids) + 1)
+        found = checks[0].best_end(sample.token_ids, scores, len(text))
+        self._syntax = "incomplete" if found is None else "cut"
+        return text if found is None else text[: found[0]]
 
     def _as_in_file(self, text: str) -> str:
         """Returns a text with the file's ends of lines; a carriage return belongs to one."""
@@ -178,6 +202,7 @@ class InfillResponse:
         if self._first_at is None:
             self._first_at = time.perf_counter()
         self._last = update
+        self._syntax = update.sample.syntax if update.sample else None
         self._tokens += update.tokens
 
     # ── JSON ──────────────────────────────────────────────────────────────────────────────────────
@@ -209,6 +234,8 @@ class InfillResponse:
             "tokens_cached": 0,
             "timings": self._timings(predicted),
         }
+        if self._syntax is not None:
+            body["syntax"] = self._syntax
         if self.parsed.top_logprobs is not None:
             body["completion_probabilities"] = [self._probability(token) for token in self._tokens]
         return body

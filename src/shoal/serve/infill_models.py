@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.serve.api_errors import ApiError
-from shoal.serve.request_fields import NonNegative, Stop, Text, optional
+from shoal.serve.request_fields import CheckedFields, NonNegative, Stop, Text, optional
 
 SAMPLERS = {
     "temperature": "temperature",
@@ -37,7 +37,7 @@ class Excerpt(BaseModel):
     filename: Text | None = None
 
 
-class InfillRequest(BaseModel):
+class InfillRequest(CheckedFields):
     """POST /infill. Unknown fields are passed over and named in x-shoal-ignored: clients send what
     their llama.cpp knew."""
 
@@ -86,10 +86,6 @@ class InfillRequest(BaseModel):
         "The fields of the answer, as paths such as timings/prompt_n, by which they are then named."
     )
     align: bool | None = optional("The cursor may stand inside a token; true.")
-    members: bool | None = optional(
-        "Python: only names that the value before it has follow a dot. Servers allow it with "
-        "`--members` only."
-    )
 
     @property
     def before_cursor(self) -> str:
@@ -182,4 +178,9 @@ class Infill(BaseModel):
     stopping_word: str = Field(description="Always empty.")
     tokens_cached: int
     timings: dict[str, float]
+    syntax: Literal["complete", "cut", "incomplete"] | None = Field(
+        None,
+        description="Of a checked text: it ended by itself, was cut where the file parses, or the "
+        "file does not parse with it.",
+    )
     completion_probabilities: list[dict[str, Any]] | None = None

@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
-from shoal.constraints.syntax.requests import LANGUAGES
+from shoal.constraints.syntax.checked_languages import installed_languages
 from shoal.serve import response_models
 from shoal.serve.handler import ApiHandler
 from shoal.serve.model_identity import people_call
@@ -144,7 +144,7 @@ def _model(handler: ApiHandler, name: str) -> response_models.Model:
         "seeds": settings.seeds,
         "chat": bool(settings.chat_template or shoal.tokenizer.chat_template),
         "fill_in_middle": middle_tokens(shoal.tokenizer) is not None,
-        "syntax": LANGUAGES,
+        "syntax": installed_languages(),
         "members": settings.members,
         "loaded": shoal.loaded,
         "names": _names(shoal),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from shoal.constraints.fim import (
     nearest,
     repository,
 )
-from shoal.constraints.syntax.requests import Syntax
+from shoal.constraints.syntax.requests import Syntax, syntax_by_name
 from shoal.engine.detokenizer import special_tokens
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
@@ -143,15 +144,12 @@ class PromptEncoder:
         """
         if end is None and suffix is not None and isinstance(prompt, str):
             end = middle_prompt(self._tokenizer, prompt, suffix).end
-        language, members = getattr(asked, "syntax", None), getattr(asked, "members", None) is True
-        syntax = None
-        if language is not None or members:
-            field = "members" if language is None else "syntax"
+        syntax = _syntax_of(asked)
+        if syntax is not None:
             if not isinstance(prompt, str):
+                field = "filename" if syntax.optional else "syntax" if syntax.parses else "members"
                 raise ApiError(400, f"{field} needs a prompt that is a text", param=field)
-            syntax = Syntax(
-                language or "python", prompt, suffix or "", language is not None, members
-            )
+            syntax = replace(syntax, left=prompt, right=suffix or "")
         dressing = Dressing(
             getattr(asked, "align", None), getattr(asked, "exact", None) or False, syntax
         )
@@ -248,3 +246,12 @@ class PromptEncoder:
             raise ApiError(
                 400, f"the chat template refused the messages: {error}", param="messages"
             ) from error
+
+
+def _syntax_of(asked: BaseRequest | InfillRequest) -> Syntax | None:
+    """Returns the syntax that a body asks for by its name, or by that of a file."""
+    language, members = getattr(asked, "syntax", None), getattr(asked, "members", None) is True
+    if language is not None:
+        return Syntax(language, members=members)
+    weighed = getattr(asked, "exact", None)
+    return syntax_by_name(None if weighed else getattr(asked, "filename", None), members=members)

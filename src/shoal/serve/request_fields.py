@@ -26,6 +26,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from shoal.constraints.syntax.checked_languages import Language
+
 IGNORED = "Accepted and ignored."
 MOST_NAMED = 32
 """The most unknown fields that a header names."""
@@ -185,6 +187,24 @@ class StructuredOutputs(StrictModel):
         "A schema says by itself which properties there are."
     )
     disable_fallback: Ignored = None
+
+
+class CheckedFields(BaseModel):
+    """The fields of requests whose text stands in a file of code."""
+
+    syntax: Language | None = optional(
+        "A text ends only where it parses between the texts around it, and one that does not end "
+        "by itself is cut where it does; a stream has it in the last chunk. Python and JSON: no "
+        "token is written after which that is impossible."
+    )
+    filename: Text | None = optional(
+        "The name of the file around the cursor: its end says the `syntax`, unless that is given "
+        "or the check cannot be made."
+    )
+    members: bool | None = optional(
+        "Python: only names that the value before it has follow a dot. Servers allow it with "
+        "`--members` only."
+    )
 
 
 class VllmFields(StrictModel):

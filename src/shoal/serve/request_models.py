@@ -15,6 +15,7 @@ from shoal.serve.message_models import Message, NamedTool, Tool
 from shoal.serve.request_fields import (
     MOST_NAMED,
     Bias,
+    CheckedFields,
     Ignored,
     Limit,
     NonNegative,
@@ -208,7 +209,7 @@ class BaseRequest(VllmFields, SampledRequest):
         ]
 
 
-class CompletionRequest(BaseRequest):
+class CompletionRequest(CheckedFields, BaseRequest):
     """POST /v1/completions."""
 
     prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
@@ -218,16 +219,6 @@ class CompletionRequest(BaseRequest):
     align: bool | None = optional(
         "The prompt may end inside a token, whose bytes every sample writes again; the default "
         "is true with a suffix."
-    )
-    syntax: Literal["python", "json"] | None = optional(
-        "No token is written after which the text between prompt and suffix cannot be completed "
-        "to a program or a document, and "
-        "samples that do not end by themselves are cut where it parses; a stream has their text "
-        "in the last chunk."
-    )
-    members: bool | None = optional(
-        "Python: only names that the value before it has follow a dot. Servers allow it with "
-        "`--members` only."
     )
     echo: bool | None = optional("The prompt comes back before each sample's text.")
     best_of: Positive | None = optional(

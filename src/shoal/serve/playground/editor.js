@@ -40,7 +40,8 @@ function body() {
   const sides = {
     prompt: text.value.slice(Math.max(0, place - 2 * context), place), suffix: text.value.slice(place, place + context / 2),
   };
-  const syntax = at("syntax").value ? { syntax: at("syntax").value } : {};
+  const { value: language } = at("syntax");
+  const syntax = language === "filename" ? { filename: at("filename").value } : language ? { syntax: language } : {};
   const members = at("members").checked ? { members: true } : {};
   return { ...sides, ...numbers, ...syntax, ...members, stream: true, stream_options: { include_usage: true }, shoal: { details: true } };
 }
@@ -178,7 +179,7 @@ async function learn() {
   at("n").max = about.max_n;
   at("max_tokens").max = about.max_tokens;
   for (const name of about.syntax ?? []) at("syntax").add(new Option(name, name));
-  at("syntax").disabled = at("syntax").parentElement.hidden = !about.syntax?.length;
+  for (const name of ["filename", "syntax"]) at(name).disabled = at(name).parentElement.hidden = !about.syntax?.length;
   at("members").disabled = at("members").parentElement.hidden = !about.members;
   at("ask").disabled = !about.fill_in_middle;
   if (!about.fill_in_middle) say("This model was not trained to fill in.");

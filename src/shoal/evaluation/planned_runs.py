@@ -1,9 +1,10 @@
 """Planning beside sampling plus filter, problem by problem, and what both come to.
 
-Both methods may spend the same new tokens on a problem. Planning goes first. The seconds that its
-tokens would have taken, at its own pace, are the budget of the second comparison: the filter goes
-on until it has spent both, and its choice is made twice, among the programs that each budget
-allows. Either method ends early at a program that passes all public tests.
+Both methods may spend the same new tokens on a problem. Planning goes first. The seconds that it
+took are the budget of the second comparison: the filter goes on until it has spent both, and its
+choice is made twice, among the programs that each budget allows. Where planning has ended early,
+the filter has at least the seconds of its tokens. Either method ends early at a program that passes
+all public tests.
 """
 
 from __future__ import annotations
@@ -114,12 +115,15 @@ class PlannedRuns:
         planned = self._begin(task, self._drafters[0])
         plan(planned)
         tokens = self.config.tokens if self.config.horizon is None else planned.tokens
-        seconds = planned.seconds * tokens / max(planned.tokens, 1)
+        seconds = planned.seconds
         filtered = self._begin(task, self._drafters[1])
         filter_samples(filtered, tokens, seconds)
+        by_tokens = best_of(filtered.programs, tokens=tokens)
+        if planned.tokens < tokens:
+            seconds = max(seconds, by_tokens[1].seconds)
         choices = {
             PLANNED: best_of(planned.programs, tokens=tokens),
-            BY_TOKENS: best_of(filtered.programs, tokens=tokens),
+            BY_TOKENS: by_tokens,
             BY_SECONDS: best_of(filtered.programs, seconds=seconds),
         }
         attempts = {method: _attempt(*choice) for method, choice in choices.items()}

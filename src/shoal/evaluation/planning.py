@@ -30,7 +30,7 @@ from shoal.evaluation.sampling import SamplingConfig
 from shoal.evaluation.tasks import Task
 from shoal.evaluation.token_tree import RollOut, TokenNode, TokenTree, WholeText
 from shoal.types.keyword_options import split_options
-from shoal.types.samples import Sample
+from shoal.types.requests import Row
 from shoal.types.stats import Stats
 
 PLANNED, BY_TOKENS, BY_SECONDS = "planned", "filtered, equal tokens", "filtered, equal seconds"
@@ -176,14 +176,8 @@ class ProblemRun:
         """True once a program passes all public tests."""
         return any(program.reward == 1 for program in self.programs)
 
-    def write(
-        self, prompts: Sequence[Sequence[int]], n: int, **options: Any
-    ) -> list[tuple[Sample, list[int]]]:
-        """Writes n samples of each prompt as rows of one batch.
-
-        Returns:
-            The samples, each with all tokens of its row, those of a stop string included.
-        """
+    def write(self, prompts: Sequence[Sequence[int]], n: int, **options: Any) -> list[Row]:
+        """Writes n samples of each prompt as rows of one batch, and returns the rows."""
         stream = self.pair.stream(
             [list(ids) for ids in prompts],
             n,
@@ -191,12 +185,10 @@ class ProblemRun:
             lookahead=self.config.lookahead if self.config.drafts else "off",
             **options,
         )
-        result = stream.run()
-        self.stats += result.stats
-        tokens = [row.tokens[row.prompt_length :] for rows in stream.rows for row in rows]
-        self.tokens += sum(map(len, tokens))
-        samples = [sample for output in result for sample in output.samples]
-        return list(zip(samples, tokens, strict=True))
+        self.stats += stream.run().stats
+        rows = [row for group in stream.rows for row in group]
+        self.tokens += sum(row.new_tokens for row in rows)
+        return rows
 
     def judge(self, texts: Sequence[WholeText], costs: Sequence[int]) -> list[float]:
         """Tests programs, adds them to those of the run, and returns their rewards.
@@ -233,7 +225,7 @@ class ProblemRun:
             Limits(min(horizon, self.limit - len(paths[place])), self.task.stops, self.eos)
             for place in going
         ]
-        written: dict[int, tuple[Sample, list[int]]] = {}
+        written: dict[int, Row] = {}
         if going:
             prompts = [[*self.prompt, *paths[place]] for place in going]
             top = max(CANDIDATES, self.config.width)
@@ -242,48 +234,57 @@ class ProblemRun:
         found = [self._roll_out(leaf, written.get(i)) for i, leaf in enumerate(leaves)]
         rewards = [0.0] * len(found)
         if self.config.horizon is None:
-            costs = [len(written[i][1]) if i in written else 0 for i in range(len(leaves))]
+            costs = [written[i].new_tokens if i in written else 0 for i in range(len(leaves))]
             rewards = self.judge([each.whole for each in found], costs)
         for leaf, roll_out, reward in zip(leaves, found, rewards, strict=True):
             leaf.known = replace(roll_out, reward=reward), 0
 
     def _has_ended(self, path: Sequence[int]) -> bool:
         return (
-            len(path) >= self.limit or (bool(path) and path[-1] in self.eos) or self._text(path)[2]
+            len(path) >= self.limit
+            or (bool(path) and path[-1] in self.eos)
+            or self._whole(path, ()).stopped
         )
 
-    def _text(self, ids: Sequence[int]) -> tuple[str, int, bool]:
-        """Returns the text of new tokens, how many of them cover it, and whether it was stopped."""
+    def _whole(self, ids: Sequence[int], logprobs: Sequence[float]) -> WholeText:
+        """Returns the text of new tokens, without those behind a stop string."""
         text = Detokenizer(self.pair.tokenizer, self.prompt, Stops(self.task.stops))
         for token in ids:
             if not text.stopped:
                 text.push(token)
-        return *text.finished((), len(ids)), text.stopped
+        count = len(text.ends)
+        shown, _ = text.finished((), count)
+        return WholeText(tuple(ids[:count]), tuple(logprobs[:count]), shown, text.stopped)
 
-    def _roll_out(self, leaf: TokenNode, row: tuple[Sample, list[int]] | None) -> RollOut:
+    def _roll_out(self, leaf: TokenNode, row: Row | None) -> RollOut:
         """Returns the roll-out of a leaf.
 
-        A stop string may begin in the leaf's own text, where the sample's does not have it.
+        Its tokens include those of a stop string, which may have begun in the leaf's own text: at
+        each of them the text may go on otherwise.
 
         Args:
             leaf: the leaf.
-            row: a sample and all tokens of its row; None = the leaf's text has ended.
+            row: its row; None = the leaf's text has ended.
         """
         path, above = leaf.path, [node.logprob for node in leaf.above[1:]]
-        ids = [*path, *(() if row is None else row[1])]
-        text, kept, stopped = self._text(ids)
-        count = 0 if row is None else max(min(kept - len(path), len(row[0].token_ids)), 0)
-        logprobs = () if row is None else row[0].logprobs[:count]
-        tops = () if row is None else row[0].top_logprobs[:count]
-        cut = row is not None and row[0].finish_reason == "length" and len(ids) < self.limit
-        whole = WholeText(ids[: len(path) + count], [*above, *logprobs], text, stopped)
+        if row is None:
+            return RollOut((), (), (), ended=True, whole=self._whole(path, above))
+        whole = self._whole([*path, *row.tokens[row.prompt_length :]], [*above, *row.logprobs])
+        cut = row.finish_reason == "length" and len(whole.token_ids) < self.limit
         return RollOut(
             whole.token_ids[len(path) :],
-            logprobs,
-            [each.raw for each in tops],
-            ended=stopped or not cut,
+            whole.logprobs[len(path) :],
+            [each.raw for each in row.top_logprobs],
+            ended=whole.stopped or not cut,
             whole=whole,
         )
+
+    def draw(self, seed: int | None) -> None:
+        """Draws a batch of samples of the prompt, and tests their programs."""
+        options = {**self.config.options, "max_new_tokens": self.limit, "stop": self.task.stops}
+        rows = self.write([self.prompt], self.config.n, seed=seed, **options)
+        texts = [self._whole(row.tokens[row.prompt_length :], row.logprobs) for row in rows]
+        self.judge(texts, [row.new_tokens for row in rows])
 
 
 def plan(run: ProblemRun) -> None:
@@ -341,17 +342,9 @@ def filter_samples(run: ProblemRun, tokens: float, seconds: float) -> None:
     With a seed the first batch has the samples of `shoal generate`, and each further batch those of
     the next seed.
     """
-    config = run.config
     batch = 0
     while not run.solved and (run.tokens < tokens or run.seconds < seconds):
-        seed = None if config.seed is None else config.seed + batch
-        options = {**config.options, "max_new_tokens": run.limit, "stop": run.task.stops}
-        rows = run.write([run.prompt], config.n, seed=seed, **options)
-        texts = [
-            WholeText(one.token_ids, one.logprobs, one.text, one.finish_reason == "stop")
-            for one, _ in rows
-        ]
-        run.judge(texts, [len(tokens) for _, tokens in rows])
+        run.draw(None if run.config.seed is None else run.config.seed + batch)
         batch += 1
 
 

@@ -1,13 +1,14 @@
 """Group-relative policy optimisation (GRPO, Shao et al. 2024) of the bundled target by TRL's trainer, with rollouts by shoal.
 
-    python benchmarks/grpo.py [--steps 16] [--prompts 4] [-n 8] [--seeds 7,8,9] [--json FILE] [--plot FILE]
+    python benchmarks/grpo.py [--steps 16] [--prompts 4] [-n 8] [--seeds 7,8,9] [--tail] [--json FILE] [--plot FILE]
 
 needs the extra `rl`. The reward of a sample is 1 if the function that it completes passes its tests in the sandbox, and 0.2 if it
 does not and the program parses. The same training runs with four ways to make the rollouts: Transformers' `generate` as the trainer
 calls it, shoal without drafts, with the draft model, and with the draft model and the rollouts of earlier epochs. The optimiser
 changes the weights in place; the draft model stays as it is. All log-probabilities that shoal reports are compared with those of a
 forward pass of the policy. Each way runs once with each seed, which chooses the prompts of a step and the numbers that samples are
-drawn by. Results are written after each run, so that what has come is kept if the rest is stopped.
+drawn by. `--tail` prints the makespan of a step's rollouts, the target's passes, and those passes and drafts for which a quarter of
+the samples or fewer is left. Results are written after each run, so that what has come is kept if the rest is stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import ast
 import tempfile
 import time
+from bisect import bisect
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,9 +39,14 @@ from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
 from shoal.integrations.trl import rollout_func
+from shoal.lookahead.auto import Auto
+from shoal.lookahead.costs import PairCosts
 from shoal.models.loading import bundled
+from shoal.types.rounds import Outcome
 
 PARSES = 0.2
+TAIL = 4
+"""The tail of a step begins where one of so many samples is left."""
 WAYS = {
     "Transformers' generate": None,
     "shoal, plain": (None, "off"),
@@ -77,11 +84,40 @@ def difference(
     return largest
 
 
-class Watched(GRPOTrainer):
-    """Times how long rollouts take, and keeps rewards by step."""
+class Noted(Auto):
+    """The controller that `auto` means, with the rows and the drafts of each round."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, pair: shoal.Shoal) -> None:
+        super().__init__(PairCosts(packed=pair.target.skips_padding))
+        self.rounds: list[tuple[int, int]] = []
+
+    def learn(self, outcome: Outcome) -> None:
+        super().learn(outcome)
+        self.rounds.append((len(outcome.drafted), sum(outcome.drafted)))
+
+
+def of_tail(rounds: Sequence[tuple[int, int]], samples: int) -> dict[str, float]:
+    """The passes, those for a quarter of the samples or fewer, and the drafts of a row in a pass, before them and in them."""
+    found: dict[str, float] = {"passes": len(rounds)}
+    for name, some in (
+        ("before", [one for one in rounds if TAIL * one[0] > samples]),
+        ("tail", [one for one in rounds if TAIL * one[0] <= samples]),
+    ):
+        rows, drafts = (sum(one[place] for one in some) for place in (0, 1))
+        found |= {f"passes_{name}": len(some), f"drafts_{name}": drafts / max(rows, 1)}
+    return found
+
+
+class Watched(GRPOTrainer):
+    """Times how long rollouts take, and keeps rewards by step.
+
+    Args:
+        noted: what drafts; None = nothing.
+    """
+
+    def __init__(self, noted: Noted | None, **options: Any) -> None:
         super().__init__(**options)
+        self.noted = noted
         self.rows: list[dict[str, float]] = []
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -92,6 +128,11 @@ class Watched(GRPOTrainer):
         row = {"tokens": float(sum(map(len, completion_ids))), "seconds": seconds}
         if logprobs is not None:
             row["difference_of_logprobs"] = difference(self.model, prompt_ids, completion_ids, logprobs)
+        lengths = sorted(map(len, completion_ids))
+        rounds = [(len(lengths) - bisect(lengths, done), 0) for done in range(lengths[-1])]
+        if self.noted is not None:
+            rounds, self.noted.rounds = self.noted.rounds, []
+        row |= of_tail(rounds, len(lengths))
         self.rows.append(row)
         return found
 
@@ -129,11 +170,12 @@ def train(name: str, seed: int, given: argparse.Namespace, place: Path) -> Rows:
         with ThreadPoolExecutor(2) as several:
             return list(several.map(lambda prompt, text: reward(known[prompt], text, sandbox), prompts, completions))
 
-    rollouts = None
+    rollouts, noted = None, None
     if (way := WAYS[name]) is not None:
         spec = way[0] and way[0].format(drafter=drafter, answers=place / "answers")
         pair = shoal.load(policy, spec, tokenizer=tokenizer)
-        rollouts = rollout_func(pair, lookahead=way[1])
+        noted = Noted(pair) if way[1] == "auto" else None
+        rollouts = rollout_func(pair, lookahead=noted or way[1])
     config = GRPOConfig(
         output_dir=str(place), max_steps=given.steps, per_device_train_batch_size=given.prompts * given.n, num_generations=given.n,
         max_completion_length=given.tokens, learning_rate=given.rate, lr_scheduler_type="constant", beta=0.0, temperature=1.0,
@@ -141,6 +183,7 @@ def train(name: str, seed: int, given: argparse.Namespace, place: Path) -> Rows:
         gradient_checkpointing=False,
     )  # fmt: skip
     trainer = Watched(
+        noted,
         model=policy, reward_funcs=rewards, args=config, train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in known]),
         processing_class=tokenizer, rollout_func=rollouts,
     )  # fmt: skip
@@ -183,6 +226,20 @@ def table(found: Runs, steps: int) -> str:
     return "\n".join(lines)
 
 
+def tails(found: Runs) -> str:
+    """Means over seeds of the steps of the second half."""
+    names = ("seconds", "passes", "passes_tail", "drafts_before", "drafts_tail")
+    lines = [
+        "| rollouts by | seconds of a step | passes | for a quarter of the samples or fewer | drafts per row before | then |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, runs in found.items():
+        figures = [[mean(row[key] for row in rows[len(rows) // 2 :]) for rows in runs.values()] for key in names]
+        told = [with_spread(each, digits) for each, digits in zip(figures, (2, 1, 1, 2, 2), strict=True)]
+        lines.append(f"| {name} | {' | '.join(told)} |")
+    return "\n".join(lines)
+
+
 def plot(found: Runs, place: Path) -> None:
     """Rewards and speeds by step: a thin line for each seed, a thick one for their mean."""
     from matplotlib import pyplot
@@ -219,6 +276,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=2e-5, help="learning rate")
     parser.add_argument("--seeds", default="7", help="of the trainer, with commas between them: a run of each")
     parser.add_argument("--ways", default="0,1,2,3", help="which of the four ways to make rollouts")
+    parser.add_argument(
+        "--tail", action="store_true", help="print the makespan of a step, and what the last samples of it get"
+    )
     parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write what is found there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="rewards and speeds by step")
     return parser.parse_args()
@@ -236,6 +296,8 @@ def main() -> None:
             if given.json:
                 write_results(given.json, {"machine": machine(torch.device("cpu")), "arguments": asked, "runs": found})
     print(f"\n{table(found, given.steps)}")
+    if given.tail:
+        print(f"\n{tails(found)}")
     if given.plot:
         plot(found, given.plot)
 

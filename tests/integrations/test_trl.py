@@ -192,6 +192,36 @@ def test_a_draft_model_is_realigned_in_training_alone(tokenizer: Any) -> None:
     assert moved == [False, True]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_rollouts_of_later_epochs_draft_by_those_before(
+    kept: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples are those of plain decoding while the policy moves. The second case is a control: a file for each epoch."""
+    counts, generate = [], shoal.Shoal.generate
+
+    def noted(pair: shoal.Shoal, *given: Any, **options: Any) -> Any:
+        result = generate(pair, *given, **options)
+        counts.append(result.stats)
+        return result
+
+    monkeypatch.setattr(shoal.Shoal, "generate", noted)
+    model, trainer, found = policy(), asked(0), []
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    trainer.model, trainer.processing_class = model, tokenizer
+    for epoch in range(2):
+        drafts = f"suffix:answers={tmp_path / ('answers' if kept else str(epoch))}"
+        for draft, lookahead in ((drafts, 4), (None, "off")):
+            pair = shoal.load(model, draft, tokenizer=tokenizer)
+            found.append(ours.rollout_func(pair, lookahead=lookahead, seed=3)(prompts, trainer)["completion_ids"])
+        assert found[-1] == found[-2]
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1 + 1e-4 * (epoch + 1))
+    first, _, second, plain = counts
+    assert plain.rounds > 0
+    assert (second.accepted > 2 * first.accepted) is kept
+    assert (second.rounds < 0.7 * plain.rounds) is kept
+
+
 def _by_sum(self: Any, trainer: Any) -> int:
     """Sabotage: neighbouring seeds of a trainer share the seeds of calls, and so do the batches of a step."""
     place = trainer.state.global_step * trainer.accelerator.num_processes + trainer.accelerator.process_index

@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import virtual
-from shoal.lookahead.controller import PairCosts, as_controller, by_name
+from shoal.lookahead import auto
+from shoal.lookahead.auto import Auto
+from shoal.lookahead.controller import Controller, PairCosts, as_controller, by_name
+from shoal.lookahead.plan import best_plan
+from shoal.types.rounds import Outcome
 from virtual import Comparison, PassCosts, Trace, _Text, lines, run
 
 FACTS = PassCosts({1: 1.0, 1000: 1.0}, {1: 0.1, 1000: 0.1})
@@ -143,3 +148,62 @@ def test_auto_loses_little_against_the_best_fixed_length(batch: int) -> None:
     best = max(rate for name, rate in rates.items() if name != "auto")
     assert best - rates["auto"] < 0.03
     assert batch > 16 or best - rates["off"] > 0.1
+
+
+class Counting(Auto):
+    """Counts the drafts by the number of rows that are left: {rows: [rounds, drafts]}."""
+
+    def __init__(self) -> None:
+        super().__init__(PairCosts(packed=True))
+        self.by_rows: dict[int, list[int]] = {}
+
+    def learn(self, outcome: Outcome) -> None:
+        super().learn(outcome)
+        found = self.by_rows.setdefault(len(outcome.drafted), [0, 0])
+        found[0] += 1
+        found[1] += sum(outcome.drafted)
+
+    def drafts(self, fewest: int, most: int) -> float:
+        """A row's drafts in a round, where so many rows are left."""
+        some = {rows: found for rows, found in self.by_rows.items() if fewest <= rows <= most}
+        return sum(drafts for _, drafts in some.values()) / sum(rows * rounds for rows, (rounds, _) in some.items())
+
+
+ROLLOUTS = [24 + 6 * i for i in range(24)] + [200 + 60 * i for i in range(8)]
+"""Lengths of the 32 samples of a step of reinforcement learning: most are short, a few are long."""
+
+
+def rollouts(controller: Controller, slope: float) -> float:
+    """The seconds of the last of several steps, of passes that cost so much more for every position."""
+    verify = {size: 0.004 * (1 + slope * (size - 1)) for size in SIZES}
+    facts = PassCosts(verify, dict.fromkeys(SIZES, 0.0008))
+    for step in range(4):
+        rng = np.random.default_rng(step)
+        texts = [_Text(Trace([0.7] * 640, [0.7] * 640, length), 640, stops=True, rng=rng) for length in ROLLOUTS]
+        rate = run(controller, facts, texts, len(texts), rng)
+    return sum(ROLLOUTS) / rate
+
+
+def of_a_full_batch(survival: Any, weights: Any, costs: PairCosts) -> Any:
+    """Sabotage: the plan of 32 rows, however many are left."""
+    rows = np.arange(len(ROLLOUTS)) % len(survival)
+    return best_plan(survival[rows], weights[rows], costs)
+
+
+@pytest.mark.usefixtures("no_noise", "free_thinking")
+def test_the_fewer_rows_are_left_the_more_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long tail of rollouts: a draft of one of few rows costs a pass little. Where positions cost nothing, and where plans
+    do not know how many rows are left, all draft alike."""
+    found, free, blind = Counting(), Counting(), Counting()
+    seconds, plain = rollouts(found, 0.02), rollouts(as_controller(by_name("off")), 0.02)
+    rollouts(free, 0.0)
+    monkeypatch.setattr(auto, "best_plan", of_a_full_batch)
+    seconds_blind = rollouts(blind, 0.02)
+    ours, alike, without = (
+        [one.drafts(*rows) for rows in ((17, 32), (5, 16), (2, 4), (1, 1))] for one in (found, free, blind)
+    )
+    assert ours == sorted(ours)
+    assert ours[-1] > 2 * ours[0]
+    assert alike[-1] < 1.4 * alike[0]
+    assert without[-1] < without[0]
+    assert seconds < 0.93 * seconds_blind < 0.86 * plain

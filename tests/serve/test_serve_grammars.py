@@ -147,9 +147,10 @@ def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: st
 def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends its work with the last client, and reads the next grammar."""
     outcomes: list[str] = []
-    real = Probe._request
+    real, asked = Probe._request, threading.Semaphore(0)
 
     def noting(probe: Probe, request: dict[str, object]) -> dict[str, str] | None:
+        asked.release()
         found = real(probe, request)
         outcomes.append((found or {"outcome": "none"})["outcome"])
         return found
@@ -162,7 +163,8 @@ def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytes
         reader = GrammarReader(fresh, VOCABULARY)
         await reader.read(Grammar("regex", "a"), None)
         clients = [asyncio.ensure_future(reader.read(hard, None)) for _ in range(2)]
-        await asyncio.sleep(0.3)
+        for _ in range(2):
+            await asyncio.to_thread(asked.acquire)  # the reading has begun
         clients[0].cancel()
         await asyncio.sleep(0.1)
         assert outcomes == ["ok"], "another client waits"

@@ -29,6 +29,7 @@ os.environ.update(
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import ctypes
 import gc
 import inspect
 import ipaddress
@@ -36,6 +37,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType, SimpleNamespace
@@ -185,6 +187,7 @@ def patient_clients() -> Iterator[None]:
         yield
 
 
+HELPERS = [file.stem for file in Path(__file__).parent.glob("helpers/*.py")]
 SEEDS = random.Random()
 """Where requests without a seed get theirs."""
 
@@ -194,6 +197,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test draws the same in every run, whatever ran before it in its process."""
     SEEDS.seed(item.nodeid)
     torch.manual_seed(0)
+
+
+def forget(*modules: str) -> None:
+    """Clears what the functions of these modules have cached."""
+    for name in sys.modules.keys() & set(modules):
+        for value in vars(sys.modules[name]).values():
+            if getattr(value, "__module__", None) == name and hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Frees the models and servers of a file of tests behind its last one; those of helpers behind the last of its folder."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        forget(item.path.stem, "fastapi.dependencies.models")  # which remembers endpoints, and with them the whole server
+        if nextitem is None or nextitem.path.parent != item.path.parent:
+            forget(*HELPERS)
+            gc.collect()
+        with suppress(AttributeError, OSError, TypeError):  # of another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

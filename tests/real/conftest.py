@@ -1,4 +1,4 @@
-"""A real pretrained model, loaded once per number format and kind of passes, and Transformers' own beside it."""
+"""A real pretrained model, loaded once per number format and kind of passes, and Transformers' own beside it; freed at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Drafted = Callable[[Path, str], Shoal]
 """The model in float32 with another as its draft model, by the other's directory and the shape of drafts."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def directory() -> Path:
     """The checkpoint; without its package the test is skipped, and the end of the run says so."""
     if not smollm2.installed():
@@ -40,7 +40,7 @@ def all_packed(keys: Collection[Key]) -> dict[Key, str]:
     return {key: PACKED if packing(key[1]) is not None else form for key, form in weights.without_packing(keys).items()}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair(directory: Path) -> Iterator[Pair]:
     """Each model is loaded when it is first asked for. With kernels all weights are packed for them, whatever a measurement says;
     without, none are."""
@@ -60,7 +60,7 @@ def pair(directory: Path) -> Iterator[Pair]:
         model.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def drafted(pair: Pair) -> Drafted:
     """Both models are loaded once, whatever the shapes: FEW names the other where a shape has more than a suffix."""
     loaded: dict[Path, Shoal] = {}
@@ -75,7 +75,7 @@ def drafted(pair: Pair) -> Drafted:
     return of
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stock(directory: Path) -> Callable[[str], Any]:
     """The model as Transformers has it, by number format."""
 
@@ -86,7 +86,7 @@ def stock(directory: Path) -> Callable[[str], Any]:
     return load
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def few_layers(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's first four layers with its head: real weights that long prompts, and drafts, can afford."""
     place = tmp_path_factory.mktemp("real") / "few"

@@ -1,0 +1,1 @@
+"""Tests of a real pretrained model; a package, so that its fixtures end with its last test."""

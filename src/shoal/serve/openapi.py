@@ -9,29 +9,25 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from shoal.serve import response_models
+from shoal.serve.response_models import ErrorAnswer
 
+TEXT = {"type": "string"}
 HEADERS: dict[str, dict[str, Any]] = {
-    "x-shoal-ignored": {
-        "description": "Fields that were sent and have no effect.",
-        "schema": {"type": "string"},
-    },
+    "x-shoal-ignored": {"description": "Fields that were sent and have no effect.", "schema": TEXT},
     "x-shoal-told": {
         "description": "Fields that a system message tells: the chat template does not know them.",
-        "schema": {"type": "string"},
+        "schema": TEXT,
     },
-    "x-request-id": {
-        "description": "The request's own, or one made for it.",
-        "schema": {"type": "string"},
-    },
+    "x-request-id": {"description": "The request's own, or one made for it.", "schema": TEXT},
     "x-shoal-clamped": {
         "description": "Values that were lowered to this server's limit.",
-        "schema": {"type": "string"},
+        "schema": TEXT,
     },
 }
 """The headers that say how an answer differs from the request."""
+ERRORS = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": response_models.ErrorAnswer, "description": what}
+    status: {"description": what, "content": ERRORS}
     for status, what in {
         400: "The request cannot be served; the message says why.",
         401: "The API key is missing or wrong.",
@@ -64,17 +60,19 @@ def described(
 
 
 def install(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
-    """Adds the models of requests, and removes FastAPI's status 422.
+    """Adds the models of requests and of errors, and removes FastAPI's status 422.
 
     Invalid bodies are answered with 400.
     """
     generated = app.openapi
-    _, models = models_json_schema(
-        [(request, "validation") for request in requests],
-        ref_template="#/components/schemas/{model}",
-    )
 
     def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        _, models = models_json_schema(
+            [*((each, "validation") for each in requests), (ErrorAnswer, "serialization")],
+            ref_template="#/components/schemas/{model}",
+        )
         description = generated()
         for path in description["paths"].values():
             for operation in path.values():

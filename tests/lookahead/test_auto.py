@@ -103,6 +103,20 @@ def test_what_was_seen_long_ago_is_forgotten() -> None:
     assert curve.table(16)[16] == pytest.approx(1.0)
 
 
+def test_what_was_seen_before_many_plain_rounds_counts_no_more_once_it_is_seen_again() -> None:
+    """A drafter's passes are not seen while none are made: one disturbed measurement must not rule them out for good."""
+    old, recent = CostCurve(), CostCurve()
+    for curve, rounds in ((old, 1000), (recent, 100)):
+        curve.observe(4, 50.0)
+        curve.observe(4, 50.0)
+        for _ in range(rounds):
+            curve.age()
+        assert curve.seconds(4) == 50.0  # until it is seen again
+        curve.observe(4, 1.0)
+    assert old.seconds(4) == 1.0
+    assert recent.seconds(4) == 50.0
+
+
 @given(st.dictionaries(st.integers(1, 40), st.floats(0.1, 9.0), max_size=6), st.integers(0, 60))
 def test_one_size_costs_what_the_table_says(points: dict[int, float], size: int) -> None:
     curve = CostCurve()
@@ -541,6 +555,31 @@ def test_the_engine_times_the_steps_of_a_draft_apart_from_its_start() -> None:
     assert controller.seen[0].steps == 3
     assert [outcome.seconds_between for outcome in controller.seen[:2]] == [2.0, 2.0]
     assert all(outcome.seconds_drafting > 2.0 for outcome in controller.seen[:2])
+
+
+def test_the_time_of_planning_is_no_cost_of_drafts() -> None:
+    """Planning is slow in the first rounds and rare later: drafts would seem dear that are not."""
+    now, seen = [0.0], {}
+    for slow in (0.0, 5.0):
+        controller = Steps()
+        engine = engine_of(table_model(P), table_model(Q), controller, max_batch=4, clock=lambda: now[0])
+        lengths, propose = controller.lengths, engine.drafter.propose  # type: ignore[union-attr]
+
+        def planned(rows: Sequence[Row], waiting: int, lengths: Any = lengths, slow: float = slow) -> list[int]:
+            now[0] += slow
+            return lengths(rows, waiting)
+
+        def proposed(inputs: Any, propose: Any = propose) -> Any:
+            now[0] += 1.0
+            return propose(inputs)
+
+        controller.lengths, engine.drafter.propose = planned, proposed  # type: ignore[method-assign, union-attr]
+        engine.submit(Request((0, 0), 4, Sampling(seed=5), Limits(max_new_tokens=9)))
+        while engine.step():
+            pass
+        seen[slow] = [(each.seconds_planning, round(each.seconds_drafting), round(each.seconds)) for each in controller.seen]
+    assert (0.0, 1, 1) in seen[0.0]
+    assert seen[5.0] == [(5.0, *others) for _, *others in seen[0.0]]
 
 
 class Steps:

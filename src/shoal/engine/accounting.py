@@ -15,6 +15,8 @@ class Stopwatch:
 
     Attributes:
         laps: the seconds of each stage so far.
+        planning: the seconds of the first stage before the drafter was asked: draft lengths and
+            uniforms, whose cost does not depend on the drafts.
         between: the seconds from the first position of the drafts looked at to the last; None = no
             position was looked at.
     """
@@ -23,7 +25,12 @@ class Stopwatch:
         self._clock, self._last = clock, clock()
         self._first = self._last
         self.laps: list[float] = []
+        self.planning = 0.0
         self.between: float | None = None
+
+    def planned(self) -> None:
+        """Notes that the round is planned; a later call counts, if there is one."""
+        self.planning = self._clock() - self._last
 
     def lap(self) -> None:
         """Ends a stage."""
@@ -40,8 +47,9 @@ class Stopwatch:
                 unknown.
         """
         now = self._clock()
-        self.laps += [share * (now - self._last) for share in shares]
-        self.between = None if between is None else between * self.laps[0]
+        drafting, *rest = (share * (now - self._last - self.planning) for share in shares)
+        self.laps += [self.planning + drafting, *rest]
+        self.between = None if between is None else between * drafting
         self._last = now
 
     def timed(self, stop: Stop) -> Stop:
@@ -141,8 +149,9 @@ def outcome(
         drafted,
         accepted,
         steps,
-        seconds=sum(laps),
-        seconds_drafting=laps[0],
+        seconds=sum(laps) - watch.planning,
+        seconds_drafting=laps[0] - watch.planning,
+        seconds_planning=watch.planning,
         seconds_preparing=preparing,
         seconds_between=watch.between,
         nodes=nodes,

@@ -360,6 +360,7 @@ class Engine:
         the other.
         """
         lengths = self._lengths(rows)
+        watch.planned()
         stop = self.lookahead.shorten if max(lengths) else None
         decided = self._captured.decide(rows, lengths, partial(self._noise, rows), stop)
         if decided is not None:
@@ -419,6 +420,7 @@ class Engine:
         The uniforms are [rows, longest draft + 1, ...].
         """
         uniforms = self._noise(rows, max(lengths) + 1).to(self.target.device)
+        watch.planned()
         if self.drafter is None or not max(lengths):
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
         stop = self.lookahead.shorten

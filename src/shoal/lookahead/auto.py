@@ -280,6 +280,8 @@ class Auto:
             more = whole - costs.verify.seconds(costs.positions(own))
             whole -= more
         if not outcome.steps:
+            costs.start.age()
+            costs.draft.age()
             checks = costs.plain_rounds.plain(rows)
             self._plain = None
             costs.forget_calibration(rows)
@@ -295,7 +297,7 @@ class Auto:
         drafting = costs.observe_drafting(
             rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between
         )
-        plain, spent = self._plain, whole + drafting
+        plain, spent = self._plain, whole + drafting + outcome.seconds_planning
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
             preparing = min(

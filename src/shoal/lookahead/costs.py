@@ -120,14 +120,7 @@ class CostCurve:
 
     def observe(self, size: int, seconds: float) -> float:
         """Adds an observation of one pass; returns the seconds that such a pass takes."""
-        self._observed += 1
-        if self._observed % self.FADE_EVERY == 0:
-            kept = self.FADE**self.FADE_EVERY
-            faded = {key: [value, kept * weight] for key, (value, weight) in self._points.items()}
-            self._points = {
-                key: point for key, point in faded.items() if point[1] >= self.FORGOTTEN
-            }
-            self._first = {key: first for key, first in self._first.items() if key in self._points}
+        self._fade(1, forget=True)
         size = rounded(size)
         value, weight = self._points.get(size, (seconds, 0.0))
         first = self._first.setdefault(size, [])
@@ -139,6 +132,28 @@ class CostCurve:
         self._points[size] = [value, min(weight + 1, self.TRUST)]
         self._line = None
         return value
+
+    def age(self, rounds: int = 1) -> None:
+        """Lets all sizes grow old by rounds that observe nothing here.
+
+        Sizes that are too old keep their seconds until they are observed again, and then have only
+        the new ones: a disturbed measurement does not rule drafts out for good.
+        """
+        self._fade(rounds, forget=False)
+
+    def _fade(self, rounds: int, *, forget: bool) -> None:
+        before, self._observed = self._observed, self._observed + rounds
+        fadings = self._observed // self.FADE_EVERY - before // self.FADE_EVERY
+        if not fadings:
+            return
+        kept = self.FADE ** (self.FADE_EVERY * fadings)
+        faded = {key: [value, kept * weight] for key, (value, weight) in self._points.items()}
+        old = [key for key, point in faded.items() if point[1] < self.FORGOTTEN]
+        for key in old:
+            self._first.pop(key, None)
+            if forget:
+                del faded[key]
+        self._points = faded
 
     @property
     def known(self) -> bool:

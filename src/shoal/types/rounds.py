@@ -73,7 +73,7 @@ class Outcome:
         drafted: drafted tokens per row; the depth of a tree.
         accepted: accepted tokens per row, without replacement and bonus.
         steps: the number of positions that the drafter looked at.
-        seconds: the duration of the whole round.
+        seconds: the duration of the whole round without its planning.
         seconds_drafting: the part of `seconds` spent on the proposal.
         seconds_preparing: time beside the round in which the drafter computed prompts, and tokens
             that were decoded without it.
@@ -82,6 +82,8 @@ class Outcome:
         nodes: the number of nodes of each row's tree; None = all are chains.
         forced: the number of further tokens of each row, which a grammar forces; None = none. Their
             acceptance is in no other field.
+        seconds_planning: the time in which draft lengths and uniforms were computed, beside
+            `seconds`. Most rounds keep the plan of an earlier one.
     """
 
     drafted: list[int]
@@ -93,6 +95,7 @@ class Outcome:
     seconds_between: float | None = None
     nodes: list[int] | None = None
     forced: list[int] | None = None
+    seconds_planning: float = 0.0
 
 
 class Commit(NamedTuple):

@@ -198,6 +198,7 @@ class Eagle3Drafter(ModelDrafter):
     """
 
     name = "eagle3"
+    observes_plain_rounds = True
 
     def __init__(self, heads: Any, reads: Sequence[int], target: Runner, **drawn: Any) -> None:
         self.model = self._model_of(heads)

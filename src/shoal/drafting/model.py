@@ -61,6 +61,7 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
+    observes_plain_rounds = False
 
     def __init__(
         self,

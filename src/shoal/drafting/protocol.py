@@ -191,6 +191,8 @@ class Drafter(Protocol):
             target; those in it that are the target's do. None = it has none.
         choices_join: True if the last choice means "all the others at once", and each choice
             computes rows for itself. False if all choices share one model and its memory.
+        observes_plain_rounds: False if one `observe` after several rounds without drafts, with
+            scores without logits, does as well as one after each.
     """
 
     name: str = ""
@@ -201,6 +203,7 @@ class Drafter(Protocol):
     weights: nn.Module | Tensor | None = None
     choices: Sequence[str] = ()
     choices_join: bool = False
+    observes_plain_rounds: bool = True
 
     @classmethod
     def for_target(cls, target: Runner, *args: Any, **options: Any) -> Drafter:
@@ -305,6 +308,13 @@ class Drafter(Protocol):
     def seconds_preparing(self) -> float:
         """The seconds so far that are no part of any round: prompts, passes built."""
         return 0.0
+
+
+def observes_plain_rounds(drafter: Drafter | None) -> bool:
+    """Returns `Drafter.observes_plain_rounds`; False if there is no drafter, or no `observe`."""
+    if drafter is None or type(drafter).observe is Drafter.observe:
+        return False
+    return drafter.observes_plain_rounds
 
 
 def name_of(drafter: Drafter) -> str:

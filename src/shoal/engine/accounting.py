@@ -73,8 +73,9 @@ def count_round(
     target: tuple[int, float],
     drafter: DraftCounters,
     name: str,
+    rounds: int = 1,
 ) -> None:
-    """Adds a round to the statistics.
+    """Adds a round, or a run of plain rounds, to the statistics.
 
     Args:
         stats: the statistics.
@@ -84,17 +85,19 @@ def count_round(
         target: the target's passes and the seconds in them.
         drafter: the drafter's work.
         name: the name of the engine's drafter.
+        rounds: the number of rounds; of several, each row has as many as it has tokens.
     """
     drafted, accepted = sum(map(len, tree.drafts)), sum(done.accepted for done in commits)
-    stats.rounds += 1
-    stats.row_rounds += len(commits)
+    committed = sum(len(done.tokens) for done in commits)
+    stats.rounds += rounds
+    stats.row_rounds += len(commits) if rounds == 1 else committed
     stats.drafted += drafted
     stats.accepted += accepted
     if tree.drafters is None:
         stats.count_drafts(name, drafted, accepted)
     else:
         _count_by_drafter(stats, tree.drafters, commits)
-    stats.committed += sum(len(done.tokens) for done in commits)
+    stats.committed += committed
     stats.seconds_rounds += sum(laps)
     propose, verify, accept, commit = laps
     stats.seconds_propose += propose
@@ -123,9 +126,13 @@ def _count_by_drafter(
 
 
 def outcome(
-    tree: DraftTree, paths: Sequence[Sequence[int]], watch: Stopwatch, preparing: float
+    tree: DraftTree,
+    paths: Sequence[Sequence[int]],
+    watch: Stopwatch,
+    preparing: float,
+    rounds: int = 1,
 ) -> Outcome:
-    """Returns the outcome of a round for the draft length controller.
+    """Returns the outcome of a round, or of plain ones, for the draft length controller.
 
     For a tree that branches, its depth counts as drafted. Tokens that a grammar forces count apart.
 
@@ -134,6 +141,7 @@ def outcome(
         paths: the accepted nodes of each row.
         watch: the stopwatch of the round.
         preparing: the seconds of the drafter for prompts.
+        rounds: the number of rounds, which took the same time each.
     """
     own, accepted = [len(draft) for draft in tree.drafts], [len(path) for path in paths]
     if tree.forced is not None:
@@ -149,9 +157,10 @@ def outcome(
         drafted,
         accepted,
         steps,
-        seconds=sum(laps) - watch.planning,
-        seconds_drafting=laps[0] - watch.planning,
+        seconds=(sum(laps) - watch.planning) / rounds,
+        seconds_drafting=(laps[0] - watch.planning) / rounds,
         seconds_planning=watch.planning,
+        rounds=rounds,
         seconds_preparing=preparing,
         seconds_between=watch.between,
         nodes=nodes,

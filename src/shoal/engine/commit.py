@@ -13,6 +13,7 @@ import torch
 from shoal.constraints import masks
 from shoal.engine import logprobs
 from shoal.engine.ended_rows import finish, visible_text
+from shoal.engine.multi_step import PlainRun
 from shoal.errors import RequestError, ShoalError
 from shoal.sampling.purity import name_of
 from shoal.sampling.scores import Scores
@@ -75,6 +76,22 @@ def commit(
         appended.append((row, block[:taken], tree.drafts[b], names, paths[b][:kept]))
     now = clock()
     return [_commit(*what, now) for what in appended]
+
+
+def commit_run(
+    rows: Sequence[Row], run: PlainRun, vocab_size: int, clock: Callable[[], float]
+) -> list[Commit]:
+    """Appends the tokens of several plain rounds to each row, up to the one that ends it."""
+    appended = []
+    for row, tokens, raw, processed in zip(rows, run.tokens, run.raw, run.processed, strict=True):
+        taken = _append(row, tokens, vocab_size)
+        row.rounds += taken
+        row.target_passes += taken
+        row.drafters += [None] * taken
+        logprobs.Logprobs(raw, processed).add(row, taken)
+        appended.append((row, tokens[:taken]))
+    now = clock()
+    return [_commit(row, tokens, (), (), (), now) for row, tokens in appended]
 
 
 def columns_of(

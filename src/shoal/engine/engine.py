@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +34,11 @@ from shoal.drafting.protocol import (
 from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
-from shoal.engine.commit import columns_of, commit
+from shoal.engine.commit import columns_of, commit, commit_run
 from shoal.engine.distinct import Distinct
 from shoal.engine.fairness import Fairness
 from shoal.engine.memory import Memory
+from shoal.engine.multi_step import MultiStep
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.resampling import resample
@@ -73,6 +74,24 @@ Temperatures are no part of a capture.
 """
 BYTES_PER_SCORE = 16
 """The bytes of a logit, its probability and the values computed between them."""
+
+
+class Computed(NamedTuple):
+    """The results of a round, or of several plain ones.
+
+    Attributes:
+        tree: the drafts.
+        scores: the target's scores of them; without logits for several rounds.
+        verdict: the decision of the rule; for several rounds that of the last one.
+        commits: the commits of the rows.
+        rounds: the number of rounds.
+    """
+
+    tree: DraftTree
+    scores: Scores
+    verdict: Verdict
+    commits: list[Commit]
+    rounds: int
 
 
 class Engine:
@@ -126,8 +145,7 @@ class Engine:
         quantum: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        controller = as_controller(lookahead)
-        self.target = target.fork()
+        controller, self.target = as_controller(lookahead), target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
         self._drafter_name = "" if self.drafter is None else name_of(self.drafter)
         memories: list[KeyValueMemory] = [self.target]
@@ -156,8 +174,7 @@ class Engine:
         )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
-        # The last round drafted, or the next one will in any case.
-        self._drafting = not controller.adaptive
+        self._drafting = not controller.adaptive  # or if the last round drafted
         self._clock = clock or time.perf_counter
         self._batch = Batch(
             self.target,
@@ -169,6 +186,7 @@ class Engine:
             clock=self._clock,
         )
         self._distinct = Distinct(self._batch)
+        self._multi_step = MultiStep(self._batch, controller, self.rule, self._uniforms)
 
     def _memory(self, memories: Sequence[KeyValueMemory], kv_bytes: int | None) -> Memory:
         """Returns the memory of the caches, bounded by `kv_bytes` and the device's."""
@@ -332,10 +350,11 @@ class Engine:
         if not rows:
             return self._distinct.settled(ended)
         watch = Stopwatch(self._now)
-        tree, scores, verdict = self._decide(rows, watch)
-        verdict = checked(tree, scores, verdict)
-        paths, _ = verdict.lists
-        commits = commit(rows, tree, scores, verdict, self._drafter_name, self._clock)
+        lengths = self._lengths(rows)
+        watch.planned()
+        tree, scores, verdict, commits, rounds = self._several(rows, lengths, watch) or self._one(
+            rows, lengths, watch
+        )
         self._settle(commits, scores, verdict)
         watch.lap()
         drafter = self._draft_counters()
@@ -348,19 +367,47 @@ class Engine:
             target=self.target.take_counters(),
             drafter=drafter,
             name=self._drafter_name,
+            rounds=rounds,
         )
-        self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing))
+        paths, _ = verdict.lists
+        self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing, rounds))
         self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
         return self._distinct.settled(ended + commits)
 
-    def _decide(self, rows: Sequence[Row], watch: Stopwatch) -> tuple[DraftTree, Scores, Verdict]:
+    def _one(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> Computed:
+        """Computes a round of these draft lengths, and commits it."""
+        tree, scores, verdict = self._decide(rows, lengths, watch)
+        verdict = checked(tree, scores, verdict)
+        commits = commit(rows, tree, scores, verdict, self._drafter_name, self._clock)
+        return Computed(tree, scores, verdict, commits, 1)
+
+    def _several(
+        self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
+    ) -> Computed | None:
+        """Computes several plain rounds in one go, and commits them; None if that is not possible.
+
+        It is possible where Python would take as long as the passes (`shoal.engine.multi_step`).
+        """
+        scheduler = self.scheduler
+        run = None
+        if not any(lengths) and not scheduler.prefilling:
+            run = self._multi_step.run(rows, may_change=bool(scheduler.waiting))
+        if run is None:
+            return None
+        watch.lap_shares((0.0, 1.0, 0.0))
+        tree = DraftTree.empty(len(rows), self.target.device)
+        scores, verdict = scores_of(self.target, rows, tree, run.no_logits), run.verdict
+        commits = commit_run(rows, run, self.target.vocab_size, self._clock)
+        return Computed(tree, scores, verdict, commits, run.rounds)
+
+    def _decide(
+        self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
+    ) -> tuple[DraftTree, Scores, Verdict]:
         """Drafts, verifies and accepts.
 
         If the rows' settings allow it, this is one captured round; otherwise it is one stage after
         the other.
         """
-        lengths = self._lengths(rows)
-        watch.planned()
         stop = self.lookahead.shorten if max(lengths) else None
         decided = self._captured.decide(rows, lengths, partial(self._noise, rows), stop)
         if decided is not None:

@@ -47,7 +47,7 @@ class Batch:
         clock: Callable[[], float],
     ) -> None:
         self.target, self.drafter, self.scheduler, self.memory = target, drafter, scheduler, memory
-        self.kept, self.stats, self._clock = kept, stats, clock
+        self.kept, self.stats, self.clock = kept, stats, clock
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
@@ -104,7 +104,7 @@ class Batch:
         return self.cut(refused, "error", error)
 
     def _prefill(self, round_: Round, drafting: bool) -> None:
-        started = self._clock()
+        started = self.clock()
         for admission in round_.admissions:
             if admission.row.started_at is None:
                 admission.row.started_at = started
@@ -119,7 +119,7 @@ class Batch:
         self.stats.prefill_chunks += len(round_.chunks)
         self.stats.prefill_tokens += computed
         self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
-        self.stats.seconds_prefill += self._clock() - started
+        self.stats.seconds_prefill += self.clock() - started
         if self.drafter is not None:  # its seconds are in its own counters
             self._tell_drafter(self.drafter, round_, hidden, drafting)
 
@@ -144,7 +144,7 @@ class Batch:
 
     def expire(self) -> list[Commit]:
         """Ends the rows whose deadline has passed; rows without a round yet were not started."""
-        due = self.scheduler.expire(self._clock())
+        due = self.scheduler.expire(self.clock())
         if not due:
             return []
         started, others = [row for row in due if row.rounds], [row for row in due if not row.rounds]
@@ -164,7 +164,7 @@ class Batch:
             if row.finish_reason is None or row.held_at is not None
         ]
         self.remove(unfinished)
-        now, commits = self._clock(), []
+        now, commits = self.clock(), []
         for row in unfinished:
             row.finish_reason, row.error, row.held_at = reason, error, None
             sample = finish(row, now)

@@ -129,6 +129,11 @@ class Scheduler:
         return [row for row in self._slots if row is not None and row is not self._prefilling]
 
     @property
+    def prefilling(self) -> bool:
+        """True if a prompt is not complete yet."""
+        return self._prefilling is not None
+
+    @property
     def idle(self) -> bool:
         """True if no row waits, and none is in a slot."""
         return not self.waiting and not any(self._slots)

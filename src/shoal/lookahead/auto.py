@@ -178,6 +178,16 @@ class Auto:
         chosen = self.unfed.cheapest(rows, TRIAL_ROWS)
         return chosen if self.trial_is_due(len(rows), self.unfed.tokens(chosen)) else ()
 
+    @property
+    def plain_rounds(self) -> int:
+        """The number of rounds, from the one that has its lengths, that will draft for no row.
+
+        It holds if the last lengths were 0, and as long as the rows stay the same.
+        """
+        if self._stopping is not None or self.costs.rounds < len(FIRST_ROUNDS):
+            return 1
+        return 1 + self._backoff.left
+
     def promise(self, rows: Sequence[Row]) -> float:
         """Returns the tokens per second of the best plan for these rows.
 
@@ -269,7 +279,7 @@ class Auto:
         """Learns the costs and the outcome of a round."""
         costs, rows = self.costs, len(outcome.drafted)
         learning = costs.rounds < len(FIRST_ROUNDS)
-        costs.rounds += 1
+        costs.rounds += outcome.rounds
         own = outcome.drafted if outcome.nodes is None else outcome.nodes
         forced = outcome.forced or [0] * rows
         whole = costs.verify.observe(
@@ -280,12 +290,13 @@ class Auto:
             more = whole - costs.verify.seconds(costs.positions(own))
             whole -= more
         if not outcome.steps:
-            costs.start.age()
-            costs.draft.age()
+            costs.start.age(outcome.rounds)
+            costs.draft.age(outcome.rounds)
+            self._backoff.skip(outcome.rounds - 1)
             checks = costs.plain_rounds.plain(rows)
             self._plain = None
             costs.forget_calibration(rows)
-            costs.credit.plain(whole, settle=not checks)
+            costs.credit.plain(whole, outcome.rounds, settle=not checks)
             if checks:  # the plan goes on if it still pays
                 self._learn_acceptance()
                 self._stopping = None

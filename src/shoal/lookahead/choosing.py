@@ -121,6 +121,11 @@ class AutoChoice:
         self.rounds[self._choices.choices[choice]] += 1
         return self._autos[choice].lengths(rows, waiting)
 
+    @property
+    def plain_rounds(self) -> int:
+        """The number of rounds that will draft for no row, see `Auto.plain_rounds`."""
+        return min(max(self._held, 1), self._autos[self._current].plain_rounds)
+
     def _next(self, rows: Sequence[Row]) -> int:
         """Returns the choice of the coming round."""
         self._until_trial -= 1
@@ -180,6 +185,9 @@ class AutoChoice:
         The account pays for the first rounds of all choices but the first.
         """
         auto, account = self._autos[self._current], self._account
+        self.rounds[self._choices.choices[self._current]] += outcome.rounds - 1
+        self._held -= outcome.rounds - 1
+        self._until_trial -= outcome.rounds - 1
         pays = self._current > 0 and auto.costs.rounds < len(FIRST_ROUNDS) and outcome.steps > 0
         auto.learn(outcome)
         if pays:

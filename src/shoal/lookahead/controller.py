@@ -58,6 +58,11 @@ class Controller(Protocol):
             the length that each row's draft may still reach, without knowing the token: `position`
             or less ends the draft before this token. A draft never becomes longer than `lengths`
             said.
+
+    A controller may also have `plain_rounds`: if the last lengths were all 0, the number of rounds
+    from this one on in which they would be 0 again, as long as the rows are the same. The engine
+    may then compute them in one go, and `learn` gets one outcome of several rounds
+    (`Outcome.rounds`).
     """
 
     @property

@@ -42,18 +42,19 @@ class Credit:
         """Takes invested seconds from the account: no later round will bring them back."""
         self.seconds, self.invested = self.seconds - self.invested, 0.0
 
-    def plain(self, plain_round: float, *, settle: bool = True) -> None:
-        """Adds the share of a plain round.
+    def plain(self, plain_round: float, rounds: int = 1, *, settle: bool = True) -> None:
+        """Adds the share of plain rounds.
 
         Args:
-            plain_round: the seconds of the round.
+            plain_round: the seconds of a round.
+            rounds: the number of rounds.
             settle: False for a plain round between rounds with drafts.
         """
         if not self._opened:
             self._opened, self.seconds = True, FIRST * plain_round
         if settle:
             self.settle()
-        self._add(SHARE * plain_round, plain_round)
+        self._add(SHARE * plain_round * rounds, plain_round)
 
     def drafted(self, plain_round: float, spent: float, saved: float) -> None:
         """Adds the gain or the loss of a round with drafts.

@@ -63,6 +63,15 @@ class Backoff:
         self._left -= 1
         return self._left < 0 or not self._as_many(rows)
 
+    @property
+    def left(self) -> int:
+        """The number of rounds of as many rows until it is time for a plan."""
+        return max(self._left, 0)
+
+    def skip(self, rounds: int) -> None:
+        """Counts rounds for which `is_over` was not asked."""
+        self._left -= rounds
+
     def extend(self, rows: int) -> None:
         """Starts a wait, after no plan was found that pays."""
         if self._as_many(rows):

@@ -41,6 +41,9 @@ from shoal.models.weights import nbytes
 from shoal.models.weights.groups import GroupLinear
 from shoal.types.prefix import Prefix
 
+BYTES_AT_ONCE = 160 << 20
+"""The bytes of weights that passes may read before Python looks at their tokens."""
+
 
 class Runner:
     """A causal LM that feeds ragged blocks.
@@ -456,6 +459,15 @@ class Runner:
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: {why}")
         with self._counted():
             return self._computed(self._batch(plan, tokens, want_logits))
+
+    @property
+    def rounds_at_once(self) -> int:
+        """The most plain rounds that `lean_steps` may compute before Python looks at them.
+
+        So many passes read no more than `BYTES_AT_ONCE` of weights: ten milliseconds at the most.
+        """
+        whole = None if self.captures is not None or self.lean is None else self.lean.whole
+        return 1 if whole is None or self.ordinary_only else BYTES_AT_ONCE // whole.weight_bytes
 
     def lean_steps(
         self,

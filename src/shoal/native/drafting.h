@@ -19,6 +19,7 @@ int64_t NAME(draft)(DraftStep *step) {
     draws->block.uniforms += draws->block.uniforms_column;
     draws->tokens += rows, draws->chosen += rows;
     if (draws->highest) draws->highest += rows;
+    if (draws->logprobs) draws->logprobs += rows;
     if (draws->probs) draws->probs += rows * draws->block.vocab;
     return 0;
 }

@@ -235,6 +235,10 @@ static double score_of(const Block *a, int64_t row, int64_t column, int64_t toke
     return a->bfloat16 ? widen_bfloat16(((const uint16_t *)a->scores)[place]) : ((const float *)a->scores)[place];
 }
 
+static float logprob_of(const Block *a, const Position *at, int64_t row, int64_t column, int64_t token) {
+    return (float)(score_of(a, row, column, token) - at->highest - log(at->before));
+}
+
 /* Room for a position in the calling thread's memory. Returns 1: there is none. */
 static int make_room(const Block *a, Position *at) {
     int64_t room = (a->vocab + a->buckets + SUMMED - 1) / SUMMED * SUMMED, sums = room / SUMMED + BINS + a->buckets;
@@ -249,7 +253,7 @@ static int draw_at(const Draws *d, Position *at, int64_t row, int64_t column) {
     const Block *a = &d->block;
     int64_t place = row * a->columns + column, vocab = a->vocab, greedy = setting_of(a, row)->temperature == 0;
     float *probs = d->probs ? d->probs + place * vocab : NULL;
-    int strange = prepare(a, at, row, column, greedy && d->highest);
+    int strange = prepare(a, at, row, column, (greedy && d->highest) || d->logprobs);
     int64_t token = strange ? -1 : greedy || a->uniforms ? token_of(a, at, row, column) : 0;
     float total = (float)at->total;
     if (probs && strange) for (int64_t i = 0; i < vocab; i++) probs[i] = 1.0f / (float)vocab;
@@ -258,6 +262,7 @@ static int draw_at(const Draws *d, Position *at, int64_t row, int64_t column) {
     d->tokens[place] = token;
     d->chosen[place] = strange ? 1.0f / (float)vocab : prob_of(a, at, row, token);
     if (d->highest) d->highest[place] = strange ? 0.0f : 1.0f / total;
+    if (d->logprobs) d->logprobs[place] = strange ? 0.0f : logprob_of(a, at, row, column, token);
     return strange;
 }
 
@@ -314,7 +319,7 @@ static int verify_row(const Verdicts *v, Position *at, int64_t row) {
         if (draft >= 0 && rejection) accepted = accepts(v, at, row, column, &token);
         else accepted = (token = token_of(a, at, row, column)) == draft;
         chosen[column] = prob_of(a, at, row, token);
-        logprobs[column] = (float)(score_of(a, row, column, token) - at->highest - log(at->before));
+        logprobs[column] = logprob_of(a, at, row, column, token);
         column += accepted;
     }
     v->accepted[row] = column, v->tokens[row] = strange ? -1 : token;

@@ -123,6 +123,7 @@ typedef struct {
     float *chosen;                    /* probabilities of the tokens */
     float *highest;                   /* highest probabilities, of greedy rows those at temperature 1; or NULL */
     float *probs;                     /* or NULL */
+    float *logprobs;                  /* of the tokens before temperature and truncation, natural logarithms; or NULL */
 } Draws;
 
 /* The verdict on chains of drafts, columns 0 to m of a block. */

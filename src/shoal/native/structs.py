@@ -120,7 +120,7 @@ class BlockStruct(ctypes.Structure):
 class DrawsStruct(ctypes.Structure):
     """The draws at every position."""
 
-    _fields_ = [("block", BlockStruct), *_all(_POINTER, "tokens chosen highest probs")]
+    _fields_ = [("block", BlockStruct), *_all(_POINTER, "tokens chosen highest probs logprobs")]
 
 
 class VerdictsStruct(ctypes.Structure):

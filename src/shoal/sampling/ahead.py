@@ -59,6 +59,20 @@ class UniformsAhead:
         starts = [AHEAD * place + count for (place, _), count in zip(places, used, strict=True)]
         return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
 
+    def of_rounds(self, rows: Sequence[Row], rounds: int, numbered: bool) -> Tensor:
+        """Returns the uniforms of the rows' next plain rounds, [rows, rounds, ...].
+
+        Args:
+            numbered: see `of_round`.
+        """
+        if not (numbered and self._rule.numbers_rounds):
+            return self.of_round(rows, rounds, False)
+        seeds = [row.seed for row in rows for _ in range(rounds)]
+        firsts = [len(row.tokens) + later for row in rows for later in range(rounds)]
+        numbers = [row.rounds + later for row in rows for later in range(rounds)]
+        found = self._rule.uniforms(seeds, firsts, 1, numbers)
+        return found.view(len(rows), rounds, *found.shape[2:])
+
     def _compute(self, wanted: Sequence[Row], rows: Sequence[Row]) -> None:
         """Computes the next positions of the rows that are `wanted`.
 

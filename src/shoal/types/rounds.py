@@ -84,6 +84,8 @@ class Outcome:
             acceptance is in no other field.
         seconds_planning: the time in which draft lengths and uniforms were computed, beside
             `seconds`. Most rounds keep the plan of an earlier one.
+        rounds: the number of rounds, each as described; more than one only if all were plain
+            (`shoal.engine.multi_step`).
     """
 
     drafted: list[int]
@@ -96,6 +98,7 @@ class Outcome:
     nodes: list[int] | None = None
     forced: list[int] | None = None
     seconds_planning: float = 0.0
+    rounds: int = 1
 
 
 class Commit(NamedTuple):

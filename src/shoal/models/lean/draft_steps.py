@@ -34,6 +34,8 @@ class Drawing:
         race: True draws by an exponential race (`shoal.sampling.native_draws`).
         want_q: True if the steps return q beside the tokens.
         want_highest: True if the steps return the highest probabilities beside the tokens.
+        logprobs: receives the natural logs of the tokens' probabilities by the logits alone,
+            [steps, rows] float32; None = they are not computed.
     """
 
     vocab_size: int
@@ -42,6 +44,7 @@ class Drawing:
     race: bool
     want_q: bool
     want_highest: bool
+    logprobs: Tensor | None = None
 
 
 class LeanSteps:
@@ -78,13 +81,19 @@ class LeanSteps:
             logits[..., :vocab_size], settings_of(drawing.samplings), drawing.uniforms, drawing.race
         )
         addresses = (
-            None if tensor is None else tensor.data_ptr() for tensor in (self._highest, self._q)
+            None if tensor is None else tensor.data_ptr()
+            for tensor in (self._highest, self._q, drawing.logprobs)
         )
         draws = DrawsStruct(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
         self._step = DraftStepStruct(
             work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions
         )
-        self._held = work.held, work.bounds, drawn_from  # the step has their addresses
+        self._held = (
+            work.held,
+            work.bounds,
+            drawn_from,
+            drawing.logprobs,
+        )  # the step has their addresses
         self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
         self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0
 

@@ -39,6 +39,9 @@ class WholePass:
     The structs with the addresses of the weights are made once. `Decoder.stale` finds weights that
     have moved later; until then the tensors are held here, so that no address is one of freed
     memory. Packed weights never move (`PanelMatrix`).
+
+    Attributes:
+        weight_bytes: the bytes of all weights, which a pass reads but for rows of the embedding.
     """
 
     def __init__(self, decoder: Decoder, angles: Angles) -> None:
@@ -50,6 +53,7 @@ class WholePass:
         gated, attended = decoder.layers[0].gate.shape[0], decoder.heads * decoder.dim
         features = 2 * decoder.width + 2 * (attended + decoder.kv_heads * decoder.dim) + gated
         self._token_bytes = features * decoder.dtype.itemsize
+        self.weight_bytes = sum(held.nbytes for held in structs.held)
 
     def of(self, decoder: Decoder) -> WholePass:
         """Makes the passes of a decoder of some of the same layers."""

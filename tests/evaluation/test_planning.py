@@ -397,17 +397,27 @@ def runs(monkeypatch: pytest.MonkeyPatch, settings: PlanConfig, model: Shoal | N
 
 
 def test_both_methods_get_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    (entry,) = runs(monkeypatch, config(tokens=60))
+    """A pass takes a second. Planning ends early, after 19: the filter has at least the seconds of its tokens."""
+    monkeypatch.setattr(ProblemRun, "seconds", property(lambda run: float(run.stats.target_passes)))
+    (entry,) = runs(monkeypatch, config(tokens=120))
     attempts = entry["attempts"]
     assert list(attempts) == [PLANNED, BY_TOKENS, BY_SECONDS]
-    assert entry["budget"]["tokens"] == 60
-    # planning ended early: the filter has at least the seconds of its tokens
-    assert entry["budget"]["seconds"] >= max(attempts[way]["seconds"] for way in attempts)
     assert attempts[PLANNED]["samples"][0]["completion"] == "    return 29\n"
-    assert attempts[PLANNED]["tokens"] == 23
-    assert 0 < attempts[BY_TOKENS]["tokens"] <= 60
-    assert attempts[BY_SECONDS]["seconds"] <= entry["budget"]["seconds"]
+    assert (attempts[PLANNED]["tokens"], attempts[PLANNED]["seconds"]) == (23, 19)
+    assert attempts[BY_TOKENS]["tokens"] <= 120
+    assert attempts[BY_TOKENS]["programs"] == 8
+    assert entry["budget"] == {"tokens": 120, "seconds": attempts[BY_TOKENS]["seconds"]}
+    assert entry["budget"]["seconds"] > 19
     json.dumps(entry, allow_nan=False)
+
+
+def test_the_filter_has_the_seconds_of_a_search_that_spent_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProblemRun, "seconds", property(lambda run: 3.0 * run.stats.target_passes))
+    (entry,) = runs(monkeypatch, config(tokens=15))
+    attempts = entry["attempts"]
+    assert entry["budget"] == {"tokens": 15, "seconds": 3.0 * (14 + 3)}
+    assert (attempts[PLANNED]["programs"], attempts[PLANNED]["tokens"]) == (1, 14)
+    assert (attempts[BY_TOKENS]["programs"], attempts[BY_SECONDS]["programs"]) == (1, 4)
 
 
 def test_both_methods_draft_from_the_texts_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Tests of: constraints.syntax.tree_middles, error_nodes and checked_languages; co
 from __future__ import annotations
 
 import random
+import re
 import sys
 from importlib import import_module
 from typing import Any, get_args
@@ -118,17 +119,17 @@ def test_a_text_that_goes_on_is_cut_at_the_best_place_that_parses(language: str)
         good = [
             (scores[size], size)
             for size in range(len(text) + 1)
-            if parses(language, left + text[:size] + right) and not splits(text, size)
+            if parses(language, left + text[:size] + right) and not splits(text, size, right)
         ]
         found = check_of(language, left, right).best_end(tokens_of(text), scores, len(text))
         assert found == (max(good)[1], max(good)[1])
 
 
-def splits(text: str, size: int) -> bool:
-    """Whether a place is inside a word, or inside blanks."""
+def splits(text: str, size: int, right: str) -> bool:
+    """Whether a place is inside a word, which does not go on behind the text, or inside blanks."""
     sides = text[size - 1 : size], text[size : size + 1]
     words = all(side and (side.isalnum() or side in "_$") for side in sides)
-    return words or all(side and side in " \t" for side in sides)
+    return (words and not re.match(r"[\w$]", right)) or all(side and side in " \t" for side in sides)
 
 
 @pytest.mark.parametrize("language", CASES)
@@ -283,6 +284,7 @@ def test_no_end_lies_inside_a_word() -> None:
     assert cut(check, "first.second", best=8) == "first.second"
     assert cut(check, "first.second", best=5) == "first"
     assert cut(check, "$a$b (", best=2) == "$a$b "
+    assert cut(check_of("javascript", "let a = b + ", "th\n"), "length()", best=4) == "leng"
 
 
 # ── whatever is written ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,8 @@
 
 No token is refused for the text that it makes: tree-sitter does not tell an incomplete text from a
 wrong one. A text ends by itself only where the whole file has no error and no missing node that is
-not the file's own (`error_nodes`), and is cut at the best such place that is not inside a word.
+not the file's own (`error_nodes`), and is cut at the best such place that is not inside a word,
+unless the text behind begins with the rest of one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from shoal.constraints.syntax.error_nodes import CursorTrees
 from shoal.constraints.token_bytes import decoded, token_bytes
 from shoal.types.requests import Row
 
-_JOINED = re.compile(r"[\w$][\w$]|[ \t][ \t]|\r\n")
-"""Two characters between which no text is cut."""
+_JOINED = r"[ \t][ \t]|\r\n"
+_IN_WORD = r"[\w$][\w$]"
+"""Two characters between which no text is cut; those of a word only if no word goes on behind."""
 
 
 class WrittenText:
@@ -60,6 +62,8 @@ class TreeMiddle(Cutting):
         self._bytes = token_bytes(tokenizer)
         self._trees = CursorTrees(language, left, right)
         self._start = WrittenText("", b"", healing)
+        goes_on = re.match(r"[\w$]", right) is not None
+        self._joined = re.compile(_JOINED if goes_on else f"{_JOINED}|{_IN_WORD}")
 
     def start(self, row: Row) -> WrittenText:
         return self._start
@@ -94,7 +98,7 @@ class TreeMiddle(Cutting):
         places, text = end_places(own, self._start.healing, scores, most)
         best, fewest = None, math.inf
         for _, size, count in places:
-            if not fewest or _JOINED.match(text[max(0, size - 1) : size + 1]):
+            if not fewest or self._joined.match(text[max(0, size - 1) : size + 1]):
                 continue
             faults = self._trees.count(text[:size], guess=True)
             if faults is not None and faults < fewest:

@@ -6,7 +6,7 @@ import copy
 import re
 import weakref
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,42 @@ class Stops:
 NO_STOPS = Stops()
 
 
+class MarkedText:
+    """A row's text that spells special tokens out.
+
+    Args:
+        special: the special tokens that the row's own text leaves out, and their names.
+
+    Attributes:
+        text: the marked text.
+    """
+
+    def __init__(self, special: Mapping[int, str]) -> None:
+        self._special, self.text = special, ""
+        self._names: list[tuple[int, int]] = []
+        """The positions of special tokens in the text, and their lengths."""
+
+    def copy(self) -> MarkedText:
+        """Returns the same text, which goes on by itself."""
+        other = copy.copy(self)
+        other._names = list(self._names)
+        return other
+
+    def add(self, text: str, token: int) -> None:
+        """Adds the new text of a token, and a special token itself."""
+        self.text += text
+        name = self._special.get(token, "")
+        if name:
+            self._names.append((len(self.text), len(name)))
+            self.text += name
+
+    def unmarked(self, position: int) -> int:
+        """Returns the characters of the row's own text before a position of this one."""
+        return position - sum(
+            min(position - start, length) for start, length in self._names if start < position
+        )
+
+
 class Detokenizer:
     """The text of one row, which grows token by token.
 
@@ -95,10 +131,8 @@ class Detokenizer:
         self._stops = [
             (stop, any(name in stop for name in special.values())) for stop in stops.texts
         ]
-        self._special = special if any(is_marked for _, is_marked in self._stops) else {}
-        self._marked = ""
-        # The positions of special tokens in the marked text, and their lengths.
-        self._names: list[tuple[int, int]] = []
+        marks = any(is_marked for _, is_marked in self._stops)
+        self._marked = MarkedText(special) if marks else None
         self._ids = list(prompt[-CONTEXT - LONGEST + 1 :])
         self._prompt_length = len(self._ids)
         self._prefix, self._read = -1, 0  # nothing is decoded yet
@@ -112,7 +146,8 @@ class Detokenizer:
     def copy(self) -> Detokenizer:
         """Returns another detokenizer that has read the same tokens, and goes on by itself."""
         other = copy.copy(self)
-        other._names, other._ids, other.ends = list(self._names), list(self._ids), list(self.ends)
+        other._ids, other.ends = list(self._ids), list(self.ends)
+        other._marked = None if self._marked is None else self._marked.copy()
         return other
 
     def push(self, token: int) -> None:
@@ -122,9 +157,10 @@ class Detokenizer:
         held_back = self._extend(final=False)
         self.ends.append(len(self.text))
         if self._stops and not self.stopped:
-            marked = len(self._marked)
-            if self._special:
-                self._mark(self.text[before:], token)
+            marked = 0
+            if self._marked is not None:
+                marked = len(self._marked.text)
+                self._marked.add(self.text[before:], token)
             if len(self.ends) > self._rules.least:
                 self._look_for_stop(before, marked, held_back)
 
@@ -223,20 +259,6 @@ class Detokenizer:
             )
         )
 
-    def _mark(self, text: str, token: int) -> None:
-        """Adds the new text of a token to the marked text, and a special token itself."""
-        self._marked += text
-        name = self._special.get(token, "")
-        if name:
-            self._names.append((len(self._marked), len(name)))
-            self._marked += name
-
-    def _unmarked(self, position: int) -> int:
-        """Returns the characters of the text before a position of the marked text."""
-        return position - sum(
-            min(position - start, length) for start, length in self._names if start < position
-        )
-
     def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
         """Cuts the text if the last token completed a stop string.
 
@@ -246,18 +268,20 @@ class Detokenizer:
             held_back: the text that is held back, because its last character is incomplete.
         """
         found: list[int] = []
-        text = self.text + held_back
         for stop, is_marked in self._stops:
-            within, start = (self._marked + held_back, marked) if is_marked else (text, before)
+            spelled = self._marked if is_marked else None
+            own, start = (self.text, before) if spelled is None else (spelled.text, marked)
+            within = own + held_back
             # No special token writes what the user has already, so `visible_from` counts alike in
             # both texts.
             at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
             while at >= 0 and not self._rules.hold(within, at, at + len(stop)):
                 at = within.find(stop, at + 1)
             if at >= 0:
-                found.append(self._unmarked(at) if is_marked else at)
+                found.append(at if spelled is None else spelled.unmarked(at))
         if found:
             cut = min(found)
+            text = self.text + held_back
             self.text, self.ends[-1] = text[:cut], len(text)
             self.kept = self.covering(cut)
             self.stopped = True
@@ -292,9 +316,10 @@ class Detokenizer:
 
     def _safe(self, stop: str, is_marked: bool) -> int:
         """Returns the characters of the text that can no longer be part of this stop string."""
-        if not is_marked:
+        marked = self._marked if is_marked else None
+        if marked is None:
             return len(self.text) - _overlap(self.text, stop)
-        return self._unmarked(len(self._marked) - _overlap(self._marked, stop))
+        return marked.unmarked(len(marked.text) - _overlap(marked.text, stop))
 
 
 def characters(

@@ -36,6 +36,32 @@ from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import DraftTree, chains
 
 
+class _ModelChains:
+    """The rows of a round in which text nodes may follow a draft model's chains."""
+
+    def __init__(self) -> None:
+        self._chains: list[tuple[Row, int, int]] = []  # a row, its tokens, the model's drafts
+
+    def note(self, rows: Sequence[Row], drafted: DraftTree) -> None:
+        """Notes the drafts of a round's rows."""
+        drafts = zip(rows, drafted.drafts, strict=True)
+        self._chains = [(row, len(row.tokens), len(draft)) for row, draft in drafts]
+
+    def roll_back(self, model: Drafter, rows: Sequence[Row], verdict: Verdict) -> None:
+        """Rolls the model back to its own drafts that were accepted, and forgets the round.
+
+        A path may leave the model's chain.
+        """
+        chains, self._chains = self._chains, []
+        if not chains:
+            return
+        assert isinstance(model, ModelDrafter)
+        paths = dict(zip(rows, verdict.lists[0], strict=True))
+        for row, tokens, own in chains:
+            if row in paths:
+                model.roll_back(row, tokens + sum(node < own for node in paths[row]))
+
+
 class SumDrafter(Drafter):
     """A drafter that joins several drafters.
 
@@ -48,6 +74,8 @@ class SumDrafter(Drafter):
         choices: the names of the ways to propose in a round: one of the drafters, or all of them.
     """
 
+    choices_join = True
+
     def __init__(self, texts: Sequence[TextDrafter], model: Drafter) -> None:
         self.texts, self.model, self._members = list(texts), model, [*texts, model]
         self.memory, self.hidden_layers = model.memory, model.hidden_layers
@@ -55,21 +83,16 @@ class SumDrafter(Drafter):
         self._names = [name_of(member) for member in self._members]
         self.name = self._names[-1]
         self.keeps = _common([member.keeps for member in self._members])
-        self.choices, self.choices_join = [*self._names, "+".join(self._names)], True
+        self.choices = [*self._names, "+".join(self._names)]
         self._used = list(range(len(self._members)))
         joined = [text.max_nodes for text in texts if text.max_nodes]
-        self._joins = bool(joined)
         # A chain of any length becomes a tree with nodes that are joined to it.
         self.max_nodes = (
             min(sum(joined) + (model.max_nodes or MOST_NODES), MOST_NODES)
             if joined
             else model.max_nodes
         )
-        self._chains: list[tuple[Row, int, int]] = []
-        """The rows of a round in which text nodes may follow the model's chains.
-
-        Each comes with the number of its tokens and of the model's drafts.
-        """
+        self._chains = _ModelChains()
         self._first = FirstTokens(len(self._members))
 
     def use(self, choice: int) -> None:
@@ -124,7 +147,8 @@ class SumDrafter(Drafter):
         ends = _Ends(known, inputs, [bool(guess.tokens) for guess in guesses])
         own = DraftTree.empty(len(lengths), inputs.uniforms.device)
         if max(lengths):
-            uniforms = _of_rounds(inputs) if self._joins and needs_q(inputs) else inputs.uniforms
+            joins = any(text.max_nodes for text in self.texts)
+            uniforms = _of_rounds(inputs) if joins and needs_q(inputs) else inputs.uniforms
             own = last.propose(
                 replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked, uniforms=uniforms)
             )
@@ -139,10 +163,7 @@ class SumDrafter(Drafter):
         if not any(tree.tokens for tree in trees) and not own.branches and own.siblings is None:
             return _chained(own, [list(guess.tokens) for guess in kept], steps), counts
         if isinstance(last, ModelDrafter) and not last.max_nodes:
-            self._chains = [
-                (r, len(r.tokens), len(draft))
-                for r, draft in zip(inputs.rows, own.drafts, strict=True)
-            ]
+            self._chains.note(inputs.rows, own)
         return grafted(own, kept, steps), counts
 
     def attach(self, target: Runner) -> None:
@@ -164,23 +185,9 @@ class SumDrafter(Drafter):
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         self._first.learn(rows, verdict)
-        self._roll_back(rows, verdict)
+        self._chains.roll_back(self.model, rows, verdict)
         for member in self._members:
             member.observe(rows, scores, verdict)
-
-    def _roll_back(self, rows: Sequence[Row], verdict: Verdict) -> None:
-        """Rolls a draft model back to its own drafts that were accepted.
-
-        A path may leave the model's chain.
-        """
-        chains, self._chains = self._chains, []
-        if not chains:
-            return
-        assert isinstance(self.model, ModelDrafter)
-        paths = dict(zip(rows, verdict.lists[0], strict=True))
-        for row, tokens, own in chains:
-            if row in paths:
-                self.model.roll_back(row, tokens + sum(node < own for node in paths[row]))
 
     def pause(self, rows: Sequence[Row]) -> None:
         for member in self._members:

@@ -22,14 +22,14 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 451,
-    "lines": 79_515,
+    "lines": 79_556,
     "short modules": 13,
     "long modules": 6,
     "long functions": 6,
     "long lines": 0,
     "packed statements": 0,
     "functions of many parameters": 19,
-    "classes of many members": 11,
+    "classes of many members": 10,
     "calls of many positions": 13,
     "class names used twice": 3,
     "module names used twice": 8,

@@ -46,8 +46,8 @@ class RoundPart(NamedTuple):
     number: int
 
 
-class CapturedRound:
-    """The functions of a kind of round, each built when it is first needed.
+class RoundParts:
+    """The functions of a kind of round, each built when it is first needed, and checked once.
 
     Args:
         drafter: None for plain decoding, k = 0.
@@ -55,8 +55,6 @@ class CapturedRound:
     Attributes:
         functions: the functions to build, and their buffers.
         built: the built functions, by part.
-        logits: logits of the target in the last round, [rows, drafts + 1, vocab].
-        drafting: seconds of the drafter on the device in this round, as far as it was waited for.
     """
 
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
@@ -66,13 +64,7 @@ class CapturedRound:
         self._checked: set[RoundPart] = set()
         self._new: set[RoundPart] = set()  # parts that were run in this round, and are not checked
         self._passes, self._cache = target.passes, target.cache
-        self._models = [model.passes for model in (target, drafter) if model is not None]
         self._score_bytes: int = target.passes.hf.dtype.itemsize
-        self.logits: Tensor | None = None
-        self.drafting, self._ran, self._waiting = 0.0, 0, False
-        self._moments, self._download = Moments(target.passes.hf.device, 4), Download()
-
-    # ── building ──────────────────────────────────────────────────────────────────────────────────
 
     def build(self, drafts: int) -> None:
         """Builds the functions of rounds with `drafts` drafts that are not there yet.
@@ -173,7 +165,24 @@ class CapturedRound:
             self._new.add(part)
         return self.built[part]()
 
-    # ── a round ───────────────────────────────────────────────────────────────────────────────────
+
+class CapturedRound(RoundParts):
+    """A round of one kind: its parts run one after another.
+
+    Args:
+        drafter: None for plain decoding, k = 0.
+
+    Attributes:
+        logits: logits of the target in the last round, [rows, drafts + 1, vocab].
+        drafting: seconds of the drafter on the device in this round, as far as it was waited for.
+    """
+
+    def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
+        super().__init__(kind, target, drafter)
+        self._models = [model.passes for model in (target, drafter) if model is not None]
+        self.logits: Tensor | None = None
+        self.drafting, self._ran, self._waiting = 0.0, 0, False
+        self._moments, self._download = Moments(target.passes.hf.device, 4), Download()
 
     def begin(self) -> None:
         """Sends the inputs: all, or only those of the steps if draft lengths are not known yet."""

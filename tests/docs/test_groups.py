@@ -70,8 +70,9 @@ def test_a_run_fails_without_a_group_that_it_requires(
         "import groups\npytest_plugins = ['groups']\n"
         f"groups.GROUPS['chromium'] = groups.Group(lambda: {present}, groups.GROUPS['chromium'].command)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-c", os.devnull, "."]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "."]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/helpers"), "SHOAL_TEST_REQUIRE": "chromium"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plug-ins of others take longer than the session
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == code, done.stdout + done.stderr

@@ -243,12 +243,12 @@ def test_results_of_a_language(each_box: Sandbox, language: str) -> None:
     asked = problem(language, prompt, tests)
     require_here([asked], each_box)
     quits, (says, noise) = EXIT[language], SAY[language]
-    early = execute(asked, before_the_return(language, quits, right), each_box)
     assert execute(asked, before_the_return(language, noise, right), each_box).passed
-    assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
     if each_box.backend == strongest():  # the isolation around it does not decide what these say
+        early = execute(asked, before_the_return(language, quits, right), each_box)
         wrong = execute(asked, before_the_return(language, says, right.replace("+", "-")), each_box)
         unreadable = execute(asked, right.replace("+", "+ ) +"), each_box)
+        assert (early.outcome, early.detail) == ("failed", "it ended before its tests did")
         # A signal ends these: an exception that nobody catches std::terminate in C++, a failed assertion a trap in Swift.
         assert wrong.outcome == ("crash" if language in ("cpp", "swift") else "failed")
         assert (unreadable.outcome, bool(unreadable.detail)) == ("syntax", True)

@@ -102,8 +102,9 @@ P, Q = table(4, 0, order=2), table(4, 1, order=2)
 def declared_law(step: Callable[[tuple[int, ...]], Tensor], vocab: int, horizon: int) -> Tensor:
     """The chain rule for any memory: `step` gives the distribution after the new tokens so far."""
     law = torch.zeros([vocab] * horizon, dtype=torch.float64)
+    steps = {tokens: step(tokens) for t in range(horizon) for tokens in itertools.product(range(vocab), repeat=t)}
     for tokens in itertools.product(range(vocab), repeat=horizon):
-        law[tokens] = torch.stack([step(tokens[:t])[tokens[t]] for t in range(horizon)]).prod()
+        law[tokens] = torch.stack([steps[tokens[:t]][tokens[t]] for t in range(horizon)]).prod()
     return law
 
 

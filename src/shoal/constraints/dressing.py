@@ -65,7 +65,7 @@ class Dressing:
                 together.
         """
         if suffix is not None and (request.limits.eos is None or request.limits.eos):
-            request = replace(request, ends=middle_ends(tokenizer))
+            request = replace(request, ends=request.ends | middle_ends(tokenizer))
         align = self.align
         if align is None:
             align = suffix is not None and not bound_from_start(

@@ -145,6 +145,7 @@ class RequestBuilder:
             max_draft=0 if draft == "off" else draft if isinstance(draft, int) else None,
             submitted_at=time.perf_counter(),
             shown_tokens=self.encoder.shown_tokens(request),
+            ends=frozenset(request.stop_token_ids or ()),
         )
 
     def truncated(

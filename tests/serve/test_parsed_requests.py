@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,13 +343,42 @@ def test_a_request_takes_what_sampling_takes(name: str) -> None:
             assert refused(**{one.api: given}) == (one.api, 400)
 
 
-def test_minus_one_means_as_many_and_any_seed() -> None:
-    """As vLLM and llama.cpp read it, in chats too."""
+@pytest.mark.parametrize("limit", [-1, -2])
+def test_negative_limits_mean_as_many_as_there_may_be(limit: int) -> None:
+    """As llama.cpp and Ollama's clients write it, in every API."""
     prompt = "x" * (CONTEXT - 6)
-    assert parse(max_tokens=-1).requests[0].limits.max_new_tokens == LIMITS["max_tokens"]
-    assert parse(prompt=prompt, max_tokens=-1).requests[0].limits.max_new_tokens == 6
-    for fields in ({"max_tokens": -1}, {"max_completion_tokens": -1}, {"max_tokens": -1, "max_completion_tokens": 20}):
+    assert parse(max_tokens=limit).requests[0].limits.max_new_tokens == LIMITS["max_tokens"]
+    assert parse(prompt=prompt, max_tokens=limit).requests[0].limits.max_new_tokens == 6
+    both = {"max_tokens": limit, "max_completion_tokens": 20}
+    for fields in ({"max_tokens": limit}, {"max_completion_tokens": limit}, both):
         assert parse(ChatRequest, **fields).requests[0].limits.max_new_tokens == LIMITS["max_tokens"]
+    items = validated(ResponsesRequest, {"input": "hi", "max_output_tokens": limit})
+    assert parsed_items(RequestParser(builder()), items).requests[0].limits.max_new_tokens == LIMITS["max_tokens"]
+
+
+def test_other_limits_are_refused_in_one_sentence_by_their_names() -> None:
+    def said(model: Any, body: dict[str, Any]) -> tuple[str | None, str]:
+        reader = RequestParser(builder())
+        read = partial(parsed_items, reader) if model is ResponsesRequest else reader.parse
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - of whichever kind, it becomes an answer
+            read(validated(model, body))
+        error = api_error_of(raised.value)
+        return error.param, error.detail
+
+    chat, named = {"messages": MESSAGES}, ("max_tokens", "max_completion_tokens")
+    asked = [
+        (CompletionRequest, {"prompt": "hello"}, "max_tokens"),
+        (ResponsesRequest, {"input": "hi"}, "max_output_tokens"),
+    ]
+    for model, body, name in [*asked, *((ChatRequest, chat, name) for name in named)]:
+        reason = "must be 1 or more, or -1 or -2 for as many as the server allows, got -3"
+        param, message = said(model, {**body, name: -3})
+        assert (param, message.startswith(f"{name}: "), message.endswith(reason)) == (name, True, True)
+        param, message = said(model, {**body, name: 0})
+        assert (param, message) == (name, f"{name} must be in 1..20 on this server, got 0")
+
+
+def test_minus_one_means_any_seed() -> None:
     assert parse(seed=-1).requests[0].sampling.seed is None
     assert parse(seed=-2).requests[0].sampling.seed == -2
     assert parse(suffix="").prompts == parse().prompts

@@ -344,7 +344,7 @@ def test_a_call_is_told_whole() -> None:
     ({"top_logprobs": 2}, "top_logprobs", "include"),
     ({"top_logprobs": 30, "include": LOGPROBS}, "top_logprobs", "top_logprobs must be in 0..20"),
     ({"tools": [WEATHER], "include": LOGPROBS}, "include", "/v1/chat/completions"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "must be in 1.."),
     ({"input": "x" * 3000}, "input", "maximum context length"),
     ({"metadata": {"a": 1}}, "metadata.a", "16 texts"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata.16", "16 texts"),

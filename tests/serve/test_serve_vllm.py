@@ -99,6 +99,23 @@ def choices_of(server: Served, path: str, stream: bool, **body: Any) -> list[tup
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_token_that_stops_is_not_in_the_text(server: Served, stream: bool) -> None:
+    """vllm#55483, under drafts that hold the token, too: its id and its log-probability are told, its text is not."""
+    body = {"n": 3, "seed": 3, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+    whole = [ids for ids, _, _ in choices_of(server, "/v1/completions", stream, **body)]
+    stop = next(token for token in whole[0][3:] if token not in (BEGIN, END) and all(token in ids for ids in whole))
+    for more in ({}, {"speculation": "off"}, {"include_stop_str_in_output": False}):
+        found = choices_of(server, "/v1/completions", stream, **body, stop_token_ids=[stop], **more)
+        for (ids, text, _), alone_ in zip(found, whole, strict=True):
+            assert ids == alone_[: alone_.index(stop) + 1]
+            assert text == TOKENIZER.decode(ids[:-1], skip_special_tokens=True)
+    chat = {"messages": MESSAGES, "max_tokens": 60, "seed": 3, "logprobs": True, "stop_token_ids": [*range(33, 60)]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=TIMEOUT_SECONDS).json()["choices"][0]
+    told = b"".join(bytes(entry["bytes"]) for entry in answer["logprobs"]["content"]).decode()
+    assert (answer["finish_reason"], answer["message"]["content"]) == ("stop", told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_are_those_that_were_read_and_written(server: Served, stream: bool) -> None:
     body = {"n": 2, "seed": 3, "max_tokens": 20, "return_token_ids": True}
     expected = [list(sample.token_ids) for sample in alone(server, n=2, max_new_tokens=20)]

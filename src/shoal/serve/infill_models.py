@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.serve.api_errors import ApiError
-from shoal.serve.request_fields import CheckedFields, NonNegative, Stop, Text, optional
+from shoal.serve.request_fields import CheckedFields, Limit, NonNegative, Stop, Text, optional
 
 SAMPLERS = {
     "temperature": "temperature",
@@ -50,8 +50,8 @@ class InfillRequest(CheckedFields):
         "Parts of other files, which stand before all; the last ones are kept where not all fit."
     )
     prompt: Text | None = optional("What follows `input_prefix` up to the cursor.")
-    n_predict: Annotated[int, Field(ge=-2, lt=2**63)] | None = optional(
-        "Most new tokens; -1 or nothing: as many as the server allows."
+    n_predict: Limit | None = optional(
+        "Most new tokens; -1, -2 or nothing: as many as the server allows."
     )
     n_indent: NonNegative | None = optional(
         "A line that is indented by fewer blanks ends the text, and is no part of it."

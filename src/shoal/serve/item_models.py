@@ -24,9 +24,9 @@ from shoal.serve.request_fields import (
     MOST_NAMED,
     EmptyList,
     Ignored,
+    Limit,
     NonNegative,
     OpenModel,
-    Positive,
     StrictModel,
     Text,
     error_at,
@@ -250,8 +250,8 @@ class ResponsesRequest(SampledRequest):
         Discriminator(text_or_list),
     ] = Field(description="A message of the user, or the items of a conversation.")
     instructions: Text | None = optional("A message of the system, before all others.")
-    max_output_tokens: Positive | None = optional(
-        "Most new tokens; clamped to what the server allows."
+    max_output_tokens: Limit | None = optional(
+        "Most new tokens; clamped to what the server allows. -1, -2 = as many as it allows."
     )
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = optional(

@@ -74,9 +74,23 @@ def _numbers(value: Any) -> Any:
     return value
 
 
+LIMITLESS = (-1, -2)
+"""The numbers of new tokens that stand for as many as the server allows, as of llama.cpp: without
+end, and until the context is full."""
+
+
+def _limit(value: Any) -> Any:
+    """Rejects negative numbers of tokens with another meaning than `LIMITLESS`."""
+    if type(value) is int and value < 0 and value not in LIMITLESS:
+        raise ValueError(
+            f"must be 1 or more, or -1 or -2 for as many as the server allows, got {value}"
+        )
+    return value
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
-Limit = Annotated[int, Field(ge=-1, lt=2**63)]
+Limit = Annotated[int, Field(ge=-2, lt=2**63), BeforeValidator(_limit)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Bias = Annotated[dict[str, float], BeforeValidator(_numbers)]
 Stop = Annotated[Text, Field(max_length=512)]
@@ -218,6 +232,9 @@ class VllmFields(StrictModel):
     guided_choice: Choices | None = optional("`structured_outputs.choice`.")
     guided_grammar: Pattern | None = optional("`structured_outputs.grammar`.")
     guided_decoding_backend: Ignored = None
+    include_stop_str_in_output: Literal[False] | None = optional(
+        "Texts end before the stop string or token that ended them."
+    )
     ignore_eos: bool | None = optional(
         "The model's own end-of-text tokens end no sample; `stop_token_ids`, stop strings, "
         "limits and a grammar do."

@@ -181,7 +181,8 @@ class BaseRequest(VllmFields, SampledRequest):
 
     n: Positive | None = optional("Samples per prompt; 1.")
     max_tokens: Limit | None = optional(
-        "Most new tokens of a sample; clamped to what the server allows. -1 = as many as it allows."
+        "Most new tokens of a sample; clamped to what the server allows. -1, -2 = as many as it "
+        "allows."
     )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = optional(

@@ -12,7 +12,8 @@ from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import Prompt
 from shoal.serve.reasoning import ReasoningRules, begun_thought
 from shoal.serve.reasoning import rules_of as reasoning_of
-from shoal.serve.request_builder import RequestBuilder
+from shoal.serve.request_builder import RequestBuilder, require_range
+from shoal.serve.request_fields import LIMITLESS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.tool_calls import CallRules
 from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told
@@ -61,7 +62,8 @@ class RequestParser:
         given = _as_list(request.prompt)
         self._builder.require_capacity(drawn, len(given))
         encoded = [self._encoder.encode(prompt, request.suffix) for prompt in given]
-        wanted = self._settings.max_tokens if request.max_tokens == -1 else request.max_tokens
+        limitless = request.max_tokens in LIMITLESS
+        wanted = self._settings.max_tokens if limitless else request.max_tokens
         prompts = self._builder.truncated(
             request, encoded, DEFAULT_MAX_TOKENS if wanted is None else wanted
         )
@@ -69,7 +71,7 @@ class RequestParser:
             min(DEFAULT_MAX_TOKENS, self._settings.max_tokens) if wanted is None else wanted,
             prompts,
         )
-        if request.max_tokens == -1:
+        if limitless:
             max_tokens = max(min(max_tokens, self._builder.context - max(map(len, prompts))), 1)
         self._builder.require_context(
             "prompt", prompts, min(max_tokens, 1) if wanted is None else max_tokens
@@ -95,7 +97,7 @@ class RequestParser:
     def _chat(self, request: ChatRequest) -> ParsedRequest:
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        given = {request.max_tokens, request.max_completion_tokens} - {None, -1}
+        given = {request.max_tokens, request.max_completion_tokens} - {None, *LIMITLESS}
         if len(given) > 1:
             raise ApiError(
                 400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens"
@@ -113,6 +115,8 @@ class RequestParser:
         if wanted is None:
             wanted = max(min(self._settings.max_tokens, self._builder.context - len(ids)), 1)
         max_tokens, headers = self._builder.clamped(wanted, [ids])
+        own_name = "max_tokens" if request.max_tokens == wanted else "max_completion_tokens"
+        require_range(own_name, max_tokens, 1, self._settings.max_tokens)
         if rules and rules.told:
             headers = {"x-shoal-told": "tools", **headers}
         self._builder.require_context("messages", [ids], max_tokens)

@@ -131,7 +131,7 @@ NUMBERS = {
     "a number": (
         {"type": "number"},
         [LONG, f"{LONG}.{LONG}", f"-{LONG}.{LONG}e-308", "1e5", "1E+300", "5e-324", str(2**-20), repr(1e-5)],
-        [f"1{LONG}", f"1.1{LONG}", "1e1000", "1E+1000", "1e-1000", f"{LONG}.1{LONG}"],
+        [f"1{LONG}", f"1.1{LONG}", "1e1000", "1e309", "1E+1000", "1e-1000", f"{LONG}.1{LONG}"],
     ),
     "with a minimum": ({"type": "integer", "minimum": 5}, ["5", LONG], ["4", f"1{LONG}"]),
     "with bounds": ({"type": "number", "minimum": 0, "maximum": 1}, [f"0.{LONG}", "1"], [f"0.1{LONG}", "1.1"]),
@@ -333,7 +333,7 @@ def test_formats_of_the_standard_that_cannot_be_kept_are_refused_by_name(name: s
     ("pattern", "said"),
     [
         *((one, r"looks around .* cannot be kept: leave it out of ") for one in
-          (r"^\ba*$", r"a?\b$", r"^\ba|b\b$", r"\x20\b$", r"^[ -z]\b$", r"^\ba{0,1}$", r"^(?=a)", r"a\bb")),
+          (r"^\ba*$", r"a?\b$", r"^\ba|b\b$", r"\x20\b$", r"^[ -z]\b$", r"^\ba{0,1}$", r"^(?!a)", r"a\bb")),
         ("[", r"the pattern \[ cannot be used: unclosed character class"),
     ],
 )  # fmt: skip
@@ -361,7 +361,7 @@ def test_names_of_properties_that_others_can_say() -> None:
     for names, root in ((enum, {}), ({"$ref": "#/$defs/k"}, {"$defs": {"k": enum}}), ({"pattern": "^[ab]$"}, {})):
         schema = {"type": "object", "propertyNames": names, "additionalProperties": whole, **root}
         assert [fits(of(schema), text) for text in ('{"b":1}', '{"c":1}', '{"a":"x"}', "{}")] == [True, False, False, True]
-    for names in (False, {"maxLength": 3}, {"enum": ["a", 1]}):
+    for names in (False, {"maxLength": 3, "pattern": "a"}, {"enum": ["a", 1]}):
         with pytest.raises(RequestError, match='"propertyNames" cannot be kept'):
             row_of(of({"type": "object", "propertyNames": names}))
 
@@ -593,3 +593,37 @@ def test_the_bundled_pair_ends_what_it_begins(bundled: shoal.Shoal) -> None:
         assert ended, text
         jsonschema.validate(json.loads(text), SCHEMAS[name], format_checker=jsonschema.FormatChecker())
     assert not all(ended for _, ended in generated(bundled, names[:1], whitespace="any"))
+
+
+# ── looks ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("pattern", [
+    "^(?=.*[0-9])(?=.*[ab])[ab0-9]{2,4}$", r"^(?=.{3,5}$)\w+(?:-\w+)*$", "^(?=[a(]+$).*$", r"^(?=\(a\))...", "^(?=a)ab?",
+])  # fmt: skip
+def test_looks_ahead_at_the_beginning_are_kept(pattern: str) -> None:
+    """As passwords are described: all of them hold, and what follows."""
+    texts = ["", "a", "ab", "a1", "1a", "11", "a-b", "b1a1", "aaaaaa", "abcd1", "a(", "(a)b", "(a)", "xa)", "A"]
+    given = {"type": "string", "pattern": pattern}
+    assert [text for text in texts if fits(of(given), json.dumps(text))] == [
+        text for text in texts if re.search(pattern, text)
+    ]
+    short = of({**given, "maxLength": 4})
+    assert [text for text in texts if fits(short, json.dumps(text))] == [
+        text for text in texts if re.search(pattern, text) and len(text) <= 4
+    ]
+
+
+@pytest.mark.parametrize("pattern", ["^(?=a|b).*$", "^(?=a)b|c$", "^(?=a)(?!ab)a.$", "a(?=b)", "^(?=(?:a))a", "^(?!a)b"])
+def test_other_looks_are_refused_by_their_pattern(pattern: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"leave it out of {pattern}")):
+        row_of(of({"type": "string", "pattern": pattern}))
+
+
+@pytest.mark.parametrize(("names", "taken"), [
+    ({"minLength": 2}, ["ab", "abcd"]), ({"maxLength": 2}, ["", "a", "ab"]), ({"minLength": 1, "maxLength": 2}, ["a", "ab"]),
+])  # fmt: skip
+def test_lengths_of_names_are_kept(names: dict[str, Any], taken: list[str]) -> None:
+    schema = of({"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}})
+    assert [name for name in ("", "a", "ab", "abcd") if fits(schema, f'{{"{name}": 1}}')] == taken
+    assert not fits(schema, f'{{"{taken[-1]}": "x"}}')

@@ -80,12 +80,17 @@ _NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 def numbers() -> str:
     """Returns a regular expression of texts whose numbers, outside of strings, have bounded digits.
 
-    The expression knows nothing else of JSON.
+    All these numbers are doubles below infinity, which readers of JSON make of 1e999. The
+    expression knows nothing else of JSON.
     """
     text = r'"(?:[^"\\]|\\(?s:.))*"'
-    rest, after_e = rf'(?:[^"0-9eE+]|{text})', rf'(?:[^"0-9eE+\-]|{text})'
-    digits, exponent = f"[0-9]{{0,{DIGITS}}}", rf"[eE][+\-]?[0-9]{{1,{EXPONENT}}}"
-    return f"(?:{digits}(?:{rest}|{exponent}{rest}|[eE]{after_e}))*{digits}(?:{exponent}|[eE])?"
+    rest, behind = rf'(?:[^"0-9]|{text})', rf'(?:[^"0-9eE.]|{text})'
+    fraction = f"(?:[.][0-9]{{1,{DIGITS}}})?"
+    least = f"-[0-9]{{1,{EXPONENT}}}"
+    most = "[+]?(?:[0-9]{1,2}|[01][0-9]{2}|2[0-7][0-9]|28[0-8])"  # of twenty digits
+    number = f"[0-9]{{1,{DIGITS}}}{fraction}(?:[eE](?:{least}|{most}))?"
+    large = f"[0-9]{fraction}[eE][+]?(?:289|29[0-9]|30[0-7])"
+    return f"(?:{rest}|(?:{number}|{large}){behind})*(?:{number}|{large})?"
 
 
 def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
@@ -157,7 +162,7 @@ class _DocumentReader:
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
         made = _bounded_format(made)
         if "pattern" in schema:
-            made["pattern"] = _without_edges(schema["pattern"])
+            made = _without_looks(made | {"pattern": _without_edges(schema["pattern"])})
         if "uniqueItems" in schema:
             made = with_orders(made, self._items(schema))
         return self._any_of(schema, made)
@@ -179,6 +184,9 @@ class _DocumentReader:
             return schema
         if [*said] == ["enum"] and all(isinstance(one, str) for one in said["enum"]):
             keys = {"properties": dict.fromkeys(said["enum"], values)}
+        elif said.keys() <= {"minLength", "maxLength"}:
+            least, most = said.get("minLength", 0), said.get("maxLength", "")
+            keys = {"patternProperties": {f"^.{{{least},{most}}}$": values}}
         elif [*said] == ["pattern"]:
             keys = {"patternProperties": {said["pattern"]: values}}
         else:
@@ -303,6 +311,29 @@ def _without_edges(pattern: Any) -> Any:
     for edge, rest in EDGES:
         pattern = edge.sub(rest, pattern)
     return pattern
+
+
+LOOK = re.compile(r"\(\?=((?:[^()\[\]\\|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
+"""A look ahead at a text without groups and alternatives."""
+
+
+def _without_looks(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with a pattern for each look ahead at the beginning of its pattern.
+
+    All of them hold, as of `^(?=.*[0-9])(?=.*[a-z]).{8,}$`; other looks are left, and refused.
+    """
+    pattern = schema["pattern"]
+    if not isinstance(pattern, str) or not pattern.startswith("^(?=") or "allOf" in schema:
+        return schema
+    place, looks = 1, list[str]()
+    while look := LOOK.match(pattern, place):
+        looks.append(f"^{look[1]}")
+        place = look.end()
+    rest = pattern[place:]
+    if not looks or "|" in rest or "(?=" in rest or "(?!" in rest or "(?<" in rest:
+        return schema
+    own = {keyword: value for keyword, value in schema.items() if keyword != "pattern"}
+    return own | {"allOf": [{"pattern": one} for one in (*looks, f"^{rest}")]}
 
 
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:

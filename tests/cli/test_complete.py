@@ -10,7 +10,9 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,7 @@ from shoal.constraints import fim, members
 from shoal.constraints.syntax.error_nodes import CursorTrees, tree_sitter_language
 from shoal.errors import RequestError
 from shoal.testing.tiny import tiny_model, tiny_tokenizer
+from shoal.types.prompt_forms import line_end, with_line_ends
 
 __all__ = ["shoal", "tiny"]  # fixtures
 TEXT = "def f(a):\n    retu\n\n\nx = f(1)\n"
@@ -200,6 +203,34 @@ def test_a_file_with_the_line_ends_of_windows(shoal: Command, tiny: Models, file
     for text in ("rn a\r\n    b", "x"):
         assert patched(old, diff("/tmp/a.py", before, text, behind)) == before + text + behind
     assert shoal(*ask).out.count("-    retu\r\n") == 4
+
+
+APPLIERS = (("patch", "-p1", "--batch"), ("git", "apply"))
+
+
+@pytest.mark.parametrize("applier", APPLIERS, ids=lambda command: command[0])
+@pytest.mark.parametrize("name", ["a.py", "./a.py", "a folder/of mine.py", "é.py", "one/../a.py"])
+@pytest.mark.parametrize(
+    ("old", "cut", "text"),
+    [
+        ("a\r\n    \r\nb\r\n", 7, "x = 1\n    \n    y = 2"), ("a\r\nb = ", 7, "1\n"), ("a\rb\r\nc", 6, "d"),
+        ("a\nb\n", 2, "c\n"),
+    ],
+)  # fmt: skip
+def test_diffs_apply(tmp_path: Path, old: str, cut: int, text: str, name: str, applier: tuple[str, ...]) -> None:
+    """By the commands themselves, under names that they read each in its way; a lone carriage return stays."""
+    if shutil.which(applier[0]) is None:
+        pytest.skip(f"{applier[0]} is not installed")
+    file = tmp_path / name
+    (tmp_path / "one").mkdir()
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(old.encode())
+    before, behind = old[:cut], old[cut:]
+    new = with_line_ends(text, line_end(before, behind))
+    made = "\n".join([f"# suggestion of {name}", *diff(name, before, new, behind), ""])
+    command = [*applier] if applier[0] == "patch" else [applier[0], "-c", "core.autocrlf=false", *applier[1:]]
+    subprocess.run(command, cwd=tmp_path, input=made.encode(), check=True, capture_output=True)
+    assert file.read_bytes() == (before + new + behind).encode()
 
 
 def test_a_model_that_cannot_fill_in_continues_the_end_of_a_file(shoal: Command, tiny: Models, file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Sequence
 from difflib import unified_diff
 from typing import TYPE_CHECKING
@@ -70,7 +71,8 @@ def show_suggestions(
 def diff(name: str, before: str, text: str, behind: str) -> list[str]:
     """Returns the lines of a unified diff that puts a text between two others."""
     old, new = (whole.split("\n") for whole in (before + behind, before + text + behind))
-    path = name.lstrip("/")
+    path = posixpath.normpath(name).lstrip("/")  # git refuses a/./x.py
+    path += "\t" if " " in path else ""  # without it, patch ends the name at the blank
     found = unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
     return [
         part

@@ -2,11 +2,13 @@
 
     python benchmarks/load.py --minutes 5            # 64 clients; in turns with speculation and without
     python benchmarks/load.py --minutes 5 --json FILE
+    python benchmarks/load.py --soak 20000           # so many requests, of the kinds that leave things behind as well
 
 It starts `shoal serve` on a free loopback port and ends it. Exit code 1 if any request fails; if a greedy or seeded answer is not
 what `generate` gives offline; if a text does not fit its grammar or holds a stop string; if rows are left in the server when all
 clients are gone; if the server's memory, less what it says that its caches take, grows in the second half of a run of two minutes
-or more; if SIGTERM does not end it.
+or more; if SIGTERM does not end it. A soak adds schemas that are each new, chats, prompts that come back scored, bodies that are
+refused and samples whose time is over at once, and is judged by KiB that a request leaves in its second half.
 Times to the first token and per token are those of streams that were read to their end, as their client saw them.
 """
 
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
 import random
 import re
@@ -56,6 +60,8 @@ WARM = 5.0  # seconds of each phase at most, before any is measured: the first a
 PATIENCE = 600  # seconds until an answer is a hang
 LEVEL = 0.05  # of the server's memory, by which it may grow outside its caches from the second quarter to the last
 LONG_ENOUGH = 120  # seconds from which memory is judged
+ENOUGH = 10_000  # requests of a soak from which memory is judged by the request
+LEFT_KIB = 1.0  # that a request of a soak may leave behind
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Ask:
 
     Attributes:
         texts: what must come back; None = not known before. fits: what each choice must do, by its text and `ended_by`.
-        leave: go away after so many events.
+        leave: go away after so many events. path, status: where it goes, and how it is answered.
     """
 
     kind: str
@@ -72,6 +78,8 @@ class Ask:
     texts: tuple[str, ...] | None = None
     fits: Callable[[str, str], bool] = lambda text, ended_by: True
     leave: int | None = None
+    path: str = "/v1/completions"
+    status: int = 200
 
 
 @dataclass
@@ -121,7 +129,7 @@ def known_asks() -> list[Ask]:
     return asks
 
 
-def asks(known: list[Ask], chance: random.Random) -> Iterator[Ask]:
+def asks(known: list[Ask], chance: random.Random, soak: bool = False) -> Iterator[Ask]:
     """What one client asks, without end."""
     complete = ("eos", "stop")
     while True:
@@ -145,21 +153,41 @@ def asks(known: list[Ask], chance: random.Random) -> Iterator[Ask]:
                 "schema", {**sampled, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
                 fits=lambda text, ended_by: ended_by not in complete or set(json.loads(text)) == {"name", "even"},
             ),
+            *(odd_asks(prompt, sampled, chance) if soak else ()),
         ])  # fmt: skip
+
+
+def odd_asks(prompt: str, sampled: Json, chance: random.Random) -> list[Ask]:
+    """What a soak asks beside: whatever may leave something behind in a server."""
+    name = f"key_{chance.getrandbits(64):x}"
+    schema = {"type": "object", "properties": {name: {"type": "integer"}, "kind": {"enum": [name, "b"]}}, "required": [name]}
+    said = [{"role": "user", "content": f"{prompt}{name}"}] * chance.randint(1, 3)
+    wrong = chance.choice(
+        [{"prompt": 7}, {"temperature": -1}, {name: 1}, {"guided_regex": "("}, {"guided_json": {"type": name}}]
+    )
+    return [
+        Ask("new schema", {**sampled, "n": 1, "guided_json": schema}),
+        Ask("chat", {"messages": said, "n": sampled["n"], "max_tokens": sampled["max_tokens"]}, path="/v1/chat/completions"),
+        Ask("echo", {**sampled, "prompt": f"{prompt}{name}", "n": 1, "max_tokens": 0, "echo": True, "logprobs": 1}),
+        Ask("no time", {**sampled, "time_budget": 0.001}),
+        Ask("bad", {**sampled, **wrong}, status=400),
+    ]
 
 
 # ── clients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def client(http: httpx.AsyncClient, asking: Iterator[Ask], speculation: str, until: float, seen: Seen) -> None:
-    """Asks one thing after the other; whatever goes wrong is a failure, and it goes on."""
+async def client(
+    http: httpx.AsyncClient, asking: Iterator[Ask], speculation: str, until: float, seen: Seen, most: Iterator[int]
+) -> None:
+    """Asks one thing after the other, while `most` has numbers; whatever goes wrong is a failure, and it goes on."""
     for ask in asking:
-        if time.perf_counter() > until:
+        if time.perf_counter() > until or next(most, None) is None:
             return
         seen.kinds[ask.kind] += 1
         body = {**ask.body, "speculation": speculation}
         try:
-            found = await (streamed(http, body, ask.leave, seen) if ask.body.get("stream") else whole(http, body, seen))
+            found = await (streamed(http, body, ask.leave, seen) if ask.body.get("stream") else whole(http, ask, body, seen))
         except Exception as error:
             seen.failures.append(f"{ask.kind}: {type(error).__name__}: {error}")
             continue
@@ -170,15 +198,18 @@ async def client(http: httpx.AsyncClient, asking: Iterator[Ask], speculation: st
             seen.failures.append(f"{ask.kind}: {found!r} does not fit")
 
 
-async def whole(http: httpx.AsyncClient, body: Json, seen: Seen) -> list[tuple[str, str]]:
-    """Texts and endings of an answer."""
-    response = await http.post("/v1/completions", json=body)
-    if response.status_code != 200:
+async def whole(http: httpx.AsyncClient, ask: Ask, body: Json, seen: Seen) -> list[tuple[str, str]]:
+    """Texts and endings of an answer; nothing of one that refuses."""
+    response = await http.post(ask.path, json=body)
+    if response.status_code != ask.status:
         raise RuntimeError(f"{response.status_code}: {response.text}")
+    if ask.status != 200:
+        return []
     answer = response.json()
     seen.tokens += answer["usage"]["completion_tokens"]
     ends = [took["ended_by"] for took in answer["usage"]["choices"]]
-    return [(choice["text"], end) for choice, end in zip(answer["choices"], ends, strict=True)]
+    texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+    return list(zip(texts, ends, strict=True))
 
 
 async def streamed(http: httpx.AsyncClient, body: Json, leave: int | None, seen: Seen) -> list[tuple[str, str]]:
@@ -261,14 +292,15 @@ def resident(process: int) -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-async def watch(http: httpx.AsyncClient, process: int, sizes: list[tuple[int, int]]) -> None:
-    """Notes now and then how much memory the server has, and how much of it caches take: they grow up to their bounds."""
+async def watch(http: httpx.AsyncClient, process: int, sizes: list[tuple[int, int, int]], asked: Callable[[], int]) -> None:
+    """Notes now and then how much memory the server has, how much of it caches take, which grow up to their bounds, and how
+    many requests there have been."""
     while True:
         with suppress(httpx.HTTPError, KeyError):
             told = await figures(http)
             size = resident(process)
             if size is not None:
-                sizes.append((size, int(told["shoal_kv_bytes"] + told["shoal_prefix_bytes"])))
+                sizes.append((size, int(told["shoal_kv_bytes"] + told["shoal_prefix_bytes"]), asked()))
         await asyncio.sleep(2)
 
 
@@ -287,27 +319,30 @@ async def rows(http: httpx.AsyncClient) -> float:
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def load(url: str, process: int, known: list[Ask], seconds: float, clients: int, seed: int) -> Json:
-    """Both phases in turns; what was seen and what was left."""
-    sizes: list[tuple[int, int]] = []
+async def load(url: str, process: int, known: list[Ask], seconds: float, clients: int, seed: int, soak: int = 0) -> Json:
+    """Both phases in turns, or the requests of a soak; what was seen and what was left."""
+    sizes: list[tuple[int, int, int]] = []
     limits = httpx.Limits(max_connections=clients + 1)
     found: Json = {"clients": clients}
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http:
-        watcher = asyncio.create_task(watch(http, process, sizes))
-        each = {phase: [asks(known, random.Random(f"{seed} {number}")) for number in range(clients)] for phase in PHASES}
+        chances = {phase: [random.Random(f"{seed} {number}") for number in range(clients)] for phase in PHASES}
+        each = {phase: [asks(known, chance, bool(soak)) for chance in own] for phase, own in chances.items()}
         seen, early = {phase: Seen() for phase in PHASES}, Seen()
+        counted = (early, *seen.values())
+        watcher = asyncio.create_task(watch(http, process, sizes, lambda: sum(one.kinds.total() for one in counted)))
 
-        async def turn_of(phase: str, lasts: float, into: Seen) -> None:
+        async def turn_of(phase: str, lasts: float, into: Seen, most: Iterator[int]) -> None:
             started = time.perf_counter()
-            await asyncio.gather(*(client(http, asking, phase, started + lasts, into) for asking in each[phase]))
+            await asyncio.gather(*(client(http, asking, phase, started + lasts, into, most) for asking in each[phase]))
             into.seconds += time.perf_counter() - started
 
         for phase in PHASES:
-            await turn_of(phase, min(WARM, seconds / 10), early)
-        turns = max(1, min(TURNS, int(seconds / len(PHASES) / TURN)))
+            await turn_of(phase, min(WARM, seconds / 10), early, itertools.count())
+        turns = TURNS if soak else max(1, min(TURNS, int(seconds / len(PHASES) / TURN)))
         for turn in range(turns):
             for phase in PHASES if turn % 2 == 0 else PHASES[::-1]:
-                await turn_of(phase, seconds / len(PHASES) / turns, seen[phase])
+                most = iter(range(soak // len(PHASES) // turns)) if soak else itertools.count()
+                await turn_of(phase, math.inf if soak else seconds / len(PHASES) / turns, seen[phase], most)
         found["phases"] = {phase: seen[phase].document() for phase in PHASES}
         found["warm_up"] = {"requests": dict(early.kinds), "failures": early.failures}
         watcher.cancel()
@@ -322,19 +357,26 @@ async def load(url: str, process: int, known: list[Ask], seconds: float, clients
     return found
 
 
-def memory(sizes: list[tuple[int, int]]) -> Json | None:
-    """The server's, in MiB, as medians of the quarters of the run: all of it, and without its caches."""
+def memory(sizes: list[tuple[int, int, int]]) -> Json | None:
+    """The server's, in MiB, as medians of the quarters of the run: all of it, and without its caches. And what a request left
+    behind, in KiB, from the middle of the second quarter to the middle of the last."""
     if len(sizes) < 4:
         return None
     quarters = [sizes[len(sizes) * i // 4 : len(sizes) * (i + 1) // 4] for i in range(4)]
 
-    def medians(of: Callable[[int, int], int]) -> list[int]:
-        return [round(statistics.median(of(*size) for size in part) / 2**20) for part in quarters]
+    def medians(of: Callable[[int, int, int], int]) -> list[float]:
+        return [statistics.median(of(*size) for size in part) for part in quarters]
 
-    return {"quarters_mib": medians(lambda all_, _: all_), "without_caches_mib": medians(lambda all_, caches: all_ - caches)}
+    own, asked = medians(lambda all_, caches, _: all_ - caches), medians(lambda *size: size[2])
+    return {
+        "quarters_mib": [round(size / 2**20) for size in medians(lambda *size: size[0])],
+        "without_caches_mib": [round(size / 2**20) for size in own],
+        "requests": [round(number) for number in asked],
+        "left_kib": round((own[3] - own[1]) / 2**10 / max(asked[3] - asked[1], 1), 2),
+    }
 
 
-def failures(found: Json, seconds: float, code: int | None) -> list[str]:
+def failures(found: Json, seconds: float, code: int | None, soak: int = 0) -> list[str]:
     """Everything that must not be."""
     phases = {**found["phases"], "warm_up": found.get("warm_up", {"failures": []})}
     wrong = [f"{name}: {failure}" for name, phase in phases.items() for failure in phase["failures"]]
@@ -344,6 +386,8 @@ def failures(found: Json, seconds: float, code: int | None) -> list[str]:
         (_, _, _, whole), (_, second, _, last) = found["memory"]["quarters_mib"], found["memory"]["without_caches_mib"]
         if last - second > LEVEL * whole:
             wrong.append(f"memory without caches grew from {second} to {last} MiB")
+    if found["memory"] and soak >= ENOUGH and found["memory"]["left_kib"] > LEFT_KIB:
+        wrong.append(f"a request left {found['memory']['left_kib']} KiB behind")
     if code != 0:
         wrong.append(f"SIGTERM ended the server with exit code {code}")
     return wrong
@@ -361,6 +405,7 @@ def show(found: Json) -> None:
         print(f"{name:<11}  {count:8}  {phase['streams']:7}  {phase['tokens_per_second']:8.0f}   {times[0]}   {times[1]}")
     for name, key in (("memory", "quarters_mib"), ("memory without caches", "without_caches_mib")):
         print(f"{name} by quarters of the run:", found["memory"] and found["memory"][key], "MiB")
+    print("a request left behind:", found["memory"] and found["memory"]["left_kib"], "KiB")
     print("rows left:", found["rows_left"])
     for failure in found["failures"][:20]:
         print("FAILED", failure)
@@ -371,15 +416,17 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="of both phases together")
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="N requests instead, of odd kinds as well")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="of what clients ask, the same in both phases")
     parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write all figures there")
     arguments, options = parser.parse_known_args()  # the rest is for `shoal serve`
     seconds = 60 * arguments.minutes
     known = known_asks()
+    options += ["--chat-template", "chatml"] if arguments.soak else []
     with server(options) as (url, process):
-        found = asyncio.run(load(url, process.pid, known, seconds, arguments.clients, arguments.seed))
-    found["failures"] = failures(found, seconds, process.returncode)
+        found = asyncio.run(load(url, process.pid, known, seconds, arguments.clients, arguments.seed, soak=arguments.soak))
+    found["failures"] = failures(found, 0 if arguments.soak else seconds, process.returncode, arguments.soak)
     if arguments.json:
         write_results(arguments.json, {"machine": machine(torch.device("cpu")), **found})
     show(found)

@@ -51,6 +51,33 @@ def test_what_is_wrong_is_told(changed: Any, code: int | None, said: list[str]) 
     assert load.failures({**GOOD, **changed}, 300, code) == said
 
 
+@pytest.mark.parametrize(("left", "soak", "said"), [(1.4, 20_000, True), (0.9, 20_000, False), (1.4, 3_000, False)])
+def test_a_soak_is_judged_by_what_a_request_leaves(left: float, soak: int, said: bool) -> None:
+    found = {**GOOD, "memory": {**GROWN, "left_kib": left}}
+    assert load.failures(found, 0, 0, soak) == (["a request left 1.4 KiB behind"] if said else [])
+
+
+def test_what_a_request_leaves_is_told_behind_the_caches() -> None:
+    """From the middle of the second quarter to that of the last: 2 KiB a request here, and a cache that grows beside."""
+    sizes = [(2**30 + i * (2048 * 10 + 2**20), i * 2**20, 10 * i) for i in range(80)]
+    found = load.memory(sizes)
+    assert found is not None
+    assert (found["left_kib"], found["requests"]) == (2.0, [95, 295, 495, 695])
+
+
+@pytest.mark.slow  # a server of its own, with the bundled pair
+def test_a_few_requests_of_a_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.json"
+    command = ["load.py", "--soak", "64", "--minutes", "0.02", "--clients", "2", "--json", str(file), "--max-batch", "8"]
+    monkeypatch.setattr(sys, "argv", command)
+    code = load.main()
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert (found["failures"], code) == ([], 0)
+    kinds = {kind for phase in found["phases"].values() for kind in phase["requests"]}
+    assert sum(sum(phase["requests"].values()) for phase in found["phases"].values()) == 64
+    assert kinds & {"new schema", "chat", "echo", "no time", "bad"}
+
+
 def test_times_are_told_in_percentiles() -> None:
     assert load.percentiles([i / 1000 for i in range(101)]) == {"p50": pytest.approx(50), "p95": pytest.approx(95)}
     assert load.percentiles([1.0]) is None

@@ -29,6 +29,7 @@ from shoal.evaluation.planning import (
     best_of,
     filter_samples,
     plan,
+    siblings,
 )
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.public_tests import PublicTests, Rewards
@@ -427,6 +428,19 @@ def test_both_methods_draft_from_the_texts_of_siblings(monkeypatch: pytest.Monke
     (plain,) = runs(monkeypatch, config(tokens=60))
     assert plain["attempts"][PLANNED]["drafted"] == 0
     assert plain["attempts"][PLANNED]["samples"][0]["token_ids"] == entry["attempts"][PLANNED]["samples"][0]["token_ids"]
+
+
+def test_drafters_of_a_cache_are_made_anew_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that follows the target is always right, as long as its cache is that of the call."""
+    says = script(ANSWERS)
+    model = Shoal(scripted(says, VOCABULARY), scripted(says, VOCABULARY), TOKENIZER, max_batch=4)
+    model.eos = (END,)
+    assert siblings(model, config(lookahead=3)) is None
+    assert siblings(pair(), config(lookahead="off")) is None
+    assert isinstance(siblings(pair(), config(lookahead=3)), SuffixDrafter)
+    (entry,) = runs(monkeypatch, config(tokens=60, lookahead=3), model)
+    assert entry["attempts"][PLANNED]["drafted"] - entry["attempts"][PLANNED]["accepted"] <= 4  # behind ends
+    assert entry["attempts"][PLANNED]["target_passes"] == 4 + 1 + 1
 
 
 def test_a_problem_that_is_refused_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from shoal.api import Shoal
 from shoal.config import Limits, require_lossless
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.suffix import SuffixDrafter
+from shoal.drafting.text import TextDrafter
 from shoal.engine.detokenizer import Detokenizer, Stops
 from shoal.errors import RequestError
 from shoal.evaluation.public_tests import Rewards
@@ -349,10 +350,12 @@ def filter_samples(run: ProblemRun, tokens: float, seconds: float) -> None:
 
 
 def siblings(pair: Shoal, config: PlanConfig) -> Drafter | None:
-    """Makes the drafter of a method, which lives as long as the evaluation.
+    """Makes the drafter that a method keeps from call to call; None = the pair's own in each call.
 
-    It is the pair's own; without one it drafts from the texts of earlier rows.
+    Without a drafter of the pair, texts of earlier rows are drafted from. Of other drafters only
+    those that read text know rows of earlier calls; a model's cache belongs to one call.
     """
     if not config.drafts:
         return None
-    return pair.new_drafter() or SuffixDrafter(scope="engine")
+    made = SuffixDrafter(scope="engine") if pair.drafter_name is None else pair.new_drafter()
+    return made if isinstance(made, TextDrafter) else None

@@ -280,6 +280,14 @@ def test_what_is_just_refused(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == (param, 400)
 
 
+@pytest.mark.parametrize(("temperature", "taken"), [(100, True), (101, False), (5000, False)])
+def test_temperatures_of_noise_are_refused(temperature: float, taken: bool) -> None:
+    if taken:
+        assert parse(temperature=temperature).requests
+    else:
+        assert refused(temperature=temperature) == ("temperature", 400)
+
+
 def test_seeds_where_they_cannot_be_kept() -> None:
     assert refused(CompletionRequest, {"seeds": False}, seed=1) == ("seed", 400)
     assert parse(CompletionRequest, {"seeds": False}, seed=1, temperature=0)

@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from shoal.errors import ModelError, RequestError, UnsupportedModel
+from shoal.models.foreign import INSTEAD, method_of, require_known_method, require_no_scales
 from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.sources import directory_of, gguf_of
 
@@ -71,25 +72,20 @@ def load_weights(source: str | Path, config: Any, **options: Any) -> Any:
         UnsupportedModel: the checkpoint was quantised by another library in a form that cannot be
             read here.
     """
+    require_known_method(source, config)
+    method = method_of(config)
     try:
         hf, found = from_pretrained(
             source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
         )
         _check_complete(source, found["missing_keys"])
     except (RequestError, ModelError) as error:
-        foreign = getattr(config, "quantization_config", None)
-        if foreign is None:
+        if method is None:
             raise
-        name = (
-            foreign.get("quant_method")
-            if isinstance(foreign, dict)
-            else getattr(foreign, "quant_method", None)
-        )
         raise UnsupportedModel(
-            f"{source} was quantised by {getattr(name, 'value', name)}, and cannot be read "
-            f"here: {error}; take the checkpoint "
-            "that it was made from, which quantize='target=int8' quantises"
+            f"{source} was quantised by {method}, and cannot be read here: {error}; {INSTEAD}"
         ) from error
+    require_no_scales(source, hf, found["unexpected_keys"])
     return hf
 
 

@@ -1,0 +1,140 @@
+"""Checkpoints that others quantised: read with their scales, or refused by name; whole numbers are never taken for weights.
+
+Tests of: models.foreign, models.pretrained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import shoal
+from shoal.errors import UnsupportedModel
+from shoal.models import pretrained
+from shoal.testing import tiny_model, tiny_tokenizer
+
+Tensors = dict[str, Tensor]
+BLOCK = 16
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The magnitudes of four bits, of which the highest is the sign (OCP Microscaling, E2M1)."""
+
+
+def of_a_tensor(name: str, weight: Tensor) -> Tensors:
+    scale = weight.abs().max() / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.reshape(1)}
+
+
+def of_rows(name: str, weight: Tensor) -> Tensors:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
+
+
+def of_blocks(name: str, weight: Tensor) -> Tensors:
+    rows, columns = weight.shape
+    parts = weight.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    scale = parts.abs().amax((1, 3)) / 448
+    stored = (parts / scale[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+    return {name: stored, f"{name}_scale_inv": scale}
+
+
+def save_quantised(place: Path, config: Any, form: Callable[[str, Tensor], Tensors]) -> Tensors:
+    """Saves a tiny model whose layers' matrices are of a form; returns all tensors before it."""
+    tiny_model("llama").save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return rewrite(place, config, lambda name, one: form(name, one) if name.endswith("proj.weight") else {name: one})
+
+
+def rewrite(place: Path, config: Any, form: Callable[[str, Tensor], Tensors]) -> Tensors:
+    file = place / "config.json"
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(whole | ({"quantization_config": config} if config else {})), encoding="utf-8")
+    tensors = load_file(place / "model.safetensors")
+    changed = {key: value for name, tensor in tensors.items() for key, value in form(name, tensor).items()}
+    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, place / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+UNREAD = {
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, of_a_tensor, "was quantised by modelopt, which"),
+    "new": ({"quant_method": "something new"}, of_rows, "was quantised by something new, which"),
+    "unnamed": ({"bits": 8}, of_rows, "was quantised by an unnamed method, which"),
+    "int8 alone": (None, of_rows, "holds quantised weights .*weight_scale and 13 more"),
+    "fp8 alone": (None, of_blocks, "holds quantised weights .*weight_scale_inv and 13 more"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_nobody_reads_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a target and as a drafter. Without the two questions such weights are read as others, hundreds of times as large."""
+    config, form, message = UNREAD[name]
+    right = save_quantised(tmp_path / "quantised", config, form)
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    tiny_tokenizer().save_pretrained(tmp_path / "plain")
+    for roles in ((tmp_path / "quantised", None), (tmp_path / "plain", str(tmp_path / "quantised"))):
+        with pytest.raises(UnsupportedModel, match=message + ".*take the checkpoint that it was made from"):
+            shoal.load(*roles, dtype="float32")
+    if name != "unnamed":  # Transformers asks for the name itself
+        monkeypatch.setattr(pretrained, "require_known_method", lambda *_: None)
+        monkeypatch.setattr(pretrained, "require_no_scales", lambda *_: None)
+        with shoal.load(tmp_path / "quantised", dtype="float32") as pair:
+            found = pair.target.hf.state_dict()["model.layers.0.self_attn.q_proj.weight"]
+        assert (found - right["model.layers.0.self_attn.q_proj.weight"]).abs().max() > 100
+
+
+def agrees(place: Path, right: Tensors) -> None:
+    """The weights are the right ones, and a model that has them writes the same greedily, with itself as the drafter, too."""
+    with shoal.load(place, str(place), dtype="float32") as pair:
+        found = pair.target.hf.state_dict()
+        for name, tensor in right.items():
+            assert (found[name].float() - tensor).abs().max() <= 0.01 * tensor.abs().max(), name
+        result = pair.generate([[5, 3, 7]], 2, temperature=0.0, max_new_tokens=12, lookahead=3, eos=())
+        assert result.stats.accepted > 0
+        assert result.stats.drafted == result.stats.accepted
+        (plain,) = {
+            sample.token_ids
+            for sample in pair.generate([[5, 3, 7]], 1, temperature=0.0, max_new_tokens=12, lookahead=0, eos=())[0].samples
+        }
+        assert {sample.token_ids for sample in result[0].samples} == {plain}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Transformers computes in fp8 there")
+def test_fp8_is_read_by_its_blocks(tmp_path: Path) -> None:
+    right = save_quantised(
+        tmp_path, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}, of_blocks
+    )
+    for name, weight in right.items():
+        if name.endswith("proj.weight"):
+            stored, scale = of_blocks(name, weight).values()
+            right[name] = stored.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            assert not torch.equal(right[name], weight)
+    agrees(tmp_path, right)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Transformers may compute in mxfp4 there")
+def test_mxfp4_is_read_by_its_blocks(tmp_path: Path) -> None:
+    tiny_model("gpt-oss", hidden_size=32, intermediate_size=32).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    generator, expected = torch.Generator().manual_seed(3), {}
+
+    def form(name: str, tensor: Tensor) -> Tensors:
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            return {name: tensor}
+        experts, columns, rows = tensor.shape
+        bits = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.full((experts, rows, columns // 32), 127 - 4, dtype=torch.uint8)
+        halves = torch.stack([bits & 15, bits >> 4], dim=-1).flatten(-2).long()
+        numbers = FP4[halves & 7] * (1 - 2 * (halves >> 3)) * 2.0**-4
+        expected[name] = numbers.flatten(-2).transpose(1, 2)
+        return {f"{name}_blocks": bits, f"{name}_scales": scales}
+
+    right = rewrite(tmp_path, {"quant_method": "mxfp4"}, form) | expected
+    assert len(expected) > 1
+    agrees(tmp_path, right)

@@ -63,6 +63,7 @@ def load(
     target: Source | None = None,
     draft: Source | Drafter | None = None,
     *,
+    guide: Source | None = None,
     tokenizer: Any = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
@@ -96,6 +97,9 @@ def load(
             ("DIR:tree=rsd-s") or a sum ("suffix+DIR"), see `shoal.drafting.draft`; or any object of
             `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless
             bundled).
+        guide: a second model with the target's tokenizer, given like the target, or "draft" for the
+            draft model: samples with `guidance` are those of the target led away from it (see
+            `shoal.sampling.guidance`). None = there is none.
         tokenizer: a Transformers tokenizer; None = the one saved with the target. For a model
             object it is the one at hand (its `name_or_path`, read without network); without one
             there are only token ids.
@@ -150,7 +154,7 @@ def load(
         local_files_only=local_files_only,
         compile=compile,
     )
-    options = PairOptions(asked, draft_revision, quantize, tokenizer)
+    options = PairOptions(asked, draft_revision, quantize, tokenizer, guide)
     loaded = load_pair(target, draft, options, stages)
     pair = Shoal(
         loaded.target,
@@ -162,6 +166,7 @@ def load(
         drafting=loaded.drafting,
         proposable=loaded.proposable,
     )
+    pair.guide = loaded.guide
     LOG.info(one_line(pair.loaded))
     stages.ready()
     return pair
@@ -185,6 +190,7 @@ class Shoal:
         shared: the tokens that a draft model may propose, if these are not all.
         rule: a rule for all runs, in place of the one that they ask for (experiments); None =
             theirs.
+        guide: the `Runner` of the guide; None = there is none.
     """
 
     def __init__(
@@ -214,6 +220,7 @@ class Shoal:
         )
         self.choice = None if self._draft is None else self._draft.choice
         self.rule: Rule | None = None
+        self.guide: Runner | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes, self._updates = BatchSizes(), Updates(target.hf)
         self._follower: Follower | None = None
@@ -270,7 +277,7 @@ class Shoal:
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
-        self._models = self.prefixes = self._draft = self._follower = None
+        self._models = self.prefixes = self._draft = self._follower = self.guide = None
         gc.collect()  # engines and models hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -495,8 +502,8 @@ class Shoal:
             The share of drafts that would have been accepted, step by step.
 
         Raises:
-            RequestError: there is no draft model; no sample has a token; `logits` has another
-                shape; or a number is not positive.
+            RequestError: there is no draft model, or it is the guide; no sample has a token;
+                `logits` has another shape; or a number is not positive.
             UnsupportedModel: the draft model has another tokenizer, a trimmed head or quantised
                 weights, or one of the models is no Transformers model.
         """
@@ -505,6 +512,11 @@ class Shoal:
             raise RequestError(
                 f"realign is for draft models, and {self.drafter_name or 'plain decoding'} has "
                 f"none: load the pair with draft=DIR, or train heads anew by shoal train"
+            )
+        if self.guide is draft:
+            raise RequestError(
+                "realign would change the distribution of samples with guidance, as the draft "
+                "model is the guide: load a guide of its own"
             )
         counts = plain(steps), plain(rows)
         if not all(isinstance(one, int) and one > 0 for one in counts) or not rate > 0:
@@ -604,6 +616,7 @@ class Shoal:
             kv_bytes=kv_bytes,
             prefixes=self.prefixes if prefix_bytes is None else self._prefix_memory(prefix_bytes),
             quantum=quantum,
+            guide=self.guide,
         )
         engine.stats.loaded = self.loaded
         return engine
@@ -623,12 +636,12 @@ class Shoal:
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
-        """The choices that were made for "target" and "draft" at loading.
+        """The choices that were made for "target", "draft" and "guide" at loading.
 
         See `shoal.models.load_report`.
         """
         drafter = None if self.drafting is None else self.drafting.name
-        return load_report(self.target, self.draft_model, drafter)
+        return load_report(self.target, self.draft_model, drafter, self.guide)
 
 
 def _require_bytes(name: str, value: object) -> int:

@@ -209,8 +209,8 @@ def _declared(default: float, help: str, **declaration: Any) -> Any:
 class Sampling:
     """The choice of a row's next token from the target's logits.
 
-    The order of the steps is Transformers': logit_bias, repetition, presence and frequency
-    penalties, no_repeat_ngram, bad_words, min_new_tokens, `processors`, grammar, temperature,
+    The order of the steps is Transformers': guidance, logit_bias, penalties (repetition, presence,
+    frequency), no_repeat_ngram, bad_words, min_new_tokens, `processors`, grammar, temperature,
     top_k, top_p, min_p, typical_p. `temperature=0` is greedy: the highest score after the
     history-dependent steps, lowest id on a tie. The declared target distribution **p** of the
     losslessness claim is the result of all these steps.
@@ -221,6 +221,11 @@ class Sampling:
         top_p: keep the smallest set with at least this mass, in (0, 1]; 1 = off.
         min_p: drop tokens below min_p times the highest probability, in [0, 1]; 0 = off.
         typical_p: locally typical sampling mass (Meister et al. 2022), in (0, 1]; 1 = off.
+        guidance: the strength by which scores are led away from a second model, `load(guide=...)`:
+            log p + guidance * (log p - log p of the guide); negative = towards it; 0 = off
+            (`shoal.sampling.guidance`).
+        plausibility: with guidance, keep tokens whose p is at least this times the highest p, both
+            before guidance, in [0, 1]; 0 = off.
         repetition_penalty: > 0; scores of tokens in prompt or output divided (positive) or
             multiplied (negative).
         presence_penalty: subtracted once from every token in the output so far (OpenAI's
@@ -256,6 +261,17 @@ class Sampling:
     )
     typical_p: float = _declared(
         1.0, "Locally typical sampling with this mass; 1 = off.", above=0, most=1, api="typical_p"
+    )
+    guidance: float = _declared(
+        0.0, "Strength by which scores are led away from the guide model; 0 = off.", api="guidance"
+    )
+    plausibility: float = _declared(
+        0.0,
+        "With guidance, tokens with at least this times the probability of the model's best one; "
+        "0 = off.",
+        least=0,
+        most=1,
+        api="plausibility",
     )
     repetition_penalty: float = _declared(
         1.0,

@@ -71,6 +71,8 @@ OPTIONS: list[tuple[str, str, list[Any]]] = [
     ("top_p", r"in \(0, 1\]", [0, 1.1]),
     ("min_p", r"in \[0, 1\]", [-0.1, 2]),
     ("typical_p", r"in \(0, 1\]", [0.0]),
+    ("guidance", "a finite number", [float("inf"), "much"]),
+    ("plausibility", r"in \[0, 1\]", [-0.1, 2]),
     ("repetition_penalty", "> 0", [0, -1.2]),
     ("presence_penalty", "a finite number", [float("inf")]),
     ("frequency_penalty", "a finite number", ["much"]),

@@ -174,3 +174,34 @@ def test_a_drafter_with_another_vocabulary_does_not_change_greedy_ids(directory:
         result = decoded(model, None, TOKENS)
         require_drafts(result, TOKENS)
         require_greedy(model, stock("float32"), result, "float32")
+
+
+@pytest.mark.parametrize("shape", ["FEW", "suffix+FEW", "FEW:tree=rsd-s,width=2,nodes=6"])
+def test_guided_ids_are_those_of_a_forward_of_each_model(
+    few_layers: Path, drafted: Callable[[Path, str], Shoal], stock: Callable[[str], Any], shape: str
+) -> None:
+    """Its own first layers guide the model: each token has the highest log p + (log p - log g) / 2 of the plausible ones."""
+    from transformers import AutoModelForCausalLM
+
+    model = drafted(few_layers, shape)
+    model.guide = model.draft_model
+    options: dict[str, Any] = {"temperature": 0, "guidance": 0.5, "plausibility": 0.1, "max_new_tokens": 2 * TOKENS}
+    result = model.generate(list(PROMPTS), N, lookahead=4, **options)
+    guide = AutoModelForCausalLM.from_pretrained(few_layers, dtype=torch.float32).eval()
+    guided, unguided = 0.0, 0.0
+    for text, output in zip(PROMPTS, result, strict=True):
+        prompt = model.tokenizer(text)["input_ids"]
+        ids = torch.tensor([[*prompt, *output.samples[0].token_ids]])
+        new = torch.tensor(output.samples[0].token_ids)[:, None]
+        with torch.inference_mode():
+            p, g = (
+                hf(ids, use_cache=False, logits_to_keep=len(new) + 1).logits[0, :-1].log_softmax(-1)
+                for hf in (stock("float32"), guide)
+            )
+        scores = (p + (p - g) / 2).masked_fill(p.exp() < 0.1 * p.exp().amax(-1, keepdim=True), -torch.inf)
+        guided = max(guided, float((scores.amax(-1) - scores.gather(1, new)[:, 0]).max()))
+        unguided = max(unguided, float((p.amax(-1) - p.gather(1, new)[:, 0]).max()))
+        assert {sample.token_ids for sample in output.samples} == {output.samples[0].token_ids}
+    assert guided < 2 * TIES["float32"] < 0.1 < unguided
+    assert result.stats.guide_passes == result.stats.rounds
+    assert result.stats.accepted > 0

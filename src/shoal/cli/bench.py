@@ -262,7 +262,7 @@ class WorkOptions:
         )
 
 
-@option_groups(without={"max_batch", "tensor_parallel"})
+@option_groups(without={"guide", "max_batch", "tensor_parallel"})
 def bench(
     work: WorkOptions,
     source: BenchSource,

@@ -97,7 +97,7 @@ class SuggestionOptions(SamplingOptions):
     ] = False
 
 
-@option_groups()
+@option_groups(without={"guide"})
 def complete(
     cursor: CursorOptions,
     sampling: SuggestionOptions,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.evaluation.run import Evaluation
 
 
-@option_groups(without={"max_batch", "tensor_parallel"})
+@option_groups(without={"guide", "max_batch", "tensor_parallel"})
 def evaluate(
     chosen: SetOptions,
     *,

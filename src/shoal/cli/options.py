@@ -15,7 +15,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.config import Limits, Sampling
-from shoal.drafting.draft import BUNDLED, draft_help, read_draft
+from shoal.drafting.draft import BUNDLED, DRAFT_GUIDES, draft_help, read_draft
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, quieten_transformers, require_source
 
@@ -163,6 +163,12 @@ class PlacedPair(PairNames):
 class ModelSource(PlacedPair):
     """The models to load, with the arguments of `shoal.load`."""
 
+    guide: Annotated[
+        str | None,
+        models_option(
+            "--guide", help="Second model for --guidance, like --model; draft = the draft model."
+        ),
+    ] = None
     revision: Annotated[
         str | None, models_option("--revision", help="Branch, tag or commit of the target.")
     ] = None
@@ -224,9 +230,15 @@ class ModelSource(PlacedPair):
             self.models
         )  # no command imports Transformers before its options are read
 
+    @property
+    def models(self) -> list[str]:
+        """The names of the models."""
+        guides = [] if self.guide in (None, DRAFT_GUIDES) else [self.guide]
+        return [*super().models, *guides]
+
     def target_alone(self) -> ModelSource:
-        """Returns the source without the drafter."""
-        return replace(self, draft=None, draft_revision=None)
+        """Returns the source without drafter and guide."""
+        return replace(self, draft=None, draft_revision=None, guide=None)
 
     def load(self, prefix_memory: int = 0) -> Shoal:
         """Loads the pair, or the target alone if there is no drafter.
@@ -237,8 +249,9 @@ class ModelSource(PlacedPair):
         for name, revision in (
             (self.model, self.revision),
             (self.draft_model, self.draft_revision),
+            (self.guide, None),
         ):
-            if name not in (None, BUNDLED):
+            if name not in (None, BUNDLED, DRAFT_GUIDES):
                 require_source(name, revision, self.local_files_only)
         from shoal.api import load
 
@@ -340,8 +353,10 @@ class SamplingOptions(SampleOptions):
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The sampling options with penalties, which code at a cursor does not need."""
+    """The sampling options with guidance and penalties, which code at a cursor does not need."""
 
+    guidance: Annotated[float, parameter_option("guidance")] = Sampling.guidance
+    plausibility: Annotated[float, parameter_option("plausibility")] = Sampling.plausibility
     repetition_penalty: Annotated[float, parameter_option("repetition_penalty")] = (
         Sampling.repetition_penalty
     )

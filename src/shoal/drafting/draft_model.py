@@ -11,6 +11,7 @@ from torch import nn
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
 from shoal.drafting.other_vocabulary import MethodChoice, OtherVocabularyDrafter
+from shoal.errors import PairMismatch
 from shoal.models import trimming, vocabulary
 from shoal.models.runner import Runner
 from shoal.models.trimming import Proposable
@@ -76,6 +77,14 @@ class DraftModel:
         other = vocabulary.compared(target, runner, tokenizers.target, tokenizers.draft)
         found = trimming.proposable(other, kept, target.vocab_size)
         return DraftModel.of(runner, target, found)
+
+    def require_guide(self) -> None:
+        """Raises PairMismatch if the model cannot guide the target (`shoal.sampling.guidance`)."""
+        if self.proposable != Proposable():
+            raise PairMismatch(
+                f"{self.runner.name} cannot guide its target: it has another tokenizer, or a head "
+                f"with a part of the tokens; name another guide"
+            )
 
     def drafter(self, target: Runner) -> ModelDrafter:
         """Makes a drafter for a new engine of the target."""

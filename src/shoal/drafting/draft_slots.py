@@ -125,13 +125,7 @@ class DraftSlots(KeyValueMemory):
 
     def keep_pace(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes chunks of the prompts that take several rounds, in the target's slots."""
-        long = [
-            chunk
-            for chunk in chunks
-            if chunk.stop - chunk.start < chunk.row.prompt_length - 1
-            and chunk.row.draft_reach
-            and chunk.row.request.max_draft != 0
-        ]
+        long = [chunk for chunk in chunks if chunk.stop - chunk.start < chunk.row.prompt_length - 1]
         if long:
             with self._preparing():
                 for chunk in long:

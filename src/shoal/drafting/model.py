@@ -176,7 +176,13 @@ class ModelDrafter(Drafter):
             )
 
     def prepare(self, chunks: Sequence[PrefillChunk]) -> None:
-        self._slots.keep_pace(chunks)
+        self._slots.keep_pace(
+            [
+                chunk
+                for chunk in chunks
+                if chunk.row.draft_reach and chunk.row.request.max_draft != 0
+            ]
+        )
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         """Rolls rows back to their committed tokens, and outgrown rows to their prompts.

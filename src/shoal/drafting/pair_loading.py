@@ -1,4 +1,5 @@
-"""The loading of a pair: a target, and the draft model or other drafter that `draft=` names."""
+"""The loading of a pair: a target, the draft model or other drafter that `draft=` names, and a
+guide."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.drafting.draft import BUNDLED, Draft, read_draft
+from shoal.drafting.draft import BUNDLED, DRAFT_GUIDES, Draft, read_draft
 from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.multi_exit import exits_of
 from shoal.drafting.protocol import Drafter
@@ -21,6 +22,7 @@ from shoal.models.quantize import parse as parse_formats
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.models.trimming import Proposable
+from shoal.models.vocabulary import require_guide
 from shoal.types.load_stages import LoadStages, StageWatch
 
 Source = str | Path | nn.Module
@@ -36,12 +38,19 @@ class PairOptions:
         draft_revision: the draft model's revision on the Hub.
         quantize: the formats of both, see `shoal.models.quantize.parse`.
         tokenizer: a Transformers tokenizer; None = the one saved with the target.
+        guide: the guide, or `DRAFT_GUIDES`; None = there is none.
     """
 
     target: LoadOptions
     draft_revision: str | None = None
     quantize: str | Mapping[str, str] = "off"
     tokenizer: Any = None
+    guide: Source | None = None
+
+    @property
+    def other_guide(self) -> Source | None:
+        """The guide that is loaded beside the pair; None = there is none."""
+        return None if self.guide == DRAFT_GUIDES else self.guide
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,7 @@ class LoadedPair:
         tokenizer: the target's tokenizer; None = unknown.
         drafting: the drafter that `draft=` names; None = plain decoding, or the bundled pair.
         proposable: the tokens that the draft model may propose; None = there is no draft model.
+        guide: the guide, which may be the draft model; None = there is none.
     """
 
     target: Runner
@@ -61,12 +71,13 @@ class LoadedPair:
     tokenizer: Any
     drafting: Draft | None
     proposable: Proposable | None
+    guide: Runner | None = None
 
 
 def load_pair(
     target: Source | None, draft: Source | Drafter | None, options: PairOptions, stages: LoadStages
 ) -> LoadedPair:
-    """Loads a target and its drafter. For arguments and errors see `shoal.load`."""
+    """Loads a target, its drafter and its guide. For arguments and errors see `shoal.load`."""
     drafting = read_draft(draft)
     target, model = _sources(target, drafting)
     formats = parse_formats(options.quantize)
@@ -90,9 +101,18 @@ def load_pair(
         )
         draft_model = _draft_model(model, runner, tokenizer, asked_of_draft, stages.of("draft"))
     draft_runner = None if draft_model is None else draft_model.runner
+    other_guide, guide = options.other_guide, None
+    if other_guide is not None:
+        asked_of_guide = replace(
+            asked, revision=None, target_dtype=runner.dtype, tensor_parallel=False
+        )
+        guide = _guide(other_guide, runner, tokenizer, asked_of_guide, stages.of("guide"))
+    elif options.guide is not None and draft_model is not None:
+        draft_model.require_guide()
     for watch, source, one in (
         (stages.of("target"), target, runner),
         (stages.of("draft"), model, draft_runner),
+        (stages.of("guide"), other_guide, guide),
     ):
         if one is not None:
             owned = not isinstance(source, nn.Module) and not asked.tensor_parallel
@@ -104,7 +124,8 @@ def load_pair(
         drafting = drafting.settled(runner)
         drafting.require_fit(runner)
     proposable = None if draft_model is None else draft_model.proposable
-    return LoadedPair(runner, draft_runner, tokenizer, drafting, proposable)
+    guide = draft_runner if options.guide == DRAFT_GUIDES else guide
+    return LoadedPair(runner, draft_runner, tokenizer, drafting, proposable, guide)
 
 
 def _sources(target: Source | None, drafting: Draft | None) -> tuple[Source, Source | None]:
@@ -149,6 +170,9 @@ def _check_options(
             f"{drafting.name} is no model: draft_revision and quantize=draft are for models"
         )
     _check_source("draft", model, draft_revision=draft_revision, quantize=formats["draft"])
+    _check_source("guide", options.other_guide)
+    if options.guide == DRAFT_GUIDES and model is None:
+        raise RequestError("guide='draft' needs a draft model: name another guide, or give draft=")
 
 
 def _check_source(role: str, source: Source | None, **options: Any) -> None:
@@ -175,7 +199,11 @@ def _within_reach(target: Source, model: Source | None, options: PairOptions) ->
         RequestError: a model is not within reach.
     """
     asked = options.target
-    sources = ((target, asked.revision), (model, options.draft_revision))
+    sources = (
+        (target, asked.revision),
+        (model, options.draft_revision),
+        (options.other_guide, None),
+    )
     local = [
         require_source(name, version, asked.local_files_only)
         for name, version in sources
@@ -191,6 +219,14 @@ def _draft_model(
     return DraftModel.load(
         source, target, tokenizers, lambda kept: _runner(source, replace(asked, kept=kept), watch)
     )
+
+
+def _guide(
+    source: Source, target: Runner, tokenizer: Any, asked: LoadOptions, watch: StageWatch
+) -> Runner:
+    guide = _runner(source, asked, watch)
+    require_guide(target, guide, tokenizer, _tokenizer(source, asked))
+    return guide
 
 
 def _tokenizer(source: Source, asked: LoadOptions) -> Any:

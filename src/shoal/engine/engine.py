@@ -37,6 +37,7 @@ from shoal.engine.checks import checked
 from shoal.engine.commit import columns_of, commit, commit_run
 from shoal.engine.distinct import Distinct
 from shoal.engine.fairness import Fairness
+from shoal.engine.guide import Guide, Together
 from shoal.engine.memory import Memory
 from shoal.engine.multi_step import MultiStep
 from shoal.engine.prefill import policy_for
@@ -118,6 +119,8 @@ class Engine:
             (`shoal.engine.prefix_cache`); None = none are kept.
         quantum: the tokens by which a call may get ahead of one that waits before its rows pause
             (`shoal.engine.fairness`); None = first come, first served.
+        guide: the second model of rows with guidance (`shoal.engine.guide`); None = such rows are
+            refused.
         clock: returns seconds, on the clock of the requests' submission; None =
             `time.perf_counter`.
 
@@ -143,17 +146,14 @@ class Engine:
         kv_bytes: int | None = None,
         prefixes: PrefixMemory | None = None,
         quantum: int | None = None,
+        guide: Runner | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         controller, self.target = as_controller(lookahead), target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
         self._drafter_name = "" if self.drafter is None else name_of(self.drafter)
-        memories: list[KeyValueMemory] = [self.target]
-        if self.drafter is not None:
-            require_trees(self.target, self.drafter)
-            self.drafter.attach(self.target)
-            self.target.hidden_layers = tuple(self.drafter.hidden_layers)
-            memories += [self.drafter.memory] if self.drafter.memory is not None else []
+        self.guide = None if guide is None else Guide(guide)
+        memories = self._attached()
         self.lookahead, self.rule = controller, rule or Rejection()
         self._uniforms = UniformsAhead(self.rule)
         self._captured = CapturedRounds(self.target, self.drafter, self.rule)
@@ -172,7 +172,7 @@ class Engine:
             kept=self.kept_prefixes,
             fairness=Fairness(quantum),
         )
-        self.validator = RequestValidator(self.target, self.memory, tokenizer, eos)
+        self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, guide)
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
         self._drafting = not controller.adaptive  # or if the last round drafted
         self._clock = clock or time.perf_counter
@@ -184,14 +184,31 @@ class Engine:
             kept=self.kept_prefixes,
             stats=self.stats,
             clock=self._clock,
+            guide=self.guide,
         )
         self._distinct = Distinct(self._batch)
         self._multi_step = MultiStep(self._batch, controller, self.rule, self._uniforms)
+
+    def _attached(self) -> list[KeyValueMemory]:
+        """Attaches the drafter to the target; returns the keys and values of all models.
+
+        Those of the target and of its guide, which hold the same tokens, are the first.
+        """
+        target, guide, drafter = self.target, self.guide, self.drafter
+        first = target if guide is None else Together(target, guide.slots)
+        if drafter is None:
+            return [first]
+        for verifier in [target] if guide is None else [target, guide.runner]:
+            require_trees(verifier, drafter)
+        drafter.attach(target)
+        target.hidden_layers = tuple(drafter.hidden_layers)
+        return [first] if drafter.memory is None else [first, drafter.memory]
 
     def _memory(self, memories: Sequence[KeyValueMemory], kv_bytes: int | None) -> Memory:
         """Returns the memory of the caches, bounded by `kv_bytes` and the device's."""
         limit, target = self.lookahead.limit, self.target
         available = kv_budget(target.device) if self.batch_size.bounds_memory else None
+        score_bytes = BYTES_PER_SCORE * (1 if self.guide is None else 2)
         return Memory(
             memories,
             limit + 1,
@@ -199,7 +216,7 @@ class Engine:
             0 if self.drafter is None else self.drafter.max_nodes,
             available=available,
             few=FIRST,
-            row_bytes=(1 + min(limit, EXPECTED_DRAFT)) * target.vocab_size * BYTES_PER_SCORE,
+            row_bytes=(1 + min(limit, EXPECTED_DRAFT)) * target.vocab_size * score_bytes,
             keeps=self._kept_on_device(),
         )
 
@@ -359,6 +376,8 @@ class Engine:
         watch.lap()
         drafter = self._draft_counters()
         self.stats.count_executors("target", self.target.take_executors())
+        if self.guide is not None:
+            self.guide.count(self.stats)
         count_round(
             self.stats,
             tree,
@@ -422,7 +441,7 @@ class Engine:
         tree = self._forced.joined(rows, tree)
         if tree.forced is not None and (depth := max(map(max, tree.depths))) >= uniforms.shape[1]:
             uniforms = self._noise(rows, depth + 1).to(self.target.device)
-        scores = verify(self.target, rows, tree)
+        scores = verify(self.target, rows, tree, self.guide)
         watch.lap()
         verdict = self.rule.decide(tree, scores, uniforms)
         _ = verdict.lists  # waits for a device
@@ -432,14 +451,15 @@ class Engine:
     def _now(self) -> float:
         """Returns the clock of the stages.
 
-        The clock stands still while prompts are computed for the drafter or a round is captured:
-        that time does not recur in the next round.
+        The clock stands still while prompts are computed for the drafter or the guide, or a round
+        is captured: that time does not recur in the next round.
         """
-        drafter = self.drafter
+        drafter, guide = self.drafter, self.guide
         return (
             self._clock()
             - self.target.seconds_building
             - (0.0 if drafter is None else drafter.seconds_preparing)
+            - (0.0 if guide is None else guide.slots.seconds)
         )
 
     def _draft_counters(self) -> DraftCounters:
@@ -485,6 +505,8 @@ class Engine:
             row, cache = done.row, self.target.cache
             cache.keep(row.slot, len(row.tokens) - 1 - len(columns), columns)
         rows = [done.row for done in commits]
+        if self.guide is not None:
+            self.guide.keep(rows, kept, scores.faults)
         if self.kept_prefixes is not None:
             self.kept_prefixes.learn([row for row in rows if row not in scores.faults])
         if self.drafter is not None:
@@ -498,5 +520,7 @@ class Engine:
         self._batch.zero_faults(scores)
         self._batch.pause()
         self.stats.resampled += resample(
-            [row for row in rows if not row.finish_reason], self.target.cache, self.drafter
+            [row for row in rows if not row.finish_reason],
+            self.target.cache,
+            [one.replace for one in (self.drafter, self.guide) if one is not None],
         )

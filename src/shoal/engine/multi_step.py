@@ -174,6 +174,7 @@ def _is_plain(row: Row) -> bool:
     return not (
         row.checks
         or row.cutting is not None
+        or request.sampling.guidance
         or request.criteria
         or request.keep_logits
         or request.top_logprobs

@@ -15,17 +15,20 @@ rows that wait: any set of rows that is chosen by their texts may be resampled b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from shoal.drafting.protocol import Drafter
 from shoal.sampling.uniforms import Purpose, row_seed, uniforms
 from shoal.types.requests import Row
 from shoal.types.samples import effective, log_mean
 
 LEAST = 0.5
 """The share of the rows below which their effective number causes resampling."""
+
+
+Tell = Callable[[Sequence[tuple[Row, Row]]], None]
+"""A function that prepares a drafter or guide for copies, as `Drafter.replace`."""
 
 
 class Slots(Protocol):
@@ -37,13 +40,13 @@ class Slots(Protocol):
         """Copies the first `length` tokens of slot `source` to slot `target`."""
 
 
-def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
+def resample(rows: Sequence[Row], cache: Slots, tell: Sequence[Tell]) -> int:
     """Resamples the requests that ask for it and whose rows have too unequal weights.
 
     Args:
         rows: the rows that have had a round and run on.
         cache: the target's cache, which holds their tokens but the last.
-        drafter: the drafter, which is told of the copies.
+        tell: tell the drafter and the guide of the copies, if there are any.
 
     Returns:
         The number of rows that became copies.
@@ -53,8 +56,8 @@ def resample(rows: Sequence[Row], cache: Slots, drafter: Drafter | None) -> int:
     for row in sorted([row for row in rows if row.request.resampled], key=lambda row: row.index):
         groups.setdefault(row.group, []).append(row)
     copies = [copy for group in groups.values() for copy in _copies(group)]
-    if drafter is not None and copies:
-        drafter.replace(copies)
+    for prepare in tell if copies else ():
+        prepare(copies)
     for row, source in copies:
         row.become(source, row_seed(row.seed, row.rounds))
         cache.copy(source.slot, row.slot, cache.lengths[source.slot])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal.drafting.protocol import Drafter
 from shoal.engine.ended_rows import finish, visible_text
+from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
 from shoal.engine.prefill import prefill
 from shoal.engine.prefix_cache import PrefixCache
@@ -34,6 +35,7 @@ class Batch:
         kept: the prefixes of earlier rows; None = none are kept.
         stats: the counts of prompts and pauses.
         clock: returns seconds.
+        guide: the guide of rows with guidance; None = there is none.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class Batch:
         kept: PrefixCache | None,
         stats: Stats,
         clock: Callable[[], float],
+        guide: Guide | None = None,
     ) -> None:
         self.target, self.drafter, self.scheduler, self.memory = target, drafter, scheduler, memory
-        self.kept, self.stats, self.clock = kept, stats, clock
+        self.kept, self.stats, self.clock, self._guide = kept, stats, clock, guide
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
@@ -120,7 +123,9 @@ class Batch:
         self.stats.prefill_tokens += computed
         self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
         self.stats.seconds_prefill += self.clock() - started
-        if self.drafter is not None:  # its seconds are in its own counters
+        if self._guide is not None:  # its seconds are in its own counters, as the drafter's are
+            self._guide.prepare(round_.chunks)
+        if self.drafter is not None:
             self._tell_drafter(self.drafter, round_, hidden, drafting)
 
     def _tell_drafter(
@@ -173,15 +178,20 @@ class Batch:
 
     def remove(self, rows: Sequence[Row]) -> None:
         """Removes rows from slots or the queue, and from the drafter."""
-        self.scheduler.remove(rows)
+        self._vacate(rows)
         if self.drafter is not None:
             self.drafter.end(rows)
 
     def hold(self, rows: Sequence[Row]) -> None:
         """Removes rows from their slots that may come back, with other tokens."""
-        self.scheduler.remove(rows)
+        self._vacate(rows)
         if self.drafter is not None and rows:
             self.drafter.replace([(row, row) for row in rows])
+
+    def _vacate(self, rows: Sequence[Row]) -> None:
+        self.scheduler.remove(rows)
+        if self._guide is not None:
+            self._guide.leave(rows)
 
     def restart(self, row: Row, first: Row, seed: int) -> None:
         """Removes all new tokens of a row, which waits for a slot and goes on by another seed.
@@ -208,8 +218,9 @@ class Batch:
             return
         if self.kept is not None:
             self.kept.keep(row)
-        if self.drafter is not None:
-            self.drafter.pause([row])
+        for follower in (self.drafter, self._guide):
+            if follower is not None:
+                follower.pause([row])
         self.scheduler.pause(row)
         self.stats.pauses += 1
 

@@ -30,10 +30,18 @@ class RequestValidator:
         memory: the limit of their caches.
         tokenizer: the tokenizer for text, stop strings and grammars; None = there is none.
         eos: the model's own EOS ids, for requests that name none.
+        guide: the guide, which must read the rows with guidance, too; None = there is none.
     """
 
-    def __init__(self, target: Runner, memory: Memory, tokenizer: Any, eos: Sequence[int]) -> None:
-        self._target, self._memory = target, memory
+    def __init__(
+        self,
+        target: Runner,
+        memory: Memory,
+        tokenizer: Any,
+        eos: Sequence[int],
+        guide: Runner | None = None,
+    ) -> None:
+        self._target, self._memory, self._guide = target, memory, guide
         self.tokenizer, self._eos = tokenizer, tuple(eos)
         self.vocab_size, self._device = self._target.vocab_size, self._target.device
         self._groups = 0
@@ -66,7 +74,7 @@ class RequestValidator:
                 seed=row_seed(seed, i),
                 tokens=list(prompt),
                 eos=eos,
-                max_length=self._target.context,
+                max_length=self._readers(request)[-1].context,
                 deadline=deadline,
                 detokenizer=self._detokenizer(request, prompt, visible_from, shown)
                 if self.tokenizer
@@ -109,7 +117,7 @@ class RequestValidator:
     def _check(self, request: Request) -> None:
         if not isinstance(request.n, int) or request.n < 1:
             raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
-        self._check_prompt(request.prompt_ids)
+        self._check_prompt(request)
         if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")
         self._memory.check(request)
@@ -129,15 +137,36 @@ class RequestValidator:
         if most is not None and (not isinstance(most, int) or most < 0):
             raise RequestError(f"max_draft must be an integer >= 0 or None, got {most!r}")
 
-    def _check_prompt(self, ids: Sequence[int]) -> None:
+    def _readers(self, request: Request) -> list[Runner]:
+        """Returns the models that read all of a row, the one with the smallest context last.
+
+        Raises:
+            RequestError: the request has guidance, and there is no guide; or plausibility alone.
+        """
+        if not request.sampling.guidance:
+            if request.sampling.plausibility:
+                raise RequestError(
+                    "plausibility goes with guidance: set guidance, or use min_p alone"
+                )
+            return [self._target]
+        if self._guide is None:
+            raise RequestError(
+                "guidance needs a guide, and there is none: load the model with guide=MODEL "
+                "(--guide), or guide='draft' for its draft model"
+            )
+        return sorted([self._target, self._guide], key=lambda model: -model.context)
+
+    def _check_prompt(self, request: Request) -> None:
+        ids = request.prompt_ids
         if not ids:
             raise RequestError("the prompt is empty: at least one token is needed to continue from")
         if not all(0 <= token < self.vocab_size for token in ids):
             raise RequestError(
                 f"prompt ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}"
             )
-        if len(ids) >= self._target.context:
-            name, most = self._target.name, self._target.context
+        smallest = self._readers(request)[-1]
+        if len(ids) >= smallest.context:
+            name, most = smallest.name, smallest.context
             raise RequestError(
                 f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token "
                 f"included"

@@ -8,27 +8,41 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shoal.engine.guide import Guide
 from shoal.errors import BadLogits, ShoalError
 from shoal.models.runner import Runner
 from shoal.sampling.drawing import finite
+from shoal.sampling.guidance import guided
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.trees import DraftTree, Positions, Probes
-
-Block = tuple[Tensor, list[int], Sequence[Sequence[int]] | None]
-"""The tokens [rows, q], the number of each row without padding, and the tree that they form."""
+from shoal.types.trees import Block, DraftTree, Positions, Probes
 
 
-def verify(target: Runner, rows: Sequence[Row], tree: DraftTree) -> Scores:
+def verify(
+    target: Runner, rows: Sequence[Row], tree: DraftTree, guide: Guide | None = None
+) -> Scores:
     """Returns the target's scores of the m + 1 columns of every row.
 
     With an empty tree this is a step of plain decoding.
+
+    Args:
+        target: the target, with the engine's cache.
+        rows: the rows of the round.
+        tree: the drafts of the round.
+        guide: the guide of rows with guidance, whose scores are those of the guided target.
     """
     block, counts, parents = _block(target, rows, tree)
     logits = target.feed([row.slot for row in rows], block, counts, parents=parents)
-    scores = scores_of(target, rows, tree, logits[:, : tree.m + 1])
+    own, said = logits[:, : tree.m + 1], None
+    if guide is not None:
+        plain = (block, counts, parents)
+        said = guide.logits(
+            rows, plain if tree.probes is None else _block(target, rows, replace(tree, probes=None))
+        )
+        own = own if said is None else guided(own, said, [row.request.sampling for row in rows])
+    scores = scores_of(target, rows, tree, own)
     scores = replace(scores, hidden=target.hidden, columns=None if tree.probes is None else logits)
-    if not finite(logits[..., 0]):
+    if not (finite(logits[..., 0]) and (said is None or finite(said[..., 0]))):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must
         # be found wherever it stands.
         scores.p()

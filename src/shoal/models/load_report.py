@@ -14,19 +14,23 @@ from shoal.models.runner import Runner
 
 
 def load_report(
-    target: Runner, draft: Runner | None, drafter: str | None = None
+    target: Runner, draft: Runner | None, drafter: str | None = None, guide: Runner | None = None
 ) -> dict[str, dict[str, str] | None]:
     """Returns the choices for each model, ready for JSON, without the name or path of a model.
 
-    The value of "draft" is None without a drafter.
+    The value of "draft" is None without a drafter; there is no "guide" without one.
 
     Args:
+        target: the target.
+        draft: the draft model; None = there is none.
         drafter: the name and the options of a drafter that is not a model.
+        guide: the guide; None = there is none.
     """
     chosen = ({} if drafter is None else {"drafter": drafter}) | (
         {} if draft is None else described(draft)
     )
-    return {"target": described(target), "draft": chosen or None}
+    report = {"target": described(target), "draft": chosen or None}
+    return report if guide is None else report | {"guide": described(guide)}
 
 
 def described(runner: Runner) -> dict[str, str]:

@@ -163,6 +163,31 @@ def compared(
     return vocabularies(*spellings, target.vocab_size, draft.known_ids)
 
 
+def require_guide(
+    target: Runner, guide: Runner, tokenizer: Any = None, guide_tokenizer: Any = None
+) -> None:
+    """Checks that a guide reads and writes the target's tokens.
+
+    Raises:
+        PairMismatch: the tokenizers differ; without both, the sizes of the vocabularies; or the
+            models are on different devices.
+    """
+    if target.device != guide.device:
+        why = f"target is on {target.device}, guide on {guide.device}"
+    elif tokenizer is None or guide_tokenizer is None:
+        if target.vocab_size == guide.known_ids:
+            return
+        why = (
+            f"vocabulary of {target.vocab_size} v {guide.known_ids} and no tokenizers to compare: "
+            f"load both models from where their tokenizers lie"
+        )
+    elif same_tokens(tokenizer, guide_tokenizer):
+        return
+    else:
+        why = "their tokenizers differ; give a model with the target's tokenizer"
+    raise PairMismatch(f"{guide.name} cannot guide {target.name}: {why}")
+
+
 def same_tokens(tokenizer: Any, other: Any) -> bool:
     """Returns True if common ids mean the same tokens, and both tokenizers split text alike."""
     ours, theirs = ({i: t for t, i in tok.get_vocab().items()} for tok in (tokenizer, other))

@@ -45,6 +45,7 @@ COUNTED = {
     "rounds": "Draft, verify, accept, commit cycles of the batch",
     "target_passes": "Passes of the target, prompts not counted",
     "draft_passes": "Passes of the drafter, prompts not counted",
+    "guide_passes": "Passes of the guide, prompts not counted",
     "prefill_tokens": "Prompt tokens computed",
     "restored_tokens": "Prompt tokens copied from earlier requests",
     "prefill_chunks": "Pieces in which they were",

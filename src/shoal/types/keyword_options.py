@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
     top_p: Number
     min_p: Number
     typical_p: Number
+    guidance: Number
+    plausibility: Number
     repetition_penalty: Number
     presence_penalty: Number
     frequency_penalty: Number

@@ -21,6 +21,7 @@ class Stats:
         rounds: draft -> verify -> accept -> commit cycles of the batch.
         target_passes: forward passes of the target over the batch, prompts not counted.
         draft_passes: forward passes of the drafter over the batch, prompts not counted.
+        guide_passes: forward passes of the guide over the rows with guidance, prompts not counted.
         prefills: prompts computed by the target, one per group; more if a prompt lost its place to
             others while rows of its group waited (`shoal.engine.scheduler`).
         prefill_tokens: the tokens of these prompts.
@@ -36,7 +37,8 @@ class Stats:
         resampled: rows that became copies of other rows of their request (`exact="smc"`).
         restarted: rows that began again, as another row of their request had drawn the text that
             they wrote (`exact="distinct"`).
-        seconds_target: seconds inside the target's forward passes, on a GPU by its own events.
+        seconds_target: seconds inside the target's forward passes and its guide's, on a GPU by
+            its own events.
         seconds_draft: seconds inside the drafter's forward passes, on a GPU by its own events.
         seconds_prefill: seconds for prompts, both models.
         seconds_rounds: seconds of whole rounds without prefill; the time outside the two models is
@@ -51,8 +53,8 @@ class Stats:
         loaded: the choices of `shoal.load` for "target" and "draft" (`shoal.models.load_report`).
             These choices may change the tokens of a seed, as they change rounding or drafts. Empty
             for an engine made by hand. A sum keeps the first that is not empty.
-        executors: the number of passes of "target" and "draft", prompts included, by the name of
-            the executor that computed them (`shoal.models.executors`).
+        executors: the number of passes of "target", "draft" and "guide", prompts included, by the
+            name of the executor that computed them (`shoal.models.executors`).
         updates_behind: the updates of the target's weights since the drafter's own were written
             last (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the
             highest.
@@ -63,6 +65,7 @@ class Stats:
     rounds: int = 0
     target_passes: int = 0
     draft_passes: int = 0
+    guide_passes: int = 0
     prefills: int = 0
     prefill_tokens: int = 0
     restored_tokens: int = 0
@@ -110,7 +113,7 @@ class Stats:
             self.by_drafter[drafter] = known + DraftCounts(drafted, accepted)
 
     def count_executors(self, model: str, passes: Counter[str]) -> None:
-        """Adds the passes of a model, "target" or "draft", by executor."""
+        """Adds the passes of a model, "target", "draft" or "guide", by executor."""
         if passes:
             known = self.executors.setdefault(model, Counter())
             for name, count in passes.items():

@@ -66,6 +66,11 @@ class Probes:
     after: Sequence[Sequence[int]]
 
 
+Block = tuple[Tensor, list[int], Sequence[Sequence[int]] | None]
+"""The columns of a pass: the tokens [rows, q], the number of each row without padding, and the tree
+that they form (None for chains)."""
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """The proposal of a drafter for every row.

@@ -74,11 +74,12 @@ def style_of(samplings: Sequence[Sampling], vocab_size: int, draw: Draw) -> Styl
     """Returns the style of rows, or None where a step cannot be captured.
 
     A step cannot be captured for rows that cut differently, or that read more than their position's
-    scores.
+    scores, such as those of a guide.
     """
     kinds = {(s.top_k, s.top_p, s.min_p, s.typical_p) for s in samplings}
     plain = all(
-        not s.reads_history and not s.logit_bias and (s.greedy or s.temperature >= COLDEST)
+        not (s.reads_history or s.logit_bias or s.guidance)
+        and (s.greedy or s.temperature >= COLDEST)
         for s in samplings
     )
     if len(kinds) > 1 or not plain:

@@ -1,0 +1,158 @@
+"""The guide of a target: a second model that reads what the target reads (`sampling.guidance`).
+
+Between rounds its cache holds the tokens that the target's holds, the committed ones of each guided
+row except the last. A round feeds it the columns that the target verifies, and keeps of them what
+the target keeps. Rows without guidance have a slot in it, and are not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shoal.drafting.draft_slots import DraftSlots
+from shoal.drafting.protocol import KeyValueMemory
+from shoal.errors import BadLogits
+from shoal.models.runner import Runner
+from shoal.types.requests import Row
+from shoal.types.rounds import Faults
+from shoal.types.schedule import PrefillChunk
+from shoal.types.stats import Stats
+from shoal.types.trees import Block
+
+
+class Guide:
+    """The guide of one engine.
+
+    Args:
+        model: the guide; the engine gets a cache of its own.
+    """
+
+    def __init__(self, model: Runner) -> None:
+        self.runner = model.fork_for_ordinary_passes()
+        self.slots = DraftSlots(self.runner, pending=1)
+
+    def logits(self, rows: Sequence[Row], block: Block) -> Tensor | None:
+        """Computes the guide's logits of a verification pass.
+
+        Args:
+            rows: the rows of the round.
+            block: the target's block, without columns that a drafter adds for itself.
+
+        Returns:
+            The logits of the guided rows, [guided rows, q, vocab]; None if no row is guided.
+        """
+        guided = [_is_guided(row) for row in rows]
+        if not any(guided):
+            return None
+        self.slots.place(rows, guided)
+        own = [b for b, wanted in enumerate(guided) if wanted]
+        tokens, counts, parents = block
+        own_counts = [counts[b] for b in own]
+        width = max(own_counts)  # the drafts of other rows may be longer
+        logits = self.runner.feed(
+            [self.slots.of(rows[b]) for b in own],
+            tokens[torch.tensor(own, device=tokens.device), :width],
+            own_counts,
+            parents=None if parents is None else [parents[b] for b in own],
+        )
+        return pad(logits, (0, 0, 0, tokens.shape[1] - width))
+
+    def keep(self, rows: Sequence[Row], columns: Sequence[Sequence[int]], faults: Faults) -> None:
+        """Keeps the columns of the last pass that the rows have committed.
+
+        Args:
+            rows: the rows, with their new tokens.
+            columns: for each row, the columns of its committed tokens but the last, from the root.
+            faults: the faults of the pass. Values that are not finite are zeroed: hidden keys count
+                with weight 0, and 0 * NaN is NaN.
+        """
+        cache = self.runner.cache
+        for row, kept in zip(rows, columns, strict=True):
+            if _is_guided(row):
+                slot = self.slots.of(row)
+                cache.keep(slot, len(row.tokens) - 1 - len(kept), kept)
+                if any(isinstance(error, BadLogits) for error in faults.get(row, {}).values()):
+                    cache.zero_non_finite(slot)
+
+    def prepare(self, chunks: Iterable[PrefillChunk]) -> None:
+        """Keeps pace with the target, which has computed these chunks of prompts.
+
+        A row that was paused is left out: its tokens are computed together when it is back.
+        """
+        self.slots.keep_pace(
+            [chunk for chunk in chunks if _is_guided(chunk.row) and not chunk.row.paused_at]
+        )
+
+    def leave(self, rows: Iterable[Row]) -> None:
+        """Forgets rows that leave their slots, for any reason."""
+        self.slots.leave(rows)
+
+    def pause(self, rows: Sequence[Row]) -> None:
+        """Frees the slots of rows that come back with the same tokens."""
+        self.slots.leave(rows)
+
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
+        """Forgets rows that become copies of others: their tokens are computed anew."""
+        self.slots.leave(row for row, _ in copies)
+
+    def count(self, stats: Stats) -> None:
+        """Adds the work since the last call."""
+        passes, seconds = self.runner.take_counters()
+        stats.guide_passes += passes
+        stats.seconds_target += seconds
+        stats.seconds_prefill += self.slots.take_seconds()
+        stats.count_executors("guide", self.runner.take_executors())
+
+
+def _is_guided(row: Row) -> bool:
+    return row.request.sampling.guidance != 0
+
+
+class Together(KeyValueMemory):
+    """The memory of a target and of its guide, which hold the same tokens.
+
+    Args:
+        target: the target's; its context is that of both.
+        guide: the guide's.
+    """
+
+    def __init__(self, target: KeyValueMemory, guide: KeyValueMemory) -> None:
+        self._both, self._target = (target, guide), target
+
+    @property
+    def context(self) -> int:
+        return self._target.context
+
+    @property
+    def shares(self) -> bool:
+        return all(one.shares for one in self._both)
+
+    @property
+    def attends_in_one_call(self) -> bool:
+        return all(one.attends_in_one_call for one in self._both)
+
+    @property
+    def captures_without_prefixes(self) -> bool:
+        return any(one.captures_without_prefixes for one in self._both)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(one.allocated_bytes for one in self._both)
+
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return sum(one.cache_bytes(slots, capacity, cells) for one in self._both)
+
+    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return sum(one.grown_bytes(slots, capacity, cells) for one in self._both)
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        for one in self._both:
+            one.reserve(slots, capacity, cells)
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        for one in self._both:
+            one.trim(slots, capacity, cells)

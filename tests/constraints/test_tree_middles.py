@@ -258,6 +258,9 @@ def test_places_are_characters_and_the_parser_counts_bytes(monkeypatch: pytest.M
     state = state_behind(check, '"é'.encode()[:-1])
     assert (state.text, state.rest) == ('"', b"\xc3")
     assert not check.may_end(state)
+    inside = check_of("javascript", 'let a = "', '";\n')
+    assert may_end(inside, "x")
+    assert not inside.may_end(state_behind(inside, "xé".encode()[:-1]))
     assert state_behind(check, b'"\xff') is None
     assert check.after(check.start(None), TOKENIZER.eos_token_id) is None  # type: ignore[arg-type]
     assert check.after(check.start(None), 10_000) is None  # type: ignore[arg-type]

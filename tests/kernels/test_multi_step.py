@@ -140,6 +140,18 @@ def test_what_reads_each_round_gets_each_round(options: dict[str, Any], runs: li
     assert runs == []
 
 
+def test_a_guide_reads_each_round(runs: list[int]) -> None:
+    """Rows with guidance, and rows beside them, go round by round; alone, rows without it do not."""
+    shoal = Shoal(packed(), None, tiny_tokenizer())
+    shoal.guide = packed(torch.float32, "llama")
+    settings = [Sampling(seed=3, guidance=0.0 if place else 0.7) for place in range(len(PROMPTS))]
+    result = shoal.generate(PROMPTS, 2, sampling=settings, max_new_tokens=12, lookahead="off")
+    assert runs == []
+    assert result.stats.guide_passes == result.stats.rounds
+    shoal.generate(PROMPTS, 2, seed=3, max_new_tokens=12, lookahead="off")
+    assert runs
+
+
 def test_kept_logits_are_those_of_each_round(runs: list[int]) -> None:
     made = engine(packed())
     (row,) = made.submit(Request((5, 6, 7), 1, Sampling(seed=2), Limits(4, eos=()), keep_logits=True))

@@ -111,6 +111,12 @@ class Grammar:
             `between` and `behind` are empty: the expression covers the whole text by itself.
         opening: the text before the first text of the grammar, behind `before`.
         instead: another grammar, whose texts may stand in the place of this one's.
+        again: the text between a text of this grammar, or of those in its place, and another one;
+            empty = there is only one.
+        thought: the marks around any text before the text of the grammar, literally, where they are
+            special tokens, which `before` cannot hold: the text before it (empty: the prompt ends
+            with it), the text behind it, and the text before an answer without it (empty: there is
+            none, and the thought may be left out). None = there is no thought.
     """
 
     kind: str
@@ -121,6 +127,8 @@ class Grammar:
     behind: str = ""
     opening: str = ""
     instead: Grammar | None = None
+    again: str = ""
+    thought: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
         _require(

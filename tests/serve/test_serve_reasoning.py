@@ -16,6 +16,7 @@ import pytest
 from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
+from shoal.constraints.compiler import Grammars
 from shoal.serve.reasoning import MARKS, THINK, Marks, ReasoningReader, ReasoningRules, _up_to, rules_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import scripted
@@ -271,20 +272,42 @@ def test_what_stands_around_a_grammar_is_checked() -> None:
         Grammar("lark", 'start: "a"', between=1)  # type: ignore[arg-type]
 
 
-def test_ends_that_are_special_tokens_are_read_and_stand_before_no_grammar() -> None:
+@pytest.mark.parametrize("template", [HYBRID, OPENED], ids=["hybrid", "opened"])
+def test_grammars_and_calls_stand_behind_thoughts_between_special_tokens(template: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     model = scripted(speaks(SAID, tokenizer=tokenizer), len(tokenizer), CONTEXT)
-    with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=HYBRID) as server:
-        message = asked(server, tools=[TIME])["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Hm, a zone.", "So:")
-        message = asked(server, guided_regex="a", max_tokens=2)["choices"][0]["message"]
-        assert (message.get("reasoning_content"), message["content"]) == (None, "a")
-        (call,) = asked(server, tools=[TIME], tool_choice="required", parallel_tool_calls=False)["choices"][0]["message"][
-            "tool_calls"
-        ]
-        assert call["function"]["name"] == "time"
-    with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=OPENED) as server:
-        body = {"messages": ASKED, "guided_regex": "a"}
-        refused = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_SECONDS)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+    with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=template) as server:
+        for fields, text in (
+            ({"tools": [TIME]}, "So:"),
+            ({"guided_regex": "a"}, "a"),
+            ({"guided_regex": "[ab]"}, ("a", "b")),
+        ):
+            message = asked(server, **fields)["choices"][0]["message"]
+            assert message["reasoning_content"] == "Hm, a zone."
+            assert message["content"] in text
+        choice = asked(server, tools=[TIME], tool_choice="required", parallel_tool_calls=False)["choices"][0]
+        assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["time"]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm, a zone.", None)
+
+
+def test_a_thought_may_be_left_out_and_ends_once() -> None:
+    """By the grammar itself: no closing inside, be it spelled by other tokens; nothing of a call before it."""
+    pytest.importorskip("llguidance")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    begin, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    made, plain = Grammars(tokenizer, len(tokenizer)), Grammar("regex", "ab")
+    spelled = [token for c in "</think>" for token in tokenizer.encode(c, add_special_tokens=False)]
+    (a, b), x = tokenizer.encode("ab"), tokenizer.encode("x")[0]
+    texts = {
+        False: [[a, b], [begin, end, a, b], [begin, x, end, a, b]],
+        True: [[end, a, b], [x, x, end, a, b]],
+    }
+    for opened, taken in texts.items():
+        start = made.constraint(ReasoningRules(opened).allowed_before(plain, special=True)).starts[0]
+        refused = [[begin, x, *spelled, end, a, b], [begin, a, b], [x, a, b], [end, x, end, a, b], [begin, begin, end, a, b]]
+        for ids in [*taken, *refused, *texts[not opened][1:]]:
+            matcher = start.deep_copy()
+            whole = matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+            assert whole == (ids in taken), ids

@@ -27,6 +27,7 @@ from shoal.constraints.grammar_sources import (
     llguidance_or_refuse,
     reader,
     source_of,
+    thought_of,
     unusable,
 )
 from shoal.constraints.json_schemas import numbers
@@ -207,16 +208,18 @@ class Grammars:
         one thread that compiles calls this method.
         """
         special = sorted(i for name, i in self._special.items() if name in around(grammar))
-        key = (grammar.before, *special)
+        key = (grammar.before, grammar.thought, *special)
         if key not in self._bounds:
             if len(self._bounds) == KEPT:
                 self._bounds.clear()
             text = f"(?:{grammar.before}){numbers()}" if grammar.before else numbers()
             source = self._library.LLMatcher.grammar_from_regex(text)
-            if special:
+            if special or grammar.thought:
+                begun, rules = thought_of(grammar, self._special)
                 marks = " | ".join(f"<[{token}]>" for token in special)
                 first, more = (part.replace("/", r"\/") for part in (text, numbers()))
-                source = f"start: /{first}/ (({marks}) /{more}/)*"
+                again = f"(({marks}) /{more}/)*" if special else ""
+                source = f"start: {begun} /{first}/ {again}\n{rules}"
             self._bounds[key] = self._started(Grammar("regex", text), source)
         return self._bounds[key]
 

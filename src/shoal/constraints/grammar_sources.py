@@ -57,13 +57,13 @@ def source_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> str
     Raises:
         RequestError: llguidance is not installed.
     """
-    whole = not (grammar.before or grammar.instead or around(grammar))
+    whole = not (grammar.before or grammar.instead or grammar.thought or around(grammar))
     return _without_surroundings(grammar) if whole else _surrounded(grammar, special or {})
 
 
 def around(grammar: Grammar) -> str:
     """Returns the texts around those of a grammar, and of the grammars in its place."""
-    own = grammar.opening + grammar.between + grammar.behind
+    own = grammar.opening + grammar.between + grammar.behind + grammar.again
     return own + (around(grammar.instead) if grammar.instead else "")
 
 
@@ -140,32 +140,58 @@ def _without_surroundings(grammar: Grammar) -> str:
 
 def _surrounded(grammar: Grammar, special: Mapping[str, int]) -> str:
     """Returns the grammar and those in its place, with the parts around their texts."""
-    choices, parts = list[str](), list[dict[str, Any]]()
-    one: Grammar | None = grammar
-    while one is not None:
-        text = f"text{len(parts)}"
-        opening, between, behind = (
-            _literal(part, special) for part in (one.opening, one.between, one.behind)
-        )
-        more = f"({between} @{text})*" if between else ""
-        choices.append(" ".join((opening, f"@{text}", more, behind)))
-        parts.append(_part(text, _without_surroundings(one)))
-        one = one.instead
+    parts = list[dict[str, Any]]()
+    choices = _choices(grammar, special, parts)
     if grammar.before:
         parts.append(
             _part("before", llguidance_or_refuse().LLMatcher.grammar_from_regex(grammar.before))
         )
-    start = f"start: {'@before ' if grammar.before else ''}({' | '.join(choices)})"
-    return json.dumps({"grammars": [{"lark_grammar": start}, *parts]})
+    begun, rules = thought_of(grammar, special)
+    start = f"start: {'@before ' if grammar.before else ''}{begun} ({choices})"
+    return json.dumps({"grammars": [{"lark_grammar": f"{start}\n{rules}"}, *parts]})
 
 
-def _literal(text: str, special: Mapping[str, int]) -> str:
+def _choices(grammar: Grammar, special: Mapping[str, int], parts: list[dict[str, Any]]) -> str:
+    """Returns the texts of a grammar and of those in its place, and adds the grammars to a list."""
+    name = f"text{len(parts)}"
+    parts.append(_part(name, _without_surroundings(grammar)))
+    opening, between, behind, again = (
+        literal(text, special)
+        for text in (grammar.opening, grammar.between, grammar.behind, grammar.again)
+    )
+    more = f"({between} @{name})*" if between else ""
+    found = f"{opening} @{name} {more} {behind}"
+    if grammar.instead is not None:
+        found += f" | {_choices(grammar.instead, special, parts)}"
+    return f"({found}) ({again} ({found}))*" if again else found
+
+
+def thought_of(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str]:
+    """Returns the thought before a grammar in Lark's syntax, and the rules that it refers to.
+
+    The thought ends at the first text behind it: its own text holds that one nowhere, be it spelled
+    by other tokens.
+    """
+    if grammar.thought is None:
+        return "", ""
+    opening, closing, answer = grammar.thought
+    at = min((closing.find(name) for name in special if name in closing), default=len(closing))
+    spelled = "".join(f"\\x{{{ord(character):x}}}" for character in closing)
+    text = f"THOUGHT: (/(?s:.*)/ & ~/(?s:.*){spelled}(?s:.*)/) {literal(closing[:at], special)}"
+    whole = f"THOUGHT? {literal(closing[at:], special)} (/\\n{{1,2}}/)?"
+    if not opening:
+        return whole, text
+    begun = f"/[ \\n]?/? {literal(opening, special)} {whole}"
+    return (f"({begun} | /[ \\n]?/? {literal(answer, special)})" if answer else f"({begun})?"), text
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
     """Returns a text in Lark's syntax, with the numbers of special tokens for their names."""
     name = next((name for name in special if name in text), None)
     if name is None:
         return quoted(text) if text else ""
     head, _, rest = text.partition(name)
-    return f"{_literal(head, special)} <[{special[name]}]> {_literal(rest, special)}"
+    return f"{literal(head, special)} <[{special[name]}]> {literal(rest, special)}"
 
 
 def quoted(text: str) -> str:

@@ -267,7 +267,7 @@ def _embeds(schema: Any, top: bool = True) -> bool:
     return isinstance(schema, list) and any(_embeds(value, False) for value in schema)
 
 
-def _is_remark(schema: dict[str, Any]) -> bool:
+def is_remark(schema: dict[str, Any]) -> bool:
     """Returns True if `format` says nothing of the texts, or the texts are listed."""
     name, listed = schema.get("format"), "enum" in schema or "const" in schema
     return isinstance(name, str) and (listed or name not in (*KEPT, *LOST))
@@ -282,7 +282,7 @@ def remarks(text: str) -> list[str]:
             for one in schema:
                 look(one)
         if isinstance(schema, dict):
-            if not names and _is_remark(schema):
+            if not names and is_remark(schema):
                 found[schema["format"]] = None
             for k, v in schema.items():
                 if names or k not in _VALUES:
@@ -339,7 +339,7 @@ def _without_looks(schema: dict[str, Any]) -> dict[str, Any]:
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with its format's bounds; other keywords about texts take precedence."""
     name = schema.get("format")
-    if _is_remark(schema):
+    if is_remark(schema):
         return {keyword: value for keyword, value in schema.items() if keyword != "format"}
     bounds = FORMATS.get(name) if isinstance(name, str) else None
     if bounds is None or any(

@@ -117,6 +117,11 @@ class PromptEncoder:
             token for token, name in special_tokens(self._tokenizer).items() if name in text
         )
 
+    @property
+    def special(self) -> dict[str, int]:
+        """The numbers of the special tokens by name."""
+        return {name: token for token, name in special_tokens(self._tokenizer).items()}
+
     def names(self, ids: Sequence[int]) -> list[str]:
         """Returns the tokens as the vocabulary writes them."""
         return [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]

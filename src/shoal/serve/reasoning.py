@@ -78,14 +78,22 @@ class ReasoningRules:
         Args:
             grammar: the grammar of the answer.
             opening: stands before the answer, literally.
-            special: True if the marks are special tokens, so that the sample cannot reason.
+            special: True if there are special tokens in the marks.
         """
-        inside = _up_to(self.marks.closing) + LINE_FEEDS
-        reasoned = inside if self.opened else f"(?:{_escaped(self.marks.opening)}{inside})?"
-        before = ("" if special else reasoned) + _escaped(opening)
+        grammar, (begin, end, answer) = opened(grammar, opening), self.marks
+        if special:
+            return replace(grammar, thought=("" if self.opened else begin, end, answer))
+        inside = _up_to(end) + LINE_FEEDS
+        before = inside if self.opened else f"(?:{_escaped(begin)}{inside})?"
         if grammar.kind == "regex":
             return replace(grammar, text=f"{before}(?:{grammar.text})")
         return replace(grammar, before=before)
+
+
+def opened(grammar: Grammar, opening: str) -> Grammar:
+    """Returns the grammar with a text before its texts, and before those in their place."""
+    instead = opened(grammar.instead, opening) if grammar.instead else None
+    return replace(grammar, opening=opening + grammar.opening, instead=instead)
 
 
 def marks_of(template: str | None) -> Marks | None:

@@ -130,7 +130,12 @@ class RequestParser:
             echo=None,
             headers=headers,
         )
-        grammar = grammar_with_calls(request, rules, self._settings.max_grammar) if rules else None
+        special = self._encoder.special if rules else {}
+        grammar = (
+            grammar_with_calls(request, rules, self._settings.max_grammar, special)
+            if rules
+            else None
+        )
         field = "tools" if rules and rules.forced else parsed.grammar_field
         tags = self._encoder.tokens_within(
             "\n".join((rules.format.opening, rules.format.closing, rules.format.inner))
@@ -183,20 +188,11 @@ class RequestParser:
         """Returns the request with reasoning in its text, and before the text of a grammar.
 
         The text shows the ends of the reasoning, also if they are special tokens.
-
-        Raises:
-            ApiError: a grammar would have to write special tokens.
         """
         ends = self._encoder.tokens_within("".join(reasoning.marks))
         requests = []
         for one in parsed.requests:
             grammar = one.sampling.grammar
-            if grammar is not None and ends and (reasoning.opened or reasoning.marks.answer):
-                message = (
-                    "this model reasons between special tokens, which no grammar can "
-                    "follow: let the template close them"
-                )
-                raise ApiError(400, message, param=parsed.grammar_field, code="invalid_value")
             if grammar is not None:
                 begins = rules.begins if rules else ""
                 one = _under(one, reasoning.allowed_before(grammar, begins, special=bool(ends)))

@@ -2,7 +2,7 @@
 
 The formats are those of the templates of Hermes and Qwen (`<tool_call>{"name",
 "arguments"}</tool_call>`), Llama 3 (`{"name", "parameters"}`) and Mistral (`[TOOL_CALLS] [{"name",
-"arguments"}]`), and the forms of `written_calls`, which are read and not forced.
+"arguments"}]`), and the forms of `written_calls`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shoal.serve.written_calls import DECODER, end_of_call, written_calls
+from shoal.serve.written_calls import (
+    DECODER,
+    LISTED,
+    MAY_BE_LISTED,
+    end_of_call,
+    json_elements,
+    json_members,
+    written_calls,
+)
 
 
 class CallFormat(NamedTuple):
@@ -64,19 +72,21 @@ MARKS = {
     '"parameters":': LLAMA,
 }
 """The formats by a mark in the text of a chat template; the first mark that is found decides."""
-UNREAD = ("[func_name1(", "<atem:")
-"""The marks of forms that are not read, in templates that may also have a mark of `MARKS`: lists of
-calls in Python without marks around them, and Muse's, which stand in a channel."""
+UNREAD = ("<atem:",)
+"""The marks of forms that are not read, in templates that may also have a mark of `MARKS`: Muse's,
+which stand in a channel."""
 
 
-def _written(form: str, opening: str, closing: str, inner: str = "") -> CallFormat:
-    return CallFormat(opening, closing, "", False, False, opening, form=form, inner=inner)
+def _written(form: str, opening: str, closing: str, inner: str = "", blank: str = "") -> CallFormat:
+    return CallFormat(opening, closing, "", False, False, opening + blank, form=form, inner=inner)
 
 
 WRITTEN = {
-    "<seed:tool_call>": _written("xml", "<seed:tool_call>", "</seed:tool_call>"),
-    "<parameter=": _written("xml", "<tool_call>", "</tool_call>"),
-    "<minimax:tool_call>": _written("invoke", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "<seed:tool_call>": _written("xml", "<seed:tool_call>", "</seed:tool_call>", blank="\n"),
+    "<parameter=": _written("xml", "<tool_call>", "</tool_call>", blank="\n"),
+    "<minimax:tool_call>": _written(
+        "invoke", "<minimax:tool_call>", "</minimax:tool_call>", blank="\n"
+    ),
     "<arg_key>": _written(
         "keys", "<tool_call>", "</tool_call>", "<arg_key></arg_key><arg_value></arg_value>"
     ),
@@ -84,6 +94,7 @@ WRITTEN = {
     "<function=": _written("function", "<function=", "</function>"),
     "<|tool_call>call:": _written("gemma", "<|tool_call>", "<tool_call|>", '<|"|>'),
     "<|tool_call_start|>": _written("python", "<|tool_call_start|>", "<|tool_call_end|>"),
+    "[func_name1(": _written("python", "", "")._replace(bare=True),
 }
 """The formats that are not JSON alone, by a mark in the text of a chat template; they go first."""
 
@@ -140,6 +151,8 @@ class CallRules:
         own = self.format
         if self.forced:
             return ((r"\A", ""),)
+        if not own.opening:
+            return ((rf"\A{LISTED.pattern}", ""),)
         bare = r"\A\s*\[?\s*\{\s*\"name\""
         ends = own.closing if own is HERMES or own.form else ""  # others close calls by any mark
         return ((re.escape(own.opening), ends), *(((bare, ""),) if own.bare else ()))
@@ -207,6 +220,8 @@ class CallReader:
     def _before_opening(self, ended: bool) -> str:
         """Returns the text up to the next opening, without an end that may become an opening."""
         opening, text = self._format.opening, self._waiting
+        if not opening:
+            return self._before_list(ended)
         start = text.find(opening)
         bare = (
             self._format.bare
@@ -229,6 +244,17 @@ class CallReader:
         self._waiting = text[len(text) - kept :]
         self._at_start = self._at_start and not text[: len(text) - kept].strip()
         return text[: len(text) - kept]
+
+    def _before_list(self, ended: bool) -> str:
+        """Returns a text that does not begin with a list of calls in Python."""
+        text, called = self._waiting, LISTED.match(self._waiting)
+        if self._at_start and called and called[1] in self._rules.names:
+            self._raw, self._inside = "", True
+            return ""
+        if self._at_start and MAY_BE_LISTED.match(text) and not ended:
+            return ""
+        self._waiting, self._at_start = "", self._at_start and not text.strip()
+        return text
 
     def _inside_step(self, ended: bool) -> tuple[str, list[Call]]:
         """Reads the JSON behind an opening; incomplete JSON leaves the reader inside."""
@@ -259,16 +285,16 @@ class CallReader:
 
     def _written_step(self, ended: bool) -> tuple[str, list[Call]]:
         """Reads the text between the marks of a form that is not JSON alone."""
-        closing, text = self._format.closing, self._waiting
-        end = text.find(closing) if closing else end_of_call(text, "[ARGS]")
-        if end is None or end < 0:
+        form, text = self._format.form, self._waiting
+        ends = end_of_call(form, text, self._format.closing)
+        if ends is None:
             if ended:
                 self._waiting, self._inside = "", False
             return "", []
-        found = written_calls(self._format.form, text[:end], self._rules.schemas)
+        found = written_calls(form, text[: ends[0]], self._rules.schemas)
         if found is None:
             return self._refused(), []
-        self._waiting = text[end + len(closing) :]
+        self._waiting = text[ends[1] :]
         self._inside, self._at_start, self._called = False, True, True
         return "", [Call(*one) for one in found]
 
@@ -288,7 +314,7 @@ class CallReader:
     def _calls_of(self, value: Any, text: str) -> list[Call] | None:
         """Returns the calls of a value, with their arguments as the text of the value has them."""
         listed = self._format.listed and isinstance(value, list)
-        given, written = (value, _elements(text)) if listed else ([value], [text])
+        given, written = (value, json_elements(text)) if listed else ([value], [text])
         calls = []
         for one, own in zip(given, written, strict=True):
             if not isinstance(one, dict) or one.get("name") not in self._rules.names:
@@ -297,7 +323,7 @@ class CallReader:
             field = next((name for name in fields if name in one), None)
             if field is not None and not isinstance(one[field], dict):
                 return None
-            calls.append(Call(one["name"], "{}" if field is None else _members(own)[field]))
+            calls.append(Call(one["name"], "{}" if field is None else json_members(own)[field]))
         return calls or None
 
     def _without_margins(self, shown: str, ended: bool) -> str:
@@ -313,45 +339,13 @@ class CallReader:
         return body
 
 
-BLANKS = re.compile(r"[ \t\r\n]*")
-
-
-def _elements(text: str) -> list[str]:
-    """Returns the elements of the JSON list that a text begins with, as they are written."""
-    return [*_items(text, "]").values()]
-
-
-def _members(text: str) -> dict[str, str]:
-    """Returns the values of the JSON object that a text begins with, as they are written."""
-    return _items(text, "}")
-
-
-def _items(text: str, end: str) -> dict[str, str]:
-    found, at = dict[str, str](), _past_blanks(text, 1)
-    while text[at] != end:
-        name = str(len(found))
-        if end == "}":
-            name, at = DECODER.raw_decode(text, at)
-            at = _past_blanks(text, _past_blanks(text, at) + 1)
-        _, stop = DECODER.raw_decode(text, at)
-        found[name], at = text[at:stop], _past_blanks(text, stop)
-        at = _past_blanks(text, at + 1) if text[at] == "," else at
-    return found
-
-
-def _past_blanks(text: str, at: int) -> int:
-    found = BLANKS.match(text, at)
-    assert found is not None
-    return found.end()
-
-
 def forced_schema(rules: CallRules, parameters: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Returns the JSON schema of a forced call of some tool, given their parameters by name.
 
     Each tool's own schema stands under `$defs`, and its references lead there.
     """
     own = {
-        f"tool{i}": _moved(schema, f"#/$defs/tool{i}")
+        f"tool{i}": moved(schema, f"#/$defs/tool{i}")
         for i, schema in enumerate(parameters.values())
     }
     calls = [
@@ -378,10 +372,10 @@ LITERAL = ("const", "enum", "default", "examples")
 LOCAL = re.compile("#(?:$|/)")
 
 
-def _moved(schema: Any, place: str) -> Any:
+def moved(schema: Any, place: str) -> Any:
     """Returns a schema whose references to itself lead to its new place."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [moved(one, place) for one in schema]
     if not isinstance(schema, dict):
         return schema
     return {
@@ -389,6 +383,6 @@ def _moved(schema: Any, place: str) -> Any:
         if name == "$ref" and isinstance(value, str) and LOCAL.match(value)
         else value
         if name in LITERAL
-        else _moved(value, place)
+        else moved(value, place)
         for name, value in schema.items()
     }

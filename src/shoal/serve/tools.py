@@ -4,14 +4,17 @@ forced call."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.filters import matching
 from shoal.serve.api_errors import ApiError
+from shoal.serve.call_grammars import own_calls
 from shoal.serve.given_grammars import given_grammar
 from shoal.serve.message_models import Function, Message, NamedTool
+from shoal.serve.reasoning import opened
 from shoal.serve.request_models import ChatRequest
 from shoal.serve.sampling_params import require_size
 from shoal.serve.tool_calls import HERMES, CallRules, forced_schema, format_of
@@ -57,10 +60,11 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         )
         raise ApiError(400, message, param="tools", code="invalid_value")
     several = request.parallel_tool_calls is not False
-    told = found is None or bool(found.form and forced)  # such forms are read and not forced
     schemas = {tool.function.name: tool.function.parameters for tool in request.tools or ()}
-    read = HERMES if found is None or told else found
-    return CallRules(read, frozenset(chosen), forced, several, told=told, schemas=schemas)
+    rules = CallRules(found or HERMES, frozenset(chosen), forced, several, schemas=schemas)
+    if found is None or (forced and found.form and _own(request, rules, None) is None):
+        return replace(rules, format=HERMES, told=True)
+    return rules
 
 
 def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
@@ -104,37 +108,72 @@ def _as_text(message: Message) -> Message:
 
 
 def grammar_with_calls(
-    request: ChatRequest, rules: CallRules, max_characters: int
+    request: ChatRequest,
+    rules: CallRules,
+    max_characters: int,
+    special: Mapping[str, int] | None = None,
 ) -> Grammar | None:
     """Returns the grammar of a sample that is a call, or may be one in the place of its text.
 
     It is None if the sample may be any text.
 
+    Args:
+        request: the request.
+        rules: its rules for calls.
+        max_characters: the length of the longest grammar.
+        special: the numbers of special tokens by name.
+
     Raises:
         ApiError: the grammar is too long, or a forced call's request has another grammar.
     """
-    _, given = given_grammar(request) or ("", None)
+    field, given = given_grammar(request) or ("", None)
+    if rules.forced and field == "response_format":
+        given = None  # it says nothing of a call, and there is no text
     if rules.forced and given is not None:
         raise ApiError(
             400, "a forced call of a tool does not go with another grammar", param="tool_choice"
         )
-    if rules.forced:
-        return _calls(request, rules, max_characters)
-    if given is None:
+    if not rules.forced and given is None:
         return None
     if rules.format.form:
-        raise ApiError(
-            400,
-            "the calls of this model's chat template are not JSON, so tools do not go with a "
-            "grammar unless tool_choice is 'none' or forces a call",
-            param="tools",
-            code="invalid_value",
-        )
-    calls = _calls(request, rules, max_characters)
-    marked = replace(calls, opening=rules.format.begun or rules.format.opening)
+        calls = _own(request, rules, special)
+        if calls is None:
+            raise ApiError(
+                400,
+                "this model's chat template writes calls in a form that cannot hold what a tool's "
+                "schema says, so tools do not go with a grammar unless tool_choice is 'none' or "
+                "forces a call",
+                param="tools",
+                code="invalid_value",
+            )
+        require_size(calls.text, max_characters, "tools")
+    else:
+        calls = _calls(request, rules, max_characters)
+    if given is None:
+        return calls
+    marked = opened(calls, rules.format.begun or rules.format.opening)
+    twice = rules.format.bare and marked != calls
     if given.kind == "regex":
         given = matching(given.text).grammar
-    return replace(given, instead=replace(marked, instead=calls) if rules.format.bare else marked)
+    return replace(given, instead=replace(marked, instead=calls) if twice else marked)
+
+
+def _parameters(request: ChatRequest, rules: CallRules) -> dict[str, Any]:
+    """Returns the schemas of the arguments of the tools that may be called, by name."""
+    functions = [tool.function for tool in request.tools or () if tool.function.name in rules.names]
+    return {one.name: one.parameters or NO_ARGUMENTS for one in functions}
+
+
+def _several(request: ChatRequest, rules: CallRules) -> bool:
+    return rules.parallel and not isinstance(request.tool_choice, NamedTool)
+
+
+def _own(
+    request: ChatRequest, rules: CallRules, special: Mapping[str, int] | None
+) -> Grammar | None:
+    """Returns the grammar of calls that are not JSON alone; None if no such call can be bound."""
+    parameters = _parameters(request, rules)
+    return own_calls(rules.format, parameters, _several(request, rules), special)
 
 
 def _calls(request: ChatRequest, rules: CallRules, max_characters: int) -> Grammar:
@@ -143,11 +182,10 @@ def _calls(request: ChatRequest, rules: CallRules, max_characters: int) -> Gramm
     Raises:
         ApiError: the grammar is too long.
     """
-    functions = [tool.function for tool in request.tools or () if tool.function.name in rules.names]
-    schema = forced_schema(rules, {one.name: one.parameters or NO_ARGUMENTS for one in functions})
+    schema = forced_schema(rules, _parameters(request, rules))
     text = json.dumps(schema)
     require_size(text, max_characters, "tools")
-    if rules.parallel and not isinstance(request.tool_choice, NamedTool):
+    if _several(request, rules):
         return Grammar(
             "json_schema", text, between=rules.format.between, behind=rules.format.behind
         )

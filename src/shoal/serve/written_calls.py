@@ -26,6 +26,11 @@ It raises ValueError, SyntaxError or RecursionError for a text that is no call.
 """
 PYTHON_NAMES = {"true": True, "false": False, "null": None}
 GEMMA_QUOTE = '<|"|>'
+LISTED, MAY_BE_LISTED = (
+    re.compile(r"\s*\[\s*([\w.]+)\s*\("),
+    re.compile(r"\s*(?:\[\s*(?:[\w.]+\s*)?)?\Z"),
+)
+"""The beginning of a list of calls in Python, and what may become it."""
 
 
 def _elements(call: str, argument: str, text: str, schemas: Mapping[str, Any]) -> Written:
@@ -36,20 +41,20 @@ def _elements(call: str, argument: str, text: str, schemas: Mapping[str, Any]) -
     for one in found:
         name, body = one.group(1).strip(), one.group(2)
         values = {
-            key.strip(): _typed(value, schemas.get(name), key.strip())
+            key.strip(): typed(value, schemas.get(name), key.strip())
             for key, value in re.findall(argument, body, re.DOTALL)
         }
         yield name, _object(values)
 
 
-def _typed(text: str, schema: Any, key: str) -> str:
+def typed(text: str, schema: Any, key: str) -> str:
     """Returns the JSON text of an argument's text, by the schema of its tool.
 
     A text is a string where the schema says so, else the JSON that it is, else a string.
     """
     properties = schema.get("properties") if isinstance(schema, dict) else None
     own = properties.get(key) if isinstance(properties, dict) else None
-    types = _types(own, schema)
+    types = types_of(own, schema)
     written = text.strip()
     written = {"True": "true", "False": "false", "None": "null"}.get(written, written)
     try:
@@ -57,7 +62,8 @@ def _typed(text: str, schema: Any, key: str) -> str:
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     kind = _kind(value)
-    fits = not types or kind in types or (kind == "number" and "integer" in types)
+    whole = kind == "number" and value.is_integer()
+    fits = not types or kind in types or (whole and "integer" in types)
     if end < len(written) or (not fits and "string" in types):
         return json.dumps(text, ensure_ascii=False)
     return written
@@ -69,7 +75,7 @@ def _kind(value: Any) -> str:
     return "quoted" if isinstance(value, str) else kinds.get(type(value), "null")
 
 
-def _types(schema: Any, root: Any, depth: int = 8) -> set[str]:
+def types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
     """Returns the types that a schema names, its alternatives and references included."""
     if not isinstance(schema, dict) or not depth:
         return set()
@@ -88,11 +94,11 @@ def _types(schema: Any, root: Any, depth: int = 8) -> set[str]:
         place = root
         for part in reference[2:].split("/"):
             place = place.get(part) if isinstance(place, dict) else None
-        found |= _types(place, root, depth - 1)
+        found |= types_of(place, root, depth - 1)
     for name in ("anyOf", "oneOf", "allOf"):
         alternatives = schema.get(name)
         for one in alternatives if isinstance(alternatives, list) else ():
-            found |= _types(one, root, depth - 1)
+            found |= types_of(one, root, depth - 1)
     return found
 
 
@@ -180,14 +186,77 @@ def written_calls(form: str, text: str, schemas: Mapping[str, Any]) -> list[tupl
     return found if found and all(name in schemas for name, _ in found) else None
 
 
-def end_of_call(text: str, mark: str) -> int | None:
-    """Returns the place behind the JSON that follows a mark; None while it is not whole."""
+def end_of_call(form: str, text: str, closing: str) -> tuple[int, int] | None:
+    """Returns the end of the calls behind an opening, and the place behind their closing.
+
+    JSON and Python may hold the closing inside of texts. None while they are not whole.
+    """
+    if form == "python" and not closing:
+        end = _end_of_list(text)
+        return None if end is None else (end, end)
+    if form not in ("args", "function"):
+        end = text.find(closing)
+        return None if end < 0 else (end, end + len(closing))
+    mark = "[ARGS]" if form == "args" else ">"
     at = text.find(mark)
     if at < 0:
         return None
     start = at + len(mark)
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        return DECODER.raw_decode(text, start)[1]
+        end = DECODER.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
-        return None
+        end = len(text)
+        return None if not closing or closing not in text else (end, end)
+    found = text.find(closing, end)
+    return None if found < 0 else (found, found + len(closing))
+
+
+def _end_of_list(text: str) -> int | None:
+    """Returns the place behind the bracket that closes the first one, outside of quotes."""
+    depth, quote, at = 0, "", 0
+    while at < len(text):
+        character = text[at]
+        if quote:
+            at += character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "[({") - (character in "])}")
+            if not depth and character in "])}":
+                return at + 1
+        at += 1
+    return None
+
+
+BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+def json_elements(text: str) -> list[str]:
+    """Returns the elements of the JSON list that a text begins with, as they are written."""
+    return [*_items(text, "]").values()]
+
+
+def json_members(text: str) -> dict[str, str]:
+    """Returns the values of the JSON object that a text begins with, as they are written."""
+    return _items(text, "}")
+
+
+def _items(text: str, end: str) -> dict[str, str]:
+    found, at = dict[str, str](), _past_blanks(text, 1)
+    while text[at] != end:
+        name = str(len(found))
+        if end == "}":
+            name, at = DECODER.raw_decode(text, at)
+            at = _past_blanks(text, _past_blanks(text, at) + 1)
+        _, stop = DECODER.raw_decode(text, at)
+        found[name], at = text[at:stop], _past_blanks(text, stop)
+        at = _past_blanks(text, at + 1) if text[at] == "," else at
+    return found
+
+
+def _past_blanks(text: str, at: int) -> int:
+    found = BLANKS.match(text, at)
+    assert found is not None
+    return found.end()

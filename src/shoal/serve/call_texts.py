@@ -1,0 +1,183 @@
+"""Texts of arguments in Lark's syntax, with what stands behind them: the words of a schema about
+texts, without the marks of a form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.constraints.grammar_sources import literal
+from shoal.constraints.json_schemas import FORMATS, is_remark
+
+STRING_WORDS = ("minLength", "maxLength", "pattern", "format")
+LONGEST_COUNT = 64
+"""The least length that is counted beside marks; the grammar library cannot count further there."""
+BLANK = r"[\s\x1c-\x1f]*"
+
+
+class Unwritable(Exception):
+    """A schema that a form cannot hold."""
+
+
+class Rules:
+    """The rules of one grammar in Lark's syntax; equal ones are written once."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.special, self._names = special, dict[str, str]()
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{name}: {body}" for body, name in self._names.items()]
+
+    def text(self, text: str) -> str:
+        """Returns a text, with the numbers of special tokens for their names."""
+        return literal(text, self.special)
+
+    def rule(self, body: str) -> str:
+        """Returns the name of a rule."""
+        return self._names.setdefault(body, f"r{len(self._names)}")
+
+    def terminal(self, body: str) -> str:
+        """Returns the name of a terminal, an expression."""
+        return self._names.setdefault(body, f"T{len(self._names)}")
+
+
+def require_free(text: str, banned: tuple[str, ...]) -> None:
+    """Raises Unwritable: a text holds one of the marks."""
+    if any(mark in text for mark in banned):
+        raise Unwritable
+
+
+def string_bounds(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the words of a schema about its texts, without `format`. Raises Unwritable."""
+    if {*one} - {"type", *STRING_WORDS}:
+        raise Unwritable
+    bounds = {k: v for k, v in one.items() if k != "type"}
+    if is_remark(bounds):
+        bounds.pop("format")
+    if "format" in bounds:
+        bounds = {**FORMATS.get(bounds.pop("format"), {"format": ""}), **bounds}
+    if "format" in bounds or ("pattern" in bounds and len(bounds) > 1):
+        raise Unwritable
+    return bounds
+
+
+def lengths(bounds: Mapping[str, Any]) -> tuple[int, int | str]:
+    """Returns the bounds of a text's length, the greatest as a text that may be empty."""
+    least, most = bounds.get("minLength", 0), bounds.get("maxLength", "")
+    if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
+        raise Unwritable
+    if most != "" and most < least:
+        raise Unwritable
+    return least, most
+
+
+def ended(
+    rules: Rules, body: str, behind: str, excluded: Sequence[str] = (), *, empty: bool = False
+) -> str:
+    """Returns texts, in Lark's syntax, with the text behind them.
+
+    They are one terminal, as far as there is no special token: the longest one is read, and a text
+    may go on with what another one ends with.
+
+    Args:
+        rules: the rules of the grammar.
+        body: an expression of the texts.
+        behind: the text behind them.
+        excluded: expressions of texts that are left out.
+        empty: True if the empty text is among them.
+    """
+    at = min((behind.find(name) for name in rules.special if name in behind), default=len(behind))
+    head, rest = escaped(behind[:at]), rules.text(behind[at:])
+    if not body and not head:
+        return rest
+    parts = [f"/{body}{head}/"]
+    if excluded:
+        parts.append(f"~/{'|'.join(one + head for one in excluded)}/")
+    if not head:
+        parts.append("/(?s:.+)/")
+    return f"{rules.terminal(' & '.join(parts))}{'?' if empty and not head else ''} {rest}"
+
+
+def string(
+    rules: Rules,
+    bounds: Mapping[str, Any],
+    banned: tuple[str, ...],
+    behind: str,
+    *,
+    read_as: Sequence[str] = (),
+    trimmed: bool = False,
+) -> str:
+    """Returns texts without quotes, in Lark's syntax, with the text behind them.
+
+    A text that is counted has no `<`, with which all marks begin.
+
+    Args:
+        rules: the rules of the grammar.
+        bounds: see `string_bounds`.
+        banned: the texts that no text holds.
+        behind: the text behind the texts.
+        read_as: expressions of texts that would be read as other values.
+        trimmed: True if a text neither begins nor ends with a line break.
+    """
+    pattern, (least, most) = bounds.get("pattern"), lengths(bounds)
+    counted = bool(banned) and (most != "" or least > LONGEST_COUNT)
+    excluded = [rf"{BLANK}(?:{'|'.join(read_as)}){BLANK}"] if read_as else []
+    if banned and not counted:
+        excluded.append(holding(banned))
+    if pattern is None:
+        body = _texts(least, most, "[^<]" if counted else "(?s:.)", trimmed)
+        return ended(rules, body, behind, excluded, empty=not least)
+    if trimmed:
+        excluded += [r"\n(?s:.*)", r"(?s:.*)\n"]
+    try:
+        empty = re.search(pattern, "") is not None
+    except (re.error, TypeError) as error:
+        raise Unwritable from error
+    return ended(rules, f"(?:{whole(pattern)})", behind, excluded, empty=empty)
+
+
+def _texts(least: int, most: int | str, unit: str, trimmed: bool) -> str:
+    """Returns an expression of so many characters."""
+    if not trimmed or most == 0:
+        return f"{unit}{{{least},{most}}}" if most != 0 else ""
+    edge = r"[^<\n]" if "<" in unit else r"[^\n]"
+    inner = f"{unit}{{{max(least - 2, 0)},{'' if most == '' else max(int(most) - 2, 0)}}}"
+    two = [] if most == 1 else [f"{edge}{inner}{edge}"]
+    found = two if least > 1 else [edge, *two]
+    return f"(?:{'|'.join(found)}){'' if least else '?'}"
+
+
+def holding(banned: tuple[str, ...]) -> str:
+    """Returns an expression of the texts that hold one of several texts."""
+    return f"(?s:.*)(?:{'|'.join(map(escaped, banned))})(?s:.*)"
+
+
+def whole(pattern: Any) -> str:
+    """Returns the expression of whole texts in which a pattern is found, for Lark's syntax.
+
+    Raises:
+        Unwritable: the pattern has anchors inside, or alternatives beside them.
+    """
+    if not isinstance(pattern, str):
+        raise Unwritable
+    inside = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern.removeprefix("^"))
+    ends = bool(re.search(r"(?<!\\)(?:\\\\)*\$$", pattern))
+    inside = inside.removesuffix("$") if ends else inside
+    flat = inside
+    while flat != (flat := re.sub(r"\([^()]*\)", "", flat)):
+        pass
+    if re.search(r"[\^$]|\(\?[=!<]", inside) or "|" in flat:
+        raise Unwritable
+    body = pattern.removeprefix("^")
+    body = body[:-1] if ends else body
+    body = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", body).replace("\n", r"\n")
+    start = "" if pattern.startswith("^") else "(?s:.*)"
+    return f"{start}({body}){'' if ends else '(?s:.*)'}"
+
+
+def escaped(text: str) -> str:
+    """Returns an expression of one text."""
+    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

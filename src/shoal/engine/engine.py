@@ -187,7 +187,7 @@ class Engine:
             guide=self.guide,
         )
         self._distinct = Distinct(self._batch)
-        self._multi_step = MultiStep(self._batch, controller, self.rule, self._uniforms)
+        self._multi_step = MultiStep.of(self._batch, controller, self.rule, self._uniforms)
 
     def _attached(self) -> list[KeyValueMemory]:
         """Attaches the drafter to the target; returns the keys and values of all models.
@@ -408,9 +408,9 @@ class Engine:
         It is possible where Python would take as long as the passes (`shoal.engine.multi_step`).
         """
         scheduler = self.scheduler
-        run = None
-        if not any(lengths) and not scheduler.prefilling:
-            run = self._multi_step.run(rows, may_change=bool(scheduler.waiting))
+        if self._multi_step is None or any(lengths) or scheduler.prefilling:
+            return None
+        run = self._multi_step.run(rows, may_change=bool(scheduler.waiting))
         if run is None:
             return None
         watch.lap_shares((0.0, 1.0, 0.0))

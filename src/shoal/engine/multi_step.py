@@ -84,6 +84,15 @@ class MultiStep:
         own = isinstance(rule, Coupled | Rejection) and decides_chains(rule)
         self._race = RACES.get(rule.draw) if own else None
 
+    @classmethod
+    def of(
+        cls, batch: Batch, lookahead: Controller, rule: Rule, uniforms: UniformsAhead
+    ) -> MultiStep | None:
+        """Returns the runs of an engine; None if its target computes no rounds in one go."""
+        if batch.target.rounds_at_once < 2:
+            return None
+        return cls(batch, lookahead, rule, uniforms)
+
     def run(self, rows: Sequence[Row], *, may_change: bool) -> PlainRun | None:
         """Draws the next tokens of all rows; their cells are then in the cache, nothing committed.
 

@@ -388,7 +388,7 @@ UNKNOWN: dict[str, Any] = {
     "not": {"not": {"type": "string"}},
     "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
     "contains": {"type": "array", "contains": {"const": 1}},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
+    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3, "pattern": "a"}},
     "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
     "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
     "if": {"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}},

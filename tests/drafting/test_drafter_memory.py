@@ -28,6 +28,7 @@ from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.hidden import PromptStates
 from shoal.drafting.index_file import IndexWriter, open_index
 from shoal.drafting.medusa import MedusaDrafter
+from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter
 from shoal.drafting.other_vocabulary import OwnSlots
 from shoal.drafting.protocol import Drafter, DraftInputs, Keeps
@@ -278,3 +279,15 @@ def test_a_sum_keeps_what_its_parts_keep() -> None:
     keeps = SumDrafter(parts[:1], parts[1]).keeps
     assert keeps.always == parts[0].keeps.always > 0
     assert keeps.of_request(50, 2) == sum(part.keeps.of_request(50, 2) for part in parts)
+
+
+def test_a_drafter_of_several_engines_keeps_no_prompt_of_the_one_before() -> None:
+    """The second engine's prompt is another, and as long: its group has the same number."""
+    model = wrap(tiny_model("llama"), "tiny", checked=False)
+    drafter = ModelDrafter(wrap(tiny_model("llama"), "tiny", checked=False), model.vocab_size)
+    for prompt in ((5, 6, 7, 8), (9, 3, 2, 4)):
+        engine = Engine(model, drafter, Fixed(3), max_batch=2)
+        rows = engine.submit(Request(prompt, 2, Sampling(temperature=0.0), Limits(max_new_tokens=9, eos=())))
+        while engine.step():
+            pass
+        assert [row.accepted for row in rows] == [row.drafted for row in rows] != [0, 0]

@@ -238,7 +238,10 @@ class CapturedRounds:
             self._target.cache.lengths[row.slot] = start
             self._target.cache.zero_tail(row.slot, start)
         if self._drafter is not None and work.first is not None:
-            self._drafter.forget_round(work.rows, work.held)
+            cache = self._drafter.runner.cache
+            for slot, own in zip(self._drafter.slots(work.rows), work.held, strict=True):
+                cache.lengths[slot] = own
+                cache.zero_non_finite(slot)
 
 
 class _Clock:

@@ -83,8 +83,11 @@ class DraftSlots(KeyValueMemory):
         """Returns the rows that have slots."""
         return [row for row in rows if row in self._places]
 
-    def leave(self, rows: Iterable[Row]) -> None:
-        """Frees the slots of rows."""
+    def leave(self, rows: Iterable[Row] | None) -> None:
+        """Frees the slots of rows; None = of all, with the prompts that rows have left in slots."""
+        if rows is None:
+            self._prompts, self._stored, self._partial = {}, {}, None
+            rows = list(self._places)
         for row in rows:
             self._places.pop(row, None)
             self._empty.discard(row)

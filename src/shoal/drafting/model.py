@@ -77,6 +77,10 @@ class ModelDrafter(Drafter):
         self.memory = self._slots = DraftSlots(runner, pending)
         self._warned = False
 
+    def attach(self, target: Runner) -> None:
+        """Forgets rows and prompts of an earlier engine: each counts its groups from 0."""
+        self._slots.leave(None)
+
     def propose(self, inputs: DraftInputs) -> DraftTree:
         """Proposes drafts in at most max(lengths) passes.
 
@@ -119,12 +123,6 @@ class ModelDrafter(Drafter):
         for row, length, own in zip(rows, lengths, held, strict=True):
             if not length:
                 self.runner.cache.rollback(self._slot(row), own)
-
-    def forget_round(self, rows: Sequence[Row], held: Sequence[int]) -> None:
-        """Undoes a round that may have left values that are not finite."""
-        for row, own in zip(rows, held, strict=True):
-            self.runner.cache.lengths[self._slot(row)] = own
-            self.runner.cache.zero_non_finite(self._slot(row))
 
     def _drafted(self, inputs: DraftInputs, step: Step, faults: Faults) -> DraftTree | None:
         """Returns the drafts of a round, made step by step; None if a step gave up.

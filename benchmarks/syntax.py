@@ -185,6 +185,8 @@ def compare(model: shoal.Shoal, cases: Iterable[Case], options: Json, sandbox: S
     engine.checked = inner
     for kind, best_end in ends.items():
         kind.best_end = best_end  # type: ignore[method-assign]
+    if not seconds["checked"]:
+        raise SystemExit("no problem's own solution passes here: `shoal eval mbxp --solutions` says why")
     tokens = tables["checked"]["tokens"]
     return {
         **{name: dict(table) for name, table in tables.items()},

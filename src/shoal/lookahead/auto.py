@@ -52,6 +52,14 @@ FEW = 8
 """A plan is kept until more than 1 / `FEW` of its rows have ended: planning takes time as well."""
 
 
+TOGETHER = 4
+"""The number of plain rounds that are computed to learn the cost of one.
+
+A single one costs more than each of several in one go (`shoal.engine.multi_step`), which plain
+decoding consists of.
+"""
+
+
 class Auto:
     """The controller that `lookahead="auto"` names.
 
@@ -180,12 +188,12 @@ class Auto:
 
     @property
     def plain_rounds(self) -> int:
-        """The number of rounds, from the one that has its lengths, that will draft for no row.
+        """The number of plain rounds, from the one that has its lengths, that may come in one go.
 
         It holds if the last lengths were 0, and as long as the rows stay the same.
         """
         if self._stopping is not None or self.costs.rounds < len(FIRST_ROUNDS):
-            return 1
+            return TOGETHER
         return 1 + self._backoff.left
 
     def promise(self, rows: Sequence[Row]) -> float:
@@ -279,7 +287,7 @@ class Auto:
         """Learns the costs and the outcome of a round."""
         costs, rows = self.costs, len(outcome.drafted)
         learning = costs.rounds < len(FIRST_ROUNDS)
-        costs.rounds += outcome.rounds
+        costs.rounds += 1 if learning else outcome.rounds
         own = outcome.drafted if outcome.nodes is None else outcome.nodes
         forced = outcome.forced or [0] * rows
         whole = costs.verify.observe(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.lookahead.acceptance import LIMIT
-from shoal.lookahead.auto import FIRST_ROUNDS, Auto
+from shoal.lookahead.auto import FIRST_ROUNDS, TOGETHER, Auto
 from shoal.lookahead.costs import PairCosts
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
@@ -123,8 +123,8 @@ class AutoChoice:
 
     @property
     def plain_rounds(self) -> int:
-        """The number of rounds that will draft for no row, see `Auto.plain_rounds`."""
-        return min(max(self._held, 1), self._autos[self._current].plain_rounds)
+        """The number of plain rounds that may come in one go, see `Auto.plain_rounds`."""
+        return min(max(self._held, TOGETHER), self._autos[self._current].plain_rounds)
 
     def _next(self, rows: Sequence[Row]) -> int:
         """Returns the choice of the coming round."""

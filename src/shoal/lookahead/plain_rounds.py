@@ -44,7 +44,7 @@ class PlainRounds:
         return due
 
 
-LONGEST = 16
+LONGEST = 64
 """The most plain rounds before a new plan is made for as many rows."""
 
 

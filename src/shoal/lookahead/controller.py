@@ -60,8 +60,8 @@ class Controller(Protocol):
             said.
 
     A controller may also have `plain_rounds`: if the last lengths were all 0, the number of rounds
-    from this one on that may be plain as well, as long as the rows are the same. The engine may then
-    compute them in one go, and `learn` gets one outcome of several rounds
+    from this one on that may be plain as well, as long as the rows are the same. The engine may
+    then compute them in one go, and `learn` gets one outcome of several rounds
     (`Outcome.rounds`).
     """
 

@@ -41,16 +41,18 @@ class PlainRun(NamedTuple):
     """The draws of a run, by row and round.
 
     Attributes:
-        rounds: the number of rounds.
         tokens: the tokens.
         raw: the natural logs of the tokens' probabilities by the logits alone.
         processed: the natural logs of the tokens' probabilities under p.
     """
 
-    rounds: int
     tokens: list[list[int]]
     raw: list[list[float]]
     processed: list[list[float]]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.tokens[0])
 
     @property
     def verdict(self) -> Verdict:
@@ -132,7 +134,7 @@ class MultiStep:
             return None
         processed = torch.stack(probs, dim=1).log().tolist()
         by_row = [list(own) for own in zip(*tokens, strict=True)]
-        return PlainRun(len(tokens), by_row, raw[: len(tokens)].T.tolist(), processed)
+        return PlainRun(by_row, raw[: len(tokens)].T.tolist(), processed)
 
     def _rounds(self, rows: Sequence[Row]) -> int:
         """Returns the most rounds of a run of these rows; less than 2 = there can be none."""

@@ -26,7 +26,7 @@ RUN uv pip install --constraint /opt/shoal/constraints.txt torch
 # hadolint ignore=DL3006
 FROM torch-${DEVICE} AS installed
 COPY --from=wheel /wheels /wheels
-RUN uv pip install --constraint /opt/shoal/constraints.txt "$(ls /wheels/shoal-*.whl)[serve]"
+RUN uv pip install --constraint /opt/shoal/constraints.txt "$(ls /wheels/shoal-*.whl)[serve,syntax]"
 
 FROM python:${PYTHON_VERSION}-slim-bookworm AS serve
 # A C compiler: kernels are compiled for the processor on which the container runs. tini passes signals on while a model is loading.

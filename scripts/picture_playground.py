@@ -27,8 +27,11 @@ MILLISECONDS = 60_000
 FEWEST_RUNS, MOST_RUNS = 9, 40
 """How many runs the median is of at least, and after how many the search for one near it ends."""
 QUESTION = "Write a Python function that counts the vowels of a text."
+FILE = 'def largest(numbers):\n    """Return the largest of numbers."""\n    best = numb|\n    return best\n'
+"""The file of the editor; | is the cursor."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DESKTOP = {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"}
+EDITOR = {"viewport": {"width": 1280, "height": 760}, "color_scheme": "light"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True}
 
 
@@ -76,6 +79,7 @@ PICTURES: dict[str, tuple[dict[str, Any], int, Callable[[Any, Path, str], None]]
     "playground-image": (DESKTOP, 2, image),
 }
 """Of each picture, the window, the number of samples, and what takes it."""
+NAMES = (*PICTURES, "editor")
 
 
 def take(browser: Any, url: str, folder: Path, name: str) -> None:
@@ -113,13 +117,32 @@ def chat(browser: Any, url: str, folder: Path) -> None:
     context.close()
 
 
+def editor(browser: Any, url: str, folder: Path, name: str) -> None:
+    """Suggestions at a cursor, in the language that the file's name says. They have no seed."""
+    context = browser.new_context(**EDITOR)
+    page = context.new_page()
+    page.goto(f"{url}editor")
+    page.get_by_role("spinbutton", name="Suggestions").fill("4")
+    for label, text in (("Most tokens", "24"), ("Temperature", "0.6"), ("File name", "largest.py")):
+        page.get_by_label(label, exact=True).fill(text)
+    field = page.get_by_label("Text", exact=True)
+    before, behind = FILE.split("|")
+    field.fill(before + behind)
+    field.evaluate("(field, place) => field.setSelectionRange(place, place)", len(before))
+    field.press("Control+Enter")
+    expect(page.get_by_role("status")).to_contain_text("different texts of 4")
+    page.wait_for_timeout(500)
+    page.screenshot(path=folder / f"{name}.png")
+    context.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"which pictures, of {', '.join(PICTURES)}; all without one")
+    parser.add_argument("names", nargs="*", help=f"which pictures, of {', '.join(NAMES)}; all without one")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "images", help="where they are written")
     parser.add_argument("--chat", metavar="DIR", help="picture a chat with the model in this directory")
     options = parser.parse_args()
-    if unknown := set(options.names) - set(PICTURES):
+    if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no picture {', '.join(sorted(unknown))}")
     expect.set_options(timeout=MILLISECONDS)
     found = next(filter(None, map(shutil.which, CHROMIUM)), None)
@@ -128,8 +151,8 @@ def main() -> None:
         browser = api.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         if options.chat is not None:
             chat(browser, url, options.folder)
-        for name in () if options.chat is not None else options.names or PICTURES:
-            take(browser, url, options.folder, name)
+        for name in () if options.chat is not None else options.names or NAMES:
+            (editor if name == "editor" else take)(browser, url, options.folder, name)
         browser.close()
 
 

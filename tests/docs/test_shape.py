@@ -22,7 +22,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 457,
-    "lines": 81_067,
+    "lines": 81_069,
     "short modules": 13,
     "long modules": 6,
     "long functions": 6,

@@ -19,7 +19,7 @@ from shoal.api import Shoal
 from shoal.cli.messages import ChatWriter, message
 from shoal.constraints.fim import middle_prompt, repository
 from shoal.constraints.token_bytes import token_bytes
-from shoal.engine.detokenizer import Detokenizer
+from shoal.engine.detokenizer import Detokenizer, Stops
 from shoal.errors import RequestError
 from shoal.evaluation.cuts import tokens_of
 from shoal.evaluation.sampling import spans
@@ -317,33 +317,59 @@ def test_a_middle_ends_where_another_part_would_begin(name: str, special: bool) 
     assert plain.finish_reason == "length"
 
 
-@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
-def test_bytes_that_become_no_character_are_shown_soon(kind: str) -> None:
-    """And are not decoded again and again; the text is that of all tokens at once."""
+class CountedText(Detokenizer):
+    """A detokenizer that counts the ids it decodes."""
+
+    decoded = 0
+
+    def _decode(self, ids: Any) -> str:
+        self.decoded += len(ids)
+        return super()._decode(ids)
+
+
+def byte_tokenizer(kind: str) -> tuple[Any, dict[int, int]]:
+    """A tokenizer, and the tokens of some single bytes."""
     own = tiny_tokenizer() if kind == "byte level" else sentence_piece_tokenizer()
-    euro = "€".encode()
-    byte = {
+    return own, {
         value: own.convert_tokens_to_ids(f"<0x{value:02X}>")
         if kind == "byte fallback"
         else next(i for i, text in enumerate(token_bytes(own)) if text == bytes([value]))
-        for value in (0xFF, 0xE2, *euro, 0x80)
+        for value in (0xFF, 0xE2, 0xF0, *"€".encode(), 0x80)
     }
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_bytes_that_become_no_character_are_shown_soon(kind: str) -> None:
+    """And are not decoded again and again; the text is that of all tokens at once."""
+    own, byte = byte_tokenizer(kind)
+    euro = "€".encode()
     for values in ([0xFF] * 400, [0xFF] * 9 + [*euro] + [0xFF] * 300, [0xE2] * 300, [0x80, 0xFF] * 150 + [*euro] + [0xE2]):
-        text, decoded = Detokenizer(own, ()), 0
-        real = text._decode
-
-        def counted(ids: Any, real: Any = real) -> str:
-            nonlocal decoded
-            decoded += len(ids)
-            return str(real(ids))
-
-        text._decode = counted  # type: ignore[method-assign]
-        taken = ""
+        text, taken = CountedText(own, ()), ""
         for place, value in enumerate(values):
             text.push(byte[value])
             taken += text.take(final=False)
             assert len(taken) >= (place + 1) / 3 - 8
         whole, _ = text.finished([], len(values))
         assert whole.startswith(taken)
-        assert decoded < 120 * len(values)
+        assert text.decoded < 120 * len(values)
         assert whole.count("€") == (1 if 0xAC in values and kind == "byte level" else whole.count("€"))
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@pytest.mark.parametrize("way", ["streamed", "at once", "stops", "marked stops", "shown"])
+@pytest.mark.parametrize("run", [(0xFF,), (0xE2,), (0x80, 0xFF), (0xE2, 0x82), (0xF0, 0x80, 0x80)], ids=str)
+def test_twice_as_many_such_bytes_are_twice_the_work(run: tuple[int, ...], way: str, kind: str) -> None:
+    """By the ids that are decoded: in a stream, in an answer that is decoded at its end, beside stop strings."""
+    own, byte = byte_tokenizer(kind)
+    stops = {"stops": Stops(("zzz",)), "marked stops": Stops(("zzz", own.eos_token))}.get(way, Stops())
+    shown = frozenset({own.eos_token_id}) if way == "shown" else frozenset()
+    work = []
+    for count in (240, 480):
+        ids = [byte[value] for value in run * (count // len(run))]
+        text = CountedText(own, (), stops, shown=shown)
+        if way != "at once":
+            for token in ids:
+                text.push(token)
+        text.finished(ids if way == "at once" else [], count)
+        work.append(text.decoded)
+    assert work[1] < 2.2 * work[0], work

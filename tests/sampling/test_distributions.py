@@ -500,6 +500,15 @@ def test_a_bias_beyond_the_dtype_is_a_large_one(bias: float, temperature: float)
     assert float(found.flatten()[2]) == (1.0 if bias > 0 else 0.0)
 
 
+@pytest.mark.parametrize("bias", [1e39, 1e308, 1e5])
+def test_tokens_of_equal_huge_biases_keep_their_ratio(bias: float) -> None:
+    """The bias names the tokens that are left; which of them comes is the model's to say."""
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0])
+    found = one(Sampling(logit_bias={0: bias, 1: bias, 2: bias}), logits)
+    torch.testing.assert_close(found.flatten()[:3].float(), logits[:3].softmax(-1), rtol=2e-3, atol=0)
+    assert float(found.flatten()[3:].sum()) == 0
+
+
 @pytest.mark.parametrize("sampling", [Sampling(logit_bias={9: 1.0}), Sampling(bad_words=[(1, 9)])])
 def test_ids_outside_the_vocabulary_are_refused(sampling: Sampling) -> None:
     with pytest.raises(RequestError, match=r"token id 9, expected ids in \[0, 5\)"):

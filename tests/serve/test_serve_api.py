@@ -17,16 +17,17 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving import Served, legible, pair, served
+from serving import CONTEXT, Served, legible, pair, served
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.engine import ended_rows
 from shoal.serve.api_formats import name_and_bytes
-from shoal.testing import VOCABULARY
-from shoal.testing.scripted import says
+from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing.scripted import says, scripted
 from shoal.types.requests import Row
 from shoal.types.samples import Output, Sample
 
@@ -368,6 +369,73 @@ def test_pieces_of_characters_have_their_bytes() -> None:
             "token_logprobs"
         ]
         assert [choice["text"][at : at + 1] for at in logprobs["text_offset"][-4:]] == ["本", "本", "本", "\n"]
+
+
+PADDED = 6
+"""Ids behind those of the tokenizer, as heads are padded to a multiple of 64 or 128: they have no text."""
+HUGE: list[tuple[dict[str, float], set[int]]] = [
+    ({"262": 1e39}, {262}), ({"262": 1e308, "264": 1e308}, {262, 264}), ({"262": 1e39, "70": -1e39}, {262}),
+    ({"70": 3e38}, {70}), ({str(i): -1e39 for i in range(VOCABULARY + PADDED) if i != 265}, {265}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def padded() -> Iterator[Served]:
+    script, behind = legible(0), torch.full((PADDED,), 3.0)
+    model = scripted(
+        lambda ids: torch.cat([script(tuple(i for i in ids if i < VOCABULARY)), behind]), VOCABULARY + PADDED, CONTEXT
+    )
+    with served(Shoal(model, model, tiny_tokenizer(), max_batch=8), chat_template=TEMPLATE) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("bias", "left"), HUGE, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    "more", [{}, {"temperature": 0}, {"temperature": 5, "repetition_penalty": 1.5}, {"stream": True}], ids=str
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_biases_beyond_any_number_name_ids_without_a_text(
+    padded: Served, path: str, more: dict[str, Any], bias: dict[str, float], left: set[int]
+) -> None:
+    """No bias leaves nothing possible; each id without a text has a name of its own, in the log-probabilities too."""
+    asked: dict[str, Any] = {"prompt": "hello", "logprobs": 5}
+    if "chat" in path:
+        asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 5}
+    body = {**asked, **more, "n": 2, "max_tokens": 6, "seed": 5, "logit_bias": bias, "return_token_ids": True}
+    response = httpx.post(padded.url + path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")] or [response.text]
+    choices = joined([json.loads(line)["choices"] for line in lines])
+    ids = joined([choice.get("token_ids") or [] for choice in choices])
+    assert len(ids) == 12
+    assert {*ids} <= left
+    names = {name_and_bytes(padded.shoal.tokenizer, token)[0] for token in ids}
+    assert "" not in names
+    for told in (choice["logprobs"] for choice in choices if choice["logprobs"]):
+        entries = told.get("content") or []
+        tops = [[one["token"] for one in entry["top_logprobs"]] for entry in entries] + [
+            [*top] for top in told.get("top_logprobs") or []
+        ]
+        assert {*told.get("tokens", ()), *(entry["token"] for entry in entries)} <= names
+        assert all(len({*top}) == len(top) >= 5 and "" not in top for top in tops)
+        assert all(entry["bytes"] == [] for entry in entries if entry["token"].startswith("token_id:"))
+
+
+def test_ids_without_a_text_are_taken_wherever_ids_are(padded: Served) -> None:
+    """In prompts, echoed and scored, as stop tokens, and decoded; ids of no model are refused by the field's name."""
+    prompt = [70, 261, 71, 264]
+    body = {"prompt": prompt, "echo": True, "logprobs": 5, "max_tokens": 3, "seed": 1}
+    (choice,) = padded.post(**body, logit_bias={"263": 1e39}, stop_token_ids=[263]).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["g", "token_id:261", "h", "token_id:264", "token_id:263"]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]["text_offset"]) == ("gh", "stop", [0, 1, 1, 2, 2])
+    scored = padded.post(prompt=prompt, max_tokens=1, prompt_logprobs=5).json()["choices"][0]["prompt_logprobs"]
+    assert [place[str(token)]["decoded_token"] for place, token in zip(scored[1:], prompt[1:], strict=True)] == [
+        "token_id:261", "h", "token_id:264",
+    ]  # fmt: skip
+    assert httpx.post(f"{padded.url}/detokenize", json={"tokens": prompt}).json() == {"prompt": "gh"}
+    for field, value in (("logit_bias", {"266": 1}), ("stop_token_ids", [266]), ("prompt", [266]), ("logit_bias", {"": 1})):
+        refused = padded.post(**{field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
 
 
 def test_tokens_are_spelled_as_their_tokenizer_writes_them() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -37,18 +39,19 @@ def tiny_gguf_model(seed: int = 0, layers: int = 2) -> Any:
     return Qwen3ForCausalLM(config).float().eval()
 
 
-def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwen3", kind: str = "F32", **more: str) -> Path:
+def write_gguf(
+    file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwen3", kind: str = "F32", **more: str | float
+) -> Path:
     """Writes a model with a byte-level vocabulary.
 
     Args:
         kind: of matrices; the model's own weights become those that the file stands for.
-        more: further texts of the file's metadata, "__" for dots.
+        more: further texts and numbers of the file's metadata, "__" for dots.
     """
     import gguf
 
     form = gguf.GGMLQuantizationType[kind]
     config, writer = hf.config, gguf.GGUFWriter(str(file), architecture)
-    rope = config.rope_parameters["rope_theta"]
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -57,7 +60,7 @@ def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwe
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(rope)
+    write_rotary(writer, config)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -66,8 +69,9 @@ def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwe
     writer.add_token_merges(list(MERGES))
     writer.add_eos_token_id(TOKENS.index(END))
     writer.add_add_bos_token(False)
-    for key, text in more.items():
-        writer.add_string(key.replace("__", "."), text)
+    for key, value in more.items():
+        add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(key.replace("__", "."), value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, weight in hf.state_dict().items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -87,6 +91,26 @@ def write_gguf(file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwe
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def write_rotary(writer: Any, config: Any) -> None:
+    """Writes a config's rotary positions as llama.cpp's converter does: Llama 3.1's as a factor of each frequency."""
+    import gguf
+
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "llama3":
+        original, factor = rope["original_max_position_embeddings"], rope["factor"]
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = original / (2 * math.pi * rope["rope_theta"] ** (np.arange(0, config.head_dim, 2) / config.head_dim))
+        share = np.clip((turns - low) / (high - low), 0, 1)
+        writer.add_tensor("rope_freqs.weight", (1 / ((1 - share) / factor + share)).astype(np.float32))
 
 
 def smollm2_gguf(folder: Path, kind: str) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import shoal
 from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
@@ -45,12 +45,22 @@ HALVES = {
 """Where the float16 of a block are."""
 
 
-def model_of(family: str) -> Any:
-    if family == "qwen3":
-        return tiny_gguf_model()
+ROTARY: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+def model_of(family: str, rotary: str = "default") -> Any:
     torch.manual_seed(0)
-    kind, config = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config)}[family]
-    made = kind(config(**SHAPE)).float().eval()
+    kind, config = {
+        "llama": (LlamaForCausalLM, LlamaConfig),
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    }[family]
+    rope = {"rope_type": rotary, "rope_theta": 1e4 if rotary == "default" else 100.0, **ROTARY.get(rotary, {})}
+    made = kind(config(**SHAPE, rope_parameters=rope)).float().eval()
     for name, parameter in made.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
@@ -227,6 +237,57 @@ def test_ids_are_those_of_the_unpacked_model(family: str, kind: str, tmp_path: P
         assert model.generate(PROMPTS[0], 1, max_new_tokens=4).stats.committed > 0  # the file's end of text is known
 
 
+@pytest.mark.parametrize(("family", "rotary"), [
+    ("llama", "linear"), ("llama", "yarn"), ("llama", "llama3"), ("qwen2", "yarn"), ("qwen3", "yarn"), ("qwen3", "linear"),
+])  # fmt: skip
+def test_scaled_rotary_positions_are_those_of_transformers(family: str, rotary: str, tmp_path: Path) -> None:
+    """By the kernels and by llama.cpp, at positions that the model without the scaling computes otherwise."""
+    require_llama()
+    stock = model_of(family, rotary)
+    plain = model_of(family)
+    plain.load_state_dict(stock.state_dict())
+    prompt = torch.randint(0, 200, (1, 180), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        right, other = stock(prompt).logits, plain(prompt).logits
+    assert float((right - other).abs().max()) > 1
+    file = write_gguf(tmp_path / "tiny.gguf", stock, architecture=family)
+    quantised = write_gguf(tmp_path / "q8.gguf", stock, architecture=family, kind="Q8_0")
+    with shoal.load(file, compile="off") as model:
+        assert model.loaded["target"]["passes"] == "llama.cpp"
+        torch.testing.assert_close(model.target.plain_logits(prompt), right, atol=5e-2, rtol=0)
+    right_ids = greedy(stock, prompt[0].tolist(), 24)
+    with shoal.load(quantised, "suffix", dtype="float32") as model:
+        found = model.generate([prompt[0].tolist()], 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
+    assert set(found.stats.executors["target"]) == {"C decoder"}
+    assert [list(sample.token_ids) for sample in found[0].samples] == [right_ids] * 2
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ({"rope__scaling__factor": 4.0}, None),
+        ({"rope__scale_linear": 4.0}, None),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None),
+        ({"rope__scaling__attn_factor": 0.5}, "rope.scaling.attn_factor"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+    ],
+)
+def test_numbers_of_scalings_mean_what_llama_cpp_takes_them_for(
+    written: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
+    """A factor without a type divides all frequencies; what Transformers has no word for goes to llama.cpp."""
+    require_llama()
+    file = write_gguf(
+        tmp_path / "tiny.gguf", model_of("llama"), architecture="llama", **{f"llama__{k}": v for k, v in written.items()}
+    )
+    prompt = torch.randint(0, 200, (1, 100), generator=torch.Generator().manual_seed(5))
+    with shoal.load(file) as model, shoal.load(file, compile="off") as by_llama_cpp:
+        assert reason is None or reason in model.target.absent["C decoder"]
+        assert (model.target.executors[0].name == "llama.cpp") is (reason is not None)
+        ours, right = (each.target.plain_logits(prompt) for each in (model, by_llama_cpp))
+    torch.testing.assert_close(ours, right, atol=5e-2, rtol=0)
+
+
 def test_features_stay_in_float32_where_that_is_asked_for(tmp_path: Path) -> None:
     require_llama()
     file = write_gguf(tmp_path / "tiny.gguf", model_of("llama"), architecture="llama", kind="Q8_0")
@@ -259,7 +320,6 @@ def test_a_smaller_copy_drafts_for_a_file(tmp_path: Path) -> None:
     [
         ({"kind": "MXFP4"}, {}, "do not know the format"),
         ({"kind": "Q8_0"}, {"compile": "off"}, "compile='off'"),
-        ({"kind": "Q8_0", "qwen3__rope__scaling__type": "yarn"}, {}, "rope.scaling.type"),
     ],
 )
 def test_other_files_go_to_llama_cpp(written: dict[str, str], options: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 library    finds llama.cpp
 contents   reads a file's facts and weights
+rotary     reads its rotary positions
 own        makes a model for the kernels in C of them
 model      gives it to llama.cpp
 sequences  the cache: a row is a sequence of llama.cpp's memory

@@ -21,6 +21,7 @@ from shoal.errors import UnsupportedModel
 from shoal.models import formats
 from shoal.models.gguf.contents import BLOCKS, Header, groups_of
 from shoal.models.gguf.library import library
+from shoal.models.gguf.rotary import FACTORS, divide, rotary_parameters
 from shoal.models.quantize import cannot_save
 from shoal.models.weights import by_facts, lay_out
 from shoal.models.weights.groups import GroupLinear, Groups
@@ -120,6 +121,8 @@ class _Reader:
         else:
             hf.lm_head.weight = hf.model.embed_tokens.weight
         hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
+        if FACTORS in self._left and self._family == "llama":  # llama.cpp reads it of no other
+            divide(hf.model.rotary_emb, self._floats(FACTORS, torch.float32))
         if self._left:
             raise _NotOurs(f"its tensor {min(self._left)} is none that the kernels know")
         if any(parameter.is_meta for parameter in hf.parameters()):
@@ -141,7 +144,7 @@ class _Reader:
         kinds = Counter(
             BLOCKS[place.kind].name if place.kind in BLOCKS else str(FLOATS[place.kind])[6:]
             for name, place in self._header.tensors.items()
-            if "norm" not in name and name.endswith(".weight")
+            if "norm" not in name and name.endswith(".weight") and name != FACTORS
         )
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
 
@@ -149,8 +152,8 @@ class _Reader:
         header, family = self._header, self._family
         if family not in FAMILIES:
             raise _NotOurs(f"the kernels do not know the family {family}")
-        for key in ("rope.scaling.type", "expert_count", "attention.sliding_window"):
-            if header.value(f"{family}.{key}") not in (None, 0, "none"):
+        for key in ("expert_count", "attention.sliding_window"):
+            if header.value(f"{family}.{key}") not in (None, 0):
                 raise _NotOurs(f"it has {family}.{key}")
 
         def number(key: str, otherwise: float | None = None) -> Any:
@@ -165,6 +168,7 @@ class _Reader:
             "rope.dimension_count", dim
         ):
             raise _NotOurs("its heads are of several sizes")
+        context = number("context_length")
         ends = _ends(self._file)
         return FAMILIES[family](
             vocab_size=self._rows("token_embd.weight", width),
@@ -174,9 +178,9 @@ class _Reader:
             num_attention_heads=heads,
             num_key_value_heads=number("attention.head_count_kv", heads),
             head_dim=dim,
-            max_position_embeddings=number("context_length"),
+            max_position_embeddings=context,
             rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
-            rope_parameters={"rope_type": "default", "rope_theta": number("rope.freq_base", 1e4)},
+            rope_parameters=rotary_parameters(header, family, context),
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=ends or None,
@@ -211,12 +215,12 @@ class _Reader:
         self._left.discard(name)
         return groups_of(kind, self._header.bytes_of(name), inputs)
 
-    def _floats(self, name: str) -> Tensor:
+    def _floats(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         kind = FLOATS.get(self._header.tensors[name].kind)
         if kind is None:
             raise _NotOurs(f"its tensor {name} is quantised")
         self._left.discard(name)
-        return self._header.bytes_of(name).clone().view(kind).to(self._dtype)
+        return self._header.bytes_of(name).clone().view(kind).to(dtype or self._dtype)
 
     def _norm(self, module: Any, stem: str) -> None:
         module.weight = nn.Parameter(self._floats(f"{stem}.weight"), requires_grad=False)

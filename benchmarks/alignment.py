@@ -29,7 +29,7 @@ from pathlib import Path
 
 import shoal
 from held_out import problems
-from shoal.constraints.alignment_vocabulary import AlignmentVocabulary
+from shoal.constraints.alignment import AlignmentVocabulary
 from shoal.constraints.token_bytes import token_bytes
 from shoal.evaluation.cuts import places, tokens_of
 from shoal.evaluation.endings import ending

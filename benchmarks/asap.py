@@ -30,9 +30,9 @@ import shoal
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.config import Grammar
+from shoal.constraints.dressing import EXACT, weighed
 from shoal.constraints.estimates import PrefixNode
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.constraints.weights import EXACT, weighed
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.engines import engine_of

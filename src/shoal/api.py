@@ -345,7 +345,7 @@ class Shoal:
                 grammar or filter.
             exact: True = samples have a `log_weight` and are ranked by it: weighted so, they are
                 samples of p given that the whole text is allowed, by `align`, a grammar,
-                constraints or `syntax` (`shoal.constraints.weights`). "smc": also, rows of small
+                constraints or `syntax` (`shoal.constraints.dressing`). "smc": also, rows of small
                 weight become copies of others while they run (`shoal.engine.resampling`): the
                 copies depend on the length of rounds, so that a seed gives the same samples only
                 with fixed draft lengths. A stream then has a row's text in its last increment.
@@ -359,7 +359,7 @@ class Shoal:
                 token is written after which the text between prompt and suffix cannot be completed
                 to a program, document or text of the grammar, and a text ends by itself only if the
                 whole parses; otherwise it is cut, see `Sample.syntax`. Other languages
-                (`constraints.syntax.checked_languages`): ends and cuts alone. The text of a stream
+                (`shoal.constraints.syntax.requests`): ends and cuts alone. The text of a stream
                 then comes with a row's last increment.
             shown_tokens: the ids of special tokens that texts show; without it they show none.
             progress: True = shows a bar on stderr, in a terminal or a notebook.

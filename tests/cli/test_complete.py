@@ -27,7 +27,7 @@ from shoal.cli.complete import split_at
 from shoal.cli.printed_samples import follow
 from shoal.cli.suggestions import NO_NEWLINE, diff
 from shoal.constraints import fim, members
-from shoal.constraints.syntax.error_nodes import CursorTrees, tree_sitter_language
+from shoal.constraints.syntax.tree_middles import CursorTrees, tree_sitter_language
 from shoal.errors import RequestError
 from shoal.testing.tiny import tiny_model, tiny_tokenizer
 from shoal.types.prompt_forms import line_end, with_line_ends

@@ -1,6 +1,6 @@
 """Token alignment: texts continue the prompt's characters, and with their weights they are samples of p given these.
 
-Tests of: constraints.alignment, constraints.alignment_vocabulary, constraints.masks.
+Tests of: constraints.alignment, constraints.masks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
-from shoal.constraints.alignment import Alignment, aligned
-from shoal.constraints.alignment_vocabulary import AlignmentVocabulary, vocabulary_of
+from shoal.constraints.alignment import Alignment, AlignmentVocabulary, aligned, vocabulary_of
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.shapes import RsdS, Shape

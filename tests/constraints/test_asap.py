@@ -1,6 +1,6 @@
 """Rows draw by estimates of what their beginnings are worth: over-estimates that fall to the truth, and weights that stay right.
 
-Tests of: constraints.estimates, constraints.weights, engine.logprobs.
+Tests of: constraints.estimates, constraints.dressing, engine.logprobs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import shoal
 from particles import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
 from shoal.config import Grammar, Limits, Sampling
+from shoal.constraints.dressing import weighed
 from shoal.constraints.estimates import Estimates, PrefixNode, Seen, log_weights
-from shoal.constraints.weights import weighed
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed

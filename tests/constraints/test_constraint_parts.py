@@ -13,11 +13,11 @@ import torch
 
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
-from shoal.constraints.alignment import Alignment, back_off
-from shoal.constraints.alignment_vocabulary import AlignmentVocabulary, vocabulary_of
+from shoal.constraints.alignment import Alignment, AlignmentVocabulary, back_off, vocabulary_of
 from shoal.constraints.calls import Failed
 from shoal.constraints.compiler import Grammars, grammars_of
-from shoal.constraints.disjoint import Proofs, resolved
+from shoal.constraints.disjoint import Proofs, resolved, with_orders
+from shoal.constraints.dressing import EXACT, weighed
 from shoal.constraints.estimates import Estimates, Seen, weigh
 from shoal.constraints.filters import containing, matching, only_words, without
 from shoal.constraints.fim import MiddlePrompt, middle_prompt, nearest
@@ -28,8 +28,6 @@ from shoal.constraints.protocol import Allowed, Constraint
 from shoal.constraints.syntax.endings import end_places
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece
-from shoal.constraints.unique_items import with_orders
-from shoal.constraints.weights import EXACT, weighed
 from shoal.errors import RequestError
 from shoal.serve.reasoning import ReasoningRules
 from shoal.testing import VOCABULARY, tiny_tokenizer

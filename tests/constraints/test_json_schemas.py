@@ -1,6 +1,6 @@
 """JSON that ends: bounds on white space, numbers and formats; `oneOf` with alternatives that are proved to exclude each other.
 
-Tests of: constraints.json_schemas, disjoint, unique_items, grammar, compiler and masks.
+Tests of: constraints.json_schemas, disjoint, grammar, compiler and masks.
 """
 
 from __future__ import annotations

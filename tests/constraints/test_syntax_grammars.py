@@ -1,6 +1,6 @@
 """Middles under any grammar: both quotients against their definition, JSON against its parser, laws as declared.
 
-Tests of: constraints.syntax.middles, behind, quotients, expressions, grammars and requests.
+Tests of: constraints.syntax.middles, behind, grammars and requests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import shoal
 from constrained_laws import agreement, law_of, rows_of
 from shoal.constraints.syntax import middles
 from shoal.constraints.syntax.behind import Behind
-from shoal.constraints.syntax.expressions import automaton, encoded
-from shoal.constraints.syntax.grammars import read_grammar
-from shoal.constraints.syntax.middles import GrammarMiddle
-from shoal.constraints.syntax.quotients import Column, Quotients
+from shoal.constraints.syntax.grammars import automaton, encoded, read_grammar
+from shoal.constraints.syntax.middles import Column, GrammarMiddle, Quotients
 from shoal.constraints.syntax.requests import read_syntax
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError

@@ -1,6 +1,6 @@
 """Open strings in middles of Python programs: every prefix of a right one is kept, one that nothing closes is refused at once.
 
-Tests of: constraints.syntax.literals, layout and viable.
+Tests of: constraints.syntax.viable and layout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.constraints.syntax import literals
+from shoal.constraints.syntax import viable as viable_module
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.viable import is_complete, is_viable
 
@@ -57,7 +57,7 @@ def test_what_nothing_closes_is_refused() -> None:
 
 
 def _single_brace(body: str, raw: bool) -> Any:
-    return literals.Field(0, "text")
+    return viable_module.Field(0, "text")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_wrong_rules_are_caught(
     name: str, wrong: Callable[..., Any], found: Callable[[int], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An expression that nothing completes; a field that is read as text."""
-    monkeypatch.setattr(literals, name, wrong)
+    monkeypatch.setattr(viable_module, name, wrong)
     assert found(3)
 
 

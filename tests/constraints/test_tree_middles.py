@@ -1,6 +1,6 @@
 """Middles of the languages that tree-sitter reads: where they may end, where they are cut, and what files had already.
 
-Tests of: constraints.syntax.tree_middles, error_nodes and checked_languages; constraints.syntax.requests.
+Tests of: constraints.syntax.tree_middles and requests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 
 import shoal
 from constrained_laws import agreement, law_of, rows_of
-from shoal.constraints.syntax import checked_languages, error_nodes, tree_middles
-from shoal.constraints.syntax.checked_languages import LANGUAGES, Language, installed_languages, language_of
-from shoal.constraints.syntax.error_nodes import GRAMMARS, CursorTrees, Fault, tree_sitter_language
-from shoal.constraints.syntax.requests import Syntax, read_syntax, syntax_by_name, why_unchecked, with_syntax
-from shoal.constraints.syntax.tree_middles import TreeMiddle
+from shoal.constraints.syntax import requests, tree_middles
+from shoal.constraints.syntax.requests import (
+    LANGUAGES,
+    Language,
+    Syntax,
+    installed_languages,
+    language_of,
+    read_syntax,
+    syntax_by_name,
+    why_unchecked,
+    with_syntax,
+)
+from shoal.constraints.syntax.tree_middles import GRAMMARS, CursorTrees, Fault, TreeMiddle, tree_sitter_language
 from shoal.errors import RequestError
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_tokenizer
@@ -179,7 +187,7 @@ def test_what_is_only_incomplete_at_the_cursor_is_no_fault_of_the_file(language:
 
 def test_an_end_that_heals_a_file_comes_before_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no text is known to complete what is open at the cursor, its faults count as the file's own."""
-    monkeypatch.setattr(error_nodes, "_COMPLETING", ("%s",))
+    monkeypatch.setattr(tree_middles, "_COMPLETING", ("%s",))
     left, right = "let x = a ? b ", ";\nlet y = = 2;\n"
     check = check_of("javascript", left, right)
     assert len(check._trees.own) == 2
@@ -432,5 +440,5 @@ def test_without_the_packages_what_to_install_is_said(module: str, monkeypatch: 
 
 
 def test_packages_that_are_absent_leave_their_languages_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_languages, "find_spec", lambda name: None if name == "tree_sitter" else name)
+    monkeypatch.setattr(requests, "find_spec", lambda name: None if name == "tree_sitter" else name)
     assert installed_languages() == ["python", "json"]

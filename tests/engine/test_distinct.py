@@ -1,6 +1,6 @@
 """Texts drawn without replacement by rows that run together: their law, in order, by enumeration, and their weights.
 
-Tests of: engine.distinct, constraints.estimates, constraints.weights, engine.logprobs.
+Tests of: engine.distinct, constraints.estimates, constraints.dressing, engine.logprobs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from shoal.config import Limits, Sampling
+from shoal.constraints.dressing import weighed
 from shoal.constraints.estimates import Trie
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.constraints.weights import weighed
 from shoal.engine import distinct
 from shoal.engine.distinct import Distinct
 from shoal.engine.engine import Engine

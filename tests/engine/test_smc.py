@@ -1,6 +1,6 @@
 """Rows as particles: whatever becomes a copy of what, weighted samples keep the law of p given that the text is allowed.
 
-Tests of: engine.resampling, constraints.weights.
+Tests of: engine.resampling, constraints.dressing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eagle_heads import save_eagle3
 from medusa_heads import save_medusa
 from particles import EOS, NEW, PROMPT, REQUESTS, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation, truth
 from shoal.config import Grammar, Limits, Sampling
-from shoal.constraints.weights import weighed
+from shoal.constraints.dressing import weighed
 from shoal.engine import engine as engine_module
 from shoal.engine import resampling
 from shoal.engine.engine import Engine

@@ -1,6 +1,6 @@
 """Weights of samples under checks and masks: with them, samples have the law of p given that the whole text is allowed.
 
-Tests of: sampling.awrs, constraints.protocol, constraints.weights, engine.checks.
+Tests of: sampling.awrs, constraints.protocol, constraints.dressing, engine.checks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shoal.config import Limits, Sampling
+from shoal.constraints.dressing import weighed
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.constraints.weights import weighed
 from shoal.engine import checks
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed

@@ -11,9 +11,8 @@ import json
 import re
 from typing import Any
 
-from shoal.constraints.disjoint import Proofs, resolved
+from shoal.constraints.disjoint import Proofs, resolved, with_orders
 from shoal.constraints.exact_numbers import BOUNDS, inward, require_exact, require_levels, too_deep
-from shoal.constraints.unique_items import with_orders
 from shoal.errors import RequestError
 
 WHITESPACE: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Sequential Monte Carlo over the rows of a request (`exact="smc"`).
 
-The rows are particles with the weights of `shoal.constraints.weights`. When the weights of running
+The rows are particles with the weights of `shoal.constraints.dressing`. When the weights of running
 rows have become too unequal, these rows are drawn anew: a row of small weight becomes a copy of one
 of large weight and goes on by a seed of its own, and all get the mean of their weights (Del Moral,
 Doucet, Jasra 2006; for language models Lew et al. 2023, arXiv 2306.03081).

@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
-from shoal.constraints.syntax.checked_languages import installed_languages
+from shoal.constraints.syntax.requests import installed_languages
 from shoal.serve import response_models
 from shoal.serve.handler import ApiHandler
 from shoal.serve.model_identity import people_call

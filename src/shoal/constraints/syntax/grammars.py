@@ -4,18 +4,21 @@ The language of a grammar is one of characters: any text that can be cut into te
 rules allow, with ignored terminals between them. It is the language of lark's Earley parser with
 `lexer="dynamic_complete"`. A lexer that takes the longest match, or keywords before names, refuses
 some of these texts: see `shoal.constraints.syntax.middles`.
+
+The terminals are regular expressions of Python, read as automata over the bytes of UTF-8.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import import_module
 from typing import Any
 
-from shoal.constraints.syntax.automata import Automaton, followed, repeated
-from shoal.constraints.syntax.expressions import automaton
+from shoal.constraints.syntax.automata import Automaton, determinized, followed, repeated
 from shoal.errors import RequestError
 
 
@@ -59,7 +62,7 @@ def read_grammar(text: str) -> SymbolGrammar:
 
     Raises:
         RequestError: lark is not installed, or refuses the grammar; or a terminal cannot be
-            followed character by character (`expressions.automaton`); or the start derives no text.
+            followed character by character (`automaton`); or the start derives no text.
     """
     try:
         import lark
@@ -137,3 +140,242 @@ def _closed(rules: Sequence[tuple[int, tuple[int, ...]]], known: set[int]) -> se
     while more := {left for left, right in rules if left not in known and known.issuperset(right)}:
         known |= more
     return known
+
+
+Ranges = tuple[tuple[int, int], ...]
+# The parser of `re` itself.
+_parser: Any = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+_SURROGATES = (0xD800, 0xDFFF)
+_CATEGORIES = {
+    "CATEGORY_" + name: code
+    for name, code in zip(
+        ("DIGIT", "NOT_DIGIT", "SPACE", "NOT_SPACE", "WORD", "NOT_WORD"),
+        (r"\d", r"\D", r"\s", r"\S", r"\w", r"\W"),
+        strict=True,
+    )
+}
+
+
+@lru_cache(maxsize=1024)
+def automaton(pattern: str) -> Automaton:
+    """Returns the automaton of the texts that a regular expression matches as a whole.
+
+    If a repetition is lazy (`.*?`), the texts are the shortest ones, without a beginning that
+    matches too: a lexer takes the first match.
+
+    Raises:
+        RequestError: the pattern is no regular expression, or looks ahead, looks behind at more
+            than one character, refers back or tests for the ends of words or lines; or the
+            automaton is too large.
+    """
+    try:
+        tree = _parser.parse(pattern)
+        nfa = _Nfa()
+        last = nfa.sequence(tree, nfa.new(), tree.state.flags)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise RequestError(
+            f"the regular expression {pattern!r} of the grammar cannot be read: {error}"
+        ) from None
+    found = nfa.determinized(last)
+    return found.shortest() if nfa.lazy else found
+
+
+class _Nfa:
+    """A nondeterministic automaton over characters.
+
+    States are numbers. A state behind a condition on the character before is reached only if the
+    condition holds.
+
+    Attributes:
+        reads: for each state, the characters that lead to another state.
+        free: for each state, the states reached without reading.
+        asked: for each state, conditions on the character before: the number of a class in
+            `looked`, True if the character has to be in it, and the state that is reached.
+        looked: the classes that are looked behind at.
+        lazy: True if a repetition is lazy.
+    """
+
+    def __init__(self) -> None:
+        self.reads: list[list[tuple[Ranges, int]]] = []
+        self.free: list[list[int]] = []
+        self.asked: list[list[tuple[int, bool, int]]] = []
+        self.looked: list[Ranges] = []
+        self.lazy = False
+
+    def new(self) -> int:
+        self.reads.append([])
+        self.free.append([])
+        self.asked.append([])
+        return len(self.reads) - 1
+
+    def sequence(self, tree: Iterable[tuple[Any, Any]], state: int, flags: int) -> int:
+        """Adds the states of a parsed expression behind a state; returns the last one."""
+        for operator, value in tree:
+            state = self._one(str(operator), value, state, flags)
+        return state
+
+    def _one(self, name: str, value: Any, state: int, flags: int) -> int:
+        after = self.new()
+        if name in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+            self.reads[state].append(
+                (_ranges(_class(name, value), flags & (re.I | re.S | re.A)), after)
+            )
+        elif name == "SUBPATTERN":
+            _group, added, removed, tree = value
+            self.free[self.sequence(tree, state, (flags | added) & ~removed)].append(after)
+        elif name == "BRANCH":
+            for tree in value[1]:
+                begun = self.new()
+                self.free[state].append(begun)
+                self.free[self.sequence(tree, begun, flags)].append(after)
+        elif name in ("MAX_REPEAT", "MIN_REPEAT"):
+            self.lazy = self.lazy or name == "MIN_REPEAT"
+            self._repeat(value, state, after, flags)
+        elif name in ("ASSERT", "ASSERT_NOT") and value[0] < 0 and len(value[1]) == 1:
+            (operator, inner), *_ = value[1]
+            if str(operator) not in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+                raise re.error("it looks behind at more than one character")
+            self.looked.append(_ranges(_class(str(operator), inner), flags & (re.I | re.S | re.A)))
+            self.asked[state].append((len(self.looked) - 1, name == "ASSERT", after))
+        else:
+            raise re.error(f"{name.lower()} cannot be followed character by character")
+        return after
+
+    def _repeat(self, value: tuple[int, Any, Any], state: int, after: int, flags: int) -> None:
+        least, most, tree = value
+        for _ in range(least):
+            state = self.sequence(tree, state, flags)
+        self.free[state].append(after)
+        if most is _parser.MAXREPEAT:
+            begun = self.new()
+            self.free[state].append(begun)
+            self.free[self.sequence(tree, begun, flags)] += [begun, after]
+            return
+        for _ in range(most - least):
+            state = self.sequence(tree, state, flags)
+            self.free[state].append(after)
+
+    def determinized(self, last: int) -> Automaton:
+        """Returns the deterministic automaton whose texts lead to the state `last`.
+
+        A state here has three parts: the bytes of a character that are still to be read, the state
+        behind them, and the classes of the character.
+        """
+
+        def closure(states: set[Any]) -> set[Any]:
+            open_ = list(states)
+            while open_:
+                rest, state, classes = open_.pop()
+                if not rest:
+                    free = [
+                        *self.free[state],
+                        *(to for of, within, to in self.asked[state] if (of in classes) is within),
+                    ]
+                    open_ += (more := {((), to, classes) for to in free} - states)
+                    states |= more
+            return states
+
+        def edges(item: Any) -> Iterator[tuple[int, int, Any]]:
+            rest, state, classes = item
+            if rest:
+                yield (*rest[0], (rest[1:], state, classes))
+                return
+            for ranges, after in self.reads[state]:
+                for own, found in self._split(ranges):
+                    for first, *others in map(tuple, encoded(own)):
+                        yield (*first, (tuple(others), after, found))
+
+        start: Any = ((), 0, frozenset())
+        return determinized([start], closure, edges, lambda item: item[:2] == ((), last))
+
+    def _split(self, ranges: Ranges) -> list[tuple[Ranges, frozenset[int]]]:
+        """Splits a class of characters by the looked-behind classes that contain them."""
+        parts: list[tuple[Ranges, frozenset[int]]] = [(ranges, frozenset())]
+        for number, looked in enumerate(self.looked):
+            within = [(_common(own, looked), found | {number}) for own, found in parts]
+            beyond = [(_common(own, _others(looked)), found) for own, found in parts]
+            parts = [part for part in (*within, *beyond) if part[0]]
+        return parts
+
+
+def _class(name: str, value: Any) -> str:
+    """Returns the source of a class of characters."""
+    if name == "ANY":
+        return "."
+    if name == "IN":
+        negated = "^" if str(value[0][0]) == "NEGATE" else ""
+        return f"[{negated}{''.join(_member(str(operator), own) for operator, own in value)}]"
+    return f"[{'^' if name == 'NOT_LITERAL' else ''}{_member('LITERAL', value)}]"
+
+
+def _member(name: str, value: Any) -> str:
+    if name == "LITERAL":
+        return rf"\U{value:08x}"
+    if name == "RANGE":
+        return rf"\U{value[0]:08x}-\U{value[1]:08x}"
+    return _CATEGORIES[str(value)] if name == "CATEGORY" else ""
+
+
+@lru_cache(maxsize=4096)
+def _ranges(source: str, flags: int) -> Ranges:
+    """Returns the characters of a class, as `re` finds them."""
+    if re.fullmatch(r"\[\\U\w{8}\]", source) and not flags & re.I:
+        return ((int(source[3:11], 16),) * 2,)
+    text = _all()
+    spans = (match.span() for match in re.finditer(source + "+", text, flags))
+    return tuple((ord(text[first]), ord(text[end - 1])) for first, end in spans)
+
+
+@cache
+def _all() -> str:
+    """Returns all characters in their order; a quarter of a second, so not before it is needed."""
+    first, last = _SURROGATES
+    return "".join(map(chr, (*range(first), *range(last + 1, 0x110000))))
+
+
+def _common(one: Ranges, other: Ranges) -> Ranges:
+    both = ((max(low, begun), min(high, end)) for low, high in one for begun, end in other)
+    return tuple((low, high) for low, high in both if low <= high)
+
+
+def _others(ranges: Ranges) -> Ranges:
+    edges = [-1, *(edge for low, high in ranges for edge in (low, high)), 0x110000]
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return tuple((last + 1, first - 1) for last, first in gaps if last + 1 < first)
+
+
+@lru_cache(maxsize=4096)
+def encoded(ranges: Ranges) -> tuple[Ranges, ...]:
+    """Returns the UTF-8 of characters, as sequences of ranges of bytes."""
+    found: list[Ranges] = []
+    open_ = list(reversed(ranges))
+    while open_:
+        low, high = open_.pop()
+        end = _piece_end(low, high)
+        if end < high:
+            open_.append((end + 1, high))
+        if not _SURROGATES[0] <= low <= _SURROGATES[1]:
+            found.append(tuple(zip(chr(low).encode(), chr(end).encode(), strict=True)))
+    return tuple(found)
+
+
+def _piece_end(low: int, high: int) -> int:
+    """Returns the last character of a range that UTF-8 encodes as one product of byte ranges.
+
+    Up to this character each byte takes every value between that of the first character and that of
+    the last.
+    """
+    for last in (0x7F, 0x7FF, _SURROGATES[0] - 1, _SURROGATES[1], 0xFFFF):
+        if low <= last:
+            high = min(high, last)
+            break
+    if low <= 0x7F:
+        return high
+    for bits in (6, 12, 18):
+        within = (1 << bits) - 1
+        if low & ~within != high & ~within:
+            if low & within:
+                return low | within
+            if high & within != within:
+                high = (high & ~within) - 1
+    return high

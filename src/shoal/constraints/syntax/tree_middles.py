@@ -2,21 +2,28 @@
 
 No token is refused for the text that it makes: tree-sitter does not tell an incomplete text from a
 wrong one. A text ends by itself only where the whole file has no error and no missing node that is
-not the file's own (`error_nodes`), and is cut at the best such place that is not inside a word,
-unless the text behind begins with the rest of one.
+not the file's own, and is cut at the best such place that is not inside a word, unless the text
+behind begins with the rest of one.
+
+Tree-sitter reads any text: where the grammar does not fit, its tree has error nodes around tokens
+and missing nodes for tokens that should be there. A file may have some already, wherever the cursor
+is. They are found by short texts put at the cursor: a file's own faults are those that it keeps
+with the best of these texts.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from shoal.constraints.check import Cutting
 from shoal.constraints.syntax.endings import end_places
-from shoal.constraints.syntax.error_nodes import CursorTrees
 from shoal.constraints.token_bytes import decoded, token_bytes
+from shoal.errors import RequestError
 from shoal.types.requests import Row
 
 _JOINED = r"[ \t][ \t]|\r\n"
@@ -50,7 +57,7 @@ class TreeMiddle(Cutting):
         left: the text before the middle.
         right: the text behind the middle.
         healing: the number of bytes of `left`'s end that the new tokens write again.
-        language: one of `error_nodes.GRAMMARS`.
+        language: one of `GRAMMARS`.
 
     Raises:
         RequestError: tree-sitter or the grammar is not installed.
@@ -106,3 +113,208 @@ class TreeMiddle(Cutting):
             if faults is not None and faults < fewest:
                 best, fewest = (size, count), faults
         return best
+
+
+GRAMMARS = {
+    "javascript": ("tree_sitter_javascript", "language"),
+    "typescript": ("tree_sitter_typescript", "language_typescript"),
+    "tsx": ("tree_sitter_typescript", "language_tsx"),
+    "java": ("tree_sitter_java", "language"),
+    "go": ("tree_sitter_go", "language"),
+    "c": ("tree_sitter_c", "language"),
+    "cpp": ("tree_sitter_cpp", "language"),
+    "rust": ("tree_sitter_rust", "language"),
+}
+"""The modules and functions of the packages with the grammars, by language."""
+_COMPLETING = (
+    "%s|x%s|%s;|x%s;|x()%s|x()%s;|%s {}|x%s {}|x() {}%s|\"%s|\"%s;|'%s|'%s;|`%s|%s`|`%s;|%s`;|"
+    "*/%s|*/ x%s;|: x%s|: x%s;|= x%s|= x%s;| of x%s {}|if %s|\n%s|\n;%s"
+).split("|")
+"""Texts that may complete what is open at a cursor, with the brackets that are missing for %s."""
+_BRACKET = re.compile(r"[()\[\]{}]")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_OPENING = {closing: opening for opening, closing in _CLOSING.items()}
+_LEFT, _MIDDLE, _RIGHT = range(3)
+
+
+class Fault(NamedTuple):
+    """An error or missing node, by places that do not depend on the text at the cursor.
+
+    Attributes:
+        sides: the texts in which it starts and ends: before the cursor, at it, behind it.
+        start: the bytes from the cursor to its start: negative before the cursor, 0 in the text at
+            the cursor, counted without that text behind it.
+        end: the bytes from the cursor to its end, counted alike.
+    """
+
+    sides: tuple[int, int]
+    start: int
+    end: int
+
+    def is_part_of(self, other: Fault) -> bool:
+        """Returns True if this may be the other, which tree-sitter may end elsewhere now."""
+        return self.sides == other.sides and self.start <= other.end and other.start <= self.end
+
+
+@lru_cache(maxsize=len(GRAMMARS))
+def tree_sitter_language(name: str) -> Any:
+    """Returns tree-sitter's language of one of `GRAMMARS`.
+
+    Raises:
+        RequestError: a package is not installed.
+    """
+    module, function = GRAMMARS[name]
+    try:
+        tree_sitter, grammar = import_module("tree_sitter"), import_module(module)
+    except ImportError as error:
+        raise RequestError(
+            f"syntax={name!r} needs tree-sitter and {module.replace('_', '-')}: "
+            f"pip install '.[syntax]'"
+        ) from error
+    return tree_sitter.Language(getattr(grammar, function)())
+
+
+class CursorTrees:
+    """The trees of a file with texts at its cursor, and the faults in them.
+
+    A guess is a tree made from that of the file without a text, of which what has not changed is
+    kept. This takes a tenth of the time, but tree-sitter may then see faults otherwise, so texts
+    that seem to fit are read once more from the beginning.
+
+    Args:
+        name: one of `GRAMMARS`.
+        left: the text before the cursor.
+        right: the text behind the cursor.
+
+    Raises:
+        RequestError: see `tree_sitter_language`.
+    """
+
+    def __init__(self, name: str, left: str, right: str) -> None:
+        language = tree_sitter_language(name)
+        self._parser = import_module("tree_sitter").Parser(language)
+        self._left, self._right = (text.encode(errors="surrogatepass") for text in (left, right))
+        self._cursor = len(self._left)
+        self._point = _end_point((0, 0), self._left)
+        self._base = self._parser.parse(self._left + self._right)
+        self._counts: dict[tuple[str, bool], int | None] = {}
+
+    @cached_property
+    def own(self) -> Sequence[Fault]:
+        """The faults that the file has whatever stands at the cursor."""
+        found: list[tuple[bytes, list[Fault]]] = []
+        for text in self._completing() if self._base.root_node.has_error else (b"",):
+            found.append((text, self._faults(self._edited(text), len(text))))
+            if not found[-1][1]:
+                return ()
+        text, _ = min(found, key=lambda one: len(one[1]))
+        faults = self._faults(self._whole(text), len(text))
+        return [fault for fault in faults if fault.sides[0] != _MIDDLE]
+
+    def count(self, middle: str, *, guess: bool = False) -> int | None:
+        """Returns the number of faults with a text at the cursor; None if there is a new one.
+
+        Args:
+            middle: the text.
+            guess: True = by a tree made from that of the file without a text.
+        """
+        key = middle, guess
+        if key not in self._counts:
+            text = middle.encode(errors="surrogatepass")
+            tree = self._edited(text) if guess else self._whole(text)
+            self._counts[key] = self._known(tree, len(text))
+        return self._counts[key]
+
+    def _known(self, tree: Any, size: int) -> int | None:
+        """Returns the number of faults in a tree; None if one is not the file's own."""
+        if not tree.root_node.has_error:
+            return 0
+        if not self.own:
+            return None
+        faults = self._faults(tree, size)
+        known = all(any(fault.is_part_of(own) for own in self.own) for fault in faults)
+        return len(faults) if known else None
+
+    def _whole(self, text: bytes) -> Any:
+        return self._parser.parse(self._left + text + self._right) if text else self._base
+
+    def _edited(self, text: bytes) -> Any:
+        if not text:
+            return self._base
+        old, end = self._base.copy(), self._cursor + len(text)
+        old.edit(
+            start_byte=self._cursor,
+            old_end_byte=self._cursor,
+            new_end_byte=end,
+            start_point=self._point,
+            old_end_point=self._point,
+            new_end_point=_end_point(self._point, text),
+        )
+        return self._parser.parse(self._left + text + self._right, old)
+
+    def _faults(self, tree: Any, size: int) -> list[Fault]:
+        """Returns the faults of a tree with a text of `size` bytes at the cursor.
+
+        A missing token without a node, such as the end of a line in Go, is at its parent's end.
+        """
+        found, open_ = [], [tree.root_node]
+        while open_:
+            node = open_.pop()
+            below = [child for child in node.children if child.has_error or child.is_missing]
+            open_ += below
+            if node.is_error or node.is_missing:
+                found.append(self._placed(node.start_byte, node.end_byte, size))
+            elif node.has_error and not below:
+                found.append(self._placed(node.end_byte, node.end_byte, size))
+        return found
+
+    def _placed(self, start: int, end: int, size: int) -> Fault:
+        """Returns the fault at two offsets; an empty one belongs to the text that it follows."""
+        behind = self._cursor + size
+        first = _LEFT if start < self._cursor else _RIGHT if start >= behind else _MIDDLE
+        last = _LEFT if end <= self._cursor else _RIGHT if end > behind else _MIDDLE
+        if start == end:
+            first = last
+        offsets = (
+            min(offset - self._cursor, 0) + max(offset - behind, 0) for offset in (start, end)
+        )
+        return Fault((first, last), *offsets)
+
+    def _completing(self) -> Iterator[bytes]:
+        """Yields short texts that may complete what is open at the cursor."""
+        sides = (side.decode(errors="replace") for side in (self._left, self._right))
+        brackets = _brackets(*sides)
+        for one in dict.fromkeys((brackets, brackets.replace("}", ";}"))):
+            yield from ((text % one).encode() for text in _COMPLETING)
+
+
+def _end_point(start: tuple[int, int], text: bytes) -> tuple[int, int]:
+    """Returns the line and the column, in bytes, behind a text that starts at a point."""
+    lines = text.count(b"\n")
+    column = len(text) - (text.rfind(b"\n") + 1)
+    return start[0] + lines, column if lines else start[1] + column
+
+
+def _brackets(left: str, right: str) -> str:
+    """Returns the brackets that are missing at the cursor.
+
+    They close what is open before it and not closed behind it, then open what is closed behind it
+    alone. All brackets count, in strings and comments too: it is a guess.
+    """
+    open_: list[str] = []
+    for found in _BRACKET.findall(left):
+        if found in _CLOSING:
+            open_.append(_CLOSING[found])
+        elif found in open_:
+            del open_[len(open_) - 1 - open_[::-1].index(found) :]
+    closing, opening, inner = "", "", 0
+    for found in _BRACKET.findall(right):
+        inner += 1 if found in _CLOSING else -1
+        if inner < 0:
+            inner = 0
+            if found in open_:
+                while (missing := open_.pop()) != found:
+                    closing += missing
+            else:
+                opening = _OPENING[found] + opening
+    return closing + "".join(reversed(open_)) + opening

@@ -8,6 +8,13 @@ text, and there the parser reads l m r.
 
 With the flag that `codeop` sets, the parser says "incomplete input" if it has read all tokens up to
 the end of the source before it found a token that does not fit. This is the answer that is needed.
+
+An open string literal is closed in the shortest way before the parser is asked: invalid escapes,
+and fields of f-strings that hold no expression, are refused. A tokenizer does not look into
+literals, and CPython 3.11 parses fields only once all tokens are there: it finds the error in `f"{1
++}"` behind the last quote. This module closes the literal in the shortest way and asks the parser
+about the result; it puts an incomplete expression into brackets, and asks about that. From 3.12 on
+quotes of the literal's own kind may stand in a field; such strings are refused.
 """
 
 from __future__ import annotations
@@ -17,11 +24,11 @@ import keyword
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from shoal.constraints.syntax.layout import SourceLayout
-from shoal.constraints.syntax.literals import can_close
 from shoal.errors import RequestError
 
 _INCOMPLETE = 0x4000  # PyCF_ALLOW_INCOMPLETE_INPUT, from 3.11 on
@@ -115,3 +122,182 @@ def _parsed(source: str, flags: int) -> str:
         return "incomplete" if flags and "incomplete input" in str(error.msg) else "wrong"
     except (ValueError, OverflowError, MemoryError, RecursionError):
         return "wrong"  # a null character; nested too deep for the parser
+
+
+_ESCAPE = re.compile(
+    r"(?<!\\)(?:\\\\)*(\\(?:N(?:\{[^}]*)?|x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7}))\Z"
+)
+_DIGITS = {"x": 2, "u": 4, "U": 8}
+_LAMBDA = re.compile(r"(?<!\w)lambda\W\Z")
+_MOST_FIELDS = 2
+"""The largest depth of fields: one in the text, and one in the format of a field."""
+_NEW = sys.version_info >= (3, 12)
+"""True if fields may hold backslashes and comments."""
+
+
+class Field(NamedTuple):
+    """The place in an f-string where its text ends.
+
+    Attributes:
+        depth: the number of open fields; 0 = in the text.
+        part: the part of the innermost field: "expression", "conversion" (behind `!`), "after"
+            (behind an expression and `=`, or a conversion), "format"; outside of fields "text", or
+            "brace" behind a brace that may be doubled.
+        start: the place where the expression begins.
+    """
+
+    depth: int
+    part: str
+    start: int = 0
+
+
+def can_close(
+    literal: str,
+    quote: str,
+    complete: Callable[[str], bool],
+    begins: Callable[[SourceLayout], bool],
+) -> bool:
+    """Returns True if some text closes a literal.
+
+    Args:
+        literal: the source from the literal's prefix on.
+        quote: the quotes that it began with.
+        complete: returns True for a text that is a program.
+        begins: returns True for the beginning of a program.
+    """
+    before, _, body = literal.partition(quote)
+    prefix = before.lower()
+    closed = lambda text: complete(before + quote + text + quote)  # noqa: E731
+    if "f" not in prefix:
+        return not ("\\" in body or "b" in prefix) or closed(_text(body, "r" in prefix))
+    field = _field(body, "r" in prefix)
+    if field is None or field.depth > _MOST_FIELDS:
+        return False
+    if field.part == "brace":
+        return closed(body[:-1] + " ")
+    if field.part == "expression":
+        return _expression_begins(body, field, closed, begins)
+    ends = "}" * field.depth
+    if field.part in ("text", "format"):
+        return closed(_text(body, "r" in prefix) + ends)
+    return closed(body + ("r" if field.part == "conversion" else "") + ends)
+
+
+def _text(body: str, raw: bool) -> str:
+    """Returns the text with its last escape completed, and a blank behind it.
+
+    The blank separates the text's last quotes from the closing quotes.
+    """
+    found = None if raw else _ESCAPE.search(body)
+    if found is None:
+        return body + " "
+    escape = found[1]
+    digits = _DIGITS.get(escape[1:2])
+    return (
+        body[: found.start(1)] if digits is None else body + "0" * (digits - len(escape) + 2)
+    ) + " "
+
+
+def _expression_begins(
+    body: str, field: Field, closed: Callable[[str], bool], begins: Callable[[SourceLayout], bool]
+) -> bool:
+    """Returns True if the expression can be completed, and the text before it can be closed."""
+    if not closed(body[: field.start - 1] + " " + "}" * (field.depth - 1)):
+        return False
+    text = body[field.start :]
+    if text[-1:] in ("!", "="):  # of `!=` and `==`, or the sign behind the expression
+        if closed(body[:-1] + "}" * field.depth):
+            return True
+        text += "=" if text[-2:] not in ("==", "!=", "<=", ">=") else ""
+    layout = SourceLayout(forgets=False)
+    layout.feed("(")
+    for character in text:
+        if (
+            not layout.feed(character)
+            or layout.depth < 1
+            or (not _NEW and (layout.comment or character == "\\"))
+        ):
+            return False
+        if layout.depth == 1 and not layout.quote and _LAMBDA.search(layout.text):
+            return False  # its colon would end the expression
+    return begins(layout)
+
+
+def _field(body: str, raw: bool) -> Field | None:
+    """Returns the field where the text ends; None: a brace or another sign does not fit."""
+    depth, place = 0, 0
+    while place < len(body):
+        character = body[place]
+        if not raw and body.startswith("\\N{", place):
+            place = (body.find("}", place) + 1) or len(body)
+        elif character == "{" and depth == 0 and body.startswith("{{", place):
+            place += 2
+        elif character == "{":
+            if depth == 0 and place + 1 == len(body):
+                return Field(0, "brace")
+            found = _behind_expression(body, place + 1, depth + 1)
+            if not isinstance(found, int):
+                return found
+            depth, place = depth + (body[found - 1] == ":"), found
+        elif character == "}" and depth:
+            depth, place = depth - 1, place + 1
+        elif character == "}":
+            if place + 1 == len(body):
+                return Field(0, "brace")
+            if body[place + 1] != "}":
+                return None
+            place += 2
+        else:
+            place += (
+                2
+                if character == "\\" and not raw and body[place + 1 : place + 2] not in ("{", "}")
+                else 1
+            )
+    return Field(depth, "format" if depth else "text")
+
+
+def _behind_expression(body: str, start: int, depth: int) -> int | Field | None:
+    """Returns the place behind the `}` or `:` that ends an expression and its conversion.
+
+    If the text ends before that, it returns the field there; None: a sign does not fit.
+    """
+    place = _end_of_expression(body, start)
+    if place is None or (place + 1 == len(body) and body[place] in "!="):
+        return Field(depth, "expression", start)
+    if body[place] == "=":
+        place += 1 + len(body[place + 1 :]) - len(body[place + 1 :].lstrip())
+        if place == len(body):
+            return Field(depth, "after")
+    if body[place] == "!":
+        if place + 1 == len(body):
+            return Field(depth, "conversion")
+        place += 2
+        if place >= len(body):
+            return Field(depth, "after")
+    return place + 1 if body[place] in ":}" else None
+
+
+def _end_of_expression(body: str, start: int) -> int | None:
+    """Returns the place of the sign behind an expression, outside of its brackets and strings.
+
+    None: there is no such sign.
+    """
+    opened, quote, place = 0, "", start
+    while place < len(body):
+        character = body[place]
+        if quote:
+            if body.startswith(quote, place):
+                place, quote = place + len(quote) - 1, ""
+        elif character in "'\"":
+            quote = character * 3 if body.startswith(character * 3, place) else character
+            place += len(quote) - 1
+        elif character in "([{":
+            opened += 1
+        elif character in ")]}" and opened:
+            opened -= 1
+        elif not opened and body[place : place + 2] in ("==", "!=", "<=", ">="):
+            place += 1
+        elif not opened and character in "!:}=":
+            return place
+        place += 1
+    return None

@@ -16,7 +16,7 @@ from unittest import mock
 
 import shoal
 from schemas import FLAG, NUMBER, SHORT, WHOLE, array, one_of, record
-from shoal.drafting.forced import ForcedTokens
+from shoal.drafting.grafting import ForcedTokens
 from shoal.models.loading import bundled
 
 TOOLS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Drafts that a grammar forces: fewer rounds, the same tokens, and the law of the masked target.
 
-Tests of: drafting.forced, constraints.grammar, constraints.masks, constraints.calls, engine.accounting.
+Tests of: drafting.grafting, constraints.grammar, constraints.masks, constraints.calls, engine.accounting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.drafting.forced import ForcedTokens
+from shoal.drafting.grafting import ForcedTokens
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.suffix import SuffixDrafter

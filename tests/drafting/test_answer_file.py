@@ -1,6 +1,6 @@
 """Earlier answers on disk: what later engines find, who may share a file, how it stays small, and what is refused.
 
-Tests of: drafting.answers, drafting.answer_file, drafting.suffix, drafting.draft.
+Tests of: drafting.answers, drafting.suffix, drafting.draft.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from drafts import V, decoded, decoded_plainly, group, leave, proposed
-from shoal.drafting import answer_file
-from shoal.drafting.answer_file import AnswerFile, require_answers
+from shoal.drafting import answers
+from shoal.drafting.answers import AnswerFile, require_answers
 from shoal.drafting.draft import read_draft
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.errors import RequestError
@@ -78,7 +78,7 @@ def test_the_file_is_bounded_and_keeps_the_last(file: Path) -> None:
 
 
 def test_a_file_that_grows_without_bound_is_noticed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_file, "TOKEN_BYTES", 1 << 20)
+    monkeypatch.setattr(answers, "TOKEN_DIGITS", 1 << 20)
     with pytest.raises(AssertionError):
         test_the_file_is_bounded_and_keeps_the_last(file)
 

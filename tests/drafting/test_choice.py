@@ -1,6 +1,6 @@
 """A choice over several drafters: what it brings and loses on a clock of its own, row by row, and that the law stays.
 
-Tests of: lookahead.choosing, drafting.first_tokens, drafting.text, drafting.sums.
+Tests of: lookahead.choosing, drafting.text, drafting.sums.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import pytest
 
 from clocks import ROWS, TOKENS, Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
-from shoal.drafting.first_tokens import SURE, FirstTokens
 from shoal.drafting.protocol import Drafter, DraftInputs
-from shoal.drafting.sums import SumDrafter
+from shoal.drafting.sums import SURE, FirstTokens, SumDrafter
 from shoal.drafting.text import Guess, TextDrafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.bass import Fixed

@@ -1,6 +1,6 @@
 """`shoal index` and lookups in what it writes: the matches of a search, files that do not fit, memory, exactness.
 
-Tests of: drafting.corpus, drafting.index_file, drafting.suffix, drafting.draft.
+Tests of: drafting.corpus, drafting.suffix, drafting.draft.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from drafts import V, decoded, decoded_plainly, group, proposed, row
 from shoal.cli import index as index_command
 from shoal.cli import run
 from shoal.drafting import corpus as corpus_module
-from shoal.drafting.corpus import LONGEST, Corpus
+from shoal.drafting.corpus import DEPTH, END, LONGEST, Corpus, IndexWriter, fitting_index, open_index, sorted_places
 from shoal.drafting.draft import read_draft
-from shoal.drafting.index_file import DEPTH, END, IndexWriter, fitting_index, open_index, sorted_places
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.suffix import SuffixDrafter, likeliest
 from shoal.errors import RequestError

@@ -1,7 +1,7 @@
 """What drafters keep beside their keys and values: counted as it is, bounded by what the plan counts, and heeded by it.
 
-Tests of: drafting.draft_slots, drafting.answer_file, drafting.corpus, drafting.index_file,
-drafting.recycling, drafting.reduced_cache, drafting.eagle3.
+Tests of: drafting.draft_slots, drafting.answers, drafting.corpus, drafting.recycling, drafting.reduced_cache,
+drafting.eagle3.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from eagle_heads import CONFIG, WIDTH, random_heads
 from eagle_heads import V as WORDS
 from medusa_heads import guessing
 from shoal.config import Limits, Sampling
-from shoal.drafting.answer_file import AnswerFile, require_answers
-from shoal.drafting.corpus import Corpus
+from shoal.drafting.answers import AnswerFile, require_answers
+from shoal.drafting.corpus import Corpus, IndexWriter, open_index
 from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.hidden import PromptStates
-from shoal.drafting.index_file import IndexWriter, open_index
 from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter

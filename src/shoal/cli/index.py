@@ -170,7 +170,7 @@ def _written(files: list[Path], out: Path, source: str) -> dict[str, Any]:
 def _built(files: list[Path], tokenizer: Any, file: Any) -> dict[str, Any]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from shoal.drafting.index_file import IndexWriter
+    from shoal.drafting.corpus import IndexWriter
     from shoal.models.trimming import fingerprint
 
     console, writer, waiting = stderr(), IndexWriter(file), list[str]()

@@ -22,12 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from shoal.drafting.contexts import Contexts
+from shoal.drafting.contexts import Contexts, StringDrafts
 from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.string_rejection import ROOM, StringRejection
-from shoal.drafting.strings import StringDrafts
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import Vocabularies
 from shoal.sampling.scores import Scores

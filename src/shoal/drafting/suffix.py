@@ -18,11 +18,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from shoal.drafting.answer_file import AnswerFile, require_answers
-from shoal.drafting.answers import Answers
+from shoal.drafting.answers import AnswerFile, Answers, require_answers
 from shoal.drafting.automaton import ROOT, TOKEN_BYTES, Place, SuffixAutomaton
-from shoal.drafting.corpus import Corpus
-from shoal.drafting.index_file import fitting_index, open_index
+from shoal.drafting.corpus import Corpus, fitting_index, open_index
 from shoal.drafting.paths import probable
 from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import Guess, TextDrafter

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.config import Sampling
 from shoal.constraints.estimates import Estimates
 from shoal.drafting.captured import CapturedRounds
-from shoal.drafting.forced import ForcedTokens
+from shoal.drafting.grafting import ForcedTokens
 from shoal.drafting.protocol import (
     DraftCounters,
     Drafter,

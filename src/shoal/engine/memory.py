@@ -12,7 +12,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-from shoal.drafting.forced import longest
+from shoal.drafting.grafting import longest
 from shoal.drafting.protocol import Keeps, KeyValueMemory
 from shoal.errors import RequestError
 from shoal.types.prefix import Prefix, token_slots

@@ -90,7 +90,7 @@ class DraftTree:
         drafters: for each row's nodes, the names of the drafters that proposed them; None = the
             engine's drafter proposed all.
         forced: for each row, the number of its nodes that a grammar forces, the last ones
-            (`shoal.drafting.forced`); None = none.
+            (`shoal.drafting.grafting`); None = none.
         probes: columns that the drafter adds to the pass for itself; None = none.
     """
 

@@ -30,7 +30,7 @@ from shoal.errors import RequestError
 from shoal.models import loading
 from shoal.models.cache import Plan
 from shoal.models.runner import Runner
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 LAYOUTS = ("shared", "copied")
 

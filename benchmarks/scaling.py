@@ -33,7 +33,7 @@ from shoal.bench.plots import COLOURS, DPI, require_matplotlib
 from shoal.bench.work import timed
 from shoal.lookahead.costs import CostCurve
 from shoal.models.runner import Runner
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 from shoal.types.stats import Stats
 
 BATCH, CONTEXT, DRAFTS, PROMPT = 8, 160, 4, 512

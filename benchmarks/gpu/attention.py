@@ -24,7 +24,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS, reference
 from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 MOST_SETS, CACHE = 12, 256 << 20
 """The most further sets of keys and values, and the bytes that they need not exceed together."""

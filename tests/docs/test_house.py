@@ -71,8 +71,8 @@ DEFERRED = (
     "shoal.integrations.lm_eval",
 )  # fmt: skip
 TORCH_FREE = (
-    "errors durable config stored_problems lookahead types.requests types.samples types.schedule types.prefix "
-    "types.counts types.keyword_options types.prompt_forms types.stats "
+    "errors durable config stored_problems lookahead types.requests types.samples types.schedule "
+    "types.keyword_options types.prompt_forms types.stats "
     "engine.scheduler engine.admission engine.waiting engine.prefix_store engine.detokenizer "
     "engine.ended_rows constraints.json_schemas constraints.disjoint "
     "constraints.grammar_sources models.sources "

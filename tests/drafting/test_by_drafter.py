@@ -29,10 +29,9 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.types.counts import DraftCounts, as_dicts, total_by_drafter
 from shoal.types.requests import Request, Row
 from shoal.types.samples import Sample
-from shoal.types.stats import Stats
+from shoal.types.stats import DraftCounts, Stats, as_dicts, total_by_drafter
 from shoal.types.trees import DraftTree
 
 V = 6

@@ -27,7 +27,7 @@ from shoal.models.cache.tree import branching, chain_words, layout
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 from tree_masks import Tree, path_of, random_tree
 
 CPU = torch.device("cpu")

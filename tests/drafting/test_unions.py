@@ -33,7 +33,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.acceptance.recursive import accept_recursively
+from shoal.sampling.acceptance.by_q import accept_recursively
 from shoal.testing.drafters import check_drafter
 from shoal.testing.enumeration import chain_rule
 from shoal.testing.scripted import hashed, scripted, table_model

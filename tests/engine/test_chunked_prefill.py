@@ -21,8 +21,7 @@ from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, runner, scripted
-from shoal.types.prefix import Prefix, token_slots
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Prefix, Request, Row, token_slots
 from shoal.types.schedule import PrefillChunk
 
 VOCAB = 12

@@ -1,6 +1,6 @@
 """Calls share the slots by tokens: rows pause, and come back with the same tokens, whoever drafts and wherever they are kept.
 
-Tests of: engine.fairness, engine.waiting, engine.prefix_cache, engine.scheduler.
+Tests of: engine.waiting, engine.prefix_cache, engine.scheduler.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.engine.engine import Engine
-from shoal.engine.fairness import QUANTUM as QUANTUM_SERVED
-from shoal.engine.fairness import Fairness
 from shoal.engine.prefix_cache import PrefixMemory
 from shoal.engine.scheduler import Scheduler
-from shoal.engine.waiting import Waiting
+from shoal.engine.waiting import QUANTUM as QUANTUM_SERVED
+from shoal.engine.waiting import Fairness, Waiting
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection

@@ -25,8 +25,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.prefix import token_slots
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Request, Row, token_slots
 from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Round
 
 

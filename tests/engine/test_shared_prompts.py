@@ -34,8 +34,7 @@ from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.architectures import WINDOW
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.types.prefix import Prefix, token_slots
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Prefix, Request, Row, token_slots
 
 ERROR = 1e-4  # of the logits' standard deviation, see test_architectures.py
 K = 3

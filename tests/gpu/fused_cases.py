@@ -34,8 +34,7 @@ from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
 from shoal.testing.engines import engine_of
-from shoal.types.prefix import Prefix
-from shoal.types.requests import Request
+from shoal.types.requests import Prefix, Request
 from tree_masks import path_of, random_tree
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -34,7 +34,7 @@ from shoal.models.quantize import _weight_only
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import _largest, _reference, _sharing, largest_error
 from shoal.testing import tiny_model
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)

@@ -54,8 +54,7 @@ from shoal.models.load_report import described
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import save_pair
 from shoal.testing.engines import engine_of, runners_of
-from shoal.types.prefix import Prefix
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Prefix, Request, Row
 from shoal.types.trees import Positions
 
 # ── sizes and buffers ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.models.cache.tree import Parents
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 CPU = torch.device("cpu")
 PROMPTS = [Prefix(2, 7), Prefix(9, 1), Prefix(12, 18)]

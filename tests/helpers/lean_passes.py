@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 from tree_masks import path_of
 
 SLIDING = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.sampling.acceptance import Rejection, tree_walk
-from shoal.sampling.acceptance.k_seq import accept_independent, gamma
-from shoal.sampling.acceptance.recursive import accept_recursively
-from shoal.sampling.acceptance.tree_walk import Choice
+from shoal.sampling.acceptance import Rejection, by_q
+from shoal.sampling.acceptance.by_q import Choice, accept_independent, accept_recursively, gamma
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions, Siblings
@@ -180,11 +178,11 @@ def committed(p: Tensor, q: Tensor, shape: Callable[[Tree], None], independent: 
         return weights.argmax(-1)
 
     drafted: dict[int, bool] = {}
-    real, tree_walk.draw = tree_walk.draw, noted
+    real, by_q.draw = by_q.draw, noted
     try:
         paths, _ = Rejection().decide(tree, scores, u).lists
     finally:
-        tree_walk.draw = real
+        by_q.draw = real
     law, accepted = torch.zeros([p.shape[-1]] * HORIZON, dtype=torch.float64), 0.0
     for row, ((weight, (grown, _)), path) in enumerate(zip(cases, paths, strict=True)):
         tokens = [grown.tokens[node] for node in path]

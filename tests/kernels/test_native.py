@@ -32,7 +32,7 @@ from shoal.models.attention.native import MOST_COLUMNS, SUFFIXES, native
 from shoal.native import build as building
 from shoal.native.build import compiled
 from shoal.native.structs import HeadsStruct
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 from tree_masks import path_of, random_tree
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 

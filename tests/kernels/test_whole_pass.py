@@ -36,7 +36,7 @@ from shoal.models.runner import Runner
 from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import PanelMatrix
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = needs_compiler

@@ -1,7 +1,6 @@
 """Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays.
 
-Tests of: lookahead.plain_rounds, lookahead.stopping, lookahead.credit, lookahead.plain_rounds,
-lookahead.record, lookahead.unfed, lookahead.acceptance.
+Tests of: lookahead.plain_rounds, lookahead.plan, lookahead.credit, lookahead.unfed, lookahead.acceptance.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from laws import ALPHA, P, Q, joint
 from policies import KnownCosts, auto
 from shoal.engine.engine import Engine
 from shoal.lookahead import plain_rounds
-from shoal.lookahead.acceptance import Acceptance, Tried
+from shoal.lookahead.acceptance import Acceptance, Record, Tried
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve
 from shoal.lookahead.credit import FIRST, MOST, SHARE, Credit
 from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.plan import best_plan
-from shoal.lookahead.record import Record
 from shoal.lookahead.unfed import Unfed
 from shoal.testing.engines import engine_of, runners_of
 from shoal.testing.enumeration import chain_rule

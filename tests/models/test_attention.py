@@ -26,7 +26,7 @@ from shoal.models.attention.methods import METHODS, reference
 from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 split_module = importlib.import_module("shoal.models.attention.pad")  # the name in the package is the function
 

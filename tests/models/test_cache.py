@@ -20,7 +20,7 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.layer import allocated
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 CPU = torch.device("cpu")
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 3

@@ -1,6 +1,6 @@
 """Penalties count each token of a row once, however often they are asked.
 
-Tests of: types.counts.
+Tests of: types.stats.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.engines import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.types.counts import TokenCounts
 from shoal.types.requests import Request, Row
+from shoal.types.stats import TokenCounts
 
 VOCAB = 12
 

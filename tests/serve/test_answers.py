@@ -36,10 +36,10 @@ from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.tool_calls import HERMES, Call, CallRules
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.counts import DraftCounts
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
 from shoal.types.samples import Sample, TopLogprobs
+from shoal.types.stats import DraftCounts
 
 TOKENIZER = tiny_tokenizer()
 

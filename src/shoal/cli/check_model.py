@@ -314,7 +314,7 @@ def memory(case: CheckCase) -> CheckResult:
     from shoal.engine.batch_size import most_rows
     from shoal.engine.prefill import policy_for
     from shoal.engine.prefix_store import PrefixStore
-    from shoal.types.prefix import token_slots
+    from shoal.types.requests import token_slots
 
     longest = case.longest
     slots, drafter = min(case.n, most_rows(case.model.max_batch)), case.model.new_drafter()

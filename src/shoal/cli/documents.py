@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.cli.prompt_lines import PromptLine
-from shoal.types.counts import as_dicts
 from shoal.types.samples import Output, Result, Sample
+from shoal.types.stats import as_dicts
 
 
 def document(

@@ -22,8 +22,7 @@ from shoal.errors import InternalError
 from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
-from shoal.types.prefix import Prefix
-from shoal.types.requests import Row
+from shoal.types.requests import Prefix, Row
 from shoal.types.schedule import PrefillChunk
 
 NO_GROUP = -1

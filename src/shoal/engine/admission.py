@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.engine.prefix_store import PrefixStore
-from shoal.types.prefix import Prefix
-from shoal.types.requests import Row
+from shoal.types.requests import Prefix, Row
 from shoal.types.schedule import PromptOrigin
 
 Fits = Callable[[Sequence[Row], int, Mapping[int, Prefix]], bool]

@@ -36,7 +36,6 @@ from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_
 from shoal.engine.checks import checked
 from shoal.engine.commit import columns_of, commit, commit_run
 from shoal.engine.distinct import Distinct
-from shoal.engine.fairness import Fairness
 from shoal.engine.guide import Guide, Together
 from shoal.engine.memory import Memory
 from shoal.engine.multi_step import MultiStep
@@ -47,6 +46,7 @@ from shoal.engine.running_rows import Batch
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
 from shoal.engine.verify import scores_of, verify
+from shoal.engine.waiting import Fairness
 from shoal.errors import OutOfMemory
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
 from shoal.models.available import kv_budget
@@ -118,7 +118,7 @@ class Engine:
         prefixes: the memory for prefixes of earlier rows, beside `kv_bytes`
             (`shoal.engine.prefix_cache`); None = none are kept.
         quantum: the tokens by which a call may get ahead of one that waits before its rows pause
-            (`shoal.engine.fairness`); None = first come, first served.
+            (`shoal.engine.waiting`); None = first come, first served.
         guide: the second model of rows with guidance (`shoal.engine.guide`); None = such rows are
             refused.
         clock: returns seconds, on the clock of the requests' submission; None =

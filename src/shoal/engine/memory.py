@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from shoal.drafting.grafting import longest
 from shoal.drafting.protocol import Keeps, KeyValueMemory
 from shoal.errors import RequestError
-from shoal.types.prefix import Prefix, token_slots
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Prefix, Request, Row, token_slots
 from shoal.types.schedule import Round
 
 CacheSize = tuple[int, int, int]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shoal.errors import RequestError
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 POLICIES = ("auto", "shared", "copied")
 MIN_SAVED_TOKENS = 2048

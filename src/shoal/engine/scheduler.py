@@ -7,7 +7,7 @@ prompt of its row after the row has left. Prompts are admitted first come, first
 waiting rows of a group find a copy, and each prompt is computed once. A prompt in the prefix store
 stays there for as long as a row of its group runs or waits.
 
-Rows of several calls come first come, first served, or in the order of `shoal.engine.fairness`:
+Rows of several calls come first come, first served, or in the order of `shoal.engine.waiting`:
 then rows may also pause.
 
 Prompts with deadlines take turns (see `shoal.engine.waiting`), and between two of its rows a prompt
@@ -33,9 +33,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.engine.admission import CacheState, Decision, Fits, decide, find_prompt
-from shoal.engine.fairness import Fairness
 from shoal.engine.prefix_store import PrefixStore
-from shoal.engine.waiting import Deadlines, Waiting
+from shoal.engine.waiting import Deadlines, Fairness, Waiting
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Round
@@ -164,7 +163,7 @@ class Scheduler:
     def to_pause(self) -> Row | None:
         """Returns the row that is to give its slot to a waiting one; None = no row.
 
-        See `shoal.engine.fairness`.
+        See `shoal.engine.waiting`.
         """
         if not self.waiting or self._prefilling is not None or None in self._slots:
             return None

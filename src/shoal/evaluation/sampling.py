@@ -15,9 +15,9 @@ from shoal.config import require_lossless
 from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import RequestError, ShoalError
 from shoal.evaluation.tasks import Task
-from shoal.types.counts import as_dicts
 from shoal.types.keyword_options import split_options
 from shoal.types.samples import Sample
+from shoal.types.stats import as_dicts
 
 COUNTS = (
     "rounds",

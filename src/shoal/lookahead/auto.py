@@ -2,9 +2,8 @@
 
 The choice includes no draft at all. The gain of drafting follows from estimates of acceptance
 (`shoal.lookahead.acceptance`), its cost from passes that were made (`shoal.lookahead.costs`). Both
-are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them;
-a plan is kept for several rounds, as making one takes time. `shoal.lookahead.stopping` ends drafts
-by the plan.
+are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them,
+and ends drafts by the plan; a plan is kept for several rounds, as making one takes time.
 
 Even if the estimates are wrong, `shoal.lookahead.credit` bounds the loss against plain decoding.
 """
@@ -17,12 +16,10 @@ from operator import add, mul
 
 import numpy as np
 
-from shoal.lookahead.acceptance import LIMIT, Array, Tried
+from shoal.lookahead.acceptance import LIMIT, Array, Record, Tried
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plain_rounds import Backoff
-from shoal.lookahead.plan import best_plan, remaining_weights, repays
-from shoal.lookahead.record import Record
-from shoal.lookahead.stopping import Stopping
+from shoal.lookahead.plan import Stopping, best_plan, remaining_weights, repays
 from shoal.lookahead.unfed import Unfed
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome

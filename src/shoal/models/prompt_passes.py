@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.runner import Runner
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 MAX_PASS_WIDTH = 512
 """The largest number of prompt tokens per row and pass.

@@ -39,7 +39,7 @@ from shoal.models.out_of_memory import explained
 from shoal.models.vectors import require_vectors
 from shoal.models.weights import nbytes
 from shoal.models.weights.groups import GroupLinear
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 BYTES_AT_ONCE = 160 << 20
 """The bytes of weights that passes may read before Python looks at their tokens."""

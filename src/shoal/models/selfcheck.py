@@ -17,7 +17,7 @@ from shoal.errors import UnsupportedModel
 from shoal.models.divergence import BYTES, GROUPS, LIMITS, divergences
 from shoal.models.runner import Runner
 from shoal.models.weights.groups import GroupLinear
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 FEW = 4
 """The factor by which the tokens of one block may diverge more than all tokens do on average.

@@ -42,7 +42,7 @@ from shoal.models.sharded import (
     SharedCaptures,
     arguments_of,
 )
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 
 def require_ranks(name: str, config: Any) -> None:

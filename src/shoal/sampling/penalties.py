@@ -18,8 +18,8 @@ from torch import Tensor
 from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.sampling.purity import name_of
-from shoal.types.counts import TokenCounts
 from shoal.types.rounds import Faults
+from shoal.types.stats import TokenCounts
 from shoal.types.trees import Positions
 
 _POSITION_INDEPENDENT = frozenset(

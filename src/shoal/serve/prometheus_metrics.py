@@ -27,9 +27,9 @@ from shoal import __version__
 from shoal.drafting.protocol import name_of
 from shoal.serve.api_errors import ApiError
 from shoal.serve.exchanges import Exchange
-from shoal.types.counts import DraftCounts
 from shoal.types.rounds import Commit
 from shoal.types.samples import Sample
+from shoal.types.stats import DraftCounts
 
 if TYPE_CHECKING:
     from shoal.serve.worker import Worker

@@ -18,8 +18,8 @@ from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.scoring import Scoring, scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.worker import Worker
-from shoal.types.counts import as_dicts, total_by_drafter
 from shoal.types.samples import Sample, ranked
+from shoal.types.stats import as_dicts, total_by_drafter
 
 EMPTY = Sample(
     "",

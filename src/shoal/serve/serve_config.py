@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
-from shoal.engine.fairness import QUANTUM
+from shoal.engine.waiting import QUANTUM
 from shoal.errors import RequestError
 from shoal.models.available import kv_budget
 from shoal.sampling.acceptance import RULES

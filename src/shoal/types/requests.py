@@ -1,4 +1,7 @@
-"""A request (`Request`) and the engine's data of each sequence (`Row`)."""
+"""A request (`Request`) and the engine's data of each sequence (`Row`).
+
+A prefix is the place in the prefix store of a prompt that all rows of its group share.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from typing import Any
 
 from shoal.config import Limits, Sampling
 from shoal.errors import ShoalError
-from shoal.types.counts import DraftCounts, TokenCounts
-from shoal.types.prefix import Prefix
 from shoal.types.samples import TopLogprobs
+from shoal.types.stats import DraftCounts, TokenCounts
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Request:
         distinct: rows draw whole texts without replacement (`shoal.engine.distinct`).
         owner: the owner of the request; prefixes that are kept of one owner's rows are not used for
             another owner's.
-        weight: the share of the slots beside other calls, see `shoal.engine.fairness`; > 0, equal
+        weight: the share of the slots beside other calls, see `shoal.engine.waiting`; > 0, equal
             for all requests of a call.
         shown_tokens: special tokens that the text shows; the token that ends a row is always left
             out.
@@ -136,7 +138,7 @@ class Row:
     Attributes:
         group: the number of the row's group. Rows with the same group number have the same tokens
             when they enter the caches. The n rows of a request form one group. A paused row
-            (`shoal.engine.fairness`) gets a group of its own.
+            (`shoal.engine.waiting`) gets a group of its own.
         index: the number of the row in its request.
         tokens: ids of the prompt and of committed tokens; only appended to.
         seed: the seed of its uniforms.
@@ -298,3 +300,23 @@ class Row:
     def draft_reach(self) -> int:
         """The most tokens of the row that its drafter reads; 0 if the prompt alone is longer."""
         return self.draft_context if self.prompt_length <= self.draft_context else 0
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt that is stored once, in slots base .. base + length - 1 of the store.
+
+    Attributes:
+        base: the first token slot.
+        length: the number of tokens.
+        drafted: True if the drafter's cache stores the prompt, too.
+    """
+
+    base: int
+    length: int
+    drafted: bool = True
+
+
+def token_slots(prefixes: Iterable[Prefix]) -> int:
+    """Returns the number of token slots that these prompts need: up to the end of the last one."""
+    return max((prefix.base + prefix.length for prefix in prefixes), default=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
-from shoal.types.counts import DraftCounts
+from shoal.types.stats import DraftCounts
 
 if TYPE_CHECKING:
     import torch

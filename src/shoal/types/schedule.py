@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from shoal.types.prefix import Prefix
-from shoal.types.requests import Row
+from shoal.types.requests import Prefix, Row
 
 
 class PromptOrigin(Enum):

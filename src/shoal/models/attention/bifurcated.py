@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.visible_keys import additive
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 Part = tuple[Tensor, Tensor]
 """The attention to some of the keys, [..., q, value dim], and the logarithm of its denominator.

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.models.cache.layer import Moves
 from shoal.models.cache.prefix_tree import PrefixTree
 from shoal.models.cache.slots import SlotCache
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 MIN_TOKENS = 8
 """The length of the shortest prefix that is worth copying."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.cache.tree import Array, Parents, branching, layout
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 PACK_FROM = 1 / 8
 """The smallest share of unused columns for which a pass of Transformers' modules is packed.

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from shoal.errors import InternalError
 from shoal.models.cache.layer import Layer, Moves, allocated
 from shoal.models.cache.pass_plan import Plan
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 LayerStores = tuple[Tensor, Tensor, Tensor, Tensor]
 """The keys and values of a layer's slots, and those of its shared store."""

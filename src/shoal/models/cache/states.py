@@ -37,7 +37,7 @@ from shoal.models.cache.mixing import (
 )
 from shoal.models.cache.pass_plan import Plan
 from shoal.models.cache.slots import SlotCache
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 KNOWN = hasattr(SlotCache, "get_conv_state")
 """True if this version of Transformers asks a cache for recurrent states."""

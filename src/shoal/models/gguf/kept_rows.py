@@ -11,7 +11,7 @@ import numpy as np
 from shoal.models.cache import SlotCache
 from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes
 from shoal.models.gguf.sequences import RowState, Sequences
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 
 class _KeptRow(NamedTuple):

@@ -24,7 +24,7 @@ import torch
 from shoal.errors import ModelError, OutOfMemory, RequestError
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.gguf.library import complaint, library
-from shoal.types.prefix import Prefix
+from shoal.types.requests import Prefix
 
 if TYPE_CHECKING:
     from shoal.models.gguf.gguf_model import GgufModel

@@ -1,6 +1,6 @@
 """The acceptance rules, which choose the drafts to keep: pure functions on tensors.
 
-Each rule has a module. Glossary, used in every module, log line and figure:
+`Rejection` verifies by q, chains and trees. Glossary, used in every module, log line and figure:
 
     p               the target's declared distribution at a position, after all of the row's
                     sampling controls

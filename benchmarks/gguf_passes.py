@@ -28,8 +28,7 @@ from provenance import require_place, write_results
 from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.models.gguf.gguf_model import GgufModel
-from shoal.models.gguf.library import library
+from shoal.models.gguf.gguf_model import GgufModel, library
 from shoal.models.gguf.sequences import Feed, Sequences
 
 PROMPT = "Write a Python function that reverses a linked list, and explain each of its lines."

@@ -26,7 +26,7 @@ from shoal.drafting import model as draft_model
 from shoal.engine import engine, logprobs
 from shoal.models import runner
 from shoal.models.cache import slots
-from shoal.models.lean.draft_steps import LeanSteps
+from shoal.models.lean.whole import LeanSteps
 from shoal.models.runner import Runner
 from shoal.sampling import acceptance, scores
 from shoal.types.stats import Stats

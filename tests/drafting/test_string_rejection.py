@@ -1,6 +1,6 @@
 """SLRS: drafts of a model that writes bytes or characters, verified by the probability that it writes a token's bytes.
 
-Tests of: drafting.contexts, models.token_trie, drafting.string_rejection, drafting.other_vocabulary.
+Tests of: drafting.contexts, models.spelling, drafting.string_rejection, drafting.other_vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass.
 
-Tests of: models.cache.layer, models.cache.slots, models.cache.tree,
-models.cache.pass_plan, models.attention.visible_keys.
+Tests of: models.cache.layer, models.cache.slots,  models.cache.pass_plan, models.attention.visible_keys.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import loading
 from shoal.models.attention.visible_keys import Masks, within
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.tree import branching, chain_words, layout
+from shoal.models.cache.pass_plan import branching, chain_words, layout
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import hashed, scripted

@@ -1,6 +1,6 @@
 """Draft trees through the engine: the tokens of plain decoding, and its distribution, whatever trees are proposed.
 
-Tests of: models.cache.tree, models.cache.pass_plan, drafting.model.
+Tests of: models.cache.pass_plan, drafting.model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.errors import InternalError, UnsupportedModel
 from shoal.lookahead.bass import Bass, Fixed
 from shoal.lookahead.controller import by_name
 from shoal.models.bridge import cache_name
-from shoal.models.cache import SlotCache, tree
+from shoal.models.cache import SlotCache, pass_plan
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule, exact_match
@@ -334,7 +334,7 @@ def differs(target: Runner, **options: Any) -> bool:
 
 
 def test_a_visible_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = tree.layout
+    real = pass_plan.layout
 
     def layout(parents: Sequence[Sequence[int]], counts: Sequence[int]) -> Any:
         depths, words = real(parents, counts)

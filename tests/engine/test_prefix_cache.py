@@ -1,6 +1,6 @@
 """Prompts kept for later rows that begin alike: the same tokens and log-probabilities, less to compute, nobody else's tokens.
 
-Tests of: models.cache.kept_prompts, models.cache.prefix_tree, engine.prefix_cache, engine.scheduler,
+Tests of: models.cache.kept_prompts, engine.prefix_cache, engine.scheduler,
 types.stats.
 """
 
@@ -27,8 +27,7 @@ from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.scheduler import MIN_WAIT
 from shoal.errors import BadLogits, RequestError
 from shoal.lookahead.controller import Fixed
-from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes
-from shoal.models.cache.prefix_tree import PrefixTree
+from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes, PrefixTree
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.models.weights import versions

@@ -1,7 +1,7 @@
 """What training loops need: samples as padded tensors, log-probabilities that are a forward pass's, and weights that may change
 between calls of `generate`.
 
-Tests of: models.belongings, types.rollouts, models.quantize.
+Tests of: models.structure, types.rollouts, models.quantize.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
-from shoal.models.cache.tree import Parents
+from shoal.models.cache.pass_plan import Parents
 from shoal.types.requests import Prefix
 
 CPU = torch.device("cpu")

@@ -28,8 +28,8 @@ from shoal.models.compiled.block import Block
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.load_report import described
+from shoal.models.ranks import Served, SharedCaptures
 from shoal.models.runner import Runner
-from shoal.models.sharded import Served, SharedCaptures
 from shoal.models.tensor_parallel import _LedCache
 from shoal.testing.engines import engine_of
 from shoal.types.requests import Request

@@ -1,7 +1,7 @@
 """Lean passes compute what the model's modules compute, and only for models that they know.
 
 Tests of: models.lean.decoder, models.lean.decoder, models.lean.forward, models.bridge,
-models.lean.native_operations, models.selfcheck, models.divergence.
+ models.selfcheck, models.load_checks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from native_kernels import needs_compiler
 from shoal.api import Shoal
 from shoal.models import passes, selfcheck, weights
 from shoal.models.bridge import Bridge
-from shoal.models.divergence import LIMITS
-from shoal.models.executors.lean import C_DECODER
+from shoal.models.executors.without_modules import C_DECODER
 from shoal.models.lean.decoder import Angles, Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
+from shoal.models.load_checks import LIMITS
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes, use_lean_passes
 from shoal.models.prompt_passes import feed_prompts

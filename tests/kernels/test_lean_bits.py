@@ -1,6 +1,6 @@
 """Lean passes by the kernels: a token's logits have the same bits alone, in a batch and in a verification; in bfloat16 too.
 
-Tests of: models.lean.native_operations, models.passes, models.weights, models.formats, native.build.
+Tests of: models.lean.forward, models.passes, models.weights, models.formats, native.build.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A drafter's steps in one call are the same steps one by one: tokens, q, confidence, counts, and what is left in the cache.
 
-Tests of: models.lean.draft_steps, models.lean.whole, sampling.native_draws, models.passes, models.weights,
+Tests of: models.lean.whole, sampling.native_draws, models.passes, models.weights,
 models.weights.matrix.
 """
 
@@ -22,8 +22,8 @@ from native_kernels import needs_compiler
 from shoal import Shoal
 from shoal.config import Sampling
 from shoal.models import formats, weights
-from shoal.models.lean import draft_steps, whole
-from shoal.models.lean.draft_steps import Drawing, LeanSteps
+from shoal.models.lean import whole
+from shoal.models.lean.whole import Drawing, LeanSteps
 from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
@@ -248,7 +248,7 @@ MUTANTS = {
 def test_a_wrong_step_is_caught(name: str) -> None:
     made = wrong_kernels(MUTANTS[name])
     runner = packed("llama", torch.float32)
-    with patch.object(draft_steps, "library", lambda: made), patch.object(whole, "library", lambda: made):
+    with patch.object(whole, "library", lambda: made), patch.object(whole, "library", lambda: made):
         try:
             assert distance(runner) > 1e-3
         except IndexError:  # a token that is none

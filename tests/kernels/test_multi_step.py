@@ -1,6 +1,6 @@
 """Several plain rounds in one go: tokens, log-probabilities and counts are those of the same rounds one by one.
 
-Tests of: engine.multi_step, engine.commit, models.lean.draft_steps, models.runner, sampling.ahead.
+Tests of: engine.multi_step, engine.commit, models.lean.whole, models.runner, sampling.ahead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be.
 
-Tests of: models.lean.native_operations, models.attention.native, native.build.
+Tests of: models.lean.forward, models.attention.native, native.build.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from attending import build
 from native_kernels import excess, needs_compiler
 from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
-from shoal.models.executors.lean import C_DECODER
 from shoal.models.executors.modules import MODULES
+from shoal.models.executors.without_modules import C_DECODER
 from shoal.native import build as building
 from shoal.native.build import NotBuilt
 from shoal.testing import save_pair

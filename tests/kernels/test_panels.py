@@ -1,6 +1,6 @@
 """Weights packed for the product kernel in C: right products, whose bits do not depend on the batch; weights come back exactly.
 
-Tests of: models.weights.packing, models.weights.panels, models.weights.matrix, models.formats,
+Tests of: models.weights.layers, models.weights.panels, models.weights.matrix, models.formats,
 native.build.
 """
 
@@ -24,8 +24,8 @@ import shoal
 from native_kernels import needs_compiler
 from shoal.models import formats
 from shoal.models.weights import panels
+from shoal.models.weights.layers import packing
 from shoal.models.weights.matrix import PACKED, Matrix
-from shoal.models.weights.packing import packing
 from shoal.models.weights.panels import PanelMatrix
 from shoal.testing import save_pair
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
@@ -120,7 +120,7 @@ def test_which_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [packing(dtype) for dtype in (*TYPES, torch.float64)] == [PanelMatrix, PanelMatrix, None]
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu({torch.bfloat16: "AMX-BF16"}, packs=both))
     assert [packing(dtype) for dtype in TYPES] == [PanelMatrix, PanelMatrix]
-    monkeypatch.setattr("shoal.models.weights.packing.missing", lambda: "no C compiler")
+    monkeypatch.setattr("shoal.models.weights.layers.missing", lambda: "no C compiler")
     assert [packing(dtype) for dtype in TYPES] == [Matrix, Matrix]
 
 

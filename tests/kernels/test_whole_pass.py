@@ -3,7 +3,7 @@
 Negative controls compile the sources with one thing wrong, and the same comparison must notice.
 
 Tests of: models.cache.slots, models.lean.decoder, models.lean.forward, models.lean.whole,
-models.weights.int8, models.lean.native_operations.
+models.weights.int8.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from native_kernels import needs_compiler, threads
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.cache import slots
-from shoal.models.executors.lean import C_DECODER
-from shoal.models.lean import native_operations, whole
+from shoal.models.executors.without_modules import C_DECODER
+from shoal.models.lean import forward, whole
 from shoal.models.lean.decoder import decoder_of
-from shoal.models.lean.forward import LeanPass
-from shoal.models.lean.native_operations import NativeKernels
+from shoal.models.lean.forward import LeanPass, NativeKernels
 from shoal.models.lean.whole import WholePass, whole_pass
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
@@ -142,13 +141,13 @@ def test_a_prompt_at_the_wrong_place_of_the_shared_store_shows(monkeypatch: pyte
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_threads_give_the_bits_of_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kernels: PyTorch, which attends over the long prompt, rounds otherwise with other threads on some processors."""
-    attended = native_operations.attended
+    attended = forward.attended
 
     def by_one_thread(*arguments: Any) -> Tensor:
         with threads(1):
             return attended(*arguments)
 
-    monkeypatch.setattr(native_operations, "attended", by_one_thread)
+    monkeypatch.setattr(forward, "attended", by_one_thread)
     runner = packed("qwen2 with windows", dtype)
     expected = lived(runner)
     with threads(2):

@@ -27,8 +27,8 @@ from shoal.lookahead.controller import Fixed
 from shoal.models import bridge, loading
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.divergence import LIMITS
 from shoal.models.lean.decoder import FAMILY
+from shoal.models.load_checks import LIMITS
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer

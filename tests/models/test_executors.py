@@ -1,6 +1,6 @@
 """Which executor computes a pass, for models x settings x kinds of pass, and what is said of the others.
 
-Tests of: models.executors, models.executors.triton, models.structure, models.runner (explain, executors), models.passes,
+Tests of: models.executors, models.executors.without_modules, models.structure, models.runner (explain, executors), models.passes,
 cli.check_model (executors).
 """
 

@@ -1,6 +1,6 @@
 """Checkpoints that others quantised: read with their scales, or refused by name; whole numbers are never taken for weights.
 
-Tests of: models.foreign, models.pretrained.
+Tests of: models.pretrained.
 """
 
 from __future__ import annotations

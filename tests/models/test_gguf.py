@@ -25,8 +25,7 @@ from shoal.drafting import checkpoints
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.executors.llama_cpp import LlamaCpp
 from shoal.models.gguf.gguf_model import _loaded
-from shoal.models.gguf.gguf_runner import GgufRunner
-from shoal.models.gguf.kept_rows import KeptSequences
+from shoal.models.gguf.gguf_runner import GgufRunner, KeptSequences
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
 from shoal.models.sources import directory_of, gguf_of

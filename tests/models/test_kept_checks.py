@@ -1,6 +1,6 @@
 """The checks of a load are computed once for the same files, settings, code and processor.
 
-Tests of: models.kept_checks, models.selfcheck (self_check), models.passes (use_lean_passes), cli.check_model (self_check).
+Tests of: models.load_checks, models.selfcheck (self_check), models.passes (use_lean_passes), cli.check_model (self_check).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from native_kernels import needs_compiler
 from shoal.cli.check_model import self_check as told
 from shoal.errors import UnsupportedModel
-from shoal.models import formats, kept_checks, passes, selfcheck
-from shoal.models.kept_checks import KeptChecks
+from shoal.models import formats, load_checks, passes, selfcheck
+from shoal.models.load_checks import KeptChecks
 from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
@@ -31,8 +31,8 @@ SELF, LEAN = "_self_check", "largest_error"
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint; results are kept in a folder of its own, of small models too."""
-    monkeypatch.setattr(kept_checks, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(kept_checks, "LEAST_BYTES", 0)
+    monkeypatch.setattr(load_checks, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(load_checks, "LEAST_BYTES", 0)
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset({torch.float32})))
     return save_pair(tmp_path / "pair")[0]
 
@@ -117,7 +117,7 @@ def test_other_code_and_another_processor_check_again(
     name: str, place: Path, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(place)
-    monkeypatch.setattr(kept_checks, name, lambda: {"other"} if name == "instructions" else "other")
+    monkeypatch.setattr(load_checks, name, lambda: {"other"} if name == "instructions" else "other")
     load(place)
     assert computed[SELF] == 2
 
@@ -125,7 +125,7 @@ def test_other_code_and_another_processor_check_again(
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"self-check": 3}'])
 def test_a_damaged_file_is_not_believed(text: str, place: Path, computed: Counter[str]) -> None:
     load(place)
-    (file,) = kept_checks.cache_folder().glob("checks-*.json")  # type: ignore[union-attr]
+    (file,) = load_checks.cache_folder().glob("checks-*.json")  # type: ignore[union-attr]
     file.write_text(text, encoding="utf-8")
     load(place)
     assert computed[SELF] == 2
@@ -149,14 +149,14 @@ def test_small_models_and_full_disks_keep_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
         load(place)
-    monkeypatch.setattr(kept_checks, "LEAST_BYTES", 2**30)
+    monkeypatch.setattr(load_checks, "LEAST_BYTES", 2**30)
     load(place)
     assert computed[SELF] == 2
-    assert not list(kept_checks.cache_folder().glob("checks-*.json"))  # type: ignore[union-attr]
+    assert not list(load_checks.cache_folder().glob("checks-*.json"))  # type: ignore[union-attr]
 
 
 def test_the_oldest_results_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_checks, "MOST_FILES", 2)
+    monkeypatch.setattr(load_checks, "MOST_FILES", 2)
     for number in range(4):
         file = tmp_path / f"checks-{number}.json"
         KeptChecks(file).write("a check", {"error": number})

@@ -1,6 +1,6 @@
 """A target shared by two processes decodes what it decodes in one; the first process decides, the second only computes.
 
-Tests of: models.sharded, models.ranks, models.tensor_parallel.
+Tests of: models.ranks, models.tensor_parallel.
 """
 
 from __future__ import annotations

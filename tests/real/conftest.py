@@ -16,8 +16,8 @@ import smollm2
 from shoal.api import Shoal
 from shoal.drafting.draft import read_draft
 from shoal.models import formats, weights
+from shoal.models.weights.layers import packing
 from shoal.models.weights.matrix import PACKED, Key
-from shoal.models.weights.packing import packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

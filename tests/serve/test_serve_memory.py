@@ -1,6 +1,6 @@
 """A server without memory: rows end with an error, a new engine takes the place of the failed one, or the process ends.
 
-Tests of: serve.engine_thread, serve.serve_config, models.available, models.out_of_memory.
+Tests of: serve.engine_thread, serve.serve_config, models.available.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from shoal.engine.validation import RequestValidator
 from shoal.errors import InternalError, OutOfMemory, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import available
-from shoal.models.available import KV_SHARE, free_bytes
-from shoal.models.out_of_memory import explained, is_out_of_memory
+from shoal.models.available import KV_SHARE, explained, free_bytes, is_out_of_memory
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.serve.engine_thread import SWITCH_SECONDS, EngineThread

@@ -144,7 +144,7 @@ def self_check(runner: Runner, role: str) -> CheckResult:
     if error is None:
         return CheckResult(name, "skip", "not run")
     from shoal.models import selfcheck
-    from shoal.models.kept_checks import KeptChecks
+    from shoal.models.load_checks import KeptChecks
 
     if runner.kept_checks.read(selfcheck.SELF_CHECK) is not None:
         fresh = runner.fork()

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
-from shoal.models.belongings import Belongings
 from shoal.models.runner import Runner
+from shoal.models.structure import Belongings
 
 Heads = TypeVar("Heads")
 _loaded: Belongings[Any] = Belongings("heads")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.models.compiled.draft_functions import DraftedStep
-from shoal.models.lean.draft_steps import Drawing
+from shoal.models.lean.whole import Drawing
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedTokens
 from shoal.sampling.controls import change

@@ -24,7 +24,7 @@ from shoal.drafting.contexts import Contexts
 from shoal.drafting.model import ModelDrafter, needs_q
 from shoal.drafting.protocol import DraftInputs
 from shoal.errors import PairMismatch
-from shoal.models.token_trie import MOST_DEPTH, TokenTrie
+from shoal.models.spelling import MOST_DEPTH, TokenTrie
 from shoal.models.vocabulary import Vocabularies
 from shoal.sampling.distributions import draws
 from shoal.types.rounds import Faults

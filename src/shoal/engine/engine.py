@@ -49,8 +49,7 @@ from shoal.engine.verify import scores_of, verify
 from shoal.engine.waiting import Fairness
 from shoal.errors import OutOfMemory
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
-from shoal.models.available import kv_budget
-from shoal.models.out_of_memory import explained
+from shoal.models.available import explained, kv_budget
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.ahead import UniformsAhead

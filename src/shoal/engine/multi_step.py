@@ -1,7 +1,7 @@
 """Several plain rounds in one go, where a pass is so short that the work around it counts.
 
 On a CPU the passes and draws of such rounds are calls of the kernels in C, each of which leaves the
-drawn tokens where the next one reads them (`shoal.models.lean.draft_steps`). They are committed
+drawn tokens where the next one reads them (`shoal.models.lean.whole`). They are committed
 together. Tokens, log-probabilities and counts are those of the same rounds one by one: a row's
 draws depend on its own tokens and uniforms alone, and a run of rounds ends as soon as a row that
 ends would change the rows of the next round.
@@ -21,7 +21,7 @@ from shoal.drafting.protocol import observes_plain_rounds
 from shoal.engine.running_rows import Batch
 from shoal.lookahead.controller import Controller
 from shoal.models.compiled.draft_functions import DraftedStep
-from shoal.models.lean.draft_steps import Drawing
+from shoal.models.lean.whole import Drawing
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.acceptance.rule import decides_chains
 from shoal.sampling.ahead import UniformsAhead

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.protocol import Drafter
-from shoal.models.cache.prefix_tree import common
+from shoal.models.cache.kept_prompts import common
 from shoal.models.runner import Runner
 from shoal.models.weights.versions import sums
 from shoal.types.requests import Row

@@ -15,7 +15,7 @@ from shoal.engine.prefill import prefill
 from shoal.engine.prefix_cache import PrefixCache
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import BadLogits, ModelError, ShoalError
-from shoal.models.out_of_memory import explained
+from shoal.models.available import explained
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row

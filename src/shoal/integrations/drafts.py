@@ -15,9 +15,9 @@ from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.protocol import Drafter
 from shoal.errors import RequestError
 from shoal.models import loading, pretrained
-from shoal.models.belongings import Belongings
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
+from shoal.models.structure import Belongings
 
 
 class KeptModel(NamedTuple):

@@ -33,9 +33,9 @@ from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts
 from shoal.models import loading, pretrained
-from shoal.models.belongings import Belongings
 from shoal.models.dropout import evaluating
 from shoal.models.runner import Runner
+from shoal.models.structure import Belongings
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.purity import require_stateless
 

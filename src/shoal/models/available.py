@@ -1,12 +1,20 @@
-"""The free memory of a device, and the part of it that keys and values may take by default."""
+"""The memory of a device: how much is free, and the errors that mean a lack of it.
+
+By default keys and values may take a part of what is free. Exceptions that mean a lack of memory
+become one error.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 
 import torch
+
+from shoal.errors import OutOfMemory
 
 KV_SHARE = 0.5
 """The part of the free memory that the caches may take.
@@ -94,3 +102,53 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+SIGNS = (
+    "out of memory",  # CUDA's allocator, "CUDA error: out of memory", drivers, ROCm
+    "can't allocate memory",  # PyTorch on a CPU
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "bad allocation",
+    "status_alloc_failed",  # cuBLAS, cuDNN, cuSOLVER
+    # a new handle fails for want of memory, though the status then says "not initialized"
+    "cublascreate",
+)
+"""The texts in the messages of such errors; libraries raise them as plain RuntimeErrors."""
+ADVICE = "lower max_batch, n, max_new_tokens or use dtype='bfloat16'"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns True if the error means that there was no memory, on any device."""
+    if isinstance(error, (MemoryError, OutOfMemory)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
+
+
+class explained:
+    """A context in which out of memory becomes an `OutOfMemory` with advice.
+
+    Every other error passes unchanged. The traceback of the cause is dropped: its frames hold the
+    tensors that took the memory.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, (MemoryError, RuntimeError, OSError)) and is_out_of_memory(error):
+            raise OutOfMemory(
+                f"{self._who}: out of memory ({error}); {ADVICE}"
+            ) from error.with_traceback(None)

@@ -32,8 +32,8 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import Method
 from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import SlotCache
+from shoal.models.executors.executor import embedded
 from shoal.models.structure import Structure
-from shoal.models.vectors import embedded
 
 NAME, STATIC_NAME = "shoal", "shoal-static"
 """The attention implementations that models are switched to."""
@@ -153,7 +153,7 @@ class Bridge:
         Args:
             forward_context: a context that is entered while the model computes.
             want_logits: False allows the logits of the last column only.
-            vectors: the vectors that negative ids stand for (`shoal.models.vectors`).
+            vectors: the vectors that negative ids stand for (`shoal.models.executors.executor`).
 
         Raises:
             UnsupportedModel: the model does not return its hidden states.

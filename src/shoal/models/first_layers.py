@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.models.belongings import Belongings
 from shoal.models.cache import SlotCache
 from shoal.models.lean.forward import LeanPass
 from shoal.models.runner import Runner
+from shoal.models.structure import Belongings
 
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 """The names that Transformers gives to the norm between the last layer and the head."""

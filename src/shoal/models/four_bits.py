@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.belongings import Belongings
-from shoal.models.executors.lean import C_DECODER
+from shoal.models.executors.without_modules import C_DECODER
 from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.quantize import Int8Linear, with_layers
 from shoal.models.runner import Runner
+from shoal.models.structure import Belongings
 from shoal.models.weights import LINEARS
 from shoal.models.weights.fusing import plain
 from shoal.models.weights.groups import GROUP, GroupLinear, Groups

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from shoal.models.attention.methods import resolved
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.executors.lean import C_DECODER, C_LAYERS
-from shoal.models.executors.triton import TRITON_LAYERS
+from shoal.models.executors.without_modules import C_DECODER, C_LAYERS, TRITON_LAYERS
 from shoal.models.runner import Runner
 
 

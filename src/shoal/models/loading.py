@@ -16,12 +16,12 @@ from transformers.pytorch_utils import Conv1D
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.capabilities import capabilities, keeps_states
-from shoal.models.executors.lean import C_DECODER
+from shoal.models.executors.without_modules import C_DECODER
 from shoal.models.fixed_shapes import make_strict
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import own_model
-from shoal.models.kept_checks import KeptChecks, kept_checks
 from shoal.models.lean.decoder import in_family
+from shoal.models.load_checks import KeptChecks, kept_checks
 from shoal.models.mixers import use_mixers
 from shoal.models.pretrained import causal_config, load_weights
 from shoal.models.quantize import Int8Linear, quantized

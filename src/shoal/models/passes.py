@@ -7,13 +7,11 @@ import logging
 from shoal.errors import RequestError
 from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.executors.lean import C_DECODER
-from shoal.models.executors.triton import TRITON_LAYERS
+from shoal.models.executors.without_modules import C_DECODER, TRITON_LAYERS
 from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.lean.decoder import decoder_of, obstacle
-from shoal.models.lean.forward import LeanPass
-from shoal.models.lean.native_operations import NativeKernels
+from shoal.models.lean.forward import LeanPass, NativeKernels
 from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner

@@ -17,26 +17,30 @@ from shoal.models import compiled
 from shoal.models.attention import methods
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.native import takes
+from shoal.models.available import explained
 from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.cache.mixing import Mixers
-from shoal.models.cache.pass_plan import PACK_FROM
+from shoal.models.cache.pass_plan import PACK_FROM, Parents
 from shoal.models.cache.states import StateCache
-from shoal.models.cache.tree import Parents
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.device_time import Spans
-from shoal.models.executors.executor import Executor, Explanation, PassBatch, PassOutput, Refusal
-from shoal.models.executors.lean import C_DECODER, CDecoder, LayerLoop
+from shoal.models.executors.executor import (
+    Executor,
+    Explanation,
+    PassBatch,
+    PassOutput,
+    Refusal,
+    require_vectors,
+)
 from shoal.models.executors.modules import Modules
-from shoal.models.executors.triton import TritonLayers
+from shoal.models.executors.without_modules import C_DECODER, CDecoder, LayerLoop, TritonLayers
 from shoal.models.forks import expect_forks
-from shoal.models.kept_checks import KeptChecks
-from shoal.models.lean.draft_steps import Drawing, LeanSteps
 from shoal.models.lean.forward import LeanPass
-from shoal.models.out_of_memory import explained
-from shoal.models.vectors import require_vectors
+from shoal.models.lean.whole import Drawing, LeanSteps
+from shoal.models.load_checks import KeptChecks
 from shoal.models.weights import nbytes
 from shoal.models.weights.groups import GroupLinear
 from shoal.types.requests import Prefix
@@ -76,7 +80,7 @@ class Runner:
             of layers is the input of the head. The tuple is empty until a drafter asks for hidden
             states. With hidden states no round is captured and no pass is one call, as captured
             rounds and passes in one call return none.
-        vectors: the vectors that negative ids of a block stand for (`shoal.models.vectors`),
+        vectors: the vectors that negative ids of a block stand for (`shoal.models.executors.executor`),
             [count, width] in the model's number format; None if all ids are tokens. With vectors no
             round is captured.
         hidden: the hidden states of the last pass, [rows, q, layers * width], the layers side by
@@ -440,7 +444,7 @@ class Runner:
                 are `vectors`.
             counts: 1..q per row.
             parents: the draft tree of each row's tokens, of counts[b] - 1 nodes
-                (`shoal.models.cache.tree`); None for chains. Keys are written in the order of the
+                (`shoal.models.cache.pass_plan`); None for chains. Keys are written in the order of the
                 columns: `SlotCache.keep` moves an accepted path together.
             want_logits: False if only the cache matters (prompts).
 
@@ -477,7 +481,7 @@ class Runner:
         most: int,
         drawing: Drawing,
     ) -> Callable[[], DraftedStep | None] | None:
-        """Returns a drafter's step of a round as a lean pass (`shoal.models.lean.draft_steps`).
+        """Returns a drafter's step of a round as a lean pass (`shoal.models.lean.whole`).
 
         Returns None if lean passes cannot compute the steps. A step returns None if it failed; then
         the rows must go back to their earlier lengths.

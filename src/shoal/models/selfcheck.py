@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.divergence import BYTES, GROUPS, LIMITS, divergences
+from shoal.models.load_checks import BYTES, GROUPS, LIMITS, divergences
 from shoal.models.runner import Runner
 from shoal.models.weights.groups import GroupLinear
 from shoal.types.requests import Prefix
@@ -26,7 +26,7 @@ Now and then a token of a pretrained model diverges ten times as much in bfloat1
 """
 
 SELF_CHECK = "self-check"
-"""The name of the check in `shoal.models.kept_checks`."""
+"""The name of the check in `shoal.models.load_checks`."""
 RESULTS = ("packs", "shares", "takes_trees", "context", "self_check_error")
 """The attributes of a runner that the check decides."""
 
@@ -55,10 +55,10 @@ def self_check(runner: Runner) -> float:
     goes wrong with a draft tree gets chains. A sliding window that the attention never receives
     bounds the context, as longer rows would see too much.
 
-    The result is read instead if an earlier load has kept it (`shoal.models.kept_checks`).
+    The result is read instead if an earlier load has kept it (`shoal.models.load_checks`).
 
     Returns:
-        The divergence (`shoal.models.divergence`), which is also stored in `self_check_error`.
+        The divergence (`shoal.models.load_checks`), which is also stored in `self_check_error`.
 
     Raises:
         UnsupportedModel: the divergence exceeds `tolerance`.

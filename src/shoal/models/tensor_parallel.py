@@ -30,18 +30,18 @@ from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import Run
 from shoal.models.executors.executor import PassBatch, PassOutput
-from shoal.models.ranks import Ranks
-from shoal.models.runner import Runner
-from shoal.models.sharded import (
+from shoal.models.ranks import (
     BUILD,
     CAPTURE,
     PASS,
     RESIZE,
     RUN,
+    Ranks,
     Served,
     SharedCaptures,
     arguments_of,
 )
+from shoal.models.runner import Runner
 from shoal.types.requests import Prefix
 
 

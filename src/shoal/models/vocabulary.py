@@ -12,8 +12,7 @@ from typing import Any
 
 from shoal.errors import PairMismatch
 from shoal.models.runner import Runner
-from shoal.models.spelling import PROBE, Spelling
-from shoal.models.token_trie import TokenTrie, token_trie
+from shoal.models.spelling import PROBE, Spelling, TokenTrie, token_trie
 
 USUAL = f"""{PROBE}
 

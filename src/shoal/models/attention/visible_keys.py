@@ -53,7 +53,7 @@ class Layout(Protocol):
     def words(self) -> Tensor | None:
         """The columns of its block that each column sees, [rows, q] int64.
 
-        It is None if all rows are chains. See `shoal.models.cache.tree`.
+        It is None if all rows are chains. See `shoal.models.cache.pass_plan`.
         """
 
     @property

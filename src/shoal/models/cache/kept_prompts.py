@@ -1,21 +1,161 @@
-"""The keys and values of prompts whose rows have left, for rows that begin with the same tokens.
+"""A radix tree of kept token ids and their cells, one tree per owner. Pure Python.
 
-Keys and values are copied out of a row and into another row. So each row's cells are its own, and
-its passes are those of any row.
+Each node has the tokens that its prefix adds to its parent's, and the cells of their keys and
+values. A node is split where two prefixes part, so that a search finds all tokens that a prefix
+shares with any other (RadixAttention, Zheng et al. 2023, arXiv 2312.07104, section 3).
+
+The node that was not used for the longest time is given up first. Nodes are kept in the order of
+their last use, a node after those below it. So the first node always is a leaf.
+
+The tokens are found in a radix tree, one per owner. Keys and values are copied out of a row and
+into another row. So each row's cells are its own, and its passes are those of any row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.models.cache.layer import Moves
-from shoal.models.cache.prefix_tree import PrefixTree
 from shoal.models.cache.slots import SlotCache
 from shoal.types.requests import Prefix
+
+Cells = list[int]
+
+
+class _PrefixNode:
+    """The tokens after those of its parent, and their cells."""
+
+    __slots__ = ("cells", "children", "parent", "tokens")
+
+    def __init__(self, tokens: tuple[int, ...], cells: Cells, parent: _PrefixNode | None) -> None:
+        self.tokens, self.cells, self.parent = tokens, cells, parent
+        self.children: dict[int, _PrefixNode] = {}
+
+    def path(self) -> Iterator[_PrefixNode]:
+        """Yields this node and the nodes above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class PrefixTree:
+    """The prefixes of token ids and the cells that hold them.
+
+    Args:
+        capacity: number of cells, 0 .. capacity - 1.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free: Cells = []
+        # Cells from `_begun` on were never taken, so that memory grows with the kept tokens.
+        self._begun = 0
+        self._roots: dict[str, _PrefixNode] = {}
+        self._by_use: OrderedDict[_PrefixNode, None] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """The number of cells that are taken."""
+        return self._begun - len(self._free)
+
+    def find(self, owner: str, tokens: Sequence[int]) -> Cells:
+        """Returns the cells of the longest kept prefix of the tokens, and counts it as used."""
+        cells: Cells = []
+        root = last = self._roots.get(owner, _PrefixNode((), [], None))
+        for last, shared in self._walk(root, tokens):
+            cells += last.cells[:shared]
+        self._use(last)
+        return cells
+
+    def add(self, owner: str, tokens: Sequence[int]) -> tuple[int, Cells]:
+        """Keeps the tokens, or the first of them where cells do not suffice.
+
+        Returns:
+            The number of tokens that were kept before, and the cells of the tokens that follow; the
+            caller fills them.
+        """
+        root = node = self._roots.pop(owner, None) or _PrefixNode((), [], None)
+        known = 0
+        for found, shared in self._walk(node, tokens):
+            known += shared
+            node = found if shared == len(found.tokens) else self._split(found, shared)
+        self._use(node)
+        cells = self._take(min(len(tokens) - known, self.capacity - known), node)
+        if cells:
+            added = _PrefixNode(tuple(tokens[known : known + len(cells)]), cells, node)
+            node.children[added.tokens[0]] = added
+            self._use(added)
+        if root.children:
+            self._roots[owner] = root
+        return known, cells
+
+    def _walk(self, node: _PrefixNode, tokens: Sequence[int]) -> Iterator[tuple[_PrefixNode, int]]:
+        """Yields the nodes along the tokens, and the number of each node's tokens that these share.
+
+        All nodes but the last one share all their tokens.
+        """
+        at = 0
+        while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+            shared = common(child.tokens, tokens[at : at + len(child.tokens)])
+            ends = shared < len(child.tokens)  # read before the caller splits the child
+            yield child, shared
+            if ends:
+                return
+            node, at = child, at + shared
+
+    def _split(self, node: _PrefixNode, at: int) -> _PrefixNode:
+        """Parts a node after `at` of its tokens; returns the upper part."""
+        assert node.parent is not None
+        upper = _PrefixNode(node.tokens[:at], node.cells[:at], node.parent)
+        node.parent.children[upper.tokens[0]] = upper
+        node.tokens, node.cells, node.parent = node.tokens[at:], node.cells[at:], upper
+        upper.children[node.tokens[0]] = node
+        return upper
+
+    def _use(self, node: _PrefixNode) -> None:
+        for each in node.path():
+            self._by_use[each] = None
+            self._by_use.move_to_end(each)
+
+    def _take(self, count: int, below: _PrefixNode) -> Cells:
+        """Returns `count` free cells, or fewer.
+
+        Nodes are given up for them, but neither `below` nor a node above it.
+        """
+        protected = set(below.path())
+        while self.capacity - self.used < count:
+            oldest = next(iter(self._by_use), None)
+            if oldest is None or oldest in protected:
+                break
+            self._give_up(oldest)
+        count = min(count, self.capacity - self.used)
+        again = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        start, self._begun = self._begun, self._begun + count - len(again)
+        return [*again, *range(start, self._begun)]
+
+    def _give_up(self, leaf: _PrefixNode) -> None:
+        del self._by_use[leaf]
+        self._free += leaf.cells
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.tokens[0]]
+        if parent.parent is None and not parent.children:
+            self._roots = {owner: root for owner, root in self._roots.items() if root is not parent}
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the number of tokens that two sequences begin with in common."""
+    least = min(len(one), len(other))
+    if tuple(one[:least]) == tuple(other[:least]):
+        return least
+    return next(i for i in range(least) if one[i] != other[i])
+
 
 MIN_TOKENS = 8
 """The length of the shortest prefix that is worth copying."""

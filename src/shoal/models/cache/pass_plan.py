@@ -1,21 +1,11 @@
-"""The plan of one forward pass: its tokens' positions, and the cells of the cache they go to.
+"""The layout of draft trees in a verification block.
 
-Rows have different lengths and no padding token is ever seen: row b feeds `counts[b]` tokens at
-positions starts[b], starts[b] + 1, ... of its slot. Where counts differ the block [rows, q] has
-unused columns on the right. A *packed* pass leaves the unused columns out: the model sees one
-sequence of sum(counts) tokens, so that its linear layers pay for real tokens only. In a padded pass
-the keys and values of unused columns lie beyond the row's length, are never attended to, and are
-overwritten by the row's next tokens.
+The layout has the depth of each column, and the columns of the block that it sees. Column 0 of a
+row is its last committed token, the root; column 1 + i is node i of its tree. A node's parent comes
+before the node. A column sees itself and its ancestors: bit i of its word is 1 if it sees column i
+(Miao et al., SpecInfer, ASPLOS 2024, arXiv 2305.09781, "tree attention").
 
-A row may have a *gap*: tokens that its slot leaves out, somewhere before those that are fed
-(`SlotCache.take`). The tokens fed are then further on in the text than in the slot.
-
-A row may have a *prefix*: its first tokens, kept once for all rows of its group in the cache's
-shared store. Its slot then only holds the tail, the tokens from position `offset` on.
-
-The tokens that a row feeds may be a draft *tree* (`shoal.models.cache.tree`): keys are still
-written one column after another, but a token's position is the row's start plus its depth, and in
-the block the token sees its ancestors only.
+The layout of a tree has the depth of each column, and the columns of the block that it sees.
 """
 
 from __future__ import annotations
@@ -25,11 +15,70 @@ from functools import cached_property
 from operator import add, sub
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.models.cache.tree import Array, Parents, branching, layout
+from shoal.config import MOST_NODES
+from shoal.errors import InternalError, RequestError
 from shoal.types.requests import Prefix
+
+Parents = Sequence[Sequence[int]]
+"""The parent node of each node of each row's tree; -1 is the root."""
+Array = npt.NDArray[np.int64]
+
+
+def branching(parents: Parents | None) -> bool:
+    """Returns True if some row's tree is not a chain."""
+    return parents is not None and any(
+        tree != range(-1, len(tree) - 1) and list(tree) != list(range(-1, len(tree) - 1))
+        for tree in parents
+    )
+
+
+def layout(parents: Parents, counts: Sequence[int]) -> tuple[Array, Array]:
+    """Computes the depths and words of all columns, [rows, q] int64 each.
+
+    Unused columns continue the row's last column as a chain.
+
+    Args:
+        parents: [rows][nodes].
+        counts: columns of each row, 1 + nodes. q = max(counts).
+
+    Raises:
+        RequestError: more than `MOST_NODES` nodes.
+        InternalError: counts that do not fit, or a parent that is not an earlier node.
+    """
+    if [len(tree) + 1 for tree in parents] != list(counts):
+        raise InternalError(
+            f"trees of {[len(tree) for tree in parents]} nodes in blocks of {list(counts)} columns"
+        )
+    rows, q = len(counts), max(counts)
+    if q > 1 + MOST_NODES:
+        raise RequestError(f"a draft tree may have at most {MOST_NODES} nodes, got {q - 1}")
+    columns = np.tile(np.arange(-1, q - 1), (rows, 1))  # the parent of each column
+    for row, tree in zip(columns, parents, strict=True):
+        row[1 : len(tree) + 1] = np.asarray(tree, dtype=np.int64) + 1
+    if (columns[:, 1:] < 0).any() or (columns >= np.arange(q)).any():
+        raise InternalError("a draft tree has a node whose parent does not come before it")
+    every = np.arange(rows)
+    depths, words = np.zeros((rows, q), dtype=np.int64), np.tile(_own(q), (rows, 1))
+    for column in range(1, q):
+        parent = columns[:, column]
+        depths[:, column] = depths[every, parent] + 1
+        words[:, column] |= words[every, parent]
+    return depths, words.view(np.int64)
+
+
+def _own(q: int) -> npt.NDArray[np.uint64]:
+    """Returns the bit of each column, [q]."""
+    return np.left_shift(np.uint64(1), np.arange(q, dtype=np.uint64))
+
+
+def chain_words(q: int) -> Array:
+    """Returns the words of a chain's columns, [q] int64: the lower triangle."""
+    return np.bitwise_or.accumulate(_own(q)).view(np.int64)
+
 
 PACK_FROM = 1 / 8
 """The smallest share of unused columns for which a pass of Transformers' modules is packed.
@@ -49,7 +98,7 @@ class Plan:
         into: set when the one row of the pass is a prompt on its way into the shared store; the
             prompt has no slot.
         kv_block: `kv` is rounded up to a multiple of it.
-        parents: the tree of each row's tokens, of counts[b] - 1 nodes (`shoal.models.cache.tree`);
+        parents: the tree of each row's tokens, of counts[b] - 1 nodes (`shoal.models.cache.pass_plan`);
             None = all are chains.
         gaps: number of tokens that each row's slot leaves out; None = none.
 
@@ -71,7 +120,7 @@ class Plan:
         tree_words: words of the columns, [rows, q] int64 on the host; None without parents.
 
     Raises:
-        RequestError, InternalError: see `shoal.models.cache.tree.layout`.
+        RequestError, InternalError: see `shoal.models.cache.pass_plan.layout`.
     """
 
     def __init__(

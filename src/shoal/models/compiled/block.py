@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.cache import Plan
-from shoal.models.cache.tree import Array, chain_words
+from shoal.models.cache.pass_plan import Array, chain_words
 from shoal.models.compiled.buckets import Bucket
 
 MOST_LAYOUTS = 64
@@ -33,7 +33,7 @@ class Block:
         tokens: [rows, q] int64.
         positions: [rows, q] int64.
         cells: flat cells of the cache to write to, [rows * q] int64.
-        words: the columns of the block that each column sees (`shoal.models.cache.tree`), [rows, q]
+        words: the columns of the block that each column sees (`shoal.models.cache.pass_plan`), [rows, q]
             int64, in a chain the lower triangle; None for a block of one column.
         bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
     """

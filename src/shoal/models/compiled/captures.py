@@ -29,7 +29,7 @@ from shoal.models.compiled.buckets import Bucket, step_up
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.compiled.failures import Failures
 from shoal.models.compiled.view import Stores, View
-from shoal.models.divergence import LIMITS, divergences
+from shoal.models.load_checks import LIMITS, divergences
 
 log = logging.getLogger("shoal")
 
@@ -195,7 +195,7 @@ class Captures:
     def share(self, block: Block) -> None:
         """Gives the block to all processes that compute the model, on the device.
 
-        Does nothing where one process computes it (`shoal.models.sharded`).
+        Does nothing where one process computes it (`shoal.models.ranks`).
         """
 
     def view(self, block: Block, cache: SlotCache) -> View:

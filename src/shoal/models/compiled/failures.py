@@ -11,8 +11,8 @@ from collections.abc import Hashable
 
 import torch
 
+from shoal.models.available import is_out_of_memory
 from shoal.models.bridge import ReplacedWeights
-from shoal.models.out_of_memory import is_out_of_memory
 
 MOST_KINDS = 3
 """The number of kinds of rounds from which on failures end captures.

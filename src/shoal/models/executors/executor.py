@@ -1,13 +1,20 @@
-"""The seam between a runner and the executors of its passes."""
+"""The seam between a runner and the executors of its passes.
+
+Inputs may be vectors in place of tokens: id -1 - i of a block stands for vector i, which a pass
+takes in place of the embedding of a token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from shoal.errors import UnsupportedModel
 from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
 
@@ -95,3 +102,25 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         reasons = "; ".join(f"not {executor}: {reason}" for executor, reason in self.refusals)
         return f"{self.executor} ({reasons})" if reasons else self.executor
+
+
+def embedded(ids: Tensor, table: Callable[[Tensor], Tensor], vectors: Tensor | None) -> Tensor:
+    """Returns the embeddings [..., width] of ids [...] int64, some of which are vectors.
+
+    Args:
+        table: the function from ids of tokens [...] to embeddings [..., width].
+        vectors: [count, width]; None if all ids are tokens.
+    """
+    if vectors is None:
+        return table(ids)
+    others = vectors[(-1 - ids).clamp(min=0)]
+    return torch.where((ids < 0)[..., None], others, table(ids.clamp(min=0)))
+
+
+def require_vectors(hf: Any, name: str) -> None:
+    """Raises UnsupportedModel if the model takes ids alone."""
+    if "inputs_embeds" not in inspect.signature(hf.forward).parameters:
+        raise UnsupportedModel(
+            f"{name} takes ids of tokens alone, and this drafter feeds vectors of its own: take "
+            f"another one"
+        )

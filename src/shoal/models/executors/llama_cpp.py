@@ -11,8 +11,7 @@ from torch import Tensor
 from shoal.errors import InternalError, ModelError, OutOfMemory
 from shoal.models.cache import Plan
 from shoal.models.executors.executor import PassBatch, PassOutput
-from shoal.models.gguf.gguf_model import GgufModel
-from shoal.models.gguf.library import complaint, library
+from shoal.models.gguf.gguf_model import GgufModel, complaint, library
 from shoal.models.gguf.sequences import PASS_TOKENS, Feed, Sequences
 from shoal.models.lean.forward import known_tokens
 

@@ -23,7 +23,7 @@ import torch
 
 from shoal.errors import ModelError, OutOfMemory, RequestError
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.gguf.library import complaint, library
+from shoal.models.gguf.gguf_model import complaint, library
 from shoal.types.requests import Prefix
 
 if TYPE_CHECKING:

@@ -3,8 +3,6 @@
 It takes the weights of an unmodified Transformers model.
 
 decoder   the model, read off its modules
-whole     the pass in one call of C
-forward   the pass layer by layer
-native    norms, heads and attention by the kernels in C
-drafting  a drafter's steps in one call each
+whole     the pass in one call of C, and a drafter's steps in one call each
+forward   the pass layer by layer; norms, heads and attention by the kernels in C
 """

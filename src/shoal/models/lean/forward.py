@@ -1,19 +1,227 @@
-"""The lean pass layer by layer: tokens in, logits out, over the slot cache."""
+"""The operations of a lean pass that lie between its products, by the kernels in C.
+
+The operations between its products are those of the kernels in C, where they take them.
+"""
 
 from __future__ import annotations
 
+import copy
+import ctypes
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import Method
+from shoal.models.attention.native import takes
+from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.lean.decoder import Decoder
-from shoal.models.lean.native_operations import NativeKernels
+from shoal.models.executors.executor import embedded
+from shoal.models.lean.decoder import Angles, Decoder, Norm
 from shoal.models.lean.whole import WholePass
-from shoal.models.vectors import embedded
+from shoal.native.build import SUFFIXES, library
+from shoal.native.structs import AttentionStruct, HeadsStruct
+
+
+class NativeKernels:
+    """The kernels for one decoder; a call begins a pass.
+
+    Raises:
+        NotBuilt: see `shoal.native.build`.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        made = library()
+        self.decoder, self.angles = decoder, Angles(decoder.rotary)
+        names = (f"{name}_{SUFFIXES[decoder.dtype]}" for name in ("rms_norm", "heads", "attend"))
+        self.rms_norm, self.heads, self.attend = (getattr(made, name) for name in names)
+
+    def of(self, decoder: Decoder) -> NativeKernels:
+        """Returns the kernels for a decoder of some of the same layers."""
+        other = copy.copy(self)
+        other.decoder = decoder
+        return other
+
+    def __call__(self, plan: Plan, cache: SlotCache, method: Method) -> NativePass:
+        return NativePass(self, plan, cache, method)
+
+
+class NativePass:
+    """The operations of one pass.
+
+    Kernels take addresses: every tensor that they read is held here, or by the caller, meanwhile.
+    """
+
+    def __init__(
+        self, kernels: NativeKernels, plan: Plan, cache: SlotCache, method: Method
+    ) -> None:
+        decoder = kernels.decoder
+        self._kernels, self._plan, self._cache, self._method = kernels, plan, cache, method
+        self._threads = torch.get_num_threads()
+        if len(cache) < len(decoder.layers):
+            cache.make_layers(
+                len(decoder.layers),
+                torch.empty(1, decoder.kv_heads, 1, decoder.dim, dtype=decoder.dtype),
+            )
+        self._stores = cache.addresses(plan.into)
+        self._cos, self._sin = kernels.angles.reach(plan.reach)
+        self._positions = plan.pack(plan.positions).reshape(-1)
+        tokens, width = self._positions.numel(), decoder.heads * decoder.dim
+        self._normed = torch.empty(tokens, decoder.width, dtype=decoder.dtype)
+        self._normed_at = self._normed.data_ptr()
+        self._out = torch.empty(tokens, width, dtype=decoder.dtype)
+        self._heads = self._heads_of(plan, cache)
+        self._heads_at = ctypes.byref(self._heads)
+        self._attends = takes(plan)
+        self._masks = Masks(plan)
+        if self._attends:
+            self._attention = self._attention_of(plan, cache)
+            self._attention_at = ctypes.byref(self._attention)
+
+    def _heads_of(self, plan: Plan, cache: SlotCache) -> HeadsStruct:
+        decoder = self._kernels.decoder
+        return HeadsStruct(
+            tokens=len(self._positions),
+            heads=decoder.heads,
+            kv_heads=decoder.kv_heads,
+            dim=decoder.dim,
+            rotary=self._cos.shape[1],
+            threads=self._threads,
+            cos=self._cos.data_ptr(),
+            sin=self._sin.data_ptr(),
+            positions=self._positions.data_ptr(),
+            cells=cache.written.data_ptr(),
+        )
+
+    def _attention_of(self, plan: Plan, cache: SlotCache) -> AttentionStruct:
+        """Makes the struct of attention, without the addresses of a layer's tensors."""
+        decoder = self._kernels.decoder
+        heads, kv_heads, dim = decoder.heads, decoder.kv_heads, decoder.dim
+        token = kv_heads * dim
+        self._row_starts = (
+            self._first_tokens(plan),
+            np.array(plan.slots or [0]) * (cache.capacity * token),
+        )
+        firsts, slots = (starts.ctypes.data for starts in self._row_starts)
+        return AttentionStruct(
+            rows=plan.rows,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            value_dim=dim,
+            threads=self._threads,
+            scale=decoder.scale,
+            bounds=plan.bounds.data_ptr(),
+            query_rows=firsts,
+            key_rows=slots,
+            value_rows=slots,
+            columns=plan.q,
+            query_token=(heads + 2 * kv_heads) * dim,
+            query_head=dim,
+            key_token=token,
+            key_head=dim,
+            value_token=token,
+            value_head=dim,
+            shared_key_token=token,
+            shared_key_head=dim,
+            shared_value_token=token,
+            shared_value_head=dim,
+            out=self._out.data_ptr(),
+        )
+
+    def _first_tokens(self, plan: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """Returns the index of each row's first token in the pass, [rows]."""
+        if not plan.packed:
+            return np.arange(plan.rows) * plan.q
+        counts = np.array(plan.counts)
+        return np.cumsum(counts) - counts
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Normalises [tokens, width]. The result is valid until the next call."""
+        kernels, (tokens, width) = self._kernels, x.shape
+        kernels.rms_norm(
+            x.data_ptr(),
+            norm.weight.data_ptr(),
+            self._normed_at,
+            tokens,
+            width,
+            norm.eps,
+            self._threads,
+        )
+        return self._normed
+
+    def attend(self, states: Tensor, index: int) -> Tensor:
+        """Rotates queries and keys, writes keys and values to the cache, and attends.
+
+        Args:
+            states: queries, keys and values of layer `index`, [tokens, (heads + 2 kv heads) * dim];
+                they are overwritten.
+
+        Returns:
+            [tokens, heads * dim].
+        """
+        keys, values, shared_keys, shared_values = self._stores[4 * index : 4 * index + 4]
+        heads, layer = self._heads, self._kernels.decoder.layers[index]
+        heads.states = states.data_ptr()
+        heads.keys, heads.values = (
+            (shared_keys, shared_values) if self._plan.into is not None else (keys, values)
+        )
+        if layer.query_norm is not None and layer.key_norm is not None:
+            heads.query_norm, heads.key_norm = (
+                layer.query_norm.weight.data_ptr(),
+                layer.key_norm.weight.data_ptr(),
+            )
+            heads.eps = layer.query_norm.eps
+        self._kernels.heads(self._heads_at)
+        if not self._attends:
+            decoder = self._kernels.decoder
+            query = states.view(len(states), -1, decoder.dim)[:, : decoder.heads]
+            return attended(self._method, self._cache, self._masks, decoder, index, query)
+        attention = self._attention
+        attention.query, attention.key, attention.value = heads.states, keys, values
+        attention.shared_key, attention.shared_value = shared_keys, shared_values
+        attention.window = layer.window or 0
+        if self._plan.parents is not None:
+            tree = self._masks.tree(layer.window)
+            assert tree is not None
+            attention.positions, attention.words = tree[0].data_ptr(), tree[1].data_ptr()
+        if self._kernels.attend(self._attention_at):
+            raise MemoryError("no memory for the scores of attention")
+        return self._out
+
+
+def attended(
+    method: Method, cache: SlotCache, masks: Masks, decoder: Decoder, index: int, query: Tensor
+) -> Tensor:
+    """Attends in layer `index` by a method, over the cache, the pass's own keys included.
+
+    Args:
+        query: [tokens, heads, dim], rotated.
+
+    Returns:
+        [tokens, heads * dim].
+    """
+    plan = cache.plan
+    assert plan is not None
+    rows = (
+        plan.unpack(query[None]) if plan.packed else query.view(plan.rows, plan.q, *query.shape[1:])
+    )
+    key, value = cache.rows(index)
+    shared_key, shared_value = cache.shared()
+    inputs = AttentionInputs(
+        rows.transpose(1, 2),
+        key,
+        value,
+        masks=masks,
+        scale=decoder.scale,
+        window=decoder.layers[index].window,
+        shared_key=shared_key,
+        shared_value=shared_value,
+    )
+    return plan.pack(method(inputs)).reshape(len(query), -1)
 
 
 def known_tokens(plan: Plan, tokens: Tensor, vocabulary: int) -> Tensor:
@@ -73,7 +281,7 @@ class LeanPass:
             method: the method that attends if the kernels cannot.
             hidden_layers: the numbers of the hidden states to return
                 (`shoal.models.runner.Runner`).
-            vectors: the vectors that negative ids stand for (`shoal.models.vectors`).
+            vectors: the vectors that negative ids stand for (`shoal.models.executors.executor`).
 
         Returns:
             Logits [rows, q, vocab]; without `want_logits`, a tensor of no use.

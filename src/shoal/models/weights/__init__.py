@@ -2,21 +2,26 @@
 
 Users may still read, write and save the weights.
 
-matrix      one weight matrix and the products by it
+matrix      one weight matrix and the products by it, in memory of huge pages
 panels      packed for the product kernel in C
-pages       the memory of packed weights
-packing     which form and which packing
 parameter   a packed matrix as a tensor that reads, writes and saves as ever
-layers      the layers of a model, given their forms
+layers      the layers of a model, given their forms; which form and which packing
 fusing      several layers as one matrix
 int8        weights of int8
-saving      `save_pretrained`
+groups      weights as whole numbers in groups, as in GGUF files
+versions    whether weights were written
 """
 
 from shoal.models.weights.fusing import matches, matrix_of
-from shoal.models.weights.layers import LINEARS, PackedLinear, lay_out, nbytes
+from shoal.models.weights.layers import (
+    LINEARS,
+    PackedLinear,
+    by_facts,
+    lay_out,
+    nbytes,
+    without_packing,
+)
 from shoal.models.weights.matrix import Matrix
-from shoal.models.weights.packing import by_facts, without_packing
 
 __all__ = [
     "LINEARS",

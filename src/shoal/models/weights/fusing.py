@@ -8,9 +8,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from shoal.models.weights.layers import use_packed
+from shoal.models.weights.layers import packed, use_packed
 from shoal.models.weights.matrix import AS_IS, PACKED, Matrix
-from shoal.models.weights.packing import packed
 from shoal.models.weights.parameter import PackedWeight
 
 

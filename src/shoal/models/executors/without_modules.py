@@ -1,0 +1,143 @@
+"""The passes of Llama-like models without their modules.
+
+On a CPU a pass is one call of C, or goes layer by layer (`shoal.models.lean`); on CUDA it is one of
+Triton kernels that are launched one by one (`shoal.models.layers`).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from shoal.models.attention.native import MOST_COLUMNS, takes
+from shoal.models.available import is_out_of_memory
+from shoal.models.bridge import Bridge
+from shoal.models.compiled.failures import require_device, words_of
+from shoal.models.executors.executor import Executor, PassBatch, PassOutput
+from shoal.models.lean.forward import LeanPass, known_tokens
+
+REPLACED = "weights or layers of the model were replaced by others"
+C_DECODER, C_LAYERS = "C decoder", "C layers"
+
+
+class CDecoder:
+    """The executor that computes a pass in one call of the kernel `decode`."""
+
+    name = C_DECODER
+
+    def __init__(self, lean: LeanPass) -> None:
+        self._lean = lean
+
+    def refuses(self, batch: PassBatch) -> str | None:
+        """Returns the reason why C does not compute the batch, or None.
+
+        Reasons are packed weights of another form, hidden states, or too many tokens a row.
+        """
+        if self._lean.whole is None:
+            return self._lean.no_whole or "it was not made"
+        if self._lean.decoder.stale:
+            return REPLACED
+        if batch.hidden_layers:
+            return batch.reads_model
+        if not takes(batch.plan):
+            return f"{batch.plan.q} tokens of a row in one pass, and it takes {MOST_COLUMNS}"
+        return None
+
+    def __call__(self, batch: PassBatch) -> PassOutput:
+        """Computes a pass.
+
+        Raises:
+            MemoryError: there is no memory for the pass.
+            IndexError: an id that the model does not have.
+        """
+        whole = self._lean.whole
+        assert whole is not None
+        logits = whole(batch.plan, batch.tokens, batch.cache, batch.want_logits, batch.vectors)
+        return PassOutput(logits, None, self.name)
+
+
+class LayerLoop:
+    """The executor that computes a pass layer by layer, by PyTorch's products and kernels in C."""
+
+    name = C_LAYERS
+
+    def __init__(self, lean: LeanPass) -> None:
+        self._lean = lean
+
+    def refuses(self, batch: PassBatch) -> str | None:
+        """Returns the reason: the weights were replaced; or None."""
+        return REPLACED if self._lean.decoder.stale else None
+
+    def __call__(self, batch: PassBatch) -> PassOutput:
+        """Computes a pass."""
+        logits, hidden = self._lean(
+            batch.plan,
+            batch.tokens,
+            batch.cache,
+            method=batch.method,
+            want_logits=batch.want_logits,
+            hidden_layers=batch.hidden_layers,
+            vectors=batch.vectors,
+        )
+        return PassOutput(logits, None if hidden is None else batch.plan.unpack(hidden), self.name)
+
+
+TRITON_LAYERS = "Triton layers"
+
+
+class TritonLayers:
+    """The executor that computes prompts, blocks and draft trees by a model's fused layers.
+
+    The layers are those of `shoal.models.layers`. A kernel may need more registers or shared memory
+    than a GPU has for some shape of a pass: the layers are then given up, for all runners of the
+    model, and a row never ends for that reason.
+
+    Args:
+        bridge: has the layers.
+        known_ids: number of ids that the model can read.
+        otherwise: computes a pass for which a kernel failed.
+        absent: receives the reason (`Runner.absent`).
+    """
+
+    name = TRITON_LAYERS
+
+    def __init__(
+        self, bridge: Bridge, known_ids: int, otherwise: Executor, absent: dict[str, str]
+    ) -> None:
+        self._bridge, self._known_ids = bridge, known_ids
+        self._otherwise, self._absent = otherwise, absent
+
+    def refuses(self, batch: PassBatch) -> str | None:
+        """Returns the reason why the layers do not compute the batch, or None.
+
+        Reasons are inputs and outputs that the layers do not have, and replaced weights.
+        """
+        layers = self._bridge.layers
+        if layers is None or batch.reads_model is not None:
+            return batch.reads_model or "the model has none"
+        return REPLACED if layers.stale else None
+
+    def __call__(self, batch: PassBatch) -> PassOutput:
+        """Computes a pass."""
+        try:
+            return PassOutput(self._logits(batch), None, self.name)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            require_device(batch.plan.device, error)
+            self._absent[self.name] = words_of(error)
+        self._bridge.layers = None
+        warnings.warn(
+            f"no more {self.name}, modules compute ({self._absent[self.name]})",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return self._otherwise(batch)
+
+    def _logits(self, batch: PassBatch) -> Tensor:
+        layers, plan = self._bridge.layers, batch.plan
+        assert layers is not None
+        tokens = plan.pack(known_tokens(plan, batch.tokens, self._known_ids))
+        logits = layers.ordinary(tokens, batch.cache, batch.method, batch.want_logits)
+        return plan.unpack(logits) if batch.want_logits else logits

@@ -21,8 +21,8 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 458,
-    "lines": 81_148,
+    "modules": 422,
+    "lines": 80_841,
     "short modules": 13,
     "long modules": 6,
     "long functions": 6,

@@ -80,9 +80,8 @@ class Runner:
             of layers is the input of the head. The tuple is empty until a drafter asks for hidden
             states. With hidden states no round is captured and no pass is one call, as captured
             rounds and passes in one call return none.
-        vectors: the vectors that negative ids of a block stand for (`shoal.models.executors.executor`),
-            [count, width] in the model's number format; None if all ids are tokens. With vectors no
-            round is captured.
+        vectors: the vectors that negative ids of a block stand for, [count, width] in the model's
+            number format; None if all ids are tokens. With vectors no round is captured.
         hidden: the hidden states of the last pass, [rows, q, layers * width], the layers side by
             side; padding columns are meaningless.
         forward_context: the function of the context that is entered during each pass
@@ -444,8 +443,8 @@ class Runner:
                 are `vectors`.
             counts: 1..q per row.
             parents: the draft tree of each row's tokens, of counts[b] - 1 nodes
-                (`shoal.models.cache.pass_plan`); None for chains. Keys are written in the order of the
-                columns: `SlotCache.keep` moves an accepted path together.
+                (`shoal.models.cache.pass_plan`); None for chains. Keys are written in the order of
+                the columns: `SlotCache.keep` moves an accepted path together.
             want_logits: False if only the cache matters (prompts).
 
         Returns:

@@ -98,8 +98,7 @@ class Plan:
         into: set when the one row of the pass is a prompt on its way into the shared store; the
             prompt has no slot.
         kv_block: `kv` is rounded up to a multiple of it.
-        parents: the tree of each row's tokens, of counts[b] - 1 nodes (`shoal.models.cache.pass_plan`);
-            None = all are chains.
+        parents: the tree of each row's tokens, of counts[b] - 1 nodes; None = all are chains.
         gaps: number of tokens that each row's slot leaves out; None = none.
 
     Attributes:

@@ -33,8 +33,8 @@ class Block:
         tokens: [rows, q] int64.
         positions: [rows, q] int64.
         cells: flat cells of the cache to write to, [rows * q] int64.
-        words: the columns of the block that each column sees (`shoal.models.cache.pass_plan`), [rows, q]
-            int64, in a chain the lower triangle; None for a block of one column.
+        words: the columns of the block that each column sees (`shoal.models.cache.pass_plan`),
+            [rows, q] int64, in a chain the lower triangle; None for a block of one column.
         bounds: starts, counts, offsets and bases of the rows, [4, rows] int64.
     """
 

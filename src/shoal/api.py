@@ -232,6 +232,26 @@ class Shoal:
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._executors: dict[int, ThreadPoolExecutor] = {}
 
+    def beside(self, max_batch: int | str, prefix_memory: int = 0) -> Shoal:
+        """Returns another `Shoal` of these models, which measures costs of its own.
+
+        Args:
+            max_batch: see `load`.
+            prefix_memory: see `load`.
+        """
+        other = Shoal(
+            self.target,
+            self.draft_model,
+            self.tokenizer,
+            max_batch=max_batch,
+            prefix_sharing=self.prefix_sharing,
+            prefix_memory=prefix_memory,
+            drafting=self.drafting,
+            proposable=self.proposable,
+        )
+        other.guide = self.guide
+        return other
+
     @property
     def target(self) -> Runner:
         """The target's `Runner`. Raises RequestError once this is closed."""

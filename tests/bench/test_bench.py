@@ -6,6 +6,7 @@ bench.random_pairs, bench.work, bench.roofline, bench.job, cli.bench.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -172,8 +173,8 @@ def spoiled(
 ) -> Callable[..., decoding_methods.Method]:
     """Speculation whose last row gets one token wrong."""
 
-    def make(pair: Shoal, lookahead: str, rule: str) -> decoding_methods.Method:
-        method = good(pair, lookahead, rule)
+    def make(pair: Shoal, lookahead: str, *options: Any) -> decoding_methods.Method:
+        method = good(pair, lookahead, *options)
 
         def run(work: Work) -> Run:
             found = method.run(work)
@@ -405,6 +406,32 @@ METHODS = ("--lookahead", "2", "--baselines", "hf", "--repeats", "1")
 COMMAND = (*"bench --shape tiny --prompt-tokens 6 --batch-sizes 1,2 --max-new-tokens 6".split(), *METHODS)
 
 
+def test_guided_methods_are_compared_on_the_guided_target(pair: Shoal) -> None:
+    guided = copy.copy(pair)
+    guided.guide = pair.draft_model
+    job = replace(
+        JOB, batches=(2,), layouts=("different",), baselines=(), guidance=0.7, plausibility=0.01, temperatures=(0.8,)
+    )
+    report = measured(guided, job)
+    assert all(one.identity.same == 2 for one in report.lines if one.identity)
+    assert report.config["guide"]["name"] == report.config["draft"]["name"]
+    assert "guidance 0.7 by " in " ".join(printed(report))
+    own, other = (
+        next(line for line in found.lines if line.setting == "off")
+        for found in (report, measured(pair, replace(job, guidance=0.0, plausibility=0.0)))
+    )
+    assert own.flops is not None and other.flops is not None  # noqa: PT018
+    per_run = [one.flops * one.runs[0]["seconds"] for one in (own, other)]
+    assert per_run[0] > 1.1 * per_run[1]  # the guide's operations count
+    for name in job.lookaheads:
+        runs = [
+            decoding_methods.shoal_method(guided, name, "coupled", how).run(Work(tuple(POOL[:2]), 2, 0.8, TOKENS, 1))
+            for how in (job.guided, None)
+        ]
+        assert runs[0].stats.guide_passes == runs[0].stats.rounds > runs[1].stats.guide_passes == 0
+        assert runs[0].ids != runs[1].ids
+
+
 def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
@@ -471,6 +498,9 @@ def test_plots_without_matplotlib_are_refused_at_once(
         (["--json", "out.json"], "unexpected extra argument"),
         (["--json", "--markdown"], "--json prints no tables"),
         (["--prompts", "no-such-file"], "cannot read"),
+        (["--guidance", "0.5"], "give --guide"),
+        (["--guide", "draft", "--guidance", "0.5"], "Transformers' own methods take no guide"),
+        (["--guide", "draft", "--guidance", "0.5", "--baselines", ""], "--shape makes no guide"),
         (["--replay", "no-such-file"], "cannot replay"),
     ],
 )

@@ -118,6 +118,20 @@ def test_every_way_writes_the_same_and_says_what_it_took(pair: Shoal) -> None:
     assert len(set(moments)) == N  # one after another
 
 
+def test_guidance_holds_for_every_way(pair: Shoal) -> None:
+    pair.guide = scripted(writes(*ANSWERS, weights=(1, 9, 9, 1)), VOCABULARY)
+    options = {"guidance": 3.0, "plausibility": 1e-3}  # the second and third answer are 400 times as improbable
+    (plain,), (guided,) = (list(Sampler(pair, config(options=one)).run([task("a")])) for one in ({}, options))
+    own = pair.generate(PROMPT, N, lookahead=3, seed=5, max_new_tokens=TOKENS, eos=END, **options)
+    texts = [sample.text for sample in own[0].samples]
+    for method in METHODS:
+        found = guided["attempts"][method]
+        assert [one["text"] for one in found["samples"]] == texts
+        assert found["stats"]["guide_passes"] == found["stats"]["rounds"] > 0
+        assert plain["attempts"][method]["stats"]["guide_passes"] == 0
+        assert [one["text"] for one in plain["attempts"][method]["samples"]] != texts
+
+
 def test_the_pieces_of_a_text_say_who_chose_them(pair: Shoal) -> None:
     (entry,) = Sampler(pair, config(n=N)).run([task("a")])
     for method, attempt in entry["attempts"].items():
@@ -498,6 +512,7 @@ def test_an_interrupted_run_says_how_to_go_on(
         (["functions", "--lookahead", "off", "--methods", "batched"], "--methods plain"),
         (["functions", "--lookahead", "often"], "often"),
         (["functions", "--limit", "0"], "--limit"),
+        (["functions", "--guidance", "0.5"], "give --guide"),
         (["infilling", "--data", "x.jsonl", "--chat"], "--chat"),
     ],
 )

@@ -6,7 +6,7 @@ They are shoal at a draft length, and Transformers' own on the same model object
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,14 @@ class Method:
     countable: bool = True
 
 
-def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method:
+def shoal_method(
+    pair: Shoal, lookahead: str, rule: str = "rejection", guided: Mapping[str, float] | None = None
+) -> Method:
     """Makes the method of shoal at that draft length; "off" is plain batched decoding.
 
     Args:
         rule: see `shoal.Speculation`.
+        guided: the options of guidance; None = there is none.
     """
 
     def run(work: Work) -> Run:
@@ -52,6 +55,7 @@ def shoal_method(pair: Shoal, lookahead: str, rule: str = "rejection") -> Method
             "temperature": work.temperature,
             "max_new_tokens": work.max_new_tokens,
             "eos": work.eos,
+            **(guided or {}),
         }
         options["rule"] = (
             # "auto" would be coupled: the seed is there for new noise, not for the same tokens

@@ -25,6 +25,8 @@ class Job:
         eos: the ids that end a row; () = every row runs to `max_new_tokens`.
         rule: the acceptance rule.
         acceptance: the rate to impose, None for the real rule.
+        guidance: see `shoal.Sampling`.
+        plausibility: see `shoal.Sampling`.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
@@ -39,6 +41,8 @@ class Job:
     eos: Ids = ()
     rule: str = "rejection"
     acceptance: float | None = None
+    guidance: float = 0.0
+    plausibility: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.repeats, self.max_new_tokens) < 1:
@@ -47,9 +51,18 @@ class Job:
             require_lossless(
                 self.rule, "an imposed acceptance, which stands for that of an exact rule,"
             )
+        if self.guidance and self.baselines:
+            raise RequestError(
+                "Transformers' own methods take no guide: give --baselines '' beside --guidance"
+            )
         object.__setattr__(
             self, "lookaheads", tuple(dict.fromkeys((PLAIN, *self.lookaheads)))
         )  # plain is the denominator
+
+    @property
+    def guided(self) -> dict[str, float]:
+        """The options of `Shoal.generate` for guidance."""
+        return {"guidance": self.guidance, "plausibility": self.plausibility}
 
     @property
     def cases(self) -> list[Case]:

@@ -101,7 +101,8 @@ class BenchmarkRunner:
             self.pair if self.job.acceptance is None else imposing(self.pair, self.job.acceptance)
         )
         self.methods = [
-            shoal_method(self._measured, name, self.job.rule) for name in self.job.lookaheads
+            shoal_method(self._measured, name, self.job.rule, self.job.guided)
+            for name in self.job.lookaheads
         ]
         self.methods += [baseline_method(self.pair, name) for name in self.job.baselines]
         if self.pair.drafter_name is None and len(self.job.lookaheads) > 1:
@@ -111,7 +112,9 @@ class BenchmarkRunner:
             )
         self.report = Report(self._config(), machine(self.pair.target.device))
         exact = self.pair.target.dtype in EXACT
-        decode = lambda name: shoal_method(self.pair, name, self.job.rule)  # noqa: E731
+        decode = lambda name: shoal_method(  # noqa: E731
+            self.pair, name, self.job.rule, self.job.guided
+        )
         self.identity = IdentityCheck(decode, self.report.config["dtype"], exact, self.step)
         self.expected: dict[tuple[Case, str], list[float]] = {}
         self._peaks: dict[tuple[str, int, str], int] = {}
@@ -136,6 +139,7 @@ class BenchmarkRunner:
 
     def _config(self) -> dict[str, Any]:
         models = {"target": self.pair.target, "draft": self.pair.draft_model}
+        models |= {} if self.pair.guide is None else {"guide": self.pair.guide}
         described = {
             role: None if model is None else _described(model) for role, model in models.items()
         }
@@ -233,8 +237,8 @@ class BenchmarkRunner:
         return watch.seconds
 
     def _weights(self) -> int:
-        models = [self.pair.target] + ([self.pair.draft_model] if self.pair.draft_model else [])
-        return sum(model.parameter_bytes for model in models)
+        models = {self.pair.target, self.pair.draft_model, self.pair.guide} - {None}
+        return sum(model.parameter_bytes for model in models if model is not None)
 
     def _refuse(self, case: Case, method: Method, error: Exception) -> None:
         """Lists a baseline that cannot run, with its reason."""

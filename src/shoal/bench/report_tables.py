@@ -87,6 +87,8 @@ def heading(report: Report, lines: Sequence[ReportLine]) -> str:
     )
     if config["acceptance"] is not None:
         text += f", IMPOSED acceptance {config['acceptance']:g}"
+    if config.get("guidance"):  # older files have none
+        text += f", guidance {config['guidance']:g} by {config['guide']['name']}"
     if config["rule"] in LOSSY_RULES:
         text += f", LOSSY: rule {config['rule']}"
     return text

@@ -127,4 +127,15 @@ def rates(pair: Shoal, work: Work, run: Run) -> tuple[float, float] | None:
             stats.draft_passes + stats.prefills, stats.drafted + prompt, stats.drafted, context
         )
         flops, moved = flops + more_flops, moved + more_moved
+    if pair.guide is not None and stats.guide_passes:
+        guide = Load.of(pair.guide)
+        if guide is None:
+            return None
+        more_flops, more_moved = guide.done(
+            stats.guide_passes + stats.prefills,
+            stats.row_rounds + stats.drafted + prompt,
+            stats.row_rounds,
+            context,
+        )
+        flops, moved = flops + more_flops, moved + more_moved
     return flops / run.seconds, moved / run.seconds

@@ -27,10 +27,12 @@ from shoal.cli.option_groups import (
 )
 from shoal.cli.options import (
     PROMPTS_HELP,
+    GuidanceOption,
     JsonOption,
     ModelSource,
     NewTokensOption,
     PairNames,
+    PlausibilityOption,
     parse_lookahead,
 )
 from shoal.cli.progress import duration, progress_bar
@@ -170,6 +172,8 @@ class BenchSource(ModelSource, RandomWeights):
             return self.load()
         if self.model is not None or self.draft is not None:
             raise RequestError("--shape makes its own models: leave out --model and --draft")
+        if self.guide is not None:
+            raise RequestError("--shape makes no guide: leave out --guide")
         placed = {
             name: getattr(self, name)
             for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")
@@ -205,6 +209,8 @@ class WorkOptions:
         ),
     ] = 8
     temperature: Annotated[str, sampling_option(metavar="T,...", help="0 = greedy.")] = "0.8"
+    guidance: GuidanceOption = 0.0
+    plausibility: PlausibilityOption = 0.0
     max_new_tokens: NewTokensOption = 128
     eos: Annotated[
         bool, sampling_option("--eos", help="Rows end at EOS; otherwise all have the same length.")
@@ -259,10 +265,12 @@ class WorkOptions:
             seed=self.seed,
             rule=self.rule,
             acceptance=self.acceptance,
+            guidance=self.guidance,
+            plausibility=self.plausibility,
         )
 
 
-@option_groups(without={"guide", "max_batch", "tensor_parallel"})
+@option_groups(without={"max_batch", "tensor_parallel"})
 def bench(
     work: WorkOptions,
     source: BenchSource,
@@ -297,6 +305,7 @@ def _measure(
 ) -> int:
     """Loads, measures and delivers; after Ctrl-C it delivers the finished measurements."""
     texts = listed_prompts(work.prompts or [])
+    source.require_guide(work.guidance)
     job = work.job(repeats)
     from shoal.bench.job_runner import BenchmarkRunner
     from shoal.bench.machine import require_place

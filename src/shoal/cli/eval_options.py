@@ -14,9 +14,11 @@ from shoal.cli.eval_output import EXPORT_HELP
 from shoal.cli.eval_set import EvalSet
 from shoal.cli.option_groups import output_option, sampling_option, speed_option
 from shoal.cli.options import (
+    GuidanceOption,
     JsonOption,
     ModelSource,
     NewTokensOption,
+    PlausibilityOption,
     SampleOptions,
     SpeculationOptions,
     TopPOption,
@@ -41,6 +43,8 @@ class EvalSampling(SampleOptions):
             help="The same seed gives the same samples by every method; fresh entropy without."
         ),
     ] = None
+    guidance: GuidanceOption = 0.0
+    plausibility: PlausibilityOption = 0.0
     time_budget: Annotated[
         str,
         sampling_option(
@@ -57,6 +61,12 @@ class EvalSampling(SampleOptions):
             "samples at once; or planned, alone: programs planned with public tests, not lossless.",
         ),
     ] = None
+
+    @property
+    def guided(self) -> dict[str, float]:
+        """The options of guidance; none without it."""
+        given = {"guidance": self.guidance, "plausibility": self.plausibility}
+        return {name: value for name, value in given.items() if value}
 
     def config(self, source: ModelSource, speculation: SpeculationOptions) -> SamplingConfig:
         """Returns the sampling settings, checked before a model is loaded.
@@ -85,6 +95,7 @@ class EvalSampling(SampleOptions):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "time_budget": None if math.isinf(longest) else longest,
+            **self.guided,
         }
         return SamplingConfig(self.n, options, lookahead, self.seed, chosen)
 
@@ -126,6 +137,7 @@ def options_of(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        **sampling.guided,
         "seed": sampling.seed,
         "lookahead": parse_lookahead(speculation.lookahead or "auto"),
         "rule": speculation.rule,

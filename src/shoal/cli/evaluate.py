@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.evaluation.run import Evaluation
 
 
-@option_groups(without={"guide", "max_batch", "tensor_parallel"})
+@option_groups(without={"max_batch", "tensor_parallel"})
 def evaluate(
     chosen: SetOptions,
     *,
@@ -60,6 +60,7 @@ def evaluate(
     planned with public tests, beside samples filtered by them.
     """
     _require_outputs(chosen, output, samples=solutions is None)
+    source.require_guide(sampling.guidance)
     if solutions is not None:
         with output.directory() as directory:
             return execute_solutions(

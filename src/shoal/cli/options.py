@@ -51,6 +51,8 @@ NewTokensOption = Annotated[
     int, sampling_option("--max-new-tokens", help="Tokens per sample at most.")
 ]
 TopPOption = Annotated[float, parameter_option("top_p")]
+GuidanceOption = Annotated[float, parameter_option("guidance")]
+PlausibilityOption = Annotated[float, parameter_option("plausibility")]
 JsonOption = Annotated[bool, output_option("--json", help="One JSON object on stdout.")]
 
 
@@ -236,6 +238,15 @@ class ModelSource(PlacedPair):
         guides = [] if self.guide in (None, DRAFT_GUIDES) else [self.guide]
         return [*super().models, *guides]
 
+    def require_guide(self, guidance: float) -> None:
+        """Checks that there is a guide for guidance, before models are loaded.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if guidance and self.guide is None:
+            raise RequestError("--guidance needs a second model: give --guide")
+
     def target_alone(self) -> ModelSource:
         """Returns the source without drafter and guide."""
         return replace(self, draft=None, draft_revision=None, guide=None)
@@ -355,8 +366,8 @@ class SamplingOptions(SampleOptions):
 class GenerateSampling(SamplingOptions):
     """The sampling options with guidance and penalties, which code at a cursor does not need."""
 
-    guidance: Annotated[float, parameter_option("guidance")] = Sampling.guidance
-    plausibility: Annotated[float, parameter_option("plausibility")] = Sampling.plausibility
+    guidance: GuidanceOption = Sampling.guidance
+    plausibility: PlausibilityOption = Sampling.plausibility
     repetition_penalty: Annotated[float, parameter_option("repetition_penalty")] = (
         Sampling.repetition_penalty
     )

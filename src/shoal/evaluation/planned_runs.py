@@ -80,16 +80,7 @@ class PlannedRuns:
             raise RequestError("an evaluation needs a tokenizer, and this model has none")
         self.config, self._tests, self._loaded = config, tests, pair.loaded
         self._sandbox, self._workers = sandbox, workers
-        self.pair = Shoal(
-            pair.target,
-            pair.draft_model,
-            pair.tokenizer,
-            max_batch=config.n,
-            prefix_sharing=pair.prefix_sharing,
-            prefix_memory=PREFIX_BYTES,
-            drafting=pair.drafting,
-            proposable=pair.proposable,
-        )
+        self.pair = pair.beside(max_batch=config.n, prefix_memory=PREFIX_BYTES)
         self._drafters = siblings(self.pair, config), siblings(self.pair, config)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ COUNTS = (
     "rounds",
     "target_passes",
     "draft_passes",
+    "guide_passes",
     "prefills",
     "row_rounds",
     "drafted",
@@ -86,15 +87,7 @@ class Sampler:
                 f"the method {missing[0]!r} needs a drafter: give one, or --methods plain"
             )
         self.shoals = {
-            method: Shoal(
-                pair.target,
-                pair.draft_model,
-                pair.tokenizer,
-                max_batch=1 if method == SINGLE else pair.max_batch,
-                prefix_sharing=pair.prefix_sharing,
-                drafting=pair.drafting,
-                proposable=pair.proposable,
-            )
+            method: pair.beside(max_batch=1 if method == SINGLE else pair.max_batch)
             for method in config.methods
         }
 

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+import shoal
 from eagle_heads import save_eagle3
 from medusa_heads import save_medusa
 from shoal.api import Shoal
+from shoal.cli import run
 from shoal.drafting import registry
 from shoal.drafting.draft import draft_help, read_draft
 from shoal.drafting.model import ModelDrafter
@@ -79,7 +81,8 @@ def a_layer(target: Runner) -> Any:
 
 FROZEN = json.loads((Path(__file__).parents[1] / "data/draft_specs.json").read_text("utf-8"))
 """Specs with the name in reports, the draft model and the drafter of each; and specs with the error
-of each, in which HERE stands for a directory that has the name of a drafter."""
+of each, in which NAMES stands for the drafters that need no directory, and HERE for a directory that
+has the name of a drafter."""
 
 
 @pytest.mark.parametrize("line", FROZEN["made"], ids=lambda line: line["spec"])
@@ -96,12 +99,21 @@ def test_specs(line: dict[str, Any], places: Path, target: Runner, monkeypatch: 
 
 
 @pytest.mark.parametrize("line", FROZEN["refused"], ids=lambda line: line["spec"])
-def test_what_is_refused(line: dict[str, str], places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(
+    line: dict[str, str], places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every way in, before a model is loaded."""
     if "HERE" in line["error"]:
         monkeypatch.chdir(places / "named")
+    plain = ", ".join(kind.name for kind in kinds() if not kind.directory)
+    message = line["error"].replace("NAMES", plain).replace("HERE", "here")
     with pytest.raises(RequestError) as raised:
         read_draft(line["spec"])
-    assert str(raised.value) == line["error"].replace("HERE", "here")
+    assert str(raised.value) == message
+    with pytest.raises(RequestError):
+        shoal.load(draft=line["spec"])
+    assert run(["generate", "-p", "x", "--draft", line["spec"], "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["message"].startswith(message[:60])
 
 
 # ── drafters of other packages ──────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""`draft=` and `--draft`: drafters by name, with options, beside models; what is refused, and by every way in.
+"""`draft=` and `--draft`: drafters by name, with options, beside models, by every way in.
 
 Tests of: drafting.draft, drafting.registry, drafting.ngram, drafting.text.
 """
@@ -46,54 +46,12 @@ def texts(result: Result) -> list[str]:
 
 
 def test_names_and_options() -> None:
-    for text in ("gpt2", "org/model", "./ngram", "/a/b", "org/ngram"):
-        draft = read_draft(text)
-        assert draft is not None
-        assert draft.is_model
-        assert draft.source == text
     for name in (kind.name for kind in kinds() if not kind.directory):
         draft = read_draft(name)
         assert draft is not None
         assert not draft.is_model
         assert read_draft(draft.name) == draft
     assert read_draft(None) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("ngrams", "'ngrams' is no drafter, and no directory here: did you mean 'ngram'?"),
-        (
-            "trie:min=2",
-            "'trie' is no drafter, and no directory here: there are ngram, suffix, recycling, trigrams, self, mtp. A model",
-        ),
-        ("ngram:", "ngram has no option ''"),
-        ("ngram:least=2", "ngram has no option 'least': it has min, max, as in ngram:min=2,max=4"),
-        ("ngram:min", "ngram needs one value for min"),
-        ("ngram:min=", "ngram needs one value for min"),
-        ("ngram:min=2,min=3", "ngram needs one value for min"),
-        ("ngram:min=-2", "ngram needs a whole number for min, got '-2'"),
-        ("ngram:min=two", "ngram needs a whole number for min, got 'two'"),
-        ("suffix:scope=all", "suffix needs a scope of row, group, engine, got 'all'"),
-        ("suffix:nodes=64", "suffix needs min >= 1, nodes in 0..63 and limit >= 64, got suffix:scope=group,min=1,nodes=64"),
-        ("recycling:k=0", "recycling needs k in 1..63 and nodes in 0..63, got recycling:scope=group,k=0,nodes=8"),
-        ("suffix+", "a sum is a drafter and a draft model, as in suffix+DIR, got 'suffix+'"),
-        ("suffix+ngram", "a sum is a drafter and a draft model"),
-        ("suffix+gpt2+org/model", "a sum is a drafter and a draft model"),
-        ("suffix+auto+org/model", "a sum has each drafter once"),
-        ("suffix+auto", "a sum is a drafter and a draft model"),
-        ("suffix:nods=4+org/model", "suffix has no option 'nods'"),
-        ("ngram:min=5", "ngram needs min <= max, got ngram:min=5,max=4"),
-    ],
-)
-def test_what_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RequestError) as raised:
-        named(text)
-    assert message in str(raised.value)
-    with pytest.raises(RequestError):
-        shoal.load(draft=text)
-    assert run(["generate", "-p", "x", "--draft", text, "--json"]) == 2
-    assert message in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_a_directory_with_the_name_of_a_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

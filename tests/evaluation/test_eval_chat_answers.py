@@ -5,8 +5,10 @@ Tests of: evaluation.chat_answers.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -85,59 +87,15 @@ def test_a_function_that_does_not_parse_stays_wrong() -> None:
     assert cut_answer(problem("python", PYTHON), "    return (x\n\nprint(1)\n") == "    return (x\n\n"
 
 
-ELSEWHERE = {
-    "javascript": (
-        "function f(x) {\n",
-        "  return twice(x) + ZERO[0];\n}\n\nconst ZERO = [\n  {}, // }\n].map(() => 0);\n\n"
-        "/* It\ndoubles { */\nfunction twice(x) {\n  return 2 * x;\n}\n",
-        '\nconst line = require("fs").readFileSync(0);\n\nmodule.exports = { f };\n',
-        "if (f(4) !== 8) { throw new Error('wrong'); }",
-    ),
-    "java": (
-        "class F {\n    public static int f(int x) {\n",
-        "        return Twice.twice(x);\n    }\n}\n\n"
-        "class Twice\n{\n    static int twice(int x) {\n        return 2 * x;\n    }\n}\n",
-        '\nclass Main {\n    public static void main(String[] args) {\n        System.out.println("twice");\n    }\n}\n',
-        "class Main { public static void main(String[] a) { if (F.f(4) != 8) throw new RuntimeException(); } }",
-    ),
-    "cpp": (
-        "template <typename T> T twice(T);\nint f(int x) {\n",
-        "  return twice(x);\n}\n\ntemplate <typename T>\nT twice(T x) { return 2 * x; }\n",
-        "\n#include <iostream>\nint main() {\n  std::cout << f(2);\n  return 0;\n}\n",
-        "int main() { return f(4) != 8; }",
-    ),
-    "perl": (
-        "sub f {\n",
-        "  my $x = shift;\n  return twice($x);\n}\n\n# It doubles }.\nsub twice {\n  return 2 * $_[0];\n}\n",
-        "\nmy $line = <STDIN>;\ndie unless defined $line;\n",
-        "die 'wrong' unless f(4) == 8;",
-    ),
-    "go": (
-        "package main\nimport \"fmt\"\nfunc f(x int) int {\n",
-        "\treturn pair{x}.twice() * one\n}\n\nconst one = 1\n\ntype pair struct{ x int }\n\n"
-        "func (p pair) twice() int {\n\treturn 2 * p.x\n}\n",
-        "\nfunc main() {\n\tfmt.Println(f(2))\n}\n",
-        'func main() { if f(4) != 8 { panic(fmt.Sprint("wrong")) } }',
-    ),
-    "php": (
-        "<?php\nfunction f($x) {\n",
-        "  return twice($x);\n}\n\nfunction twice($x) {\n  return 2 * $x;\n}\n",
-        "\necho f(3);\n?>\n",
-        "if (f(4) !== 8) { throw new Exception('wrong'); }",
-    ),
-    "ruby": (
-        "def f(x)\n",
-        "  twice(x) * ONE\nend\n\nONE = 1\n\ndef twice(x)\n  if x\n    2 * x\n  end\nend\n",
-        "\nputs f(Integer(gets))\n",
-        "raise 'wrong' unless f(4) == 8",
-    ),
-}  # fmt: skip
+PLACE = Path(__file__).parents[1] / "data/programs.json"
+ELSEWHERE = {one.pop("language"): one for one in json.loads(PLACE.read_text("utf-8"))["chat answers"]}
+"""Of each language: the prompt, the part of an answer that is kept, the part that is left out, tests."""
 PROGRAMS = {"javascript": "node", "cpp": "g++"}
 
 
 @pytest.mark.parametrize("language", ELSEWHERE)
 def test_helpers_stay_in_other_languages(language: str, box: Sandbox) -> None:
-    prompt, kept, left_out, tests = ELSEWHERE[language]
+    prompt, kept, left_out, tests = ELSEWHERE[language].values()
     asked = problem(language, prompt, tests)
     cut = cut_answer(asked, kept + left_out + "```\n")
     assert cut.split() == kept.split() or cut.split() == [*kept.split(), "#include", "<iostream>"]

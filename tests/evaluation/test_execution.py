@@ -5,6 +5,7 @@ Tests of: evaluation.execution, evaluation.languages, evaluation.toolchains
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.toolchains import find_toolchain, require
 
+PLACE = Path(__file__).parents[1] / "data/programs.json"
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SAMPLE = 3  # problems of a published set that are executed here
 
@@ -48,120 +50,10 @@ def problem(language: str, prompt: str, tests: str, task_id: str = "T/0") -> Pro
     return Problem(task_id, language, prompt, tests, "add")
 
 
-ADD = {  # language: prompt, a completion, tests
-    "python": ("def add(a, b):\n", "    return a + b", "assert add(1, 2) == 3"),
-    "javascript": ("function add(a, b) {\n", "return a + b\n}", "if (add(1, 2) !== 3) throw new Error('wrong')"),
-    "typescript": (
-        "function add(a: number, b: number): number {\n",
-        "return a + b\n}",
-        "import * as assert from 'assert'\nassert.equal(add(1, 2), 3)",
-    ),
-    "java": (
-        "class Adder {\n  static int add(int a, int b) {\n",
-        "return a + b;\n} }",
-        "class Main { public static void main(String[] a) { if (Adder.add(1, 2) != 3) throw new RuntimeException(); } }",
-    ),
-    "cpp": (
-        "#include <cstdio>\n#include <cstdlib>\n#include <stdexcept>\nint add(int a, int b) {\n",
-        "return a + b;\n}",
-        'int main() { if (add(1, 2) != 3) throw std::runtime_error("wrong"); }',
-    ),
-    "perl": ("sub add {\nmy ($a, $b) = @_;\n", "return $a + $b;\n}", 'die "wrong" unless add(1, 2) == 3;'),
-    "go": (
-        'package main\nimport "os"\nvar _ = os.Args\nfunc add(a int, b int) int {\n',
-        "return a + b\n}",
-        'func main() {\nif add(1, 2) != 3 {\npanic("wrong")\n}\n}',
-    ),
-    "ruby": ("def add(a, b)\n", "return a + b\nend", "raise 'wrong' unless add(1, 2) == 3"),
-    "php": (
-        "<?php\nfunction add($a, $b) {\n",
-        "return $a + $b;\n}",
-        "if (add(1, 2) !== 3) { throw new Exception('wrong'); }",
-    ),
-    "kotlin": (
-        "fun add(a : Int, b : Int) : Int {\n",
-        "return a + b\n}",
-        "fun main() {\n  if (add(1, 2) != 3) {\n    throw Exception()\n  }\n}",
-    ),
-    "scala": (
-        "object Main extends App {\n    def add(a : Int, b : Int) : Int = {\n",
-        "return a + b\n    }",
-        "    assert(add(1, 2) == 3)\n}",
-    ),
-    "csharp": (
-        "using System;\nusing KellermanSoftware.CompareNetObjects;\nclass Program {\n  public static int Add(int a, int b) {\n",
-        "return a + b;\n}",
-        "static void Main(string[] a) {\nif (!new CompareLogic().Compare(Add(1, 2), 3).AreEqual) throw new Exception();\n}\n}",
-    ),
-    "swift": ("import Glibc\nfunc add(a : Int, b : Int) -> Int {\n", "return a + b\n}", "assert(add(a : 1, b : 2) == 3)"),
-    "rust": ("fn add(a: i64, b: i64) -> i64 {\n", "return a + b;", "}\nfn main() {\nassert_eq!(add(1, 2), 3);\n}\n"),
-    "d": (
-        "import core.stdc.stdlib, std.stdio;\nlong add(long a, long b)\n",
-        "{\nreturn a + b;\n}",
-        "unittest\n{\nassert(add(1, 2) == 3);\n}\nvoid main(){}",
-    ),
-    "go_test": (
-        'package add_test\nimport (\n"fmt"\n"os"\n"testing"\n)\nvar _ = os.Args\nfunc add(a int, b int) int {\n',
-        "return a + b\n}",
-        'func TestAdd(t *testing.T) {\nif fmt.Sprint(add(1, 2)) != "3" {\nt.Errorf("wrong")\n}\n}',
-    ),
-    "lua": ("local function add(a, b)\n", "return a + b\nend", "assert(add(1, 2) == 3)"),
-    "bash": ("add() {\n", "return $(($1 + $2))", "}\nset -e\nadd 1 2 || [[ $? = 3 ]]"),
-    "r": ("add <- function(a, b) {\n", "return(a + b)\n}", "if (!identical(add(1, 2), 3)) quit('no', 1)"),
-    "racket": (
-        "#lang racket\n(define (add a b)\n",
-        "(values 'return) (+ a b))",
-        "(require rackunit)\n(check-within (add 1 2) 3 0.001)",
-    ),
-}
-
-
-EXIT = {  # language: a statement that ends the process with exit code 0
-    "python": "import os; os._exit(0)",
-    "javascript": "process.exit(0)",
-    "typescript": "process.exit(0)",
-    "java": "if (a == 1) Runtime.getRuntime().halt(0)",  # nothing may follow where nothing can be reached
-    "cpp": "std::_Exit(0)",
-    "perl": "exit 0",
-    "go": "os.Exit(0)",
-    "ruby": "exit! 0",
-    "php": "exit(0)",
-    "kotlin": "System.exit(0)",
-    "scala": "System.exit(0)",
-    "csharp": "Environment.Exit(0)",
-    "swift": "exit(0)",
-    "rust": "std::process::exit(0)",
-    "d": "exit(0)",
-    "go_test": "os.Exit(0)",
-    "lua": "os.exit(0)",
-    "bash": "exit 0",
-    "r": "quit('no', 0)",
-    "racket": "(exit 0)",
-}
-
-
-SAY = {  # language: a statement that writes "passed", and one that writes to standard error
-    "python": ("print('passed')", "import sys; print('error:', file=sys.stderr)"),
-    "javascript": ("console.log('passed')", "console.error('error:')"),
-    "typescript": ("console.log('passed')", "console.error('error:')"),
-    "java": ('System.out.println("passed")', 'System.err.println("error:")'),
-    "cpp": ('std::puts("passed")', 'std::fputs("error:", stderr)'),
-    "perl": ("print 'passed'", "print STDERR 'error:'"),
-    "go": ('os.Stdout.WriteString("passed")', 'os.Stderr.WriteString("error:")'),
-    "ruby": ("puts 'passed'", "warn 'error:'"),
-    "php": ("print 'passed'", "fwrite(STDERR, 'error:')"),
-    "kotlin": ('println("passed")', 'System.err.println("error:")'),
-    "scala": ('println("passed")', 'System.err.println("error:")'),
-    "csharp": ('Console.WriteLine("passed")', 'Console.Error.WriteLine("error:")'),
-    "swift": ('print("passed")', 'perror("error:")'),
-    "rust": ('println!("passed")', 'eprintln!("error:")'),
-    "d": ('puts("passed")', 'stderr.writeln("error:")'),
-    "go_test": ('os.Stdout.WriteString("passed")', 'os.Stderr.WriteString("error:")'),
-    "lua": ("print('passed')", "io.stderr:write('error:')"),
-    "bash": ("echo passed", "echo error: >&2"),
-    "r": ("cat('passed')", "message('error:')"),
-    "racket": ('(display "passed")', '(eprintf "error:")'),
-}
+PROGRAMS = {one.pop("language"): one for one in json.loads(PLACE.read_text("utf-8"))["languages"]}
+"""Of each language a program in parts: prompt, right completion, tests; a statement that ends the process with exit code 0, one
+that writes "passed", one that writes to standard error; and a wrong completion that would swallow its tests, where there is one."""
+ADD = {name: (one["prompt"], one["right"], one["tests"]) for name, one in PROGRAMS.items()}
 
 
 def before_the_return(language: str, statement: str, completion: str) -> str:
@@ -171,7 +63,7 @@ def before_the_return(language: str, statement: str, completion: str) -> str:
 
 
 def test_every_language_has_an_example() -> None:
-    assert ADD.keys() == EXIT.keys() == SAY.keys() == LANGUAGES.keys()
+    assert PROGRAMS.keys() == LANGUAGES.keys()
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -181,22 +73,10 @@ def test_the_marker_stands_in_no_file(language: str) -> None:
     assert marker not in "".join(LANGUAGES[language].files("program", marker).values())
 
 
-DANGLING = {
-    "javascript": "return a - b\n}\nif (false)",
-    "typescript": "return a - b\n}\nwhile (false)",
-    "perl": "return $a - $b;\n}\n0 and",
-    "ruby": "return a - b\nend\nfalse and",
-    "php": "return $a - $b;\n}\nif (false)",
-    "scala": "return a - b\n    }\n    if (false)",
-    "swift": "return a - b\n}\ntrue ? () :",
-    "d": "{\nreturn a - b;\n}\nversion (none)",
-    "bash": "return $(($1 - $2))\n}\ncat <<'END'",
-    "r": "return(a - b)\n}\nif (FALSE)",
-    "racket": "(- a b))\n#;",
-}
+SWALLOWING = [(name, one["swallows"]) for name, one in PROGRAMS.items() if "swallows" in one]
 
 
-@pytest.mark.parametrize(("language", "wrong"), [*DANGLING.items(), ("php", "return $a - $b;\n}\n?>")])
+@pytest.mark.parametrize(("language", "wrong"), [*SWALLOWING, ("php", "return $a - $b;\n}\n?>")])
 def test_no_completion_swallows_its_tests(box: Sandbox, language: str, wrong: str) -> None:
     """A statement that it begins, or text that it makes of the rest, ends before the tests."""
     prompt, right, tests = ADD[language]
@@ -242,7 +122,7 @@ def test_results_of_a_language(each_box: Sandbox, language: str) -> None:
     prompt, right, tests = ADD[language]
     asked = problem(language, prompt, tests)
     require_here([asked], each_box)
-    quits, (says, noise) = EXIT[language], SAY[language]
+    quits, says, noise = (PROGRAMS[language][part] for part in ("quits", "says", "noise"))
     assert execute(asked, before_the_return(language, noise, right), each_box).passed
     if each_box.backend == strongest():  # the isolation around it does not decide what these say
         early = execute(asked, before_the_return(language, quits, right), each_box)

@@ -24,123 +24,16 @@ from shoal.evaluation.tasks import code_tasks
 from shoal.evaluation.toolchains import require
 from shoal.testing import tiny_tokenizer
 
-RETURN = "    return a + b"
-RECORDS = {  # language: prompt, the beginning of a right completion, tests, a stop token
-    "sh": (
-        "#!/bin/bash\nadd() {\n",
-        "    echo $(($1 + $2))",
-        '}\n\ncandidate() {\n    add "$@"\n}\n\nset -e\nrun_test() {\n    [[ $(candidate "1" "2") = "3" ]]\n}\n\nrun_test',
-        "\n}",
-    ),
-    "cpp": (
-        "#include<assert.h>\n#include<bits/stdc++.h>\nlong add(long a, long b) {\n",
-        f"{RETURN};",
-        "}\nint main() {\n    auto candidate = add;\n    assert(candidate((1), (2)) == (3));\n}\n",
-        "\n}",
-    ),
-    "cs": (
-        "using System;\nusing System.Numerics;\nusing System.Diagnostics;\nclass Problem {\n"
-        "    public static long Add(long a, long b) {\n",
-        f"    {RETURN};",
-        "    }\n    public static void Main(string[] args) {\n    Debug.Assert(Add((1L), (2L)) == (3L));\n    }\n\n}\n",
-        "\n    }\n",
-    ),
-    "d": (
-        "import std.math;\nlong add(long a, long b) \n",
-        f"{{\n{RETURN};\n}}",
-        "unittest\n{\n    alias candidate = add;\n\n    assert(candidate(1L, 2L) == 3L);\n}\nvoid main(){}",
-        "\n\n",
-    ),
-    "go_test.go": (
-        'package add_test\n\nimport (\n    "testing"\n    "fmt"\n)\n\nfunc add(a int, b int) int {\n',
-        f"{RETURN}\n}}",
-        'func TestAdd(t *testing.T) {\n  if fmt.Sprintf("%v", add(1, 2)) != "3" {\n    t.Errorf("wrong")\n  }\n}\n',
-        "\nfunc",
-    ),
-    "java": (
-        "import java.util.*;\nimport org.javatuples.*;\nclass Problem {\n    public static long add(long a, long b) {\n",
-        f"    {RETURN};",
-        "    }\n    public static void main(String[] args) {\n"
-        "    assert(Pair.with(1L, add((1L), (2L))).equals(Pair.with(1L, 3L)));\n    }\n\n}\n",
-        "\n    }\n",
-    ),
-    "js": (
-        "function add(a, b){\n",
-        f"{RETURN};\n}}",
-        "const assert = require('node:assert');\n\nfunction test() {\n  assert.deepEqual(add(1, 2),3);\n}\n\ntest();",
-        "\nfunction ",
-    ),
-    "lua": (
-        "local function add(a, b)\n",
-        f"{RETURN}\nend",
-        "lu = require('luaunit')\n\nfunction test_humaneval()\n    lu.assertEquals(add(1, 2), 3)\nend\n\nos.exit(lu.LuaUnit.run())",
-        "\nlocal",
-    ),
-    "pl": (
-        "sub add {\n    my($a, $b) = @_;\n",
-        "    return $a + $b;\n}",
-        "use Test::Deep;\n\n\nsub testhumaneval {\n    if(eq_deeply(add(1, 2),3)) {\n        print \"ok!\" }else{\n"
-        "        exit 1;\n        }\n}\n\ntesthumaneval();",
-        "\nsub",
-    ),
-    "php": (
-        "<?php\nfunction add($a, $b) {\n",
-        "    return $a + $b;\n}",
-        'function test(): void {\n    if (add(1, 2) !== 3) { throw new Exception("Test failed!"); }\n}\n\ntest();',
-        "\nfunction",
-    ),
-    "r": (
-        "add <- function(a, b) {\n",
-        "    return(a + b)\n}",
-        "test_humaneval <- function() {\n    if(!identical(add(1, 2), 3)){quit('no', 1)}\n}\ntest_humaneval()",
-        "\n#",
-    ),
-    "rkt": (
-        "#lang racket\n\n(define (add a b)\n",
-        "    (+ a b))",
-        "(require rackunit)\n\n(define (test-humaneval) \n\n    (check-within (add 1 2) 3 0.001)\n)\n\n(test-humaneval)",
-        "\n(define ",
-    ),
-    "rb": (
-        "def add(a, b)\n",
-        f"{RETURN}\nend",
-        "require 'test/unit'\nclass TestHumanEval < Test::Unit::TestCase\n"
-        "  def test_add\n    assert_equal(3, add(1, 2))\n  end\nend\n",
-        "\nclass",
-    ),
-    "rs": (
-        "fn add(a: isize, b: isize) -> isize {\n",
-        f"{RETURN};",
-        "}\n\nfn main() {\n    let candidate = add;\n    assert_eq!(candidate(1, 2), 3);\n}\n",
-        "\n}",
-    ),
-    "scala": (
-        "import scala.math._\nimport scala.collection.mutable._\nobject Problem {\n    def add(a : Long, b : Long) : Long = {\n",
-        f"    {RETURN}",
-        "    }\n    def main(args: Array[String]) = {\n    assert(add((1l), (2l)) == (3l));\n    }\n\n}\n",
-        "\n    }\n",
-    ),
-    "swift": (
-        "\nfunc add(a: Int, b: Int) -> Int {\n",
-        "    a + b",  # whose value counts as the last expression of the function
-        "}\n\n\nassert(add(a: 1, b: 2) == 3)",
-        "\n}",
-    ),
-    "ts": (
-        "function add(a: number, b: number): number {\n",
-        f"{RETURN};\n}}",
-        "declare var require: any;\nconst assert = require('node:assert');\n\n\nfunction test() {\n"
-        "  assert.deepEqual(add(1, 2),3);\n}\n\ntest();",
-        "\nfunction ",
-    ),
-}  # fmt: skip
+PLACE = Path(__file__).parents[1] / "data/programs.json"
+RECORDS = {one.pop("language"): one for one in json.loads(PLACE.read_text("utf-8"))["multipl-e"]}
+"""Of each language: prompt, the beginning of a right completion, tests, a stop token."""
 
 
 def record(language: str) -> dict[str, Any]:
-    prompt, _, tests, stop = RECORDS[language]
+    asked = RECORDS[language]
     return {
-        "name": "HumanEval_53_add", "language": language, "prompt": prompt, "doctests": "transform", "tests": tests,
-        "stop_tokens": [stop, "\nnever"],
+        "name": "HumanEval_53_add", "language": language, "prompt": asked["prompt"], "doctests": "transform",
+        "tests": asked["tests"], "stop_tokens": [asked["stop"], "\nnever"],
     }  # fmt: skip
 
 
@@ -170,7 +63,7 @@ def test_a_program_passes_when_its_tests_have_passed(box: Sandbox, tmp_path: Pat
     except RequestError as error:
         pytest.skip(str(error))
     (task,) = code_tasks([asked])
-    _, right, _, stop = RECORDS[language]
+    right, stop = RECORDS[language]["right"], RECORDS[language]["stop"]
     assert task.stops == (stop, "\nnever")
     complete = task.complete(f"{right}{stop} and more", False)
     assert complete == right
@@ -190,7 +83,7 @@ def test_a_program_that_ends_within_its_tests_has_not_passed(
         require([asked], box)
     except RequestError as error:
         pytest.skip(str(error))
-    early = execute(asked, RECORDS[language][1].replace("return", f"{quits}; return"), box)
+    early = execute(asked, RECORDS[language]["right"].replace("return", f"{quits}; return"), box)
     assert early.outcome == "failed"  # LuaUnit tells such an end itself
 
 
@@ -202,7 +95,7 @@ def test_a_suite_without_tests_has_not_passed(box: Sandbox, tmp_path: Path) -> N
             require([asked], box)
         except RequestError:
             continue
-        assert execute(asked, RECORDS[language][1], box).outcome == "failed"
+        assert execute(asked, RECORDS[language]["right"], box).outcome == "failed"
 
 
 def test_an_answer_in_a_chat_ends_at_a_stop_token(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from shoal.cli.eval_output import show_table
 from shoal.engine.ended_rows import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
-from shoal.evaluation.grading import Completions, Grade, grade_entries, rouge_grader
+from shoal.evaluation.grading import Completions, Grade, rouge_grader
 from shoal.evaluation.journal import Journal
 from shoal.evaluation.run import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation
 from shoal.evaluation.sampling import BATCHED, METHODS, PLAIN, SINGLE, Sampler, SamplingConfig
@@ -287,30 +287,6 @@ def _ids(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def test_the_same_completion_is_graded_once_and_unfinished_ones_never() -> None:
-    def sample(text: str, finished: bool = True) -> dict[str, Any]:
-        return {"completion": text, "finished": finished}
-
-    entry = {
-        "task_id": "a",
-        "attempts": {
-            "plain": {"samples": [sample("x"), sample("y"), sample("z", False)]},
-            "batched": {"samples": [sample("x")]},
-        },
-    }
-    asked: list[tuple[str, str]] = []
-
-    def grader(completions: Completions) -> Iterator[Grade]:
-        for name, text in completions:
-            asked.append((name, text))
-            yield Grade({"passed": 1.0}, text)
-
-    (found,) = grade_entries([entry], grader)
-    assert asked == [("a", "x"), ("a", "y")]
-    outcomes = {method: [grade and grade["outcome"] for grade in grades] for method, grades in found["grades"].items()}
-    assert outcomes == {"plain": ["x", "y", None], "batched": ["x"]}
-
-
 # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -359,28 +335,6 @@ def test_a_page_shows_what_was_written_and_obeys_none_of_it(pair: Shoal, tmp_pat
     assert "http" not in re.sub(r"http://www\.w3\.org/[\w/]+|http-equiv", "", page)  # nothing is loaded from elsewhere
     assert reader.seen.count("svg") == 1
     assert len(re.findall("rank 1, ", reader.text)) == 2 * len(METHODS)
-
-
-def test_a_page_ranks_by_mean_log_probability_and_marks_the_cut(tmp_path: Path) -> None:
-    from shoal.evaluation.page import _ranked, _spans
-    from shoal.evaluation.summary import Results
-
-    samples = [{"mean_logprob": value} for value in (-2.0, -1.0, None, -0.5)]
-    grades = [{"outcome": "x"}, {"outcome": "x"}, {"outcome": "x"}, None]
-    results = Results(
-        ["a"],
-        ("plain",),
-        4,
-        ("passed",),
-        {"a": {"attempts": {"plain": {"samples": samples}}}},
-        {"a": {"grades": {"plain": grades}}},
-    )
-    assert [place for place, _, _ in _ranked(results, "a", "plain")] == [2, 1, 3, 4]
-    cut = {"text": "abcd", "completion": "ab", "spans": [("a", False), ("bc", True), ("d", False)]}
-    assert "".join(_spans(cut)) == (
-        '<span class="drawn">a</span><span class="accepted">b</span>'
-        '<span class="accepted cut">c</span><span class="drawn cut">d</span>'
-    )
 
 
 def test_a_summary_is_whole_and_its_figure_has_every_method(pair: Shoal, tmp_path: Path) -> None:

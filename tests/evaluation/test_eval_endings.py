@@ -69,6 +69,9 @@ PERL = "# it's {\nsub f {\n"
         ("javascript", JAVASCRIPT, "  return x;", False, "  return x;"),  # but not for a row that just ran out of tokens
         ("javascript", JAVASCRIPT, '  return "}" + `}`; // }\n}\n}', False, '  return "}" + `}`; // }\n}'),
         ("javascript", JAVASCRIPT, "  if (x) {\n    return 1;", True, "  if (x) {\n    return 1;"),  # two are missing
+        ("javascript", "function f() ", '/* { */ {\n  g("}");\n}\nmore()', False, '/* { */ {\n  g("}");\n}'),
+        ("javascript", JAVASCRIPT, "  /* a\n } */\n  return 1;\n}\nmore()", False, "  /* a\n } */\n  return 1;\n}"),
+        ("javascript", JAVASCRIPT + "  if (x) {\n", "    return 1;\n  }", True, "    return 1;\n  }\n}"),
         ("java", JAVA, "        return x;\n    }", True, "        return x;\n    }\n}"),
         ("cpp", "int f(int x) { // {\n", "  return '}';\n}\nint main() {}", False, "  return '}';\n}"),
         ("go", "func f() int {\n", "\tif true { return 1 }\n\treturn 2", True, "\tif true { return 1 }\n\treturn 2\n}"),
@@ -138,10 +141,10 @@ def test_a_chat_begins_the_answer_with_the_prompt() -> None:
 
 
 def test_the_generated_problems_are_held_out_distinct_and_a_beginning_of_more() -> None:
-    some, more = function_problems(12), function_problems(20)
+    some, more = function_problems(12), function_problems(120)
     assert more[:12] == some
-    assert len({problem.prompt for problem in more}) == len({problem.task_id for problem in more}) == 20
-    assert {problem.task_id.split("/")[0] for problem in some} == {"templates", "constants"}
+    assert len({problem.prompt for problem in more}) == len({problem.task_id for problem in more}) == 120
+    assert [problem.task_id.split("/")[0] for problem in some[:4]] == ["templates", "constants"] * 2
     for problem in some:
         exec(problem.program(problem.canonical or ""), {})  # our own source
         with pytest.raises(AssertionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from sandboxes import strongest
 from shoal.cli import run as command_line
 from shoal.errors import RequestError
-from shoal.evaluation.exports import FORMATS, programs_of
+from shoal.evaluation.exports import FORMATS, HUMANEVAL, programs_of
 from shoal.evaluation.problems import Problem, read_humaneval
 from shoal.evaluation.run import SAMPLES
 from shoal.testing import save_pair
@@ -71,11 +72,16 @@ def test_a_list_by_place_leaves_out_no_problem(tmp_path: Path) -> None:
     FORMATS["evalplus"].check("humaneval", gap)
     with pytest.raises(RequestError, match="HumanEval/2 is missing"):
         FORMATS["bigcode"].check("humaneval", gap)
-    programs = {problem.task_id: ["x", "y"] for problem in gap}
+    entries = {problem.task_id: entry("x", "y") for problem in gap}
+    programs = programs_of([replace(problem, suffix="end") for problem in gap], entries, "batched", 2)
+    assert programs["HumanEval/1"] == [f"{gap[1].prompt}{text}end" for text in "xy"]
     assert FORMATS["evalplus"].hint("humaneval", "f.jsonl", programs).endswith("(3 of its 164 problems: it needs all)")
     assert "--limit 3 --n_samples 2 --load_generations_path f.json" in FORMATS["bigcode"].hint(
         "humaneval", "f.json", programs
     )
+    known = HUMANEVAL["humaneval"]
+    assert [known.place(f"HumanEval/{number}") for number in ("0", "163", "164", "07", "-1", "1 ")] == [0, 163, *[None] * 4]
+    assert known.place("Other/1") is None
 
 
 def shoal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import combinations
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.evaluation.metrics import Bootstrap, SampleTable, pass_at, permutation_test
+from shoal.evaluation.metrics import Bootstrap, SampleTable, permutation_test
 from shoal.evaluation.sampling import METHODS
 from shoal.evaluation.summary import Results, summarize
 
@@ -26,21 +25,6 @@ def table(finished_at: Any, score: Any, mean_logprob: Any = None) -> SampleTable
     ranks = np.zeros_like(moments) if mean_logprob is None else np.array(mean_logprob, float)
     zeros = np.zeros_like(moments)
     return SampleTable(moments, ranks, scores, zeros + 5, zeros, np.where(np.isfinite(moments), moments, 0).max(axis=1))
-
-
-@given(st.integers(1, 7), st.data())
-def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(n: int, data: st.DataObject) -> None:
-    passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    outcomes = [i < passed for i in range(n)]
-    expected = mean(any(draw) for draw in combinations(outcomes, k))
-    assert pass_at(np.array([passed]), n, k)[0] == pytest.approx(expected)
-
-
-def test_the_first_is_the_best_of_those_finished_in_time() -> None:
-    one = table([[1, 2, 3]], [[0, 1, 0]], [[-2, -1, -0.5]])
-    assert [one.first(budget)[0] for budget in (0.5, 1, 2, 3, INF)] == [0, 0, 1, 0, 0]
-    assert [one.best(budget)[0] for budget in (0.5, 1, 2, 3, INF)] == [0, 0, 1, 1, 1]
-    assert [one.at(1, budget)[0] for budget in (1, 2, INF)] == pytest.approx([0, 1 / 3, 1 / 3])
 
 
 def test_ranks_without_a_log_probability_come_last_and_ties_go_to_the_first_row() -> None:
@@ -93,62 +77,6 @@ def test_identical_samples_are_no_difference() -> None:
 
 def sample(moment: float, finished: bool = True, tokens: int = 5) -> dict[str, Any]:
     return {"token_ids": [1] * tokens, "mean_logprob": -1.0, "finished": finished, "finished_at": moment}
-
-
-def grade(score: float, outcome: str = "passed") -> dict[str, Any]:
-    return {"scores": {"passed": score}, "outcome": outcome, "detail": ""}
-
-
-def results() -> Results:
-    """Two problems asked, one refused; plain takes twice as long as batched, and one sample was cut by the clock."""
-    attempts: dict[str, Any] = {"refused": {"error": "too long", "attempts": {}}}
-    grades: dict[str, Any] = {"refused": {"grades": {}}}
-    for name, outcome in (("a", "failed"), ("b", "syntax")):
-        both = {"plain": 2.0, "batched": 1.0}
-        attempts[name] = {
-            "error": None,
-            "attempts": {
-                method: {"seconds": 2 * t, "samples": [sample(t), sample(2 * t, tokens=7), sample(2 * t, False)]}
-                for method, t in both.items()
-            },
-        }
-        grades[name] = {"grades": {method: [grade(0, outcome), grade(1), None] for method in both}}
-    return Results(["a", "b", "refused"], ("plain", "batched"), 3, ("passed",), attempts, grades)
-
-
-def test_a_summary_counts_what_was_ready() -> None:
-    summary = summarize(results(), [1.0, 2.0, INF])
-    lines = {(line["method"], line["budget"]): line for line in summary["lines"]}
-    assert len(lines) == 6
-    early, late = lines["batched", 1.0], lines["batched", None]
-    assert early["finished"]["mean"] == pytest.approx(2 / 9)
-    assert early["syntax_errors"]["mean"] == pytest.approx(1 / 2)
-    assert early["passed_all"]["mean"] == 0
-    assert early["tokens"]["mean"] == 5
-    assert early["seconds"]["mean"] == pytest.approx(2 / 3)  # both at the budget, the refused one at once
-    assert late["passed_all"]["mean"] == pytest.approx(2 / 3)
-    assert late["passed_first"]["mean"] == 0  # a tie: the first row
-    assert late["pass@1"]["mean"] == pytest.approx(2 / 9)
-    assert late["pass@3"]["mean"] == pytest.approx(2 / 3)
-    assert late["tokens"]["mean"] == 6
-    nothing = lines["plain", 1.0]
-    assert nothing["finished"]["mean"] == 0
-    assert nothing["tokens"] == nothing["syntax_errors"] == {"mean": None, "low": None, "high": None}
-    assert summary["errors"] == {"refused": "too long"}
-    for line in lines.values():
-        for name in ("passed_first", "passed_all", "pass@1", "finished"):
-            assert 0 <= line[name]["low"] <= line[name]["mean"] <= line[name]["high"] <= 1
-
-
-def test_methods_are_held_against_each_other() -> None:
-    (pair,) = summarize(results(), [INF])["against"]
-    assert (pair["method"], pair["other"]) == ("batched", "plain")
-    assert (pair["same_ids"], pair["samples"]) == (6, 9)  # of the refused problem there are none
-    assert pair["all"]["gain"]["difference"] == pytest.approx(2 / 3)
-    assert 2 <= pair["all"]["gain"]["budget"] < 4
-    assert pair["all"]["loss"]["difference"] == 0
-    assert pair["all"]["worse"] == 0
-    assert pair["pass@1"] == {"mean": 0, "low": 0, "high": 0, "p": 1}
 
 
 def test_nothing_finished_is_a_summary_too() -> None:

@@ -42,6 +42,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 CONTEXT, CAPACITY = 64, 12
 LIMITS: dict[str, Any] = {"max_tokens": 20, "max_n": 6, "max_logprobs": 4, "timeout": 50.0, "max_grammar": 30}
 MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"const": 1}
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -274,8 +275,32 @@ def test_what_is_just_allowed(fields: dict[str, Any]) -> None:
     ({"logit_bias": {"1": True}}, "logit_bias.1"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"260": 1}}, "logit_bias"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"stream_options": {}}, "stream_options"),
-    ({"n": True}, "n"), ({"n": "2"}, "n"), ({"unknown": 1}, "unknown"),
-], ids=str)  # fmt: skip
+    ({"n": True}, "n"), ({"n": "2"}, "n"), ({"n": 2.5}, "n"), ({"unknown": 1}, "unknown"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"stream_options": {"include_usage": True, "x": 1}, "stream": True}, "stream_options.x"),
+    ({"functions": [{}]}, "functions"), ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"), ({"logit_bias": {"٣": 1}}, "logit_bias"), ({"stop": [1]}, "stop.0"),
+    ({"stop": ["x"] * 65}, "stop"), ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ({"prompt": ["x", [1]]}, "prompt.1"), ({"prompt": [[1], []]}, "prompt.1"), ({"prompt": ["x"] * 200_000}, "prompt"),
+    ({"prompt": ["x"] * 5, "n": 3, "max_tokens": 0, "echo": True}, "prompt"), ({"prompt": []}, "prompt"),
+    ({"prompt": None}, "prompt"), ({"prompt": "\ud800"}, "prompt"), ({"prompt": [1, 2], "suffix": "x"}, "suffix"),
+    ({"echo": True, "suffix": "x"}, "echo"), ({"speculation": "fast"}, "speculation"), ({"speculation": -1}, "speculation"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_object", "whitespace": "none"}}, "response_format.whitespace"),
+    ({"response_format": {"type": "json_object"}, "grammar": {"type": "regex", "text": "a"}}, "grammar"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+     "structured_outputs.disable_additional_properties"),
+    ({"structured_outputs": {"json": ""}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["x" * 99] * 2}}, "structured_outputs.choice"),
+    ({"guided_grammar": "root ::= ("}, "guided_grammar"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+], ids=lambda value: str(value)[:60])  # fmt: skip
 def test_what_is_just_refused(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == (param, 400)
 
@@ -300,8 +325,6 @@ def test_an_unknown_field_is_told_before_all_others() -> None:
 
 
 # ── grammars ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-SCHEMA = {"const": 1}
 
 
 @pytest.mark.parametrize(("fields", "field", "grammar"), [

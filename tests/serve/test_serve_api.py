@@ -107,26 +107,12 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "max_tokens": ({"max_tokens": 3}, {"max_new_tokens": 3}),
     "seed": ({"seed": 8}, {"seed": 8}),
 }
-LEVEL = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
-"""Fields that need repetition to show: their rows are pushed towards few tokens."""
 
 
 def shown_texts(ended_rows: Any, ours: dict[str, Any]) -> list[str]:
     """The texts that the server shows: as in vLLM, without the token that a request stops at."""
     hides = "eos" in ours
     return [row.text[: -1 if hides and row.finish_reason == "eos" else None] for row in ended_rows]
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_field_is_honoured_exactly(server: Served, name: str) -> None:
-    theirs, ours = FIELDS[name]
-    few = ({"logit_bias": {"65": 9, "66": 9}}, {"logit_bias": {65: 9, 66: 9}}) if name in LEVEL else ({}, {})
-    answer = server.post(n=2, **{"seed": 7, **few[0], **theirs}).json()
-    ended_rows = offline(server, n=2, **{"seed": 7, **few[1], **ours}).samples
-    assert [choice["text"] for choice in answer["choices"]] == shown_texts(ended_rows, ours)
-    assert [took["completion_tokens"] for took in answer["usage"]["choices"]] == [len(s.token_ids) for s in ended_rows]
-    unchanged = offline(server, n=2, seed=7, **few[1]).samples
-    assert [sample.text for sample in ended_rows] != [sample.text for sample in unchanged], "the field would not be missed"
 
 
 def test_rows_of_unlike_requests_share_rounds_and_nothing_else(server: Served) -> None:
@@ -260,20 +246,6 @@ def test_a_stream_adds_up_to_the_whole_answer(server: Served) -> None:
             assert joined(c["logprobs"][name] for c in mine) == choice["logprobs"][name]
         assert joined(c["shoal"]["tokens"] for c in mine) == choice["shoal"]["tokens"]
         assert mine[-1]["shoal"]["mean_logprob"] == pytest.approx(choice["shoal"]["mean_logprob"])
-
-
-def test_the_official_client_reads_streams(server: Served) -> None:
-    stream = server.client.completions.create(
-        model="tiny", prompt="hello", n=2, seed=7, max_tokens=20, stream=True, stream_options={"include_usage": True}
-    )
-    texts, usage = ["", ""], None
-    for piece in stream:
-        usage = piece.usage
-        for choice in piece.choices:
-            texts[choice.index] += choice.text
-    assert texts == [sample.text for sample in offline(server, n=2, seed=7, max_new_tokens=20).samples]
-    assert usage is not None
-    assert usage.completion_tokens == 40
 
 
 def test_details_tell_the_tokens_and_where_they_came_from(server: Served) -> None:
@@ -718,60 +690,21 @@ def test_metrics_tell_what_requests_took() -> None:
 
 REFUSED: list[tuple[Any, ...]] = [
     ({"tools": []}, "tools"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"functions": [{"name": "f"}]}, "functions"),
-    ({"stream_options": {"include_usage": True, "x": 1}, "stream": True}, "stream_options.x"),
     ({"n": "2"}, "n"),
-    ({"n": 0}, "n"),
-    ({"n": 257}, "n"),
-    ({"n": 2.5}, "n"),
-    ({"n": True}, "n"),
     ({"best_of": 257}, "best_of"),
-    ({"n": 3, "best_of": 2}, "best_of"),
-    ({"best_of": 2, "stream": True}, "best_of"),
-    ({"temperature": -1}, "temperature"),
-    ({"top_p": -0.1}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -3}, "max_tokens"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"logit_bias": {"a": 1}}, "logit_bias"),
-    ({"stop": [1]}, "stop"),
-    ({"stop": ["x"] * 65}, "stop"),
-    ({"stop": "x" * 513}, "stop"),
     ({"stop": [""]}, "stop", "stop must be non-empty strings"),
-    ({"stop_token_ids": [260]}, "stop_token_ids"),
-    ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
     ({"logit_bias": {"260": 1}}, "logit_bias", "logit_bias names token id 260"),
-    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-    ({"logit_bias": {"٣": 1}}, "logit_bias"),
     ({"suffix": "x"}, "suffix", "no fill-in-the-middle tokens"),
     ({"prompt": ""}, "prompt", "the prompt is empty"),
-    ({"prompt": ["x", [1]]}, "prompt"),
-    ({"prompt": [[1], []]}, "prompt"),
     ({"prompt": [260]}, "prompt", "prompt ids must be in 0..259"),
     ({"prompt": "x" * 3000}, "prompt", "you requested 3001 tokens (3000 in the prompt, 1 in"),
-    ({"prompt": ["x"] * 200_000}, "prompt"),
-    ({"prompt": ["x"] * 60, "n": 5, "max_tokens": 0, "echo": True}, "prompt"),
     ({"grammar": {"type": "regex", "text": "("}}, "grammar"),
     ({"grammar": {"type": "lark", "text": "start: nowhere"}}, "grammar"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}}}, "response_format"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"response_format": {"type": "json_object", "whitespace": "none"}}, "response_format"),
-    ({"response_format": {"type": "json_object"}, "grammar": {"type": "regex", "text": "a"}}, "grammar"),
-    ({"grammar": {"type": "regex", "text": "a?" * 2**13 + "b"}}, "grammar"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
-    ({"seed": 2**63}, "seed"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt": "\ud800"}, "prompt"),
-    ({"speculation": "fast"}, "speculation"),
-    ({"speculation": -1}, "speculation"),
-    ({"stream_options": {}}, "stream_options"),
-    ({"echo": True, "suffix": "x"}, "echo"),
-    ({"prompt": [1, 2], "suffix": "x"}, "suffix"),
     ({"model": "huge"}, "model"),
 ]
+"""One of each kind, and those that the engine refuses: test_parsed_requests.py has the others, which need no model."""
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case)[:40])
@@ -786,10 +719,3 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, case: tuple[Any,
         assert error["type"] == "invalid_request_error"
         assert error["param"].split(".")[0] == param.split(".")[0]
         assert "".join(words) in error["message"] != ""
-
-
-def test_seeds_are_refused_where_they_cannot_be_kept() -> None:
-    with served(pair(), rule="rejection") as server:
-        assert server.post(seed=1).json()["error"]["param"] == "seed"
-        assert server.post(seed=1, temperature=0).status_code == 200
-        assert server.post().status_code == 200

@@ -205,29 +205,13 @@ def test_a_grammar_of_vllm_is_one_of_shoal(server: Served, fields: dict[str, Any
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"structured_outputs": {}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
-    ({"structured_outputs": {"json": ABC, "disable_additional_properties": True}},
-     "structured_outputs.disable_additional_properties"),
     ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
-    ({"structured_outputs": {"json": ""}}, "structured_outputs.json"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-    ({"structured_outputs": {"choice": ["x" * 140_000] * 2}}, "structured_outputs.choice"),
     ({"guided_json": {"type": "no such type"}}, "guided_json"),
-    ({"guided_grammar": "root ::= ("}, "guided_grammar"),
-    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
-    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-    ({"prompt_logprobs": 6}, "prompt_logprobs"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
-    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 3, "suffix": "x", "align": False}, "truncate_prompt_tokens"),
-    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids"),
 ]  # fmt: skip
+"""What needs an engine: test_parsed_requests.py has the others."""
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:40])

@@ -35,7 +35,7 @@ from shoal.constraints.estimates import PrefixNode
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.samples import log_mean

@@ -23,7 +23,7 @@ import command
 import shoal
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.constraints.check import Check
+from shoal.constraints.protocol import Check
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.token_bytes import token_bytes
 from shoal.types.requests import Row

@@ -32,8 +32,8 @@ from shoal.bench.machine import machine
 from shoal.errors import RequestError
 from shoal.evaluation.execution import execute_all
 from shoal.evaluation.exports import FORMATS
+from shoal.evaluation.journal import GRADES, SAMPLES
 from shoal.evaluation.problems import Problem, read_humaneval, records
-from shoal.evaluation.run import GRADES, SAMPLES
 from shoal.evaluation.sandbox import Sandbox
 
 CHECKS = Path(__file__).with_name("evalplus_checks.py")

@@ -32,7 +32,7 @@ from shoal.drafting.distillation import next_token_loss
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice, MethodTally
 from shoal.models.loading import bundled
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.windows import Windows
+from shoal.train.own_samples import Windows
 
 SEED = 20
 SCALE = 0.3

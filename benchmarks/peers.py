@@ -30,9 +30,8 @@ from engines.results import Cell, Results
 from engines.rows import LOCAL, Row, chosen
 from engines.tasks import PLAIN, Absent, Setup
 from provenance import require_place
-from shoal.bench.machine import machine
+from shoal.bench.machine import QuietGate, machine
 from shoal.bench.measure import first_difference, in_turns
-from shoal.bench.quiet import QuietGate
 from shoal.cli.progress import duration
 from shoal.errors import InternalError
 

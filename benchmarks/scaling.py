@@ -26,10 +26,10 @@ from rich.table import Table
 import command
 import shoal
 from provenance import require_place, write_results
-from shoal.bench.imposed import imposing
 from shoal.bench.machine import machine
 from shoal.bench.measure import in_turns
 from shoal.bench.plots import COLOURS, DPI, require_matplotlib
+from shoal.bench.random_pairs import imposing
 from shoal.bench.work import timed
 from shoal.lookahead.costs import CostCurve
 from shoal.models.runner import Runner

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from common import arguments, deliver, device_or_exit, microseconds
 from shoal.bench.roofline import ceilings
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import METHODS, reference
-from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.types.requests import Prefix
 

@@ -41,7 +41,7 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
 LAYER = 9

@@ -32,7 +32,7 @@ from shoal.models.compiled import Captures, captured_round, executors
 from shoal.models.compiled.transfer import Download
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
 WARM_UPS = 40

@@ -24,8 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common import arguments, deliver, device_or_exit, failures_of
 from shoal.api import Shoal
-from shoal.bench.imposed import imposing
-from shoal.bench.random_pairs import shaped_pair
+from shoal.bench.random_pairs import imposing, shaped_pair
 from shoal.bench.roofline import Load, ceilings
 from shoal.bench.work import timed
 from shoal.config import Limits, Sampling

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from shoal.config import Grammar, Sampling, Speculation, plain
-from shoal.constraints.check import Check
 from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
-from shoal.constraints.protocol import Constraint
+from shoal.constraints.protocol import Check, Constraint
 from shoal.constraints.syntax.requests import Syntax
 from shoal.drafting.distillation import Follower, Realignment, require_rollouts
 from shoal.drafting.draft import Draft
@@ -357,7 +356,7 @@ class Shoal:
             constraints: limits of the tokens that may follow, beside `grammar`: further grammars,
                 filters (`shoal.constraints.filters`), constraints of one's own
                 (`shoal.constraints.protocol`), and checks of single tokens
-                (`shoal.constraints.check`). All of them hold.
+                (`shoal.constraints.protocol`). All of them hold.
             align: True = the prompts may end inside a token: up to three tokens are taken back and
                 every sample writes their bytes again, in tokens of the model's choice; texts begin
                 where the prompts ended, while `token_ids`, `logprobs` and counts include these
@@ -366,14 +365,14 @@ class Shoal:
             exact: True = samples have a `log_weight` and are ranked by it: weighted so, they are
                 samples of p given that the whole text is allowed, by `align`, a grammar,
                 constraints or `syntax` (`shoal.constraints.dressing`). "smc": also, rows of small
-                weight become copies of others while they run (`shoal.engine.resampling`): the
+                weight become copies of others while they run (`shoal.engine.joint_rows`): the
                 copies depend on the length of rounds, so that a seed gives the same samples only
                 with fixed draft lengths. A stream then has a row's text in its last increment.
                 "asap": also, rows draw by estimates of how the beginnings of their prompt's texts
                 go on, learned from its other rows (`shoal.constraints.estimates`), so that weights
                 become equal. "asap+smc": both. "distinct": no two samples of a prompt have the same
                 tokens: whole texts are drawn without replacement, also without limits
-                (`shoal.engine.distinct`), with weights for averages under p. A stream then has a
+                (`shoal.engine.joint_rows`), with weights for averages under p. A stream then has a
                 row's text in its last increment.
             syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no
                 token is written after which the text between prompt and suffix cannot be completed

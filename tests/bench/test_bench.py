@@ -1,6 +1,6 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
-Tests of: bench.job_runner, bench.decoding_methods, bench.imposed, bench.report, bench.report_tables,
+Tests of: bench.job_runner, bench.decoding_methods, bench.report, bench.report_tables,
 bench.random_pairs, bench.work, bench.roofline, bench.job, cli.bench.
 """
 
@@ -23,11 +23,11 @@ import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from never_slower import shuffled
 from shoal.api import Shoal, load
-from shoal.bench import decoding_methods, quiet, random_pairs, report_tables
+from shoal.bench import decoding_methods, machine, random_pairs, report_tables
 from shoal.bench import job_runner as bench_runner
-from shoal.bench.imposed import Imposed, imposing
 from shoal.bench.job import Job
 from shoal.bench.job_runner import BenchmarkRunner, peak_tensor_bytes
+from shoal.bench.random_pairs import Imposed, imposing
 from shoal.bench.report import Report, ReportLine, Spread, line
 from shoal.bench.roofline import Load, rates
 from shoal.bench.work import Case, Run, Work, work_of
@@ -52,7 +52,7 @@ JOB = Job(
 def quiet_machine() -> Iterator[None]:
     """Whatever runs beside the tests: none of them waits for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quiet, "processes", lambda: {})
+        patch.setattr(machine, "processes", lambda: {})
         yield
 
 

@@ -1,6 +1,6 @@
 """`shoal bench` beside other programs: what it waits for, marks and shows of the time; and OpenVINO as a baseline.
 
-Tests of: bench.quiet, bench.plots, cli.progress.
+Tests of: bench.machine, bench.plots, cli.progress.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import beside_openvino
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from engines.openvino_engine import OpenVinoSampling
 from shoal.api import Shoal
-from shoal.bench import decoding_methods, plots, quiet, report_tables
+from shoal.bench import decoding_methods, machine, plots, report_tables
 from shoal.bench.job import Job
 from shoal.bench.job_runner import BenchmarkRunner
-from shoal.bench.quiet import QuietGate
+from shoal.bench.machine import QuietGate
 from shoal.bench.report import Report
 from shoal.bench.work import Ids, Work
 from shoal.cli import progress
@@ -44,9 +44,9 @@ class OtherProcess:
     def __init__(self, first: int) -> None:
         self.first, self.looks = first, 0
 
-    def __call__(self) -> quiet.Processes:
+    def __call__(self) -> machine.Processes:
         self.looks += 1
-        return {7: quiet.Process(1, "cc", 1.0, 1000.0 * max(0, self.looks - self.first))}
+        return {7: machine.Process(1, "cc", 1.0, 1000.0 * max(0, self.looks - self.first))}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_disturbed_points_are_hollow(disturbed: Report, tmp_path: Path, monkeypa
 
 
 def test_the_command_waits_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(quiet, "processes", OtherProcess(first=0))
+    monkeypatch.setattr(machine, "processes", OtherProcess(first=0))
     assert command_line([*COMMAND, "--wait", "0.6"]) == 0
     shown = capsys.readouterr()
     said = " ".join(shown.err.split())

@@ -33,7 +33,7 @@ from engines.rows import ROWS, cells_of, chosen
 from engines.shoal_engine import Engine as ShoalEngine
 from engines.tasks import PLAIN, Absent, Setup, Task, convert
 from engines.transformers_engine import Engine as TransformersEngine
-from shoal.bench.quiet import Process, QuietGate
+from shoal.bench.machine import Process, QuietGate
 from shoal.errors import InternalError, RequestError
 
 ROW = next(row for row in ROWS if row.name == "bundled-8")

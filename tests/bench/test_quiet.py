@@ -1,6 +1,6 @@
 """The gate of measurements: which processes count, how long it waits, what it marks. On processes that the tests make up.
 
-Tests of: bench.quiet.
+Tests of: bench.machine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shoal.bench import quiet
-from shoal.bench.quiet import BusyProcess, Process, Processes, QuietGate, busy_processes, processes
+from shoal.bench import machine as bench_machine
+from shoal.bench.machine import BusyProcess, Process, Processes, QuietGate, busy_processes, processes
 
 OWN = 100
 HERE = Process(1, "pytest", 5.0, 3.0)
@@ -135,7 +135,7 @@ def test_a_quiet_machine_is_looked_at_once() -> None:
     gate = machine.gate(30.0)
     gate.wait()
     gate.wait()
-    assert machine.now == quiet.WINDOW
+    assert machine.now == bench_machine.WINDOW
     assert not machine.said
     assert gate.timeout == 30.0
 
@@ -144,7 +144,7 @@ def test_it_waits_until_the_machine_is_quiet_and_says_so_once() -> None:
     machine = Machine(until=4.0)
     gate = machine.gate(30.0)
     gate.wait()
-    assert machine.now == 4.0 + quiet.WINDOW
+    assert machine.now == 4.0 + bench_machine.WINDOW
     assert machine.said == ["waiting for a quiet machine, at most 30 s: cc at 100% of a core"]
     assert gate.timeout == 26.0
 
@@ -175,7 +175,7 @@ def test_after_a_disturbed_measurement_it_looks_again_and_after_a_quiet_one_not(
     assert not gate.quiet
     before = machine.now
     gate.wait()
-    assert machine.now == before + quiet.WINDOW
+    assert machine.now == before + bench_machine.WINDOW
 
 
 def test_no_time_to_wait_means_marking_only() -> None:
@@ -202,7 +202,7 @@ def test_where_processes_cannot_be_seen_it_says_so_and_marks_nothing() -> None:
 
 def test_by_default_the_processes_of_this_machine_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Iterator[Processes] = iter([{7: IDLE}, {7: after(IDLE, 60.0)}])
-    monkeypatch.setattr(quiet, "processes", lambda: next(calls))
+    monkeypatch.setattr(bench_machine, "processes", lambda: next(calls))
     with QuietGate().watch() as seen:
         pass
     assert seen.busy is not None

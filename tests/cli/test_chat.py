@@ -1,6 +1,6 @@
 """`shoal chat`: what is asked, what is printed and kept, and what Ctrl-C leaves.
 
-Tests of: cli.chat, cli.chat_session, cli.chat_views, cli.chat_input, cli.conversation, cli.messages.
+Tests of: cli.chat, cli.chat_session, cli.chat_views, cli.chat_input, cli.conversation.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from shoal.cli.chat import _talk
 from shoal.cli.chat_input import Entry, next_entry
 from shoal.cli.chat_session import ChatSession, ChatSettings
 from shoal.cli.chat_views import RunningAnswer, TextView
-from shoal.cli.conversation import Conversation
+from shoal.cli.conversation import ChatWriter, Conversation
 from shoal.cli.files import read_template
-from shoal.cli.messages import ChatWriter
 from shoal.cli.views import RunningText
 from shoal.errors import RequestError
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer

@@ -1,6 +1,6 @@
 """The command line: what it prints, what it refuses, and with which exit code.
 
-Tests of: cli.generate, cli.demo, cli.check, cli.options, cli.option_groups, cli.board, cli.printed_samples, cli.console, cli.files,
+Tests of: cli.generate, cli.demo, cli.check, cli.options, cli.option_groups, cli.views, cli.printed_samples, cli.console, cli.files,
 cli.help, bench.measure.
 """
 
@@ -35,12 +35,12 @@ from commands import SAMPLE_KEYS, Answer, Command, Models, shoal, tiny
 from shoal import cli
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli import option_groups as option_groups_module
-from shoal.cli.board import Board
 from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.options import ModelSource
 from shoal.cli.printed_samples import follow, show_output
+from shoal.cli.views import Board
 from shoal.models.attention.methods import METHODS
 from shoal.types.samples import Increment, Output, Sample
 

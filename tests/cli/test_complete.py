@@ -1,6 +1,6 @@
 """`shoal complete`, and texts between others: where the cursor is, what is asked of the model, what is shown.
 
-Tests of: cli.complete, cli.complete, cli.suggestions, constraints.fim.
+Tests of: cli.complete, constraints.fim.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from rich.console import Console
 
 from commands import SAMPLE_KEYS, Command, Models, shoal, tiny
 from shoal.api import Shoal, load
-from shoal.cli.complete import split_at
+from shoal.cli.complete import NO_NEWLINE, diff, split_at
 from shoal.cli.printed_samples import follow
-from shoal.cli.suggestions import NO_NEWLINE, diff
 from shoal.constraints import fim, members
 from shoal.constraints.syntax.tree_middles import CursorTrees, tree_sitter_language
 from shoal.errors import RequestError

@@ -34,8 +34,8 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.sampling.distributions import probabilities
 from shoal.testing.drafters import RandomTrees
+from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
 from vocabularies import sentence_piece

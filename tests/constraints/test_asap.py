@@ -25,9 +25,9 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.samples import effective
 

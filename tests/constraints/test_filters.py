@@ -28,7 +28,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row

@@ -21,7 +21,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_tokenizer
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 

@@ -1,6 +1,6 @@
 """Masks and checks in one request: a filter, a grammar, members and Python's parser; the law by enumeration and counting.
 
-Tests of: engine.checks, constraints.check, constraints.filters, constraints.members,
+Tests of: engine.checks, constraints.protocol, constraints.filters, constraints.members,
 constraints.syntax.python.
 """
 

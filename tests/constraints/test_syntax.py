@@ -1,6 +1,6 @@
 """Middles that parse: what can be completed is never refused, a text ends only where the whole parses, and laws are as declared.
 
-Tests of: constraints.syntax.python, layout, viable, endings and requests; constraints.check, engine.checks.
+Tests of: constraints.syntax.python, layout, viable, endings and requests; constraints.protocol, engine.checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.sampling.uniforms import Purpose, uniforms
 from shoal.testing import tiny_tokenizer
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request
 

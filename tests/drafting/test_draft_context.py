@@ -30,7 +30,7 @@ from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request
 

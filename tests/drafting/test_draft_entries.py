@@ -1,6 +1,6 @@
 """Every entry takes the same specs of drafters: server, batches, evaluation, benchmark, and the Transformers entry.
 
-Tests of: integrations.drafts, integrations.transformers.
+Tests of: integrations.transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch, RequestError
 from shoal.evaluation.sampling import BATCHED, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
-from shoal.integrations import drafts, transformers
+from shoal.integrations import transformers
 from shoal.lookahead.bass import Fixed
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees
@@ -123,8 +123,8 @@ def test_the_transformers_entry_takes_it(
 
 def test_models_by_name_are_loaded_once(places: dict[str, Path], ran: list[Stats], monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Any] = []
-    ordinary = drafts.loading.load_runner
-    monkeypatch.setattr(drafts.loading, "load_runner", lambda *a, **o: loads.append(a) or ordinary(*a, **o))
+    ordinary = transformers.loading.load_runner
+    monkeypatch.setattr(transformers.loading, "load_runner", lambda *a, **o: loads.append(a) or ordinary(*a, **o))
     model = AutoModelForCausalLM.from_pretrained(places["target"], dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     asked: dict[str, Any] = {
@@ -181,7 +181,7 @@ def test_the_transformers_entry_takes_a_drafter_with_another_tokenizer(
     assert ran[-1].drafted > 0
     if form == "bound":  # what is known of the methods is kept for the next call
         target.generate(ids, **sampled, **asked, lookahead=3)
-        known = drafts.kept_model(asked["draft_model"], transformers._runner(target, "auto"), "auto")
+        known = transformers.kept_model(asked["draft_model"], transformers._runner(target, "auto"), "auto")
         assert known is not None
         assert known.model.choice is not None
         assert known.model.choice.rounds > ran[-1].rounds

@@ -26,10 +26,9 @@ from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of, runners_of
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.drafters import engine_of, runners_of
+from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner, scripted
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 
 VOCAB, BAD = 12, 11

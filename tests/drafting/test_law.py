@@ -30,9 +30,8 @@ from shoal.lookahead.controller import Auto
 from shoal.lookahead.costs import PairCosts
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.enumeration import chain_rule, chi_square, independence
 from shoal.testing.scripted import ahead, table_model
-from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
 

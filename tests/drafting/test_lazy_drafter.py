@@ -20,7 +20,7 @@ from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
-from shoal.testing.engines import drafted_by, engine_of, runners_of
+from shoal.testing.drafters import drafted_by, engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome

@@ -35,7 +35,7 @@ from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_tokenizer
-from shoal.testing.significance import chi_square
+from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 

@@ -32,8 +32,8 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
+from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 

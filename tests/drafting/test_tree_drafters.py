@@ -30,9 +30,8 @@ from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import hashed, scripted, table_model
-from shoal.testing.significance import chi_square
 from shoal.testing.tiny import tiny_model
 from shoal.types.requests import Request, Row
 from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, committed

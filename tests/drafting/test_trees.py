@@ -30,9 +30,8 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule, exact_match
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees, check_drafter
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import hashed, scripted, table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions

@@ -35,9 +35,8 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.acceptance.by_q import accept_recursively
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import hashed, scripted, table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Siblings
 from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing

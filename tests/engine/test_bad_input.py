@@ -18,7 +18,7 @@ from shoal.config import Limits, Sampling
 from shoal.errors import BadLogits, ModelError, RequestError, ShoalError
 from shoal.lookahead.controller import Fixed
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import ScriptedModel, hashed, runner, scripted
 from shoal.types.requests import Request
 

@@ -27,7 +27,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Auto, Controller, Fixed, Lookahead, PairCosts
 from shoal.sampling.acceptance import Coupled
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request, Row
 

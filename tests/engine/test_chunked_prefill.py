@@ -19,7 +19,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, runner, scripted
 from shoal.types.requests import Prefix, Request, Row, token_slots
 from shoal.types.schedule import PrefillChunk

@@ -1,6 +1,6 @@
 """Texts drawn without replacement by rows that run together: their law, in order, by enumeration, and their weights.
 
-Tests of: engine.distinct, constraints.estimates, constraints.dressing, engine.logprobs.
+Tests of: engine.joint_rows, constraints.estimates, constraints.dressing, engine.logprobs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shoal.config import Limits, Sampling
 from shoal.constraints.dressing import weighed
 from shoal.constraints.estimates import Trie
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.engine import distinct
-from shoal.engine.distinct import Distinct
+from shoal.engine import joint_rows
 from shoal.engine.engine import Engine
+from shoal.engine.joint_rows import Distinct
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed, Uniform
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
 
@@ -192,8 +192,8 @@ def from_the_end(right: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "sabotage", "lookahead"),
     [
-        pytest.param(distinct, "_rejected", no_row, Fixed(0), marks=pytest.mark.slow),
-        (distinct, "_rejected", only_held, Ahead(0)),
+        pytest.param(joint_rows, "_rejected", no_row, Fixed(0), marks=pytest.mark.slow),
+        (joint_rows, "_rejected", only_held, Ahead(0)),
         pytest.param(Distinct, "_drawn", from_the_end, Ahead(ROWS - 1), marks=pytest.mark.slow),
     ],
 )
@@ -204,8 +204,8 @@ def test_other_draws_show(owner: Any, name: str, sabotage: Any, lookahead: Any, 
 
 @pytest.mark.slow
 def test_weights_that_count_each_text_once_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = distinct._log_weight
-    monkeypatch.setattr(distinct, "_log_weight", lambda row, left, behind: right(row, left, 0))
+    right = joint_rows._log_weight
+    monkeypatch.setattr(joint_rows, "_log_weight", lambda row, left, behind: right(row, left, 0))
     assert deviation(ran(engine(Fixed(0)), [request(seed) for seed in range(REQUESTS)]), constrained=False) > 8
 
 

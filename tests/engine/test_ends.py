@@ -21,7 +21,7 @@ from shoal.config import Limits, Sampling
 from shoal.engine.detokenizer import Detokenizer, Stops
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import adversary, hashed, says, scripted
 from shoal.testing.tiny import END
 from shoal.types.requests import Request

@@ -19,7 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
 from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import runner
 from shoal.types.requests import Request, Row
 

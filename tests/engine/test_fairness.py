@@ -28,7 +28,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.serve import serve_config
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, runner, scripted
 from shoal.types.requests import Request, Row
 

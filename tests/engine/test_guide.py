@@ -28,7 +28,7 @@ from shoal.drafting.protocol import Drafter
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.tree_model import TreeDrafter
-from shoal.engine import resampling, verify
+from shoal.engine import joint_rows, verify
 from shoal.engine.engine import Engine
 from shoal.engine.guide import Guide
 from shoal.errors import BadLogits, InternalError, RequestError, UnsupportedModel
@@ -36,9 +36,8 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.guidance import guided
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.testing.enumeration import chain_rule, committed_distribution
+from shoal.testing.enumeration import chain_rule, chi_square, committed_distribution
 from shoal.testing.scripted import hashed, mixed, runner, scripted, table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 from tree_laws import Tree, bushy, committed
 
@@ -257,7 +256,7 @@ class OddAfterZero(Constraint[int]):
 
 def test_rows_that_become_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a resampling the guide reads the tokens that a row has now: at each round it holds them, of each row."""
-    monkeypatch.setattr(resampling, "LEAST", 0.999)
+    monkeypatch.setattr(joint_rows, "LEAST", 0.999)
     engine = engine_of(MADE["model"], max_batch=6)
     asked = replace(request(2, 6, new=14), weighted=True, resampled=True, constraints=(OddAfterZero(),))
     real, checked = Guide.logits, 0

@@ -26,7 +26,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.schedule import Move

@@ -14,7 +14,7 @@ from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed, by_name
 from shoal.sampling.acceptance import Coupled
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request
 from shoal.types.samples import Sample

@@ -26,7 +26,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, Lookahead
 from shoal.sampling.distributions import probabilities
 from shoal.testing import reference, tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner
 from shoal.types.requests import Request, Row
 from shoal.types.samples import Sample

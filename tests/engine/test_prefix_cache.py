@@ -33,7 +33,7 @@ from shoal.models.runner import Runner
 from shoal.models.weights import versions
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, runner, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.stats import Stats

@@ -23,7 +23,7 @@ from shoal.engine.memory import grown
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row, token_slots
 from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Round

@@ -30,10 +30,9 @@ from shoal.serve.batch_lines import read_lines
 from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chain_rule, chi_square, independence
 from shoal.testing.scripted import table_model
-from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request, occurrences
 
 PROMPTS = ["hello", "world", "hello", "sea", "hello"]

@@ -32,7 +32,7 @@ from shoal.models.runner import Runner
 from shoal.native.build import missing
 from shoal.testing import ARCHITECTURES, VOCABULARY, tiny_model
 from shoal.testing.architectures import WINDOW
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Prefix, Request, Row, token_slots
 

@@ -1,6 +1,6 @@
 """Rows as particles: whatever becomes a copy of what, weighted samples keep the law of p given that the text is allowed.
 
-Tests of: engine.resampling, constraints.dressing.
+Tests of: engine.joint_rows, constraints.dressing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from particles import EOS, NEW, PROMPT, REQUESTS, ROWS, SCRIPT, Asked, Masked, V
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.dressing import weighed
 from shoal.engine import engine as engine_module
-from shoal.engine import resampling
+from shoal.engine import joint_rows
 from shoal.engine.engine import Engine
-from shoal.engine.resampling import systematic
+from shoal.engine.joint_rows import systematic
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.samples import effective, log_mean
@@ -39,7 +39,7 @@ from shoal.types.samples import effective, log_mean
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are resampled however equal their weights are."""
-    monkeypatch.setattr(resampling, "LEAST", 0.999)
+    monkeypatch.setattr(joint_rows, "LEAST", 0.999)
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.7, 0.2, 0.1, 0.0], [1e-9, 1.0], [3.0, 0.5, 0.25, 0.25, 2.0]])
@@ -211,7 +211,7 @@ def test_states_that_are_not_copied_show_in_the_texts(often: None, monkeypatch: 
 @pytest.mark.slow
 def test_unequal_weights_that_are_not_made_equal_show(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources keep their weight, and copies have it too: texts of large weight count twice."""
-    right = resampling._copies
+    right = joint_rows._copies
 
     def wrong(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
         logs = [row.log_weight for row in rows]
@@ -222,7 +222,7 @@ def test_unequal_weights_that_are_not_made_equal_show(often: None, monkeypatch: 
             row.log_weight = source.log_weight
         return found
 
-    monkeypatch.setattr(resampling, "_copies", wrong)
+    monkeypatch.setattr(joint_rows, "_copies", wrong)
     assert deviation(ran(Masked(), 0, Rejection())[1]) > 6
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AddedToken
 
 from shoal.api import Shoal
-from shoal.cli.messages import ChatWriter, message
+from shoal.cli.conversation import ChatWriter, message
 from shoal.constraints.fim import middle_prompt, repository
 from shoal.constraints.token_bytes import token_bytes
 from shoal.engine.detokenizer import Detokenizer, Stops

@@ -15,8 +15,8 @@ import pytest
 from sandboxes import strongest
 from shoal.errors import InternalError
 from shoal.evaluation import cgroup, sandbox
+from shoal.evaluation.language import MIB, Bounds, Step, StepResult
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.steps import MIB, Bounds, Step, StepResult
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
 

@@ -21,13 +21,12 @@ from torch import Tensor
 from sandboxes import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
-from shoal.cli.eval_output import show_table
+from shoal.cli.eval_options import show_table
 from shoal.engine.ended_rows import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
 from shoal.evaluation.grading import Completions, Grade, rouge_grader
-from shoal.evaluation.journal import Journal
-from shoal.evaluation.run import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation
+from shoal.evaluation.journal import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation, Journal
 from shoal.evaluation.sampling import BATCHED, METHODS, PLAIN, SINGLE, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Document, Task, summary_tasks
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer

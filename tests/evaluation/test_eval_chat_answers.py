@@ -1,6 +1,6 @@
 """Where a chat model's answer ends, and which part of it is run.
 
-Tests of: evaluation.chat_answers.
+Tests of: evaluation.endings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes import strongest
-from shoal.evaluation.chat_answers import cut_answer
+from shoal.evaluation.endings import cut_answer
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox

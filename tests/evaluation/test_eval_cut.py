@@ -11,9 +11,8 @@ import pytest
 
 import shoal
 from shoal import cli
-from shoal.evaluation import cut_samples
-from shoal.evaluation.cut_samples import ALIGNED, NAIVE, UNCUT, VARIANTS
-from shoal.evaluation.cuts import KINDS, Cut, cuts, places, tokens_of
+from shoal.evaluation import cuts as cut_programs
+from shoal.evaluation.cuts import ALIGNED, KINDS, NAIVE, UNCUT, VARIANTS, Cut, cuts, places, tokens_of
 from shoal.evaluation.grading import Grade
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.tasks import function_problems
@@ -83,7 +82,7 @@ class Result(list[Any]):
 def test_each_way_is_given_what_it_says(suffix: str) -> None:
     problem = Problem("f", "python", SOLVED.prompt, SOLVED.tests, "f", SOLVED.canonical, suffix)
     cut, pair = Cut(problem, "word", 20, 17), Pair(problem)
-    rows = list(cut_samples.written(pair, [cut, cut], 3, {"temperature": 0}))  # type: ignore[arg-type]
+    rows = list(cut_programs.written(pair, [cut, cut], 3, {"temperature": 0}))  # type: ignore[arg-type]
     assert len(pair.asked) == 9  # the first cut's are asked twice
     for row in rows:
         assert [each.variant for each in row] == list(VARIANTS)
@@ -103,12 +102,12 @@ def test_what_is_counted() -> None:
 
     cut, other = Cut(SOLVED, "word", 20, 17), Cut(SOLVED, "space", 16, 15)
     found = [
-        cut_samples.Written(cut, NAIVE, ["bad", "bad", "wrong"], 1.0),
-        cut_samples.Written(cut, ALIGNED, ["good", "good", "wrong"], 3.0),
-        cut_samples.Written(cut, UNCUT, ["good", "good", "good"], 2.0),
-        *(cut_samples.Written(other, variant, ["wrong"], 1.0) for variant in VARIANTS),
+        cut_programs.Written(cut, NAIVE, ["bad", "bad", "wrong"], 1.0),
+        cut_programs.Written(cut, ALIGNED, ["good", "good", "wrong"], 3.0),
+        cut_programs.Written(cut, UNCUT, ["good", "good", "good"], 2.0),
+        *(cut_programs.Written(other, variant, ["wrong"], 1.0) for variant in VARIANTS),
     ]
-    word, space = cut_samples.summary(list(cut_samples.graded(found, grader)))
+    word, space = cut_programs.summary(list(cut_programs.graded(found, grader)))
     assert (word["kind"], word["cuts"], word["samples"]) == ("word", 1, 3)
     assert [word["variants"][variant]["passed"] for variant in VARIANTS] == pytest.approx([0, 2 / 3, 1])
     assert [word["variants"][variant]["syntax_errors"] for variant in VARIANTS] == pytest.approx([2 / 3, 0, 0])
@@ -151,7 +150,7 @@ def test_alignment_rewrites_the_cut_token_on_the_bundled_pair() -> None:
     """Greedy, and where nothing is cut (`uncut`) the variant is the plain one."""
     pair = shoal.load()
     (cut,) = cuts(function_problems(1), pair.tokenizer, ["word"])
-    rows = list(cut_samples.written(pair, [cut], 1, {"temperature": 0, "max_new_tokens": 48}))
+    rows = list(cut_programs.written(pair, [cut], 1, {"temperature": 0, "max_new_tokens": 48}))
     naive, aligned, uncut = (each.completions[0] for each in rows[0])
     begun = cut.given(whole_tokens=False)[len(cut.problem.prompt) :]
     assert naive.startswith(begun)

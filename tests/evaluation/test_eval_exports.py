@@ -13,8 +13,8 @@ from sandboxes import strongest
 from shoal.cli import run as command_line
 from shoal.errors import RequestError
 from shoal.evaluation.exports import FORMATS, HUMANEVAL, programs_of
+from shoal.evaluation.journal import SAMPLES
 from shoal.evaluation.problems import Problem, read_humaneval
-from shoal.evaluation.run import SAMPLES
 from shoal.testing import save_pair
 
 NUMBERS = (2, 0, 10, 1, 3, 4, 5, 6, 7, 8, 9)

@@ -15,16 +15,25 @@ import pytest
 
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
-from shoal.evaluation import solutions
+from shoal.evaluation import journal
 from shoal.evaluation.cuts import cuts, places
 from shoal.evaluation.endings import ending
 from shoal.evaluation.execution import ExecutionResult
 from shoal.evaluation.grading import Grade, grade_entries
-from shoal.evaluation.metrics import RESAMPLES, SHUFFLES, Bootstrap, SampleTable, pass_at, permutation_test
 from shoal.evaluation.page import page
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sampling import Sampler, SamplingConfig
-from shoal.evaluation.summary import CURVE, Results, summarize
+from shoal.evaluation.summary import (
+    CURVE,
+    RESAMPLES,
+    SHUFFLES,
+    Bootstrap,
+    Results,
+    SampleTable,
+    pass_at,
+    permutation_test,
+    summarize,
+)
 from shoal.evaluation.tables import columns, findings, legend, rows
 from shoal.evaluation.tasks import Document, Task, read_documents, summary_tasks
 
@@ -432,14 +441,14 @@ def test_whatever_did_not_pass_is_a_failure(tmp_path: Path, monkeypatch: pytest.
     pairs = [(Problem(f"p{i // 2}", "python", "", "", "f"), "") for i in range(len(outcomes))]
     found = [ExecutionResult(outcome, "why", 0.1) for outcome in outcomes]  # type: ignore[arg-type]
     monkeypatch.setattr(
-        solutions, "execute_all", lambda given, *_: (found[len(outcomes) - len(given) + i] for i in range(len(given)))
+        journal, "execute_all", lambda given, *_: (found[len(outcomes) - len(given) + i] for i in range(len(given)))
     )
-    own = solutions.Solutions(tmp_path / "out", pairs, {})
+    own = journal.Solutions(tmp_path / "out", pairs, {})
     own.execute(None, None, lambda _, results, __: results)  # type: ignore[arg-type, misc]
     summary = own.report([problem for problem, _ in pairs[::2]], {})
     assert [failure["outcome"] for failure in summary["failures"]] == list(outcomes[1:-1])
     assert (summary["judged"], summary["solutions"]) == (8, 8)
-    names = [json.loads(line)["task_id"] for line in (tmp_path / "out" / solutions.RESULTS).read_text().splitlines()]
+    names = [json.loads(line)["task_id"] for line in (tmp_path / "out" / journal.RESULTS).read_text().splitlines()]
     assert names == [name for i in range(4) for name in (f"p{i}", f"p{i} (2)")]
 
 

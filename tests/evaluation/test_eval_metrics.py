@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.evaluation.metrics import Bootstrap, SampleTable, permutation_test
 from shoal.evaluation.sampling import METHODS
-from shoal.evaluation.summary import Results, summarize
+from shoal.evaluation.summary import Bootstrap, Results, SampleTable, permutation_test, summarize
 
 INF = np.inf
 
@@ -58,7 +57,7 @@ def outcomes(dice: np.random.Generator, chances: Any, n: int = 8) -> SampleTable
 
 
 def test_the_permutation_test_cries_wolf_as_often_as_it_says_and_finds_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.evaluation.metrics.SHUFFLES", 500)
+    monkeypatch.setattr("shoal.evaluation.summary.SHUFFLES", 500)
     dice = np.random.default_rng(1)
     chances = dice.random(40)
     p_values = [permutation_test(outcomes(dice, chances), outcomes(dice, chances), 1, seed) for seed in range(100)]

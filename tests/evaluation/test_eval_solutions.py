@@ -11,10 +11,10 @@ import pytest
 
 from sandboxes import strongest
 from shoal.cli import run as command_line
-from shoal.evaluation import execution, isolation, sandbox, solutions
+from shoal.evaluation import execution, isolation, journal, sandbox
 from shoal.evaluation.execution import ExecutionResult, Solution
+from shoal.evaluation.journal import RESULTS, SUMMARY
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.solutions import RESULTS, SUMMARY
 
 COMMON = ("functions", "--limit", "4", "--solutions", "canonical", "--json")
 
@@ -39,7 +39,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             asked.append(problem.task_id)
             yield ExecutionResult("passed" if len(asked) > 1 else "failed", "", 0.1)
 
-    monkeypatch.setattr(solutions, "execute_all", interrupted)
+    monkeypatch.setattr(journal, "execute_all", interrupted)
     return asked
 
 
@@ -131,7 +131,7 @@ def test_an_interrupted_sandbox_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     problems = function_problems(3)
     with Sandbox(strongest()) as box:
-        held = solutions.Solutions(tmp_path, [(problem, problem.canonical or "") for problem in problems], {})
+        held = journal.Solutions(tmp_path, [(problem, problem.canonical or "") for problem in problems], {})
         with pytest.raises(KeyboardInterrupt):
             held.execute(box, 1, broken)  # type: ignore[arg-type]
         assert len(held.results) == 1

@@ -17,8 +17,8 @@ import pytest
 
 from shoal.errors import RequestError
 from shoal.evaluation import isolation, sandbox_exec, seccomp
+from shoal.evaluation.language import Bounds, Step
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.steps import Bounds, Step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
 

@@ -1,6 +1,6 @@
 """MultiPL-E's format: what is read, where completions end, and that the tests of each language have run when one passes.
 
-Tests of: evaluation.multipl_e
+Tests of: evaluation.problems
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from sandboxes import strongest
 from shoal.errors import RequestError
 from shoal.evaluation.execution import execute
 from shoal.evaluation.languages import LANGUAGES
-from shoal.evaluation.multipl_e import LANGUAGES as NAMES
-from shoal.evaluation.multipl_e import read_multipl_e
-from shoal.evaluation.problems import Problem
+from shoal.evaluation.problems import LANGUAGES as NAMES
+from shoal.evaluation.problems import Problem, read_multipl_e
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.tasks import code_tasks
 from shoal.evaluation.toolchains import require

@@ -22,9 +22,9 @@ import shoal
 from sandboxes import sandbox_of
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, seccomp, supervisor, toolchains
+from shoal.evaluation.language import MIB, Bounds, Step, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.steps import MIB, Bounds, Step, StepResult
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are executed on Linux only")
 
@@ -581,7 +581,7 @@ sys.modules["shoal"] = package = types.ModuleType("shoal")  # what follows does 
 package.__path__ = [{str(Path(shoal.__file__).parent)!r}]
 tempfile.tempdir = {str(folder)!r}
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.steps import Step
+from shoal.evaluation.language import Step
 Sandbox({box.backend!r}).run({{}}, Step(["/bin/sh", "-c", "sleep 1000; : {token}"]))
 """
     evaluation = subprocess.Popen([sys.executable, "-c", code])

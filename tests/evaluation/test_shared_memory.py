@@ -14,10 +14,10 @@ import pytest
 from sandboxes import sandbox_of
 from shoal.evaluation import isolation, sandbox_exec, supervisor, toolchains
 from shoal.evaluation.execution import execute
+from shoal.evaluation.language import MIB, Bounds, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.steps import MIB, Bounds, StepResult
 
 
 @pytest.fixture(scope="module", params=isolation.BACKENDS)

@@ -34,7 +34,7 @@ from shoal.sampling import drawing
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.uniforms import BUCKETS
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

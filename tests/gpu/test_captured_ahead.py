@@ -27,7 +27,7 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.failures import MOST_KINDS
 from shoal.sampling.acceptance import Rejection
 from shoal.serve.engine_thread import EngineThread
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 
 TOKENS = 40

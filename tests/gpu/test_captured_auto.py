@@ -33,7 +33,7 @@ from shoal.models.compiled.round_functions import Kind
 from shoal.models.compiled.transfer import Upload
 from shoal.sampling.acceptance import RULES, decides_chains
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 
 CAPTURED = [name for name, rule in RULES.items() if decides_chains(rule())]

@@ -17,7 +17,7 @@ import pytest
 from captured_models import hf, runner
 from policies import Confident
 from recorder import Recorder
-from shoal.bench.imposed import Imposed
+from shoal.bench.random_pairs import Imposed
 from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
 from shoal.drafting.captured_kinds import RoundKinds
@@ -31,7 +31,7 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 
 K = 3

@@ -30,7 +30,7 @@ from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.testing import tiny_model
 from shoal.testing.architectures import ARCHITECTURES
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 
 __all__ = ["device"]  # fixtures

@@ -20,7 +20,7 @@ from by_pairs import by_pairs
 from captured_models import K, decode, hf, ids, pair, rows_of, runner
 from recorder import Recorder
 from shoal.api import Shoal
-from shoal.bench.imposed import Imposed
+from shoal.bench.random_pairs import Imposed
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
@@ -34,7 +34,7 @@ from shoal.models.runner import Runner
 from shoal.sampling import truncation
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 from shoal.types.rounds import Outcome
 

@@ -53,7 +53,7 @@ from shoal.models.executors.modules import MODULES
 from shoal.models.load_report import described
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import save_pair
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Prefix, Request, Row
 from shoal.types.trees import Positions
 

@@ -24,7 +24,7 @@ from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.compiled.replays import FirstReplays
 from shoal.models.compiled.view import View
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
 pad = importlib.import_module("shoal.models.attention.pad")  # the name in the package is the function

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.visible_keys import Masks
+from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.cache import Plan
 from shoal.models.cache.pass_plan import Parents
 from shoal.types.requests import Prefix

@@ -13,7 +13,7 @@ from shoal.bench import job_runner as bench_runner
 from shoal.bench import random_pairs, report_tables
 from shoal.bench.job import Job
 from shoal.bench.job_runner import BenchmarkRunner
-from shoal.bench.quiet import QuietGate
+from shoal.bench.machine import QuietGate
 from shoal.bench.report import Report
 from shoal.bench.roofline import Ceilings
 

@@ -17,7 +17,7 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
 MODELS = {"target": (0, 2), "drafter": (1, 1)}

@@ -8,7 +8,7 @@ from typing import Any
 from shoal.config import Limits, Sampling
 from shoal.lookahead.bass import Fixed
 from shoal.sampling.acceptance import Coupled
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import ScriptedModel, hashed, one_hot, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit

@@ -26,7 +26,7 @@ from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
 VOCABULARY = 8192

@@ -12,7 +12,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import History, adversary, mixed, runner, says, scripted
 from shoal.types.requests import Request, Row
 

@@ -13,7 +13,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request, Row
 
 ALPHA = 1e-6

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal.constraints.check import Check
-from shoal.constraints.protocol import Allowed, Constraint
+from shoal.constraints.protocol import Allowed, Check, Constraint
 from shoal.testing.scripted import hashed
 from shoal.types.requests import Row
 

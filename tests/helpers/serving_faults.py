@@ -13,7 +13,7 @@ import pytest
 
 import serving
 from serving import TIMEOUT_SECONDS, Served, eventually, pair, served
-from shoal.serve import http_protocol, run
+from shoal.serve import run
 from shoal.serve.run import bind
 
 
@@ -44,7 +44,7 @@ def asking(**body: Any) -> bytes:
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is on its way between a server and a client that reads nothing, and no such client is cut off: a test that wants that
     sets the seconds itself, as a busy machine may need more than those of the server for any step."""
-    monkeypatch.setattr(http_protocol, "READ_TIMEOUT_SECONDS", 10.0 * TIMEOUT_SECONDS)
+    monkeypatch.setattr(run, "READ_TIMEOUT_SECONDS", 10.0 * TIMEOUT_SECONDS)
     monkeypatch.setattr(run, "UNREAD_TIMEOUT_SECONDS", 10.0 * TIMEOUT_SECONDS)
 
     def bound(host: str, port: int) -> socket.socket:

@@ -31,7 +31,7 @@ from shoal.models.load_report import described
 from shoal.models.ranks import Served, SharedCaptures
 from shoal.models.runner import Runner
 from shoal.models.tensor_parallel import _LedCache
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
 PROMPTS = ["def shoal(fish):", "One prompt that is so much longer than its neighbour", "x"]

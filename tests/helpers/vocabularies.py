@@ -24,9 +24,8 @@ from shoal.models.spelling import Spelling
 from shoal.models.vocabulary import Vocabularies, vocabularies
 from shoal.sampling.acceptance import Rule
 from shoal.testing import tiny_tokenizer
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 
 TEXTS = [

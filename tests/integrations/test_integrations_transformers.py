@@ -1,6 +1,6 @@
 """`model.generate(custom_generate=shoal.custom_generate)` returns what `generate` returns.
 
-Tests of: integrations.transformers, integrations.drafts, integrations.generate_batch.
+Tests of: integrations.transformers, integrations.generate_batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shoal
 from medusa_heads import save_medusa
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.integrations import drafts, transformers
+from shoal.integrations import transformers
 from shoal.integrations.generate_batch import _for_row
 from shoal.testing import tiny_tokenizer
 from shoal.types.stats import Stats
@@ -301,7 +301,7 @@ def test_a_dictionary_with_weak_keys_would_hold_them(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(transformers, "_runners", Table())
     assert freed(None, tmp_path) == (True, False)
     monkeypatch.undo()
-    monkeypatch.setattr(drafts, "_given", Table())
+    monkeypatch.setattr(transformers, "_given", Table())
     assert freed("model", tmp_path) == (False, True)
 
 

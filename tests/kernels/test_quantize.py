@@ -25,7 +25,7 @@ from shoal.models.quantize import Int8Linear, byte_matrix_of, parse, quantized
 from shoal.models.weights import panels
 from shoal.models.weights.int8 import Int8Matrix, Int8PanelMatrix
 from shoal.testing import VOCABULARY, save_pair, tiny_model
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request, Row
 from wrong_kernels import wrong_kernels
 

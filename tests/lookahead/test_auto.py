@@ -29,10 +29,9 @@ from shoal.lookahead.credit import FIRST, MOST, SHARE, Credit
 from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.plan import best_plan
 from shoal.lookahead.unfed import Unfed
-from shoal.testing.engines import engine_of, runners_of
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.drafters import engine_of, runners_of
+from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Bass, Fixed, Heuristic, Lookahead, Uniform, by_name
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import adversary, hashed, oracle, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome

@@ -33,7 +33,7 @@ from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.testing import ARCHITECTURES, REFUSED, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.architectures import WINDOW
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 from shoal.types.samples import Result
 

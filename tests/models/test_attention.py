@@ -1,7 +1,7 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
 Tests of: models.attention.bifurcated, models.attention.pad,
-models.attention.methods, models.attention.pad, models.bridge, models.attention.visible_keys.
+models.attention.methods, models.attention.pad, models.bridge, models.attention.inputs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from attending import CELLS, CPU, PROMPTS, build, exact, one_by_one, used
 from shoal.errors import InternalError, RequestError
 from shoal.models import bridge
 from shoal.models.attention import methods
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import METHODS, reference
-from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
 from shoal.types.requests import Prefix

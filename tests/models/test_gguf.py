@@ -29,7 +29,7 @@ from shoal.models.gguf.gguf_runner import GgufRunner, KeptSequences
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
 from shoal.models.sources import directory_of, gguf_of
-from shoal.testing.significance import chi_square
+from shoal.testing.enumeration import chi_square
 
 PROMPTS = ([5, 9, 70, 33, 12], [7], [40, 41, 42, 40, 41, 42, 40, 41])
 LAW_ROWS = 256

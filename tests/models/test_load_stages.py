@@ -19,7 +19,7 @@ from rich.console import Console
 import shoal
 from serving import pair
 from shoal.cli import console, progress, run
-from shoal.cli.eval_output import with_progress
+from shoal.cli.eval_options import with_progress
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
 from shoal.models import loading

@@ -33,7 +33,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair
 from shoal.testing.drafters import check_drafter
-from shoal.testing.significance import chi_square
+from shoal.testing.enumeration import chi_square
 from shoal.train import own_samples
 from shoal.train.drafter import DrafterTrainer, DrafterTraining
 from shoal.types.requests import Request

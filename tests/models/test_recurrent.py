@@ -44,8 +44,8 @@ from shoal.models.vocabulary import compared
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import RECURRENT, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.architectures import NAMES
+from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import adversary, mixed, says, scripted
-from shoal.testing.significance import chi_square
 from shoal.testing.tiny import fill
 from shoal.testing.tokenizers import large_tokenizer
 from shoal.types.requests import Request

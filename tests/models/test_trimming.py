@@ -25,9 +25,8 @@ from shoal.models.trimming import FILE, kept_of, most_used, proposable, save, wi
 from shoal.sampling.acceptance import Rejection
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule
+from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request
 
 KEPT = (*range(40, 130), 256)

@@ -25,7 +25,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling import awrs as awrs_module
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.awrs import awrs
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.stats import TokenCounts

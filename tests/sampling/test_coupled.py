@@ -21,9 +21,9 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.drawing import draw, exponential_race
 from shoal.sampling.uniforms import BUCKETS, race_uniforms
 from shoal.testing import reference
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import table_model
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Limits, Request, Row, Sampling
 
 PROMPTS = ((0, 0), (1, 2, 3), (2,))

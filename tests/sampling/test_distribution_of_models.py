@@ -29,8 +29,8 @@ from shoal.models import loading
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.quantize import quantized
 from shoal.models.runner import Runner
-from shoal.testing.engines import engine_of
-from shoal.testing.significance import chi_square
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
 

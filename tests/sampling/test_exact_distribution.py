@@ -22,10 +22,9 @@ from laws import ALPHA, EXACT, PAIRS, SAMPLES, P, Q, codes, contingency, declare
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Bass, Fixed, Lookahead
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.engines import engine_of
-from shoal.testing.enumeration import chain_rule, committed_distribution
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chain_rule, chi_square, committed_distribution, independence
 from shoal.testing.scripted import table_model
-from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request
 
 MANY = 20_000

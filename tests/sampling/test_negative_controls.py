@@ -28,10 +28,9 @@ from shoal.sampling.acceptance import Rejection, rejection
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
-from shoal.testing.engines import engine_of
-from shoal.testing.enumeration import chain_rule, committed_distribution
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chain_rule, chi_square, committed_distribution, independence
 from shoal.testing.scripted import hashed, runner, scripted, table_model
-from shoal.testing.significance import chi_square, independence
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Positions

@@ -22,7 +22,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.sampling.distributions import probabilities
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, runner, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions

@@ -21,9 +21,9 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.ahead import AHEAD, UniformsAhead
 from shoal.sampling.uniforms import Purpose, group_seed, row_seed, uniforms
-from shoal.testing.engines import engine_of
+from shoal.testing.drafters import engine_of
+from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted
-from shoal.testing.significance import chi_square
 from shoal.types.requests import Request, Row
 
 ALPHA = 1e-6

@@ -27,9 +27,9 @@ from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_format import ItemFormat, ItemWriter
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import ItemResponse
-from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.reasoning import ReasoningRules
+from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.responses import ApiResponse, event
 from shoal.serve.scoring import CHUNK_TOKENS, Scoring
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate

@@ -1,6 +1,6 @@
 """Memory that a server freed goes back to the system.
 
-Tests of: serve.ops.
+Tests of: serve.routes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from serving import pair, served
-from shoal.serve import app, ops
+from shoal.serve import app, routes
 
-needs_glibc = pytest.mark.skipif(ops.trimmer() is None or sys.platform != "linux", reason="glibc gives memory back")
+needs_glibc = pytest.mark.skipif(routes.trimmer() is None or sys.platform != "linux", reason="glibc gives memory back")
 
 
 @needs_glibc
@@ -23,7 +23,7 @@ def test_freed_pieces_between_used_ones_go_back() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
 
-    trim = ops.trimmer()
+    trim = routes.trimmer()
     assert trim is not None
     trim()
     pieces = [b"x" * 65000 for _ in range(4000)]  # 248 MiB of the heap
@@ -36,15 +36,15 @@ def test_freed_pieces_between_used_ones_go_back() -> None:
 
 def test_it_is_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [2, 1]
-    monkeypatch.setattr(ops, "trimmer", lambda: left.pop)
+    monkeypatch.setattr(routes, "trimmer", lambda: left.pop)
     with pytest.raises(IndexError):  # by the third call
-        asyncio.run(ops.give_back_freed_memory(0))
+        asyncio.run(routes.give_back_freed_memory(0))
     assert not left
 
 
 def test_nothing_is_done_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "trimmer", lambda: None)
-    asyncio.run(asyncio.wait_for(ops.give_back_freed_memory(0), 10))
+    monkeypatch.setattr(routes, "trimmer", lambda: None)
+    asyncio.run(asyncio.wait_for(routes.give_back_freed_memory(0), 10))
 
 
 def test_a_server_does_it_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

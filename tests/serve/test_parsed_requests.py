@@ -24,9 +24,8 @@ from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import parsed_items
 from shoal.serve.message_models import Message
-from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import PromptEncoder
-from shoal.serve.request_builder import RequestBuilder
+from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.settings import Settings

@@ -1,6 +1,6 @@
 """More than one process: nothing lost, nothing doubled, and with seeds the tokens of one, though a worker is killed.
 
-Tests of: serve.cluster, serve.pool, serve.relay, serve.replica_metrics.
+Tests of: serve.cluster, serve.pool, serve.relay, serve.prometheus_metrics.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests made to stop a server, or to learn too much: each is refused at a small price, and the others are served meanwhile.
 
-Tests of: serve.bodies, serve.http_protocol, serve.access, serve.ops, serve.api_errors, serve.run,
+Tests of: serve.bodies, serve.access, serve.routes, serve.api_errors, serve.run,
 serve.request_parser.
 """
 
@@ -27,7 +27,7 @@ from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legi
 from shoal import cli
 from shoal.cli.serve import serve
 from shoal.models.sources import name_of
-from shoal.serve import bodies, http_protocol, ops, run
+from shoal.serve import bodies, routes, run
 from shoal.serve.access import hosts_of
 from shoal.serve.api_errors import public
 
@@ -303,13 +303,13 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", HEAD], ids=["nothing", "a line", "headers"])
 def test_headers_that_trickle(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     with served(pair()) as server:
-        monkeypatch.setitem(http_protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.5)
+        monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.5)
         with connected(server) as connection:
             connection.sendall(begun)
             got = until_closed(connection, drop=b"x" if begun else b"")
         assert got.startswith(b"HTTP/1.1 408")
         assert b"request_timeout" in got
-        monkeypatch.setitem(http_protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)
+        monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)
         assert server.post().status_code == 200
 
 
@@ -317,7 +317,7 @@ def test_a_later_request_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(pair()) as server, connected(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert whole_answer(connection) == 200
-        monkeypatch.setitem(http_protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.5)
+        monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.5)
         connection.sendall(b"GET /health HT")
         assert b"HTTP/1.1 408" in until_closed(connection, drop=b"x")
 
@@ -336,7 +336,7 @@ def test_a_body_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
 def test_a_body_that_trickles_and_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
     with served(pair(), keys=("sesame",)) as server:
-        monkeypatch.setitem(http_protocol.ARRIVAL_TIMEOUT_SECONDS, h11.SEND_BODY, 0.5)
+        monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, h11.SEND_BODY, 0.5)
         with connected(server) as connection:
             connection.sendall(HEAD.replace(b"/v1/completions", path) + b"content-length: 100000\r\n\r\n")
             got = until_closed(connection, drop=b"x")
@@ -348,8 +348,8 @@ def test_a_request_that_takes_its_time_is_no_slow_client(monkeypatch: pytest.Mon
     with served(pair(gate)) as server, connected(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert whole_answer(connection) == 200  # the time for a connection's first bytes is over
-        for phase in http_protocol.ARRIVAL_TIMEOUT_SECONDS:
-            monkeypatch.setitem(http_protocol.ARRIVAL_TIMEOUT_SECONDS, phase, 0.2)
+        for phase in run.ARRIVAL_TIMEOUT_SECONDS:
+            monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, phase, 0.2)
         body = b'{"prompt": "hello", "max_tokens": 20}'
         connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert gate.reached.wait(TIMEOUT_SECONDS)
@@ -360,7 +360,7 @@ def test_a_request_that_takes_its_time_is_no_slow_client(monkeypatch: pytest.Mon
 
 def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(run.PROTOCOL, "limit_concurrency", 3)
-    monkeypatch.setitem(http_protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)
+    monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)
     with served(pair()) as server, ExitStack() as stack:
         held = [stack.enter_context(connected(server)) for _ in range(3)]
         for _ in range(3):
@@ -381,9 +381,7 @@ def test_clients_close_their_idle_connections_before_the_server_does(monkeypatch
         for _ in range(3):
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert whole_answer(connection) == 200
-            monkeypatch.setitem(
-                http_protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.2
-            )  # not of the first request: it might be slow
+            monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, 0.2)  # not of the first request: it might be slow
             threading.Event().wait(0.5)
 
 
@@ -437,7 +435,7 @@ def status(server: Served, path: str) -> int:
 
 
 def test_a_pass_that_hangs_makes_ready_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "HUNG_PASS_SECONDS", 0.2)
+    monkeypatch.setattr(routes, "HUNG_PASS_SECONDS", 0.2)
     gate = Gate(legible(0), length=10)
     with served(pair(gate)) as server:
         assert status(server, "/ready") == 200

@@ -1,6 +1,6 @@
 """What clients of OpenAI's API send besides what matters here: harmless fields are passed over and named, limits are reported.
 
-Tests of: serve.request_fields, serve.request_models, serve.parsed_request.
+Tests of: serve.request_fields, serve.request_models, serve.request_builder.
 """
 
 from __future__ import annotations

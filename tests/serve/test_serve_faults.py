@@ -31,7 +31,7 @@ from serving_faults import asking, assert_all_given_back, connect_narrowly, in_b
 from shoal import cli
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
-from shoal.serve import http_protocol, run
+from shoal.serve import run
 from shoal.serve.access import is_valid_key, owner_of, read_keys, weights_of
 from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
@@ -97,9 +97,7 @@ def test_one_connection_serves_many_requests(server: Served) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        http_protocol.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS
-    )  # so many threads take long to send
+    monkeypatch.setitem(run.ARRIVAL_TIMEOUT_SECONDS, h11.IDLE, TIMEOUT_SECONDS)  # so many threads take long to send
     limits = httpx.Limits(max_connections=100)
     with (
         served(pair(), queue=60) as server,

@@ -1,6 +1,6 @@
 """What a server logs of its requests, as text and as JSON objects.
 
-Tests of: serve.logs, serve.exchanges, serve.relay.
+Tests of: serve.logs, serve.relay.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from bare_logger import require_bare_logger
 from serving import eventually, pair, served
 from shoal.cli import serve
 from shoal.serve import logs
-from shoal.serve.exchanges import Exchange
 from shoal.serve.handler import ApiHandler
-from shoal.serve.logs import JsonFormatter, TextFormatter
+from shoal.serve.logs import Exchange, JsonFormatter, TextFormatter
 from shoal.serve.settings import Settings
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"

@@ -38,7 +38,7 @@ from shoal.serve.scoring import Scoring
 from shoal.serve.serve_config import PREFIX_SHARE, ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import runner, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.stats import Stats

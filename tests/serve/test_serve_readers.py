@@ -1,6 +1,6 @@
 """Clients that do not read their streams: they take no place of others, no memory without bound, and are cut off in the end.
 
-Tests of: serve.http_protocol, serve.submissions.
+Tests of: serve.run, serve.submissions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import serving
 from serving import TIMEOUT_SECONDS, Gate, Served, eventually, legible, pair, status
 from serving_faults import asking, assert_all_given_back, connect_narrowly, narrow
-from shoal.serve import http_protocol, submissions
-from shoal.serve.http_protocol import MIN_READ_BYTES, LimitedProtocol
+from shoal.serve import run, submissions
+from shoal.serve.run import MIN_READ_BYTES, LimitedProtocol
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 
 __all__ = ["narrow"]  # a fixture
@@ -138,7 +138,7 @@ def test_a_reader_that_keeps_up_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("trickling", [False, True])
 def test_who_does_not_read_is_cut_off(trickling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also who reads a byte a second; its rows end, though they have just begun."""
-    monkeypatch.setattr(http_protocol, "READ_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(run, "READ_TIMEOUT_SECONDS", 1.0)
     over = threading.Event()
     with serving.served(pair()) as server, reader(server, n=4) as connection:
         if trickling:
@@ -149,7 +149,7 @@ def test_who_does_not_read_is_cut_off(trickling: bool, monkeypatch: pytest.Monke
 
 
 def test_an_answer_in_one_piece_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "READ_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(run, "READ_TIMEOUT_SECONDS", 1.0)
     cut, lost = threading.Event(), LimitedProtocol.connection_lost
     monkeypatch.setattr(LimitedProtocol, "connection_lost", lambda self, exc: (lost(self, exc), cut.set()))
     with serving.served(pair()) as server, reader(server, n=4, stream=False) as connection:
@@ -183,7 +183,7 @@ class Clock:
 
     def pass_deadline(self) -> None:
         ((seconds, what, arguments),) = self.due
-        assert seconds == http_protocol.READ_TIMEOUT_SECONDS
+        assert seconds == run.READ_TIMEOUT_SECONDS
         self.due.clear()
         what(*arguments)
 

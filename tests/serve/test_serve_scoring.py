@@ -20,7 +20,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import RULES, Coupled
 from shoal.serve.scoring import Scoring
 from shoal.testing import tiny_model
-from shoal.testing.engines import engine_of, runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import runner
 from shoal.types.requests import Request
 

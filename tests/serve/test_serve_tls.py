@@ -1,6 +1,6 @@
 """HTTPS by the server itself: who is answered, who is not, and what is said about files that do not fit.
 
-Tests of: serve.tls, serve.http_protocol, cli.serve_options.
+Tests of: serve.tls, serve.run, cli.serve_options.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.api import Shoal
 from shoal.cli import serve
 from shoal.cli.options import ModelSource
 from shoal.errors import RequestError
-from shoal.serve import http_protocol
+from shoal.serve import run
 from shoal.serve.tls import PASSWORD_VARIABLE, Tls, read_password
 
 __all__ = ["narrow"]  # a fixture
@@ -108,7 +108,7 @@ def test_writes_pause_and_go_on(loop: str, files: Path, shoal: Shoal, monkeypatc
 
 
 def test_who_does_not_read_is_cut_off(files: Path, shoal: Shoal, narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "READ_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(run, "READ_TIMEOUT_SECONDS", 0.2)
     with (
         served(shoal, Tls(files / "server-both.pem")) as server,
         connect_narrowly(server) as connection,

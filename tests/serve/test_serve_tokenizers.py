@@ -1,6 +1,7 @@
 """The server and the commands over tokenizers as real models have them: echo, names, chats without a second BOS, several templates.
 
-Tests of: serve.prompts, serve.scoring, serve.api_formats, serve.request_parser, cli.messages, evaluation.tasks, cli.check_prompts.
+Tests of: serve.prompts, serve.scoring, serve.api_formats, serve.request_parser,
+cli.conversation, evaluation.tasks, cli.check_prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shoal.api import Shoal
 from shoal.cli import run
 from shoal.cli.check_prompts import CHAT as A_CHAT
 from shoal.cli.check_prompts import PromptSet
-from shoal.cli.messages import ChatWriter, message
+from shoal.cli.conversation import ChatWriter, message
 from shoal.evaluation.tasks import chat_ids
 from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder

@@ -1,6 +1,6 @@
 """The training code at small sizes, and the pair that it shipped.
 
-Tests of: stored_problems, train.windows, drafting.distillation, train.loop, train.muon, and of training/pair.
+Tests of: stored_problems, train.own_samples, drafting.distillation, train.loop, and of training/pair.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from shoal.drafting.distillation import acceptance, distillation_loss, next_toke
 from shoal.errors import RequestError
 from shoal.evaluation.tasks import function_problems
 from shoal.stored_problems import Draw, stored_problems
-from shoal.train.loop import Schedule, Trainer
-from shoal.train.muon import orthogonalise
-from shoal.train.own_samples import stored_prompts
-from shoal.train.windows import Windows, is_held_out, stdlib_files
+from shoal.train.loop import Schedule, Trainer, orthogonalise
+from shoal.train.own_samples import Windows, is_held_out, stdlib_files, stored_prompts
 from store_problems import DRAWS, drawn
 
 SPLITS = ("train", "constants", "templates")

@@ -1,6 +1,6 @@
 """`shoal train drafter`: a small model of the target's architecture learns from it, goes on where it was stopped, and drafts.
 
-Tests of: train.drafter, train.shrink, train.own_samples, train.loop, cli.train.
+Tests of: train.drafter, train.own_samples, train.loop, cli.train.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from shoal.cli.check import checks_of
 from shoal.errors import RequestError
 from shoal.testing import tiny_model
 from shoal.train import own_samples
-from shoal.train.drafter import DrafterTrainer, DrafterTraining
+from shoal.train.drafter import DrafterTrainer, DrafterTraining, shrunk, small_model
 from shoal.train.loop import Trainer
-from shoal.train.shrink import shrunk, small_model
 from trainable import PROMPTS, assert_drafts, learnable, small
 
 __all__ = ["small"]  # a fixture

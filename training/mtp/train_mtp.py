@@ -30,7 +30,7 @@ from pair_corpus import CorpusSize, build_corpus, pack
 from problems.generator import generate
 from shoal.models.loading import bundled
 from shoal.models.mtp_layer import Beside
-from shoal.train.windows import Windows
+from shoal.train.own_samples import Windows
 
 SIZE = CorpusSize(problems=12_000, stdlib_characters=400_000)
 LENGTH, BATCH, RATE = 128, 16, 4e-3

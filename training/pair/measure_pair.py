@@ -28,7 +28,7 @@ from pair_corpus import pack
 from problems.generator import FunctionProblem, Split, generate
 from shoal.drafting.distillation import acceptance, logits
 from shoal.models.loading import bundled
-from shoal.train.windows import Tokens, stdlib_pieces
+from shoal.train.own_samples import Tokens, stdlib_pieces
 
 SHIPPED = bundled("target").parent
 SEED = 1

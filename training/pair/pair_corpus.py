@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from pair_tokenizer import END, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 from problems.generator import FunctionProblem, generate
-from shoal.train.windows import Tokens, stdlib_pieces
+from shoal.train.own_samples import Tokens, stdlib_pieces
 
 FIM_SHARE = 0.1
 

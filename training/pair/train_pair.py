@@ -21,7 +21,7 @@ from pair_tokenizer import save_tokenizer, train_tokenizer
 from problems.generator import generate
 from shoal.drafting.distillation import distillation_loss, next_token_loss
 from shoal.train.loop import Schedule, Trainer
-from shoal.train.windows import Tokens, Windows
+from shoal.train.own_samples import Tokens, Windows
 
 SEED = 20
 WORK = Path("build/pair")

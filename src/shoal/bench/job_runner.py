@@ -27,11 +27,10 @@ from torch.profiler import ProfilerActivity, profile
 from shoal.api import Shoal
 from shoal.bench.decoding_methods import PLAIN, Method, baseline_method, shoal_method
 from shoal.bench.identity import IdentityCheck
-from shoal.bench.imposed import imposing
 from shoal.bench.job import Job
-from shoal.bench.machine import machine
+from shoal.bench.machine import QuietGate, machine
 from shoal.bench.measure import in_turns
-from shoal.bench.quiet import QuietGate
+from shoal.bench.random_pairs import imposing
 from shoal.bench.report import Report, ReportLine, line
 from shoal.bench.roofline import ceilings, rates
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shoal.bench.quiet import LIMIT
+from shoal.bench.machine import LIMIT
 from shoal.bench.report import Report, ReportLine, Spread
 from shoal.config import LOSSY_RULES
 

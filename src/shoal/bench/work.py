@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal.bench.quiet import BusyProcess
+from shoal.bench.machine import BusyProcess
 from shoal.errors import RequestError
 from shoal.types.stats import Stats
 

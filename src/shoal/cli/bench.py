@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from rich.console import Console
 
-from shoal.bench.quiet import TIMEOUT, QuietGate
+from shoal.bench.machine import TIMEOUT, QuietGate
 from shoal.cli.console import EXIT_INTERRUPTED, StatusLine
 from shoal.cli.files import listed_prompts, require_writable, write_whole
 from shoal.cli.option_groups import (

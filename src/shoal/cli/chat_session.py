@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.chat_views import Answered, ChatView
-from shoal.cli.conversation import Candidate, Conversation
-from shoal.cli.messages import ChatWriter
+from shoal.cli.conversation import Candidate, ChatWriter, Conversation
 from shoal.cli.options import parse_lookahead
 from shoal.cli.printed_samples import follow
 from shoal.cli.prompt_lines import OPTIONS, with_ends

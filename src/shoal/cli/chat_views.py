@@ -11,10 +11,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli.board import BESIDE_ROWS, Board
 from shoal.cli.console import Progress, printable, stderr, stdout
-from shoal.cli.documents import sample_document
-from shoal.cli.views import Unseen
+from shoal.cli.printed_samples import sample_document
+from shoal.cli.views import BESIDE_ROWS, Board, Unseen
 
 if TYPE_CHECKING:
     from shoal.cli.conversation import Candidate

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
-from shoal.cli.board import Board
 from shoal.cli.console import EXIT_INTERRUPTED, StatusLine, plain_table, printable, stdout
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (
@@ -26,6 +25,7 @@ from shoal.cli.options import (
     parse_lookahead,
 )
 from shoal.cli.printed_samples import follow, show_output
+from shoal.cli.views import Board
 from shoal.config import require_text
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.console import EXIT_INTERRUPTED, plain_table, printable, stderr, stdout
-from shoal.cli.eval_output import show_solutions, with_progress
+from shoal.cli.eval_options import show_solutions, with_progress
 from shoal.cli.eval_set import EvalSet, SandboxOptions, digest
 from shoal.cli.options import ModelSource
 from shoal.errors import RequestError
@@ -38,7 +38,7 @@ def evaluate_cuts(
         RequestError: no solution of the set has such a place to cut, or the model has no tokenizer.
     """
     require_solutions(eval_set)
-    from shoal.evaluation import cut_samples
+    from shoal.evaluation import cuts as cut_programs
     from shoal.evaluation.cuts import KINDS, cuts
     from shoal.evaluation.grading import code_grader
 
@@ -53,20 +53,20 @@ def evaluate_cuts(
         with programs.open() as sandbox:
             grader = code_grader([cut.problem for cut in asked], sandbox, programs.workers)
             rows = list(
-                with_progress("sampling", cut_samples.written(pair, asked, n, options), len(asked))
+                with_progress("sampling", cut_programs.written(pair, asked, n, options), len(asked))
             )
             written = [each for row in rows for each in row]
             found = list(
-                with_progress("executing", cut_samples.graded(written, grader), len(written))
+                with_progress("executing", cut_programs.graded(written, grader), len(written))
             )
     except KeyboardInterrupt:
         stderr().print("interrupted: nothing was kept")
         return EXIT_INTERRUPTED
-    summary = cut_samples.summary(found)
+    summary = cut_programs.summary(found)
     if as_json:
         print(json.dumps({"set": eval_set.name, "n": n, "options": dict(options), "cuts": summary}))
     else:
-        show_cuts(summary, cut_samples.VARIANTS)
+        show_cuts(summary, cut_programs.VARIANTS)
     return 0
 
 
@@ -168,7 +168,7 @@ def execute_solutions(
     After Ctrl-C it reports the completions judged by then.
     """
     from shoal.evaluation.execution import read_solutions
-    from shoal.evaluation.solutions import Solutions
+    from shoal.evaluation.journal import Solutions
 
     if not eval_set.problems:
         raise RequestError("summaries are not judged: leave out --solutions")

@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from shoal.cli.console import EXIT_INTERRUPTED, plain_table, printable, stderr, stdout
-from shoal.cli.eval_options import EvalOutputOptions, EvalSampling, options_of, settings_of
-from shoal.cli.eval_output import with_progress
+from shoal.cli.eval_options import (
+    EvalOutputOptions,
+    EvalSampling,
+    options_of,
+    settings_of,
+    with_progress,
+)
 from shoal.cli.eval_set import EvalSet, SandboxOptions, SetOptions
 from shoal.cli.option_groups import sampling_option
 from shoal.cli.options import ModelSource, SpeculationOptions, parse_lookahead
@@ -110,8 +115,8 @@ class PlannedEvaluation:
     ) -> int:
         """Plans, filters, grades and reports; after Ctrl-C it tells how to go on."""
         from shoal.evaluation.grading import code_grader
+        from shoal.evaluation.journal import SUMMARY, Evaluation
         from shoal.evaluation.planned_runs import PlannedRuns, summary_of
-        from shoal.evaluation.run import SUMMARY, Evaluation
 
         evaluation = Evaluation(directory, self.eval_set.tasks, self.config, self.settings)
         missing = evaluation.missing

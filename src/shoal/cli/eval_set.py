@@ -124,7 +124,7 @@ class SetOptions:
         return self._read_file(self.data)
 
     def _read_file(self, data: Path) -> EvalSet:
-        from shoal.evaluation import multipl_e, problems, tasks
+        from shoal.evaluation import problems, tasks
 
         chat = self.chat
         file: dict[str, Any] = {"chat": chat, "file": data.name}
@@ -132,7 +132,7 @@ class SetOptions:
             documents = tasks.read_documents(data)[: self.limit]
             asked = tasks.summary_tasks(documents, chat=chat)
             return EvalSet(self.set_, asked, documents=documents, fingerprint=digest(data), **file)
-        readers = {"mbxp": problems.read_mbxp, "multipl-e": multipl_e.read_multipl_e}
+        readers = {"mbxp": problems.read_mbxp, "multipl-e": problems.read_multipl_e}
         found = readers.get(self.set_, problems.read_humaneval)(data)[: self.limit]
         asked = (
             tasks.infilling_tasks(found)

@@ -15,11 +15,14 @@ from shoal.cli.eval_kinds import execute_solutions
 from shoal.cli.eval_options import (
     EvalOutputOptions,
     EvalSampling,
+    Export,
     options_of,
     parse_budgets,
+    read_exports,
     settings_of,
+    show_summary,
+    with_progress,
 )
-from shoal.cli.eval_output import Export, read_exports, show_summary, with_progress
 from shoal.cli.eval_planned import PlanOptions, evaluate_planned
 from shoal.cli.eval_set import EvalSet, SandboxOptions, SetOptions
 from shoal.cli.option_groups import option_groups
@@ -28,7 +31,7 @@ from shoal.errors import RequestError
 
 if TYPE_CHECKING:
     from shoal.evaluation.grading import Grader
-    from shoal.evaluation.run import Evaluation
+    from shoal.evaluation.journal import Evaluation
 
 
 @option_groups(without={"max_batch", "tensor_parallel"})
@@ -130,7 +133,7 @@ def _evaluate_programs(
 
         require_matplotlib()
     with output.directory() as directory:
-        from shoal.evaluation.run import Evaluation
+        from shoal.evaluation.journal import Evaluation
 
         evaluation = Evaluation(
             directory, eval_set.tasks, config, settings_of(eval_set, source, config)

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shoal.cli.board import BESIDE_ROWS, Board
 from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, stderr, stdout
-from shoal.cli.documents import document, sample_document
+from shoal.cli.conversation import ChatOptions
 from shoal.cli.files import read_prompts, require_writable, turn_ends, write_whole
-from shoal.cli.messages import ChatOptions
 from shoal.cli.option_groups import option_groups, output_option
 from shoal.cli.options import (
     GenerateSampling,
@@ -26,9 +24,15 @@ from shoal.cli.options import (
     SpeculationOptions,
     parse_lookahead,
 )
-from shoal.cli.printed_samples import follow, report_failures, show_output
+from shoal.cli.printed_samples import (
+    document,
+    follow,
+    report_failures,
+    sample_document,
+    show_output,
+)
 from shoal.cli.prompt_lines import GrammarOptions, PromptLine, lines_of, merged
-from shoal.cli.views import Events, RunningText, RunView, decoder, show_end
+from shoal.cli.views import BESIDE_ROWS, Board, Events, RunningText, RunView, decoder, show_end
 from shoal.errors import RequestError
 from shoal.types.samples import Result, Sample
 

@@ -183,8 +183,8 @@ def medusa(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.heads import HeadsTraining
     from shoal.train.medusa import MedusaTrainer
+    from shoal.train.stages import HeadsTraining
 
     training = HeadsTraining(
         heads=heads, layers=layers, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
@@ -214,7 +214,7 @@ def eagle3(
     """
     source, prompts = task.checked()
     from shoal.train.eagle3 import Eagle3Trainer
-    from shoal.train.heads import HeadsTraining
+    from shoal.train.stages import HeadsTraining
 
     training = HeadsTraining(
         heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
@@ -244,8 +244,8 @@ def ppd(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.heads import HeadsTraining
     from shoal.train.ppd import PpdTrainer
+    from shoal.train.stages import HeadsTraining
 
     training = HeadsTraining(
         heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps

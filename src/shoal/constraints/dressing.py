@@ -10,10 +10,10 @@ divided by the product of the probabilities that p gives to the allowed tokens a
 Multiplied by that product (`Sample.log_weight`) it is p's. The product is computed if constraints
 mask the vocabulary, and estimated without bias if checks judge single tokens
 (`shoal.sampling.awrs`). `exact="smc"` resamples the rows of a request by these weights while they
-run (`shoal.engine.resampling`); `exact="asap"` learns from each row the value of its beginnings, so
+run (`shoal.engine.joint_rows`); `exact="asap"` learns from each row the value of its beginnings, so
 that later tokens are drawn more nearly by p given that the text is allowed, and weights become
 equal (`shoal.constraints.estimates`). `exact="distinct"` draws whole texts without replacement
-(`shoal.engine.distinct`), also where nothing limits them.
+(`shoal.engine.joint_rows`), also where nothing limits them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.constraints.alignment import aligned, bound_from_start
-from shoal.constraints.check import Check, Cutting
 from shoal.constraints.fim import middle_ends
+from shoal.constraints.protocol import Check, Cutting
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.types.requests import Request

@@ -13,7 +13,7 @@ c(wy) / c(wx), the sum over the allowed tokens y, so proposal(x) * weight(x) = p
 
 The rows of a request with `exact="distinct"` have a trie of their own. Its p is that of the allowed
 tokens, which sums to 1 at each place, so c(w) is 1 until texts that begin with w have been drawn,
-and then the share of p(. | w) that is left (`shoal.engine.distinct`).
+and then the share of p(. | w) that is left (`shoal.engine.joint_rows`).
 """
 
 from __future__ import annotations

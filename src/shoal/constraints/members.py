@@ -7,7 +7,7 @@ that no identifier has. If jedi knows no names, any name may follow. A dot and t
 may be divided among tokens in any way.
 
 This is a check: a token's distribution is p given that the token passes
-(`shoal.constraints.check`).
+(`shoal.constraints.protocol`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from shoal.constraints.check import Check
+from shoal.constraints.protocol import Check
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row

@@ -3,12 +3,14 @@
 A mask is part of the declared distribution p like any other control. The engine asks for it at
 every position that is drafted or verified, also on paths that are rejected later, so a constraint
 has one state per position and never changes a state.
+
+A `Check` is a constraint that judges single tokens, never a vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -93,3 +95,48 @@ class Constraint(Protocol[State]):
         `mask` of any of these constraints takes the states of all.
         """
         return id(self)
+
+
+@runtime_checkable
+class Check(Protocol[State]):
+    """A judge of single tokens: it says whether a token may follow.
+
+    All methods are called on the engine's thread; states are never changed.
+    """
+
+    def start(self, row: Row) -> State:
+        """Returns the state before the row's first new token."""
+        ...
+
+    def after(self, state: State, token: int) -> State | None:
+        """Returns the state after one more token, which is no EOS id of the row.
+
+        None: the token may not follow.
+        """
+        ...
+
+    def may_end(self, state: State) -> bool:
+        """Returns True if the text may end after this state."""
+        ...
+
+
+@runtime_checkable
+class Cutting(Check[Any], Protocol):
+    """A check that knows where an unfinished text may be cut, also inside a token."""
+
+    def best_end(
+        self, tokens: Sequence[int], scores: Sequence[float], most: int
+    ) -> tuple[int, int] | None:
+        """Returns the best place at which the text may end.
+
+        Args:
+            tokens: the new tokens of a row, no EOS among them.
+            scores: the score of the place before the tokens, and of the places within or behind
+                each of them; one more than tokens. Of equal scores the latest place counts.
+            most: the most characters before the place.
+
+        Returns:
+            The number of characters before the place, and the number of tokens that wrote them;
+                None if the text may end nowhere.
+        """
+        ...

@@ -33,8 +33,8 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
     """Returns the verdict after the rows' checks.
 
     Each row's path is cut before the first token that one of its checks refuses, and another token
-    takes its place. The tokens are distributed as in `shoal.constraints.check`. If no token passes,
-    the column counts as a fault of the row.
+    takes its place. The tokens are distributed as in `shoal.constraints.protocol`. If no token
+    passes, the column counts as a fault of the row.
     """
     rows = scores.positions.rows
     if not any(row.checks for row in rows):

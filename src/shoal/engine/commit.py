@@ -117,7 +117,7 @@ def _commit(
     """Returns the commit of a row.
 
     The sample is made before the text is taken: all text of a row is known once it has ended. The
-    sample of a row that may begin again is made later (`shoal.engine.distinct`).
+    sample of a row that may begin again is made later (`shoal.engine.joint_rows`).
     """
     if row.request.distinct and row.finish_reason not in (None, "error"):
         row.held_at = now

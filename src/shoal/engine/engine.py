@@ -35,13 +35,12 @@ from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
 from shoal.engine.commit import columns_of, commit, commit_run
-from shoal.engine.distinct import Distinct
 from shoal.engine.guide import Guide, Together
+from shoal.engine.joint_rows import Distinct, resample
 from shoal.engine.memory import Memory
 from shoal.engine.multi_step import MultiStep
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
-from shoal.engine.resampling import resample
 from shoal.engine.running_rows import Batch
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator

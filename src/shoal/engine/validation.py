@@ -8,10 +8,9 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints import calls, masks
-from shoal.constraints.check import Check, Cutting
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.filters import Filter, conjunction, matching
-from shoal.constraints.protocol import Constraint
+from shoal.constraints.protocol import Check, Constraint, Cutting
 from shoal.engine.detokenizer import Detokenizer, Stops, characters
 from shoal.engine.memory import Memory
 from shoal.errors import RequestError

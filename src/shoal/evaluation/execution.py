@@ -18,11 +18,10 @@ from typing import Literal
 
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import plain_values, subprocess_tests
-from shoal.evaluation.language import Language
+from shoal.evaluation.language import Language, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, known_language, records, text_field
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.steps import StepResult
 from shoal.evaluation.subprocess_tests import JOB, SHARED
 from shoal.evaluation.toolchains import find_toolchain, require
 

@@ -4,12 +4,18 @@ HumanEval (Chen et al. 2021, arXiv 2107.03374) and MBXP (Athiwaratkun et al. 202
 are JSON lines, plain or gzipped. A model sees `prompt` (and `suffix` in infilling problems); its
 completion passes if the program made of both and the tests succeeds. Nothing is downloaded and
 nothing is bundled.
+
+MultiPL-E (Cassano et al. 2023, arXiv 2208.08227) has HumanEval and MBPP in 18 languages: JSON lines
+with a `name`, a `language`, a `prompt`, `tests` and `stop_tokens`. A completion ends before the
+first of the stop tokens, and the tests begin with what these have cut off, so that prompt,
+completion and tests are a whole program. There are no published solutions.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -164,3 +170,93 @@ def _problem(record: dict[str, Any], where: str, language: str | None) -> Proble
         else text_field(record, "canonical_solution", where),
         suffix="" if record.get("suffix") is None else text_field(record, "suffix", where),
     )
+
+
+MULTIPL_E_LANGUAGES = {
+    "sh": "bash",
+    "cpp": "cpp",
+    "cs": "csharp",
+    "d": "d",
+    "go": "go_test",
+    "go_test.go": "go_test",
+    "java": "java",
+    "js": "javascript",
+    "lua": "lua",
+    "pl": "perl",
+    "php": "php",
+    "r": "r",
+    "rkt": "racket",
+    "rb": "ruby",
+    "rs": "rust",
+    "scala": "scala",
+    "swift": "swift",
+    "ts": "typescript",
+}
+"""The names of the languages in MultiPL-E, and here."""
+
+REFUSED = {"jl": "no stable release of Debian since 11 has a package of Julia"}
+"""The reasons why the other languages do not run."""
+
+_LUA_END = re.compile(r"os\.exit\((.*)\)\s*\Z")
+_FURTHER = {
+    "java": """
+class Main {
+    public static void main(String[] arguments) throws Throwable {
+        ClassLoader.getSystemClassLoader().setDefaultAssertionStatus(true);
+        Problem.main(arguments);
+    }
+}
+""",
+    "scala": """
+object Main {
+    def main(arguments: Array[String]): Unit = Problem.main(arguments)
+}
+""",
+    "ruby": """
+Test::Unit::AutoRunner.need_auto_run = false
+exit 1 unless Test::Unit::AutoRunner.run
+""",
+}
+"""Statements behind the tests that run them where MultiPL-E's command or a library would.
+
+They must have run, and have passed, before a program tells that it has come to its end.
+"""
+
+
+def read_multipl_e(path: str | Path) -> list[Problem]:
+    """Reads the problems of a file in MultiPL-E's format.
+
+    Raises:
+        RequestError: not JSON, a field missing or of the wrong type, a name met before, or a
+            language that does not run; the message names file and line.
+    """
+    return read_all(Path(path), _multipl_e_problem)
+
+
+def _multipl_e_problem(record: dict[str, Any], where: str) -> Problem:
+    name, language = text_field(record, "name", where), _multipl_e_language(record, where)
+    stops = record.get("stop_tokens")
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise RequestError(f"{where}: expected a list of texts in the field 'stop_tokens'")
+    tests = text_field(record, "tests", where) + _FURTHER.get(language, "")
+    if language == "lua":  # which would end the program before it tells that it has come to its end
+        tests = _LUA_END.sub(r"if \1 ~= 0 then os.exit(1) end", tests)
+    return Problem(
+        task_id=name,
+        language=language,
+        prompt=text_field(record, "prompt", where),
+        tests=tests,
+        entry_point=re.sub(r"^[A-Za-z]+_\d+_", "", name),
+        stops=tuple(stops),
+    )
+
+
+def _multipl_e_language(record: dict[str, Any], where: str) -> str:
+    name = text_field(record, "language", where)
+    if name in REFUSED:
+        raise RequestError(f"{where}: the language {name!r} does not run here: {REFUSED[name]}")
+    if name not in MULTIPL_E_LANGUAGES:
+        raise RequestError(
+            f"{where}: unknown language {name!r}; known are {', '.join(MULTIPL_E_LANGUAGES)}"
+        )
+    return MULTIPL_E_LANGUAGES[name]

@@ -27,7 +27,7 @@ from typing import Any
 
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import cgroup, isolation, sandbox_exec, seccomp, supervisor
-from shoal.evaluation.steps import Step, StepResult
+from shoal.evaluation.language import Step, StepResult
 
 LAST_SIGNAL = 64  # Perl and PHP exit with 255, which means no signal
 PATH = "/usr/local/bin:/usr/bin:/bin"

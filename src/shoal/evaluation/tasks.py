@@ -10,8 +10,7 @@ from typing import Any
 
 from shoal.constraints.fim import fill_in_middle
 from shoal.errors import RequestError
-from shoal.evaluation.chat_answers import cut_answer
-from shoal.evaluation.endings import FENCE, before_stop, ending
+from shoal.evaluation.endings import FENCE, before_stop, cut_answer, ending
 from shoal.evaluation.problems import Problem, records, text_field
 from shoal.stored_problems import Draw, stored_problems
 from shoal.types.prompt_forms import chat_template_of

@@ -13,11 +13,10 @@ from itertools import product
 from pathlib import Path
 
 from shoal.errors import RequestError
-from shoal.evaluation.language import COMPILING, Language
+from shoal.evaluation.language import COMPILING, Bounds, Language, Step, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import PATH, Sandbox
-from shoal.evaluation.steps import Bounds, Step, StepResult
 
 Programs = Mapping[str, str]
 """The names of programs and their paths."""

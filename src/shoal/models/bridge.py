@@ -28,9 +28,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import create_causal_mask
 
 from shoal.errors import InternalError, UnsupportedModel
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
-from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import SlotCache
 from shoal.models.executors.executor import embedded
 from shoal.models.structure import Structure

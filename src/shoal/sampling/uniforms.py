@@ -38,12 +38,12 @@ class Purpose(IntEnum):
     RESAMPLE = 4
     """The choice of the rows of a request that go on, by the number of the first one's round.
 
-    See `shoal.engine.resampling`.
+    See `shoal.engine.joint_rows`.
     """
     DISTINCT = 5
     """The choice if a row goes on when a text is drawn before its own, by the number of that row.
 
-    See `shoal.engine.distinct`.
+    See `shoal.engine.joint_rows`.
     """
     TREE = 1024
     """The first of two purposes for each draw of a draft tree.
@@ -54,7 +54,7 @@ class Purpose(IntEnum):
     CHECK = 1 << 20
     """The first of the purposes of draws instead of a token that a check refused.
 
-    There may be many such draws (`shoal.constraints.check`).
+    There may be many such draws (`shoal.constraints.protocol`).
     """
     BUCKET = 16
     """The first of `BUCKETS` purposes: exponential variates of an exponential race.

@@ -1,6 +1,6 @@
 """`shoal serve` and `shoal batch`: OpenAI's API for many samples at once. Needs `shoal[serve]`.
 
-A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (parsed_request)
+A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedRequest` (request_builder)
 and a `Submission` (submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat`
 (api_formats) writes as JSON.
 
@@ -11,14 +11,13 @@ message_models.py    the fields of messages and tools
 request_fields.py    the types of fields, and the fields of vLLM's API
 bodies.py            reads the bodies of requests
 response_models.py   the fields of answers
-given_grammars.py    the one grammar of a request, from any field that can give it
 tools.py             the fields of tools
 tool_calls.py        calls in texts
 reasoning.py         the reasoning before an answer
 request_parser.py    requests -> engine requests
-request_builder.py   requests within the limits of settings.py
+request_builder.py   requests within the limits of settings.py, and the parsed request
 prompts.py           the prompts of requests
-sampling_params.py   the sampling fields of requests
+sampling_params.py   the sampling fields of requests, and the one grammar that any field can give
 infill.py            requests and answers of /infill; infill_models.py: their fields
 item_models.py       requests of /v1/responses as chat requests
 item_response.py     answers of /v1/responses
@@ -31,10 +30,11 @@ compiled_grammars.py compiles grammars under limits
 grammar_probe.py     the process that tries grammars first
 api_paths.py         the paths of the API, and the answers for those that do not exist
 api_errors.py        errors as OpenAI writes them
-app.py               the application; ops.py, playground_page.py, openapi.py, access.py: its parts
-exchanges.py         requests and their answers, for logs.py and prometheus_metrics.py
-run.py               uvicorn, signals, draining, and the answers until a model is loaded
-http_protocol.py     the limits of connections
+app.py               the application; routes.py, playground_page.py, access.py: its parts
+logs.py              a line per request, and its record
+prometheus_metrics.py the metrics, and those of replicas
+run.py               uvicorn, signals, draining, the limits of connections, and the answers until a
+                     model is loaded
 tls.py               certificates
 offline.py           batch files
 batch_lines.py       the lines of batch files, and blocks of them for several processes
@@ -43,7 +43,6 @@ model_identity.py    the public name and identifier of a model
 serve_config.py      the configuration of a process that serves
 cluster.py           replicas on Ray
 relay.py             the logs of replicas
-replica_metrics.py   the metrics of replicas
 pool.py              batches in several processes on Ray
 answerer.py          one of these processes
 """

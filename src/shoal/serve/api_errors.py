@@ -167,7 +167,7 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
 def install(app: FastAPI) -> None:
     """Adds handlers that answer the exceptions of requests as errors of the API.
 
-    `shoal.serve.exchanges` answers all other exceptions in the same form.
+    `shoal.serve.logs` answers all other exceptions in the same form.
     """
 
     async def answer(request: Request, error: Exception) -> Response:

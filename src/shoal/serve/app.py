@@ -18,21 +18,27 @@ from starlette.types import Receive, Scope, Send
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
-from shoal.serve import api_errors, bodies, logs, openapi, response_models
+from shoal.serve import api_errors, bodies, logs, response_models, routes
 from shoal.serve.access import HostCheck, is_valid_key, owner_of
 from shoal.serve.api_errors import ApiError
 from shoal.serve.api_paths import CHAT, COMPLETIONS, INFILL, RESPONSES, Json, written
 from shoal.serve.bodies import CLIENT_GONE
-from shoal.serve.exchanges import Exchanges
 from shoal.serve.handler import ApiHandler
 from shoal.serve.infill_models import Infill, InfillRequest
 from shoal.serve.item_models import ResponsesRequest
-from shoal.serve.ops import give_back_freed_memory, model_routes, ops_routes
+from shoal.serve.logs import Exchanges
 from shoal.serve.playground_page import page
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.response_models import ItemAnswer
+from shoal.serve.routes import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    give_back_freed_memory,
+    model_routes,
+    ops_routes,
+    token_routes,
+)
 from shoal.serve.settings import Settings
-from shoal.serve.token_routes import DetokenizeRequest, TokenizeRequest, token_routes
 
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
 
@@ -86,11 +92,11 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
         anything: dict[str, Any] = {
             "allow_methods": ["*"],
             "allow_headers": ["*"],
-            "expose_headers": [*openapi.HEADERS],
+            "expose_headers": [*routes.HEADERS],
         }
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **anything)
     app.add_middleware(Exchanges, ended=(metrics.request_ended, logs.log))
-    openapi.install(app, REQUESTS)
+    routes.install(app, REQUESTS)
     return app
 
 
@@ -98,8 +104,8 @@ def _api_routes(handler: ApiHandler) -> APIRouter:
     """Returns the routes for clients, which need the key if there is one."""
     keys = handler.settings.keys
     router = APIRouter(dependencies=[Depends(_key_check(keys))] if keys else [])
-    for routes in (_answer_routes, model_routes, token_routes):
-        router.include_router(routes(handler))
+    for routes_of in (_answer_routes, model_routes, token_routes):
+        router.include_router(routes_of(handler))
     return router
 
 
@@ -130,25 +136,25 @@ def _answer_routes(handler: ApiHandler) -> APIRouter:
     @router.post(
         COMPLETIONS,
         response_model=None,
-        **openapi.described(CompletionRequest, response_models.Completion),
+        **routes.described(CompletionRequest, response_models.Completion),
     )
     async def completions(request: Request) -> Response:
         """Continues texts."""
         return await _answer(handler, request, COMPLETIONS)
 
     @router.post(
-        CHAT, response_model=None, **openapi.described(ChatRequest, response_models.ChatCompletion)
+        CHAT, response_model=None, **routes.described(ChatRequest, response_models.ChatCompletion)
     )
     async def chat_completions(request: Request) -> Response:
         """Continues a conversation."""
         return await _answer(handler, request, CHAT)
 
-    @router.post(RESPONSES, response_model=None, **openapi.described(ResponsesRequest, ItemAnswer))
+    @router.post(RESPONSES, response_model=None, **routes.described(ResponsesRequest, ItemAnswer))
     async def responses(request: Request) -> Response:
         """Continues a conversation; the answer has items."""
         return await _answer(handler, request, RESPONSES)
 
-    @router.post(INFILL, response_model=None, **openapi.described(InfillRequest, Infill))
+    @router.post(INFILL, response_model=None, **routes.described(InfillRequest, Infill))
     async def infill(request: Request) -> Response:
         """Fills in at a cursor, for clients of llama.cpp's server."""
         return await _answer(handler, request, INFILL)

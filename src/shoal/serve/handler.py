@@ -20,10 +20,9 @@ from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_format import ItemFormat
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import ItemResponse, parsed_items
-from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.prompts import PromptEncoder
-from shoal.serve.request_builder import RequestBuilder
+from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.responses import ApiResponse
 from shoal.serve.sampling_params import own_sampling

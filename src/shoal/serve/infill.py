@@ -7,14 +7,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.constraints.check import Cutting
+from shoal.constraints.protocol import Cutting
 from shoal.serve.api_errors import api_error_of, naming
 from shoal.serve.api_formats import finite, name_and_bytes
 from shoal.serve.api_paths import Json
 from shoal.serve.bodies import validated
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.parsed_request import ParsedRequest
-from shoal.serve.request_builder import RequestBuilder
+from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate

@@ -13,7 +13,7 @@ from shoal.serve.api_formats import FINISH_REASONS
 from shoal.serve.api_paths import Json
 from shoal.serve.item_format import ItemFormat, ItemWriter
 from shoal.serve.item_models import NAMES, ResponsesRequest
-from shoal.serve.parsed_request import ParsedRequest
+from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.responses import KEEP_ALIVE, KEEP_ALIVE_SECONDS, ApiResponse, event, failure
 from shoal.serve.submissions import RowUpdate, Submission

@@ -2,16 +2,22 @@
 
 The engine's figures are read on request. A timeline keeps the times at which the rows of a request
 got slots and tokens.
+
+On Ray the actor of `shoal.serve.relay` keeps the report of each replica, and any of them tells the
+metrics of all.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
+import pickle
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import ray
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -22,11 +28,13 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from ray.exceptions import RayError
 
 from shoal import __version__
 from shoal.drafting.protocol import name_of
 from shoal.serve.api_errors import ApiError
-from shoal.serve.exchanges import Exchange
+from shoal.serve.logs import Exchange
+from shoal.serve.relay import NAMESPACE
 from shoal.types.rounds import Commit
 from shoal.types.samples import Sample
 from shoal.types.stats import DraftCounts
@@ -299,3 +307,49 @@ class Timeline:
     def _pace(self, index: int) -> float | None:
         first, later = self._first[index], self._later[index]
         return (self._last[index] - first) / later if first is not None and later else None
+
+
+LOG = logging.getLogger(__name__)
+REPORT_SECONDS = 5.0
+"""The time between two reports of a replica."""
+
+
+class Reporter:
+    """A reporter of the metrics of one replica.
+
+    Args:
+        actor: the actor's name.
+        replica: the replica's name, unique in the cluster.
+        metrics: the replica's metrics.
+    """
+
+    def __init__(self, actor: str, replica: str, metrics: Metrics) -> None:
+        self._actor, self._replica, self._metrics = actor, replica, metrics
+
+    def report(self) -> Any:
+        """Sends the current metrics.
+
+        Returns:
+            A Ray reference to the reports of all replicas, each pickled, by their names.
+
+        Raises:
+            RayError: there is no actor.
+            ValueError: there is no actor.
+        """
+        actor: Any = ray.get_actor(self._actor, namespace=NAMESPACE)
+        return actor.report.remote(self._replica, pickle.dumps(self._metrics.families()))
+
+    async def text(self) -> bytes:
+        """Returns the metrics of all replicas in Prometheus' text format.
+
+        Each sample has the label `replica`. If the actor is gone, only this replica's metrics are
+        returned.
+        """
+        try:
+            found = {
+                name: pickle.loads(families) for name, families in (await self.report()).items()
+            }
+        except (RayError, ValueError) as error:
+            LOG.warning("these are the metrics of one replica alone: %s", error)
+            found = {self._replica: self._metrics.families()}
+        return text_of(found)

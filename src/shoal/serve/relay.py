@@ -1,7 +1,7 @@
 """The logs of replicas on Ray, printed by the process that started them, as if it were one server.
 
 An actor keeps the lines until they are taken, and the last metrics of each replica
-(`shoal.serve.replica_metrics`). It imports little, so that its process is small.
+(`shoal.serve.prometheus_metrics`). It imports little, so that its process is small.
 """
 
 from __future__ import annotations

@@ -1,24 +1,80 @@
 """Requests of the engine, within the limits of one server: the context, the number of samples, the
-length of a sample."""
+length of a sample.
+
+A `ParsedRequest` has the prompts, the requests of the engine, and the fields of the answer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.json_schemas import remarks
 from shoal.serve.api_errors import ApiError
-from shoal.serve.given_grammars import given_grammar
 from shoal.serve.infill_models import InfillRequest
-from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import PromptEncoder
+from shoal.serve.reasoning import ReasoningRules
 from shoal.serve.request_fields import MOST_NAMED, NOT_IN_HEADERS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
-from shoal.serve.sampling_params import limits_of, sampling_of
+from shoal.serve.sampling_params import given_grammar, limits_of, sampling_of
 from shoal.serve.settings import Settings
+from shoal.serve.tool_calls import CallRules
 from shoal.types.requests import Request, occurrences
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request within the server's limits, made from a body.
+
+    Attributes:
+        prompts: the token ids of the prompts.
+        requests: one per prompt, of `drawn` rows each; none if nothing is to be generated.
+        drawn: samples drawn per prompt.
+        returned: samples returned per prompt; fewer than `drawn` with `best_of`.
+        top_logprobs: alternatives per token; None = no log-probabilities.
+        echo: texts of the prompts, if they are returned.
+        headers: headers of the answer: fields that were ignored or clamped.
+        deadline: the end of the request's time, by `time.perf_counter`.
+        rules: the rules for calls of tools; None = there are no calls.
+        token_ids: True if ids of prompts and samples are returned.
+        prompt_logprobs: alternatives per token of the prompts, if these are scored for the answer.
+        grammar_field: the field of the request that its grammar came from.
+        reasoning: the rules for the samples' reasoning; None = they do not reason.
+        continuous_usage: True if each chunk has the usage so far, if there is usage at all.
+    """
+
+    prompts: Sequence[tuple[int, ...]]
+    requests: Sequence[Request]
+    drawn: int
+    returned: int
+    top_logprobs: int | None
+    echo: Sequence[str] | None
+    stream: bool
+    include_usage: bool
+    details: bool
+    rounds: bool
+    headers: Mapping[str, str]
+    deadline: float
+    rules: CallRules | None = None
+    token_ids: bool = False
+    prompt_logprobs: int | None = None
+    grammar_field: str = "grammar"
+    reasoning: ReasoningRules | None = None
+    continuous_usage: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The number of samples of all prompts."""
+        return self.drawn * len(self.prompts)
+
+    @property
+    def scored(self) -> int | None:
+        """The number of alternatives per token for scoring the prompts; None = no scoring."""
+        wanted = [self.prompt_logprobs, self.top_logprobs if self.echo is not None else None]
+        return max((each for each in wanted if each is not None), default=None)
 
 
 class RequestBuilder:

@@ -8,11 +8,10 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.serve.api_errors import ApiError
-from shoal.serve.parsed_request import ParsedRequest
 from shoal.serve.prompts import Prompt
 from shoal.serve.reasoning import ReasoningRules, begun_thought
 from shoal.serve.reasoning import rules_of as reasoning_of
-from shoal.serve.request_builder import RequestBuilder, require_range
+from shoal.serve.request_builder import ParsedRequest, RequestBuilder, require_range
 from shoal.serve.request_fields import LIMITLESS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.tool_calls import CallRules

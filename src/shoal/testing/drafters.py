@@ -1,4 +1,7 @@
-"""The drafters for tests: random trees, and the rules that every drafter must keep."""
+"""The drafters for tests: random trees, and the rules that every drafter must keep.
+
+The engines of two runners are made here too.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import count
 from operator import ne
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.config import Limits, Sampling
 from shoal.constraints.protocol import Allowed, Constraint
+from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
+from shoal.engine.prefix_cache import PrefixMemory
 from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Controller, Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores
@@ -267,3 +273,28 @@ def _tokens(
     assert cut[0].finish_reason == "time"
     assert engine.stats.pauses
     return _Tokens([row.tokens for row in rows], [row.tokens for row in cut])
+
+
+def engine_of(
+    target: Runner, draft: Runner | None, lookahead: Lookahead | Controller, **options: Any
+) -> Engine:
+    """Makes an engine whose drafter is a model of its own, or that decodes plainly.
+
+    Options are those of `Engine`, and `prefix_bytes`.
+    """
+    prefix_bytes = options.pop("prefix_bytes", 0)
+    if prefix_bytes:
+        options["prefixes"] = PrefixMemory(target, draft, prefix_bytes)
+    drafter = None if draft is None else ModelDrafter(draft.fork(), target.vocab_size)
+    return Engine(target, drafter, lookahead, **options)
+
+
+def drafted_by(engine: Engine) -> Runner:
+    """Returns the draft model of such an engine."""
+    assert isinstance(engine.drafter, ModelDrafter)
+    return engine.drafter.runner
+
+
+def runners_of(engine: Engine) -> list[Runner]:
+    """Returns the models of such an engine, target first."""
+    return [engine.target] if engine.drafter is None else [engine.target, drafted_by(engine)]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.attention.visible_keys import Masks
+from shoal.models.attention.inputs import Masks
 from shoal.models.cache import Plan
 from shoal.models.runner import Runner
 

@@ -3,6 +3,8 @@
 FastDraft (Zafrir et al. 2024, arXiv 2411.11055, section 3): a small model with the target's
 vocabulary learns a corpus, then texts that the target writes itself. The second stage learns the
 target's whole distribution at each position, not the tokens that it drew.
+
+The small model has the architecture of the target, with fewer layers and a smaller width.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shoal.drafting.distillation import acceptance, distillation_loss, logits, next_token_loss
 from shoal.drafting.multi_exit import EXITS
@@ -25,10 +28,106 @@ from shoal.models.first_layers import shallow
 from shoal.models.pretrained import eos_ids, load_tokenizer
 from shoal.stored_problems import stored_problems
 from shoal.train.loop import Loss
-from shoal.train.own_samples import SEED
-from shoal.train.shrink import small_model
+from shoal.train.own_samples import SEED, Tokens, stdlib_pieces
 from shoal.train.stages import Figures, Stage, StagedTrainer, Training
-from shoal.train.windows import Tokens, stdlib_pieces
+
+FEED_FORWARD = (
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "word_embed_proj_dim",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+"""The names that configs have for widths that follow the model's width."""
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
+def shrunk(
+    config: PreTrainedConfig, layers: int | None = None, width: int | None = None
+) -> PreTrainedConfig:
+    """Returns the config of a drafter: same vocabulary, same size of a head, tied embeddings.
+
+    The choice is FastDraft's, arXiv 2411.11055, section 3.1. Heads keep their size, so that
+    everything by position (rotary embeddings, scales of queries) stays as it is; a smaller width
+    has fewer of them.
+
+    Args:
+        layers: None = an eighth of the target's.
+        width: None = a quarter of the target's from 2,048 on, half from 1,024 on, else all.
+
+    Raises:
+        RequestError: the width is not made of whole heads, or is more than the target has.
+    """
+    made = copy.deepcopy(config.get_text_config())
+    depth, full, heads = made.num_hidden_layers, made.hidden_size, made.num_attention_heads
+    head = full // heads if full % heads == 0 else full
+    layers = layers or max(1, depth // 8)
+    if width is None:
+        width = full // (4 if full >= 2048 else 2 if full >= 1024 else 1)
+        width = max(head, width - width % head)
+    if width % head or width > full:
+        raise RequestError(
+            f"--width must be a multiple of {head}, the width per head, and at most {full}, the "
+            f"target's; not {width}"
+        )
+    if layers > depth:
+        raise RequestError(f"--layers must be at most {depth}, those of the target; not {layers}")
+    for name, value in made.to_dict().items():
+        if "layer" in name and isinstance(value, list) and len(value) == depth:
+            setattr(made, name, [value[(i + 1) * depth // layers - 1] for i in range(layers)])
+        elif name in FEED_FORWARD and isinstance(value, int):
+            setattr(made, name, max(1, value * width // full))
+        elif name in KV_HEADS and isinstance(value, int):
+            few = heads * width // full
+            setattr(
+                made,
+                name,
+                next(n for n in range(max(1, value * width // full), 0, -1) if few % n == 0),
+            )
+    made.num_hidden_layers, made.hidden_size, made.num_attention_heads = (
+        layers,
+        width,
+        heads * width // full,
+    )
+    made.tie_word_embeddings = True
+    if hasattr(made, "quantization_config"):
+        del made.quantization_config
+    return made
+
+
+def small_model(
+    target: PreTrainedModel, layers: int | None, width: int | None, seed: int
+) -> PreTrainedModel:
+    """Returns a model of the shrunk config, in float32 and without dropout.
+
+    A weight that has the name and shape of a weight of the target begins as that: embeddings and
+    the first layers, if the width is the target's.
+
+    Raises:
+        RequestError: see `shrunk`, or a width that the architecture cannot have.
+    """
+    config = shrunk(target.config, layers, width)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with torch.no_grad():
+                model.eval()(
+                    input_ids=torch.zeros(1, 2, dtype=torch.long)
+                )  # a wrong number of heads shows here
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise RequestError(
+                f"{type(target).__name__} cannot have this --width: {error}"
+            ) from error
+    known = dict(target.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in known and known[name].shape == parameter.shape:
+            parameter.data.copy_(known[name].data)
+    found: PreTrainedModel = model
+    return found
+
 
 CHARACTERS = 2_000_000
 """The characters of Python's standard library in the corpus if none is given."""
@@ -40,8 +139,8 @@ class DrafterTraining(Training):
     """The settings of a drafter's training.
 
     Attributes:
-        layers: the number of the drafter's layers; None: see `shoal.train.shrink`.
-        width: the drafter's width; None: see `shoal.train.shrink`.
+        layers: the number of the drafter's layers; None: see `shoal.train.drafter`.
+        width: the drafter's width; None: see `shoal.train.drafter`.
         corpus_steps: the optimiser's steps in the corpus stage.
         exits: the layers after which it shall draft as well (S2D: `shoal.drafting.multi_exit`),
             rising.

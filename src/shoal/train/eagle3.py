@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from shoal.drafting.distillation import acceptance
 from shoal.drafting.eagle3 import FILES
 from shoal.models.eagle3_layer import Eagle3Heads, layer_config, published_layers
-from shoal.train.heads import DECAY, HeadsTrainer
+from shoal.train.stages import DECAY, HeadsTrainer
 
 MOST_DRAFTED = 32_000
 """The most tokens of a larger vocabulary that are drafted; the target writes them most."""

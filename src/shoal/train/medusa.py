@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.drafting.medusa import FILES, MedusaHeads
-from shoal.train.heads import DECAY, HeadsTrainer
+from shoal.train.stages import DECAY, HeadsTrainer
 
 
 class MedusaTrainer(HeadsTrainer):

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from shoal.drafting.paths import CHOICES
 from shoal.drafting.ppd import FILE, TENSOR
 from shoal.models.bridge import cache_name
-from shoal.train.heads import DECAY, HeadsTrainer
-from shoal.train.stages import Stage
+from shoal.train.stages import DECAY, HeadsTrainer, Stage
 
 LR = 10.0
 """The factor on the usual learning rate.

@@ -1,6 +1,8 @@
 """The base of all trainers for a target.
 
 It has the target's samples, stages that go on where they were stopped, and measuring.
+
+The trainers of all heads have one stage, and write heads in one way.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal.errors import RequestError
 from shoal.models.loading import bundled
 from shoal.train.loop import Loss, Schedule, Trainer
-from shoal.train.own_samples import SEED, OwnSamples
-from shoal.train.windows import Tokens, Windows
+from shoal.train.own_samples import SEED, OwnSamples, Tokens, Windows
 
 
 @dataclass(frozen=True)
@@ -228,3 +230,63 @@ class StagedTrainer(ABC):
             among = p.softmax(-1).gather(-1, five).sum(-1)
             rows.append(torch.stack([self.accepted(q, p).mean(), greedy.mean(), among.mean()]))
         return torch.stack(rows)
+
+
+DECAY = 0.8
+"""The weight of a position's loss beside the loss of the position before."""
+
+
+@dataclass(frozen=True)
+class HeadsTraining(Training):
+    """The settings of the heads' training.
+
+    Attributes:
+        heads: the number of positions ahead that they learn.
+        layers: the number of residual blocks of a Medusa head.
+    """
+
+    heads: int = 4
+    layers: int = 2
+
+
+class HeadsTrainer(StagedTrainer):
+    """A trainer of heads that read the target's hidden states."""
+
+    training: HeadsTraining
+    file: str
+    """The name of the tensors' file."""
+
+    def planned(self) -> Sequence[Stage]:
+        return [
+            Stage(
+                "heads", self.loss, lambda: self.samples.tokens(held_out=False), self.training.steps
+            )
+        ]
+
+    @abstractmethod
+    def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
+        """Computes the loss of windows of tokens (batch, length)."""
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The entries of config.json about the heads."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors to store, by published names."""
+        return dict(self.model.state_dict())
+
+    def export(self, figures: Sequence[Figures] = ()) -> None:
+        """Writes the heads in bfloat16, as they are published; also half-trained ones."""
+        tensors = {
+            name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).cpu().contiguous()
+            for name, tensor in self.tensors().items()
+        }
+        config = self.config | {
+            "base_model_name_or_path": self.source or "bundled",
+            "torch_dtype": "bfloat16",
+            "steps": self.trainer.step,
+            "accepted": [round(one.accepted, 4) for one in figures],
+        }
+        save_file(tensors, self.out / self.file)
+        (self.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -40,17 +40,17 @@ class Request:
         constraints: limits of the tokens that may follow, beside `Sampling.grammar`: constraints
             (`shoal.constraints.protocol.Constraint`), grammars, filters
             (`shoal.constraints.filters`), or checks of single tokens after all other controls
-            (`shoal.constraints.check.Check`).
+            (`shoal.constraints.protocol.Check`).
         removed: tokens taken from the prompt, whose text the new tokens write again
             (`shoal.constraints.alignment`).
         removed_from: the place of these tokens in the prompt.
         weighted: samples report the weight that makes them samples of p conditioned on the
             constraints.
         resampled: rows of small weight become copies of other rows while they run
-            (`shoal.engine.resampling`).
+            (`shoal.engine.joint_rows`).
         estimated: rows draw by estimates of the continuations of their beginnings
             (`shoal.constraints.estimates`).
-        distinct: rows draw whole texts without replacement (`shoal.engine.distinct`).
+        distinct: rows draw whole texts without replacement (`shoal.engine.joint_rows`).
         owner: the owner of the request; prefixes that are kept of one owner's rows are not used for
             another owner's.
         weight: the share of the slots beside other calls, see `shoal.engine.waiting`; > 0, equal
@@ -177,7 +177,7 @@ class Row:
         log_allowed: the natural log of the product of the probabilities that p gave to the allowed
             tokens, if `Request.weighted`.
         log_weight: the natural log of the row's weight, which is that product until the row is
-            resampled (`shoal.engine.resampling`), or its text drawn (`shoal.engine.distinct`).
+            resampled (`shoal.engine.joint_rows`), or its text drawn (`shoal.engine.joint_rows`).
         draft_context: the most tokens of the row that its drafter can read and has memory for. A
             longer row is decoded plainly.
     """

@@ -119,8 +119,8 @@ def end_places(
     Args:
         written: the bytes that each token writes.
         healing: the number of bytes that are written again, and are no part of the text.
-        scores: see `shoal.constraints.check.Cutting.best_end`.
-        most: see `shoal.constraints.check.Cutting.best_end`.
+        scores: see `shoal.constraints.protocol.Cutting.best_end`.
+        most: see `shoal.constraints.protocol.Cutting.best_end`.
 
     Returns:
         Each place as its score, the characters before it and the number of tokens that wrote them;

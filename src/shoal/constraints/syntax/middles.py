@@ -1,4 +1,4 @@
-"""Middles under any grammar, as a check of tokens (`shoal.constraints.check`).
+"""Middles under any grammar, as a check of tokens (`shoal.constraints.protocol`).
 
 The check refuses a token only if no text of the grammar's language begins with the text up to the
 token and ends with the text behind: both quotients of Melcer, Fulton, Gouda and Qian (arXiv
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.constraints.check import Cutting
+from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.behind import GAP, Behind, Places
 from shoal.constraints.syntax.endings import end_places
 from shoal.constraints.syntax.grammars import SymbolGrammar, read_grammar

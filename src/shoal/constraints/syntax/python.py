@@ -1,4 +1,4 @@
-"""Middles of Python programs, as a check of tokens (`shoal.constraints.check`).
+"""Middles of Python programs, as a check of tokens (`shoal.constraints.protocol`).
 
 The method is that of Melcer, Fulton, Gouda and Qian (arXiv 2402.17988): the check refuses a token
 only if the text up to it cannot be completed, and the text ends only if the whole parses.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from shoal.constraints.check import Cutting
+from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.endings import end_places, ends_program
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
-from shoal.constraints.check import Cutting
 from shoal.constraints.members import Members
+from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.middles import GrammarMiddle
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.syntax.tree_middles import GRAMMARS, TreeMiddle

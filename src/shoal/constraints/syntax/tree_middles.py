@@ -1,4 +1,4 @@
-"""Middles of languages that tree-sitter reads, as a check of tokens (`shoal.constraints.check`).
+"""Middles of languages that tree-sitter reads, as a check of tokens (`shoal.constraints.protocol`).
 
 No token is refused for the text that it makes: tree-sitter does not tell an incomplete text from a
 wrong one. A text ends by itself only where the whole file has no error and no missing node that is
@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from shoal.constraints.check import Cutting
+from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.endings import end_places
 from shoal.constraints.token_bytes import decoded, token_bytes
 from shoal.errors import RequestError

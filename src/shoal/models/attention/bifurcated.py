@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.visible_keys import additive
+from shoal.models.attention.inputs import AttentionInputs, additive
 from shoal.types.requests import Prefix
 
 Part = tuple[Tensor, Tensor]

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shoal.models.attention.bifurcated import bifurcated
-from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.visible_keys import additive
+from shoal.models.attention.inputs import AttentionInputs, additive
 
 
 def pad(inputs: AttentionInputs) -> Tensor:

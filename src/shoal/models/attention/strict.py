@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad as zero_pad
 
 from shoal.errors import InternalError, UnsupportedModel
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs, additive, seen_in_chains
 from shoal.models.attention.pad import attend_folded
-from shoal.models.attention.visible_keys import additive, seen_in_chains
 
 TILE = 4
 """The number of query positions per tile.

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from shoal.models.attention.inputs import Masks
 from shoal.models.attention.methods import Method
-from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache.slots import LayerStores
 from shoal.models.compiled.block import Block
 

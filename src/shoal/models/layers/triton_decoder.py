@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from shoal.models.attention.fused import available
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
-from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.layers.eight_bit import WeightOnly8Bit, matrix_of_8_bit
 from shoal.models.layers.operations import MOST_WIDTH, add_norm, begin, heads, silu_mul

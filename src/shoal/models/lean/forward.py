@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.native import takes
-from shoal.models.attention.visible_keys import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.executors.executor import embedded
 from shoal.models.lean.decoder import Angles, Decoder, Norm

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.models.attention.visible_keys import Masks
+from shoal.models.attention.inputs import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean import decoder as decoders

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.config import Grammar, Sampling, Speculation, plain
+from shoal.config import Grammar, Sampling, Speculation
 from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
 from shoal.constraints.fim import read_middles
@@ -46,6 +46,7 @@ from shoal.types.prompt_forms import Prompts, read_prompts, with_bad_words
 from shoal.types.requests import Request, occurrences
 from shoal.types.rollouts import Rollouts
 from shoal.types.samples import Result
+from shoal.values import plain
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -8,80 +8,16 @@ sorts keyword arguments into them.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.errors import RequestError
+from shoal.values import Parameter, declared, is_int, is_list, is_number, require, take_plain
 
 MOST_NODES = 63
 """The most nodes of a draft tree that branches: a column sees a word of 64 bits, the root takes
 one."""
-_OWN = (type(None), bool, int, float, str, bytes)
-
-
-def plain(value: Any) -> Any:
-    """Returns the value in Python's own types.
-
-    NumPy scalars and arrays, tensors and other objects with a `tolist` become numbers or nested
-    lists; iterators (generators) become lists. Values inside lists, tuples and mappings are
-    converted too. All other values are returned unchanged.
-    """
-    if type(value) in _OWN:
-        return value
-    if isinstance(value, Mapping):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Iterator):
-        value = list(value)
-    if isinstance(value, (list, tuple)):
-        items = [plain(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value
-
-
-def _require(ok: bool, name: str, expected: str, got: object) -> None:
-    if not ok:
-        raise RequestError(f"{name} must be {expected}, got {got!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _take_plain(options: Any, *names: str) -> None:
-    """Converts the named fields, or all fields, to Python's numbers and lists (see `plain`)."""
-    for name in names or [f.name for f in fields(options)]:
-        object.__setattr__(options, name, plain(getattr(options, name)))
-
-
-def require_text(text: str, name: str) -> None:
-    """Checks that a tokenizer can read the text.
-
-    Raises:
-        RequestError: the text is empty, or holds half of a surrogate pair: bytes that were no
-            UTF-8, or an escape cut in two.
-    """
-    if not text:
-        raise RequestError(f"{name} is empty: at least one token is needed")
-    half = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-    if half is not None:
-        raise RequestError(
-            f"{name} is not text: U+{ord(text[half]):04X} at position {half} stands for no "
-            f"character"
-        )
-
-
 GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 BLANKS = ("bounded", "compact", "any")
 
@@ -131,86 +67,35 @@ class Grammar:
     thought: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.kind in GRAMMARS, "kind of a grammar", f"one of {', '.join(GRAMMARS)}", self.kind
         )
         if isinstance(self.text, Mapping):
             object.__setattr__(self, "text", json.dumps(self.text))
-        _require(isinstance(self.text, str), "text of a grammar", "a string", self.text)
+        require(isinstance(self.text, str), "text of a grammar", "a string", self.text)
         if self.kind == "json_object":
-            _require(not self.text, "text of a json_object grammar", "empty", self.text)
+            require(not self.text, "text of a json_object grammar", "empty", self.text)
         else:
-            _require(
+            require(
                 bool(self.text.strip()), f"text of a {self.kind} grammar", "not empty", self.text
             )
-        _require(
+        require(
             self.whitespace in BLANKS,
             "whitespace of a grammar",
             f"one of {', '.join(BLANKS)}",
             self.whitespace,
         )
         takes = self.kind.startswith("json") or self.whitespace == "bounded"
-        _require(takes, f"whitespace of a {self.kind} grammar", "left as it is", self.whitespace)
+        require(takes, f"whitespace of a {self.kind} grammar", "left as it is", self.whitespace)
         for name in ("before", "between", "behind"):
             given = getattr(self, name)
             fits = isinstance(given, str) and not (given and self.kind == "regex")
-            _require(
+            require(
                 fits,
                 f"{name} of a {self.kind} grammar",
                 "empty" if self.kind == "regex" else "a string",
                 given,
             )
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """The declaration of a number that changes how tokens are chosen.
-
-    Attributes:
-        help: a sentence, for the help of commands and the description of requests.
-        least: the smallest value; None = none.
-        above: the value that has to be exceeded; None = none.
-        most: the largest value; None = none.
-        whole: True for integers.
-        api: the name in requests of a server; "" = they have no such field.
-        off: a further value in requests that stands for the default; None = none.
-    """
-
-    help: str
-    least: int | None = None
-    above: int | None = None
-    most: int | None = None
-    whole: bool = False
-    api: str = ""
-    off: int | None = None
-
-    @property
-    def range(self) -> str:
-        """The possible values, in words."""
-        if self.most is not None:
-            return (
-                f"in {'[' if self.above is None else '('}{self.least or self.above or 0}, "
-                f"{self.most}]"
-            )
-        bound = f"> {self.above}" if self.least is None else f">= {self.least}"
-        if self.least is None and self.above is None:
-            return "a finite number"
-        return f"an integer {bound}" if self.whole else bound
-
-    def allows(self, value: object) -> bool:
-        """Returns True for a number in range."""
-        if not (_is_int(value) if self.whole else _is_number(value)):
-            return False
-        number: Any = value
-        low = (self.least is None or number >= self.least) and (
-            self.above is None or number > self.above
-        )
-        return low and (self.most is None or number <= self.most)
-
-
-def _declared(default: float, help: str, **declaration: Any) -> Any:
-    """Returns a field of a dataclass with the declaration of a parameter."""
-    return field(default=default, metadata={"parameter": Parameter(help, **declaration)})
 
 
 @dataclass(frozen=True)
@@ -253,27 +138,27 @@ class Sampling:
             call. They do not depend on the prompt's place in the list or on other prompts.
     """
 
-    temperature: float = _declared(1.0, "0 = greedy.", least=0, api="temperature")
-    top_k: int = _declared(
+    temperature: float = declared(1.0, "0 = greedy.", least=0, api="temperature")
+    top_k: int = declared(
         0, "The k most probable tokens; 0 = off.", least=0, whole=True, api="top_k", off=-1
     )
-    top_p: float = _declared(
+    top_p: float = declared(
         1.0, "Smallest set of tokens with this mass; 1 = off.", above=0, most=1, api="top_p"
     )
-    min_p: float = _declared(
+    min_p: float = declared(
         0.0,
         "Tokens with at least this times the probability of the best one; 0 = off.",
         least=0,
         most=1,
         api="min_p",
     )
-    typical_p: float = _declared(
+    typical_p: float = declared(
         1.0, "Locally typical sampling with this mass; 1 = off.", above=0, most=1, api="typical_p"
     )
-    guidance: float = _declared(
+    guidance: float = declared(
         0.0, "Strength by which scores are led away from the guide model; 0 = off.", api="guidance"
     )
-    plausibility: float = _declared(
+    plausibility: float = declared(
         0.0,
         "With guidance, tokens with at least this times the probability of the model's best one; "
         "0 = off.",
@@ -281,32 +166,32 @@ class Sampling:
         most=1,
         api="plausibility",
     )
-    repetition_penalty: float = _declared(
+    repetition_penalty: float = declared(
         1.0,
         "Scores of tokens that have occurred are divided by it; 1 = off.",
         above=0,
         api="repetition_penalty",
     )
-    presence_penalty: float = _declared(
+    presence_penalty: float = declared(
         0.0,
         "Taken once from the score of each token of the output; 0 = off.",
         api="presence_penalty",
     )
-    frequency_penalty: float = _declared(
+    frequency_penalty: float = declared(
         0.0,
         "Taken from the score of a token as often as it is in the output; 0 = off.",
         api="frequency_penalty",
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
-    min_new_tokens: int = _declared(
+    min_new_tokens: int = declared(
         0,
         "No end-of-text token before that many tokens; 0 = off.",
         least=0,
         whole=True,
         api="min_tokens",
     )
-    no_repeat_ngram: int = _declared(
+    no_repeat_ngram: int = declared(
         0, "No n-gram of this size appears twice; 0 = off.", least=0, whole=True
     )
     processors: Sequence[Any] = ()
@@ -314,43 +199,41 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _take_plain(
-            self, *(f.name for f in fields(self) if f.name not in ("processors", "grammar"))
-        )
+        take_plain(self, *(f.name for f in fields(self) if f.name not in ("processors", "grammar")))
         if isinstance(self.processors, Iterator):
             object.__setattr__(self, "processors", list(self.processors))
         for name, parameter in PARAMETERS.items():
-            _require(
+            require(
                 parameter.allows(getattr(self, name)), name, parameter.range, getattr(self, name)
             )
-        _require(self.seed is None or _is_int(self.seed), "seed", "an integer or None", self.seed)
-        _require(
+        require(self.seed is None or is_int(self.seed), "seed", "an integer or None", self.seed)
+        require(
             isinstance(self.logit_bias, Mapping)
             and all(
-                _is_int(token) and token >= 0 and _is_number(bias)
+                is_int(token) and token >= 0 and is_number(bias)
                 for token, bias in self.logit_bias.items()
             ),
             "logit_bias",
             "a mapping of token id to a finite number",
             self.logit_bias,
         )
-        _require(
-            _is_list(self.bad_words)
+        require(
+            is_list(self.bad_words)
             and all(
-                _is_list(word) and len(word) > 0 and all(map(_is_int, word))
+                is_list(word) and len(word) > 0 and all(map(is_int, word))
                 for word in self.bad_words
             ),
             "bad_words",
             "a list of non-empty token id lists",
             self.bad_words,
         )
-        _require(
-            _is_list(self.processors) and all(map(callable, self.processors)),
+        require(
+            is_list(self.processors) and all(map(callable, self.processors)),
             "processors",
             "a list of callables",
             self.processors,
         )
-        _require(
+        require(
             self.grammar is None or isinstance(self.grammar, Grammar),
             "grammar",
             "a Grammar or None",
@@ -412,29 +295,29 @@ class Limits:
     time_budget: float | None = None
 
     def __post_init__(self) -> None:
-        _take_plain(self)
-        _require(
-            _is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
+        take_plain(self)
+        require(
+            is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
             "max_new_tokens",
             "an integer >= 1",
             self.max_new_tokens,
         )
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _require(
-            _is_list(self.stop) and all(isinstance(s, str) and s for s in self.stop),
+        require(
+            is_list(self.stop) and all(isinstance(s, str) and s for s in self.stop),
             "stop",
             "non-empty strings",
             self.stop,
         )
-        if _is_int(self.eos):
+        if is_int(self.eos):
             object.__setattr__(self, "eos", (self.eos,))
         eos_are_ids = self.eos is None or (
-            _is_list(self.eos) and all(_is_int(t) and t >= 0 for t in self.eos)
+            is_list(self.eos) and all(is_int(t) and t >= 0 for t in self.eos)
         )
-        _require(eos_are_ids, "eos", "token ids >= 0", self.eos)
-        _require(
-            self.time_budget is None or (_is_number(self.time_budget) and self.time_budget > 0),
+        require(eos_are_ids, "eos", "token ids >= 0", self.eos)
+        require(
+            self.time_budget is None or (is_number(self.time_budget) and self.time_budget > 0),
             "time_budget",
             "seconds > 0 or None",
             self.time_budget,
@@ -478,10 +361,10 @@ class Speculation:
     rule: str = "auto"
 
     def __post_init__(self) -> None:
-        _take_plain(self)
+        take_plain(self)
         known = "'auto', 'rejection', 'coupled' or 'typical'"
-        _require(
+        require(
             self.rule in ("auto", "rejection", "coupled", *LOSSY_RULES), "rule", known, self.rule
         )
-        if _is_int(self.lookahead):
-            _require(self.lookahead >= 0, "lookahead", ">= 0", self.lookahead)
+        if is_int(self.lookahead):
+            require(self.lookahead >= 0, "lookahead", ">= 0", self.lookahead)

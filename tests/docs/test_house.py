@@ -28,6 +28,7 @@ PACKAGE = ROOT / "src" / "shoal"
 
 LAYERS = (
     "errors durable",
+    "values",
     "config stored_problems native",
     "types",
     "constraints lookahead",
@@ -71,7 +72,7 @@ DEFERRED = (
     "shoal.integrations.lm_eval",
 )  # fmt: skip
 TORCH_FREE = (
-    "errors durable config stored_problems lookahead types.requests types.samples types.schedule "
+    "errors durable values config stored_problems lookahead types.requests types.samples types.schedule "
     "types.keyword_options types.prompt_forms types.stats "
     "engine.scheduler engine.admission engine.waiting engine.prefix_store engine.detokenizer "
     "engine.ended_rows constraints.json_schemas constraints.disjoint "

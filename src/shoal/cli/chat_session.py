@@ -15,9 +15,9 @@ from shoal.cli.options import parse_lookahead
 from shoal.cli.printed_samples import follow
 from shoal.cli.prompt_lines import OPTIONS, with_ends
 from shoal.cli.views import decoder
-from shoal.config import require_text
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
+from shoal.values import require_text
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

@@ -28,7 +28,7 @@ from shoal.cli.console import StatusLine, stdout
 from shoal.cli.files import listed_prompts, read_text
 from shoal.cli.option_groups import option_groups, speed_option
 from shoal.cli.options import PROMPTS_HELP, JsonOption, ModelSource, NewTokensOption, SampleOptions
-from shoal.config import require_text
+from shoal.values import require_text
 
 EXIT_FAILED_CHECK = 2
 INDENT = 24  # columns before a figure

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cli.files import TEMPLATE_HELP, read_template, read_text, template_names
-from shoal.config import require_text
 from shoal.errors import RequestError
 from shoal.types.prompt_forms import as_plain, chat_template_of, encoded_plain
+from shoal.values import require_text
 
 ROLES = ("system", "user", "assistant")
 

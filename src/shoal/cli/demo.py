@@ -26,9 +26,9 @@ from shoal.cli.options import (
 )
 from shoal.cli.printed_samples import follow, show_output
 from shoal.cli.views import Board
-from shoal.config import require_text
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
+from shoal.values import require_text
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.config import require_text
 from shoal.durable import sync, sync_entry
 from shoal.errors import RequestError
+from shoal.values import require_text
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
 """The chat templates of well-known formats, for models with a tokenizer that has none."""

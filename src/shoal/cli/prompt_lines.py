@@ -14,10 +14,11 @@ from typing import Annotated, Any
 
 from shoal.cli.files import listed_prompts, read_text
 from shoal.cli.option_groups import sampling_option
-from shoal.config import Grammar, Limits, Sampling, require_text
+from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.grammar_sources import as_lark, llguidance_or_refuse, require_readable
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
+from shoal.values import require_text
 
 OWN = ("prompt", "n", "id")
 OPTIONS = tuple(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
-from shoal.config import PARAMETERS, Parameter, Sampling
+from shoal.config import PARAMETERS, Sampling
 from shoal.serve.message_models import Message, NamedTool, Tool
 from shoal.serve.request_fields import (
     MOST_NAMED,
@@ -28,6 +28,7 @@ from shoal.serve.request_fields import (
     optional,
     passed_over,
 )
+from shoal.values import Parameter
 
 
 class StreamOptions(StrictModel):

@@ -9,9 +9,9 @@ from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, Union
 
-from shoal.config import plain, require_text
 from shoal.errors import RequestError
 from shoal.types.keyword_options import of_prompt
+from shoal.values import plain, require_text
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.config import plain
 from shoal.errors import RequestError
+from shoal.values import plain
 
 if TYPE_CHECKING:
     from shoal.types.samples import Output

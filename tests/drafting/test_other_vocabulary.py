@@ -25,7 +25,6 @@ from shoal.cli.check_pair import vocabulary
 from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.drafting import contexts as contexts_module
-from shoal.drafting.model import SharedIds
 from shoal.drafting.other_vocabulary import SLEM, TLI, OtherVocabularyDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
@@ -33,6 +32,7 @@ from shoal.lookahead.bass import Fixed
 from shoal.models.runner import Runner
 from shoal.models.spelling import Spelling
 from shoal.models.trimming import proposable
+from shoal.models.vocabulary import SharedIds
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import check_drafter

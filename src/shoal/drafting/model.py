@@ -30,7 +30,7 @@ from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.whole import Drawing
 from shoal.models.runner import Runner
-from shoal.models.vocabulary import SharedTokens
+from shoal.models.vocabulary import SharedIds, SharedTokens
 from shoal.sampling.controls import change
 from shoal.sampling.distributions import RACES, draws
 from shoal.sampling.native_draws import known
@@ -289,7 +289,7 @@ class ModelDrafter(Drafter):
             samplings,
             inputs.uniforms,
             race,
-            want_q=needs_q(inputs),
+            want_q=inputs.needs_q,
             want_highest=inputs.stop is not None,
         )
         step = self.runner.lean_steps(
@@ -315,16 +315,6 @@ def _cut(drafter: ModelDrafter, row: Row, tokens: int) -> None:
         drafter._slots.leave([drafter.read_as(row)])
 
 
-def needs_q(inputs: DraftInputs) -> bool:
-    """Returns True if drafts may be verified by their q.
-
-    Drafts of a race are not verified by q, and drafts of greedy rows are point masses.
-    """
-    return not RACES.get(inputs.sampler) and not all(
-        row.request.sampling.greedy for row in inputs.rows
-    )
-
-
 def _drawable(tokens: Sequence[int]) -> list[int]:
     """Returns the tokens before the first one that could not be drawn."""
     return list(itertools.takewhile(lambda token: token >= 0, tokens))
@@ -348,7 +338,7 @@ class OrdinarySteps:
         self.slots = drafter.slots(inputs.rows)
         self._ones = [1] * len(inputs.rows)
         self._reads_history = any(row.reads_history for row in self._rows)
-        self._needs_q = needs_q(inputs)
+        self._needs_q = inputs.needs_q
         self._histories: list[list[int]] = [[] for _ in self._rows]
         self.steps = 0
         self.last: Tensor | None = None
@@ -400,33 +390,3 @@ class OrdinarySteps:
                 # Drafts beyond the row's own length are ignored, so no control may fail on them.
                 if self.steps < length:
                     history.append(drawn)
-
-
-class SharedIds:
-    """The tokens that a drafter and its target share, as tensors.
-
-    Proposals of these alone are exact, as q is renormalised over them: TLI (Timor et al. 2025,
-    arXiv 2502.05202), and the rule of VocabTrim (arXiv 2506.22694), where they are the tokens that
-    are left of the drafter's head.
-    """
-
-    def __init__(self, shared: SharedTokens, device: torch.device) -> None:
-        self._target = torch.tensor(shared.target, device=device)
-        self._columns = torch.tensor(shared.columns, device=device)
-        self._draft = torch.zeros(shared.target_size, dtype=torch.long, device=device)
-        self._draft[self._target] = torch.tensor(shared.draft, device=device)
-
-    def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Returns logits [rows, vocab_size] for the target's ids: -inf for ids that are not shared.
-
-        Args:
-            logits: the drafter's logits, [rows, its columns].
-            vocab_size: the size of the target's vocabulary.
-        """
-        found = logits.new_full((len(logits), vocab_size), -torch.inf)
-        found[:, self._target] = logits[:, self._columns]
-        return found
-
-    def of_draft(self, tokens: Tensor) -> Tensor:
-        """Returns the drafter's ids of shared tokens, of any shape."""
-        return self._draft[tokens]

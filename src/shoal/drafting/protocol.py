@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.config import MOST_NODES
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
+from shoal.sampling.distributions import RACES
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
@@ -56,6 +57,16 @@ class DraftInputs:
     uniforms: Tensor
     sampler: Sampler
     stop: Stop | None = None
+
+    @property
+    def needs_q(self) -> bool:
+        """True if drafts may be verified by their q.
+
+        Drafts of a race are not verified by q, and drafts of greedy rows are point masses.
+        """
+        return not RACES.get(self.sampler) and not all(
+            row.request.sampling.greedy for row in self.rows
+        )
 
 
 class DraftCounters(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.contexts import Contexts
-from shoal.drafting.model import ModelDrafter, needs_q
+from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.errors import PairMismatch
 from shoal.models.spelling import MOST_DEPTH, TokenTrie
@@ -144,7 +144,7 @@ class StringRejection:
                 inputs.sampler,
                 inputs.uniforms[:, j, None],
                 faults,
-                want_p=needs_q(inputs),
+                want_p=inputs.needs_q,
                 want_highest=inputs.stop is not None,
             )
             q.append(logits if found.p is None else found.p[:, 0])
@@ -168,7 +168,7 @@ class StringRejection:
         for row, written, length in zip(rows, passes.written, inputs.lengths, strict=True):
             if length:
                 self._contexts.of(row).drafted = written
-        return _tree(drafts, q if needs_q(inputs) else None, inputs.uniforms.device, len(q))
+        return _tree(drafts, q if inputs.needs_q else None, inputs.uniforms.device, len(q))
 
 
 class _Round:

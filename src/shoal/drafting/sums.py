@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.config import MOST_NODES
 from shoal.drafting.grafting import grafted
-from shoal.drafting.model import ModelDrafter, needs_q
+from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps, name_of
 from shoal.drafting.text import NOTHING, Guess, TextDrafter, with_point_masses
 from shoal.models.runner import Runner
@@ -146,7 +146,7 @@ class SumDrafter(Drafter):
         own = DraftTree.empty(len(lengths), inputs.uniforms.device)
         if max(lengths):
             joins = any(text.max_nodes for text in self.texts)
-            uniforms = _of_rounds(inputs) if joins and needs_q(inputs) else inputs.uniforms
+            uniforms = _of_rounds(inputs) if joins and inputs.needs_q else inputs.uniforms
             own = last.propose(
                 replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked, uniforms=uniforms)
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.growth import Growth, Node, Shape
-from shoal.drafting.model import ModelDrafter, needs_q
+from shoal.drafting.model import ModelDrafter
 from shoal.drafting.multi_exit import MultiExitDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import RsdS, shape_of
@@ -60,7 +60,7 @@ class TreeDrafter(ModelDrafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         """Proposes trees, in as many passes as the deepest tree has levels."""
-        growth = Growth(inputs, self._shape, needs_q(inputs))
+        growth = Growth(inputs, self._shape, inputs.needs_q)
         held, _ = self.lacking(inputs.rows, inputs.lengths)
         fed: list[Node] = []
         depth, lengths = 0, list(inputs.lengths)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shoal.errors import PairMismatch
 from shoal.models.runner import Runner
 from shoal.models.spelling import PROBE, Spelling, TokenTrie, token_trie
@@ -51,6 +54,36 @@ class SharedTokens:
     draft: tuple[int, ...]
     columns: tuple[int, ...]
     target_size: int
+
+
+class SharedIds:
+    """The tokens that a drafter and its target share, as tensors.
+
+    Proposals of these alone are exact, as q is renormalised over them: TLI (Timor et al. 2025,
+    arXiv 2502.05202), and the rule of VocabTrim (arXiv 2506.22694), where they are the tokens that
+    are left of the drafter's head.
+    """
+
+    def __init__(self, shared: SharedTokens, device: torch.device) -> None:
+        self._target = torch.tensor(shared.target, device=device)
+        self._columns = torch.tensor(shared.columns, device=device)
+        self._draft = torch.zeros(shared.target_size, dtype=torch.long, device=device)
+        self._draft[self._target] = torch.tensor(shared.draft, device=device)
+
+    def of_target(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Returns logits [rows, vocab_size] for the target's ids: -inf for ids that are not shared.
+
+        Args:
+            logits: the drafter's logits, [rows, its columns].
+            vocab_size: the size of the target's vocabulary.
+        """
+        found = logits.new_full((len(logits), vocab_size), -torch.inf)
+        found[:, self._target] = logits[:, self._columns]
+        return found
+
+    def of_draft(self, tokens: Tensor) -> Tensor:
+        """Returns the drafter's ids of shared tokens, of any shape."""
+        return self._draft[tokens]
 
 
 @dataclass(frozen=True)

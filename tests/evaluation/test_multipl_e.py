@@ -16,7 +16,7 @@ from sandboxes import strongest
 from shoal.errors import RequestError
 from shoal.evaluation.execution import execute
 from shoal.evaluation.languages import LANGUAGES
-from shoal.evaluation.problems import LANGUAGES as NAMES
+from shoal.evaluation.problems import MULTIPL_E_LANGUAGES as NAMES
 from shoal.evaluation.problems import Problem, read_multipl_e
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.tasks import code_tasks

@@ -1,0 +1,245 @@
+"""The rows of a slot cache: their places, lengths and tokens, and the tensors that hold them.
+
+Each layer keeps two tensors [slots, capacity, kv heads, head dim]. A row owns one slot; appending
+writes its new columns in place at the row's own length, and rolling back is setting that length.
+Tokens move in three cases only: a finished row's slot is filled from the end (compaction), a
+group's prompt is copied to a sibling, an accepted path of a draft tree moves together.
+
+Beside its slots a layer has the *shared store*, two flat tensors [cells, kv heads, head dim]. A
+group's prompt may lie there once (`Prefix`); the slots of its rows then hold their tails only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.errors import InternalError
+from shoal.models.cache.layer import Layer, Moves, allocated
+from shoal.types.requests import Prefix
+
+
+class RowStore:
+    """The tokens of up to `slots` rows of unequal lengths, between passes.
+
+    Attributes:
+        slots: number of rows that there is room for.
+        capacity: number of tokens per row that there is room for.
+        cells: number of tokens that there is room for in the shared store.
+        lengths: valid tokens per row, those in the shared store included; everything beyond is
+            garbage that the masks hide.
+        prefixes: for each slot, the place of its row's first tokens in the shared store; None if
+            they lie in the slot.
+        gaps: number of each row's tokens that are left out, so that its `lengths` are less than its
+            positions.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[Layer] = []
+        self.slots = self.capacity = self.cells = 0
+        self.lengths: list[int] = []
+        self.prefixes: list[Prefix | None] = []
+        self.gaps: list[int] = []
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Makes room for `slots` rows of `capacity` tokens in their slots, and for `cells` cells.
+
+        Keeps the tokens that are there; never shrinks.
+        """
+        self._resize(max(slots, self.slots), max(capacity, self.capacity), max(cells, self.cells))
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Gives back the slots, tokens and cells beyond these sizes, which nobody needs."""
+        self._resize(min(slots, self.slots), min(capacity, self.capacity), min(cells, self.cells))
+
+    def _resize(self, slots: int, capacity: int, cells: int) -> None:
+        used = max(
+            (length - self._offset(slot) for slot, length in enumerate(self.lengths)), default=0
+        )
+        try:
+            for layer in self._layers:
+                layer.resize(slots, capacity, cells, used)
+        except BaseException:  # out of memory, most likely: all layers must stay of one size
+            for layer in self._layers:
+                layer.resize(self.slots, self.capacity, self.cells, used)
+            raise
+        self.lengths = self.lengths[:slots] + [0] * (slots - self.slots)
+        self.prefixes = self.prefixes[:slots] + [None] * (slots - self.slots)
+        self.gaps = self.gaps[:slots] + [0] * (slots - self.slots)
+        self.slots, self.capacity, self.cells = slots, capacity, cells
+
+    def enter(self, slot: int, prefix: Prefix | None = None) -> None:
+        """Lets a new row take the slot, with the tokens of its prefix or none."""
+        self.prefixes[slot], self.lengths[slot] = prefix, 0 if prefix is None else prefix.length
+        self.gaps[slot] = 0
+
+    def clear(self) -> None:
+        """Empties all slots."""
+        for slot in range(self.slots):
+            self.enter(slot)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Forgets all tokens from `length` on. O(1): nothing moves."""
+        if not self._offset(slot) <= length <= self.lengths[slot]:
+            shared = f", {self._offset(slot)} of them shared" if self.prefixes[slot] else ""
+            raise InternalError(
+                f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}"
+            )
+        self.lengths[slot] = length
+
+    def keep(self, slot: int, length: int, columns: Sequence[int]) -> None:
+        """Keeps some columns of the last block and forgets the others.
+
+        The columns, a path of a draft tree, become the tokens at `length`, `length` + 1, ...
+        Columns 0, 1, ... lie there already: nothing moves, and the call is a `rollback`.
+
+        Args:
+            length: tokens of the row before the block.
+            columns: rising.
+
+        Raises:
+            InternalError: for columns that the row does not have, or that do not rise.
+        """
+        if columns == range(len(columns)):
+            return self.rollback(slot, length + len(columns))
+        rising = all(a < b for a, b in pairwise([-1, *columns]))
+        if (
+            not rising
+            or not self._offset(slot)
+            <= length
+            <= length + max(columns, default=-1) + 1
+            <= self.lengths[slot]
+        ):
+            raise InternalError(
+                f"cannot keep columns {list(columns)} of slot {slot} from {length} to "
+                f"{self.lengths[slot]}"
+            )
+        first = next((i for i, column in enumerate(columns) if column != i), len(columns))
+        if first < len(columns):
+            block = length - self._offset(slot)
+            self.gather(slot, block + first, [block + column for column in columns[first:]])
+        self.lengths[slot] = length + len(columns)
+
+    @torch.inference_mode()  # tensors of a pass in this mode can only be changed in it
+    def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
+        """Moves tokens `cells` of the slot to `start`, `start` + 1, ..., in place.
+
+        The ranges may overlap.
+        """
+        index = torch.tensor(cells, device=self._layers[0].keys.device)
+        for layer in self._layers:
+            for tensor in layer.tensors():
+                tensor[slot, start : start + len(cells)] = tensor[slot, index]
+
+    def reaches(self, slot: int, length: int) -> bool:
+        """Returns True if the slot can be cut or copied to its first `length` tokens."""
+        return length <= self.lengths[slot]
+
+    def hold(self, slot: int) -> None:
+        """Sees to it that the tokens that the slot has now can be copied later."""
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Makes the first `length` tokens of slot `target` those of slot `source`.
+
+        Tokens in the shared store stay there.
+        """
+        tail = length - self._offset(source)
+        if source != target:
+            for layer in self._layers:
+                for tensor in layer.tensors():
+                    tensor[target, :tail] = tensor[source, :tail]
+        self.prefixes[target], self.lengths[target] = self.prefixes[source], length
+        self.gaps[target] = self.gaps[source]
+
+    @torch.inference_mode()
+    def take(
+        self, source: RowStore, slots: Sequence[int | None], first: int, recent: int, layers: int
+    ) -> None:
+        """Makes slots 0, 1, ... hold some tokens of these slots of another cache.
+
+        The tokens are the `first` ones and the `recent` ones, or all tokens of a row that has no
+        more. Keys are copied as they are, at the positions that they have in the other cache.
+
+        Args:
+            slots: None leaves a slot empty.
+            layers: number of the other cache's layers, from the first on.
+        """
+        for layer in source._layers[len(self._layers) : layers]:
+            self._add_layer(layer.keys.transpose(1, 2), layer.values.transpose(1, 2))
+        own, shared = Moves(), Moves()
+        for slot, taken in enumerate(slots):
+            self.enter(slot)
+            if taken is None:
+                continue
+            length, prefix, offset = (
+                source.lengths[taken],
+                source.prefixes[taken],
+                source._offset(taken),
+            )
+            self.gaps[slot] = max(0, length - first - recent)
+            self.lengths[slot] = length - self.gaps[slot]
+            positions = np.arange(self.lengths[slot])
+            positions[first:] += self.gaps[slot]
+            cells = slot * self.capacity + np.arange(self.lengths[slot])
+            stored = positions < offset
+            own.add(taken * source.capacity + positions[~stored] - offset, cells[~stored])
+            if prefix is not None:
+                shared.add(prefix.base + positions[stored], cells[stored])
+        for mine, theirs in zip(self._layers, source._layers, strict=False):
+            own.carry_out(theirs.tensors(), mine.tensors())
+            shared.carry_out((theirs.shared_keys, theirs.shared_values), mine.tensors())
+
+    @torch.inference_mode()
+    def zero_tail(self, slot: int, length: int) -> None:
+        """Zeroes the keys and values of the slot from position `length` on."""
+        for layer in self._layers:
+            for tensor in layer.tensors():
+                tensor[slot, max(0, length - self._offset(slot)) :] = 0
+
+    @torch.inference_mode()
+    def zero_non_finite(self, slot: int) -> None:
+        """Zeroes all NaN and infinite values of the slot and its prefix, at any position."""
+        prefix = self.prefixes[slot]
+        for layer in self._layers:
+            held = [tensor[slot] for tensor in layer.tensors()]
+            if prefix is not None:
+                cells = slice(prefix.base, prefix.base + prefix.length)
+                held += [layer.shared_keys[cells], layer.shared_values[cells]]
+            for tensor in held:
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _offset(self, slot: int) -> int:
+        """Returns the position of the first token in the slot."""
+        prefix = self.prefixes[slot]
+        return 0 if prefix is None else prefix.length
+
+    def bytes_per_token(self) -> int:
+        """Returns the bytes of one token of one row over all layers; 0 before the first pass."""
+        return sum(
+            t.element_size() * t.shape[2:].numel()
+            for layer in self._layers
+            for t in layer.tensors()
+        )
+
+    @property
+    def measured(self) -> bool:
+        """True if a pass has shown how many bytes rows take."""
+        return self.bytes_per_token() + self.bytes_per_slot() > 0
+
+    def bytes_per_slot(self) -> int:
+        """Returns the bytes that a row takes beside those of its tokens."""
+        return 0
+
+    def nbytes(self) -> int:
+        """Returns the number of allocated bytes."""
+        tokens = self.slots * self.capacity + self.cells
+        return tokens * self.bytes_per_token() + self.slots * self.bytes_per_slot()
+
+    def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
+        sizes, pair = ((self.slots, self.capacity), (self.cells,)), (key_states, value_states)
+        self._layers.append(Layer(*(allocated(states, *size) for size in sizes for states in pair)))

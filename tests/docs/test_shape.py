@@ -22,7 +22,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 392,
-    "lines": 80_668,
+    "lines": 80_672,
     "short modules": 13,
     "long modules": 3,
     "long functions": 6,

@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
+from typing import TYPE_CHECKING, Any
 
 import shoal
 from shoal.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
 
 KEPT = ("benchmarks", "results")
 NO_GIT = "not from a git repository"
@@ -89,6 +89,9 @@ def _is_kept(place: Path) -> bool:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Returns the machine for JSON; nothing in it names a host or a user."""
+    import torch
+    import transformers
+
     processor = platform.processor() or platform.machine()
     return {
         "date": time.strftime("%Y-%m-%d"),

@@ -10,12 +10,13 @@ A `Check` is a constraint that judges single tokens, never a vocabulary.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from shoal.types.requests import Row
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 State = TypeVar("State")
 

@@ -13,7 +13,8 @@ from transformers import AddedToken
 from shoal.config import Grammar
 from shoal.constraints.compiler import Grammars
 from shoal.serve.call_grammars import own_calls
-from shoal.serve.tool_calls import Call, CallFormat, CallReader, CallRules, format_of
+from shoal.serve.call_reader import CallReader
+from shoal.serve.tool_calls import Call, CallFormat, CallRules, format_of
 from shoal.testing import tiny_tokenizer
 
 TEMPLATES = {

@@ -18,8 +18,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from serving import Served, legible, pair, served
+from shoal.serve.call_reader import CallReader
 from shoal.serve.item_format import ItemWriter
-from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallReader, CallRules
+from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallRules
 from tool_calls import TOKENIZER, speaks
 
 TEMPLATE = """{# <tool_call> #}{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}<{{ m.role }}>\

@@ -17,7 +17,8 @@ from transformers import AddedToken
 from serving import Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
-from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallReader, CallRules, forced_schema, format_of
+from shoal.serve.call_reader import CallReader
+from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallRules, forced_schema, format_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import scripted
 from tool_calls import BODY, TIME, TOKENIZER, WEATHER, speaks, tool

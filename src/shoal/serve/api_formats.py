@@ -16,11 +16,12 @@ from typing import Any, ClassVar
 from shoal.constraints.token_bytes import byte_letters, fallback
 from shoal.serve.api_errors import public, spoken
 from shoal.serve.api_paths import CHAT, COMPLETIONS, Json
+from shoal.serve.call_reader import CallReader
 from shoal.serve.reasoning import ReasoningReader
 from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
-from shoal.serve.tool_calls import Call, CallReader
+from shoal.serve.tool_calls import Call
 
 BROKEN = "\ufffd"
 """The text to which tokenizers decode a part of a character."""

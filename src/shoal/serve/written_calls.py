@@ -186,50 +186,6 @@ def written_calls(form: str, text: str, schemas: Mapping[str, Any]) -> list[tupl
     return found if found and all(name in schemas for name, _ in found) else None
 
 
-def end_of_call(form: str, text: str, closing: str) -> tuple[int, int] | None:
-    """Returns the end of the calls behind an opening, and the place behind their closing.
-
-    JSON and Python may hold the closing inside of texts. None while they are not whole.
-    """
-    if form == "python" and not closing:
-        end = _end_of_list(text)
-        return None if end is None else (end, end)
-    if form not in ("args", "function"):
-        end = text.find(closing)
-        return None if end < 0 else (end, end + len(closing))
-    mark = "[ARGS]" if form == "args" else ">"
-    at = text.find(mark)
-    if at < 0:
-        return None
-    start = at + len(mark)
-    start += len(text[start:]) - len(text[start:].lstrip())
-    try:
-        end = DECODER.raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        end = len(text)
-        return None if not closing or closing not in text else (end, end)
-    found = text.find(closing, end)
-    return None if found < 0 else (found, found + len(closing))
-
-
-def _end_of_list(text: str) -> int | None:
-    """Returns the place behind the bracket that closes the first one, outside of quotes."""
-    depth, quote, at = 0, "", 0
-    while at < len(text):
-        character = text[at]
-        if quote:
-            at += character == "\\"
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        else:
-            depth += (character in "[({") - (character in "])}")
-            if not depth and character in "])}":
-                return at + 1
-        at += 1
-    return None
-
-
 BLANKS = re.compile(r"[ \t\r\n]*")
 
 

@@ -1,0 +1,233 @@
+"""Calls that come piece by piece or are cut: what is whole is delivered, what is not is neither call nor text, all is read once.
+
+Tests of: serve.call_reader, serve.call_ends, serve.written_calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from call_forms import TEMPLATES, form_of, tokenizer_of, written
+from serving import served
+from shoal.api import Shoal
+from shoal.serve import call_ends, call_reader
+from shoal.serve.call_ends import CallEnd, Nesting
+from shoal.serve.call_reader import CallReader
+from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallRules
+from shoal.testing.scripted import scripted
+from tool_calls import BODY, TIME, WEATHER, speaks
+
+SCHEMAS = {
+    "weather": {"properties": {"city": {"type": "string"}, "near": {"type": "array"}}},
+    "time": {"properties": {"zone": {"type": "integer"}}},
+}
+ROME, ONE = ("weather", {"city": 'Rome, [so (be {it 5" wide]', "near": ["a]", {"b": ")"}]}), ("time", {"zone": 1})
+JSONS = {"hermes": HERMES, "llama json": LLAMA, "mistral json": MISTRAL}
+FORMS: dict[str, CallFormat] = {**{name: form_of(name) for name in TEMPLATES}, **JSONS}
+
+
+def said(name: str, calls: list[tuple[str, Any]]) -> str:
+    """The calls as a model of that form writes them, behind what begins a call."""
+    if name not in JSONS:
+        return written(name, calls)
+    form = JSONS[name]
+    each = [json.dumps({"name": one, form.arguments: given}) for one, given in calls]
+    if name == "mistral json":
+        return f"[{', '.join(each)}]"
+    return f"{form.closing}{form.opening}".join(each) + form.closing
+
+
+def read(form: CallFormat, text: str, size: int = 10**6, forced: bool = False) -> tuple[str, list[tuple[str, Any]]]:
+    rules = CallRules(form, {*SCHEMAS}, forced=forced, parallel=True, schemas=SCHEMAS)
+    reader, shown, calls = CallReader(rules), "", list[Call]()
+    for start in range(0, len(text), size):
+        more, found = reader.feed(text[start : start + size], start + size >= len(text))
+        shown, calls = shown + more, calls + found
+    return shown, [(one.name, json.loads(one.arguments)) for one in calls]
+
+
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_cut_leaves_the_calls_that_are_whole(name: str, forced: bool) -> None:
+    """At each place, in pieces and at once: where the second call has begun, the first one is there, and never a part."""
+    form = FORMS[name]
+    calls = [ROME] if name == "llama" else [ROME, ONE]
+    before, text = "" if forced else form.begun or form.opening, said(name, calls)
+    begun = text.rfind("time") if len(calls) > 1 else len(text)
+    for end in range(1, len(text) + 1):
+        shown, found = read(form, before + text[:end], forced=forced)
+        for size in (1, 7):
+            assert read(form, before + text[:end], size, forced) == (shown, found), text[:end]
+        unsure = not before and not forced and "(" not in text[:end]  # a list in Python, or a text
+        assert (shown, found) == (text[:end] if unsure else "", calls[: len(found)]), text[:end]
+        assert len(found) >= (end >= begun) + (end == len(text)) * (len(calls) - 1), text[:end]
+
+
+@pytest.mark.parametrize("name", ["qwen", "minimax", "lfm", "gemma", "llama", "seed", "glm"])
+def test_a_call_whose_closing_is_cut_is_whole(name: str) -> None:
+    text = said(name, [ROME])
+    closing = FORMS[name].closing
+    for left in range(2, len(closing)):
+        assert read(FORMS[name], FORMS[name].begun + text[: -len(closing)] + closing[:left]) == ("", [ROME])
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("qwen", "<function=weather>\n<parameter=city>\nthe </function> of\n</function> it"),
+    ("minimax", '<invoke name="weather">\n<parameter name="city">the </invoke> of\n</invoke> it'),
+    ("gemma", 'call:weather{city:<|"|>a} b}'),
+    ("listed", '[weather(city="a), b'), ("listed", "[weather(city='a\\'), b"), ("lfm", "[weather(city=(1, 2), near=[1]"),
+    ("mistral json", '[{"name": "weather", "arguments": {"city": "a}, {'),
+])  # fmt: skip
+def test_what_looks_like_an_end_inside_of_an_argument_is_none(name: str, text: str) -> None:
+    """No call with a part of an argument is ever delivered."""
+    for size in (1, 5, 1000):
+        assert read(FORMS[name], FORMS[name].begun + text, size, forced=False) == ("", [])
+
+
+FALSE = {
+    "qwen": "<tool_call><function=other>\n</function></tool_call>",
+    "minimax": '<minimax:tool_call><invoke name="other">\n</invoke></minimax:tool_call>',
+    "glm": "<tool_call>other\n</tool_call>",
+    "llama": "<function=other>{}</function>",
+    "gemma": "<|tool_call>call:other{}<tool_call|>",
+    "lfm": "<|tool_call_start|>[other()]<|tool_call_end|>",
+    "hermes": '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+    "mistral": "[TOOL_CALLS]other[ARGS]{}",
+}
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_a_call_behind_a_false_one_is_found_in_whole_answers_as_in_streams(name: str) -> None:
+    """The name of no tool makes a text; so does JSON that is none."""
+    form = FORMS[name]
+    good = f"{form.begun}{said(name, [ONE])}"
+    texts = [FALSE[name]]
+    texts += ["<function=time>or so</function>"] * (name == "llama")
+    if name in ("hermes", "llama", "mistral"):
+        texts += [
+            FALSE[name].replace("{}", "{]}").replace("other", "time"),
+            FALSE[name].replace("other", "time").replace("{}", "{'a'}"),
+        ]
+    for false in texts:
+        for size in (1, 2, 5, 1000):
+            assert read(form, f"{false} {good}", size) == (false, [ONE]), false
+
+
+def test_json_may_hold_the_closing_of_its_call() -> None:
+    """Also where the piece of a stream ends behind it."""
+    call = ("weather", {"city": "a </function> b", "near": []})
+    for size in (1, 3, 1000):
+        assert read(FORMS["llama"], "<function=" + said("llama", [call]), size) == ("", [call])
+        hermes = ("weather", {"city": 'a </tool_call> "b"', "near": []})
+        assert read(HERMES, HERMES.begun + said("hermes", [hermes]), size) == ("", [hermes])
+
+
+class Counted:
+    """A decoder, or an expression, that counts the characters which it looks at."""
+
+    def __init__(self, real: Any, work: list[int]) -> None:
+        self._real, self._work = real, work
+
+    def raw_decode(self, text: str, at: int = 0) -> Any:
+        self._work[0] += len(text) - at
+        return self._real.raw_decode(text, at)
+
+    def decode(self, text: str) -> Any:
+        self._work[0] += len(text)
+        return self._real.decode(text)
+
+    def search(self, text: str, at: int = 0) -> re.Match[str] | None:
+        found: re.Match[str] | None = self._real.search(text, at)
+        self._work[0] += (len(text) if found is None else found.end()) - at
+        return found
+
+
+class CountedText(str):
+    """A text that counts the characters among which others are looked for."""
+
+    work = 0
+
+    def find(self, what: str, start: Any = 0, end: Any = None) -> int:
+        type(self).work += len(self) - start
+        return super().find(what, start)
+
+
+LONG = 'a "b" \\\\ {c} [d] (e) \\n </f '
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama json", "mistral json", "mistral", "llama", "listed"])
+def test_a_call_of_twice_the_length_is_twice_the_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the characters that are looked at, in pieces of three: a file that a model writes is one argument."""
+    work = [0]
+    monkeypatch.setattr(call_reader, "DECODER", Counted(call_reader.DECODER, work))
+
+    class CountedNesting(Nesting):
+        def __init__(self, *arguments: str) -> None:
+            super().__init__(*arguments)
+            self._outside: Any = Counted(self._outside, work)
+            self._inside: Any = {quote: Counted(one, work) for quote, one in self._inside.items()}
+
+    monkeypatch.setattr(call_ends, "Nesting", CountedNesting)
+    monkeypatch.setattr(call_reader, "Nesting", CountedNesting)
+    counts = []
+    for times in (40, 80):
+        call = ("weather", {"city": LONG * times})
+        work[0] = 0
+        text = FORMS[name].begun + said(name, [call])
+        assert read(FORMS[name], text, 3) == ("", [call])
+        counts.append(work[0])
+        assert len(text) // 2 < work[0] < 6 * len(text)
+    assert counts[1] < 2.2 * counts[0], counts
+
+
+@pytest.mark.parametrize("name", ["qwen", "glm", "gemma", "minimax", "lfm"])
+def test_a_closing_is_looked_for_once_at_each_place(name: str) -> None:
+    text, end = said(name, [("weather", {"city": LONG * 20})]), CallEnd(FORMS[name].form, FORMS[name].closing)
+    CountedText.work = 0
+    found = [end.find(CountedText(text[:size])) for size in range(0, len(text) + 1)]
+    assert [place for place in found if place] == [(len(text) - len(FORMS[name].closing), len(text))]
+    assert CountedText.work < 25 * len(text)
+
+
+# ── through the server ──────────────────────────────────────────────────────────────────────────────────────────────
+
+PLAIN = [("weather", {"city": "Rome"}), ("time", {"zone": 12345})]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("name", ["minimax", "listed", "lfm", "mistral", "qwen"])
+def test_max_tokens_cuts_the_second_call_and_leaves_the_first(name: str, choice: str) -> None:
+    """Whole and streamed, in chats and responses, for each of n choices."""
+    form, tokenizer = form_of(name), tokenizer_of(name, "text")
+    before, text = form.begun, written(name, PLAIN)
+    forced = choice == "required"
+    model = scripted(
+        speaks(text if forced else before + text, f"<assistant>{before if forced else ''}", tokenizer), len(tokenizer), 2048
+    )
+    most = len(tokenizer.encode(("" if forced else before) + text[: text.index("1234") + 2]))
+    with served(Shoal(model, model, tokenizer, max_batch=4), chat_template="{# " + TEMPLATES[name] + " #}" + BODY) as server:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME], "tool_choice": choice}
+        for stream in (False, True):
+            body = {**asked, "n": 2, "max_tokens": most, "stream": stream}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] or [answer.text]
+            choices = [one for line in lines for one in json.loads(line)["choices"]]
+            for index in range(2):
+                own = [one for one in choices if one["index"] == index]
+                said = [one.get("message") or one["delta"] for one in own]
+                made = [call["function"] for one in said for call in one.get("tool_calls") or ()]
+                assert [(one["name"], json.loads(one["arguments"])) for one in made] == PLAIN[:1]
+                assert "".join(one.get("content") or "" for one in said) == ""
+                assert own[-1]["finish_reason"] == "length"
+            item = {"input": "hi", "tools": [{"type": "function", **one["function"]} for one in (WEATHER, TIME)]}
+            more = {"tool_choice": choice, "max_output_tokens": most, "stream": stream}
+            response = httpx.post(f"{server.url}/v1/responses", json={**item, **more}, timeout=60).text
+            assert response.count('"name":"weather"') >= 1, response
+            assert '"name":"time","arguments"' not in response
+            assert "incomplete" in response

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -331,73 +332,9 @@ def test_a_model_narrower_or_wider_than_its_tokenizer(vocab: int) -> None:
     assert max(free.token_ids) > 256
 
 
-# As the JSON Schema test suite has them: one keyword at a time, then those that are hard together.
-SCHEMAS: dict[str, Any] = {
-    "type": {"type": "boolean"},
-    "types": {"type": ["integer", "null"], "maximum": 99, "minimum": -9},
-    "enum": {"enum": ["red", 7, None, {"a": [1]}, 1.5, True]},
-    "const": {"const": "λ \"quoted\" \\ \u2028 \n"},
-    "minimum, maximum": {"type": "integer", "minimum": -5, "maximum": 17},
-    "exclusiveMinimum, exclusiveMaximum": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-    "multipleOf": {"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 40},
-    "minLength, maxLength": {"type": "string", "minLength": 2, "maxLength": 4},
-    "maxLength in characters": {"type": "string", "minLength": 1, "maxLength": 2, "pattern": "^[é😀]+$"},
-    "pattern": {"type": "string", "pattern": "^[A-C]{2}-[0-9]{2}$"},
-    "pattern, anywhere": {"type": "string", "pattern": "[0-9]{2}", "maxLength": 8},
-    "format date": {"type": "string", "format": "date"},
-    "format ipv4": {"type": "string", "format": "ipv4"},
-    "format uuid": {"type": "string", "format": "uuid"},
-    "items, minItems, maxItems": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3},
-    "prefixItems": {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": "x"}], "items": False},
-    "properties, required": {
-        "type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "required": ["a"],
-        "additionalProperties": False,
-    },
-    "additionalProperties": {
-        "type": "object", "required": ["ab"], "additionalProperties": {"type": "boolean"}, "maxProperties": 1,
-    },
-    "patternProperties": {
-        "type": "object", "patternProperties": {"^x[0-9]$": {"type": "boolean"}}, "additionalProperties": False,
-        "maxProperties": 2,
-    },
-    "minProperties": {
-        "type": "object", "minProperties": 2, "properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "required": ["a", "b"],
-        "additionalProperties": {"type": "null"}, "maxProperties": 3,
-    },
-    "names to be escaped": {
-        "type": "object", "properties": {"q\"\\é\n": {"type": "null"}}, "required": ["q\"\\é\n"], "additionalProperties": False,
-    },
-    "anyOf": {"anyOf": [{"const": 1}, {"type": "array", "items": {"const": "x"}, "maxItems": 1}]},
-    "oneOf, one at most": {"oneOf": [{"type": "boolean"}, {"const": 3}]},
-    "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]},
-    "$ref": {
-        "$defs": {"leaf": {"enum": ["l", "r"]}}, "type": "object",
-        "properties": {"on": {"type": "boolean"}, "side": {"$ref": "#/$defs/leaf"}}, "required": ["on", "side"],
-        "additionalProperties": False,
-    },
-    "$ref to a name with / and ~": {"$defs": {"a/b~c": {"const": 7}}, "$ref": "#/$defs/a~1b~0c"},
-    "$ref beside others": {"$defs": {"x": {"type": "integer", "minimum": 0}}, "$ref": "#/$defs/x", "maximum": 5},
-    "$ref to itself": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
-    "annotations": {"type": "boolean", "title": "x", "description": "y", "default": True, "examples": [True]},
-    "names that are keywords": {
-        "type": "object", "properties": {"enum": {"type": "boolean"}, "$ref": {"type": "null"}}, "required": ["enum", "$ref"],
-        "additionalProperties": False,
-    },
-}  # fmt: skip
-UNKNOWN: dict[str, Any] = {
-    "not": {"not": {"type": "string"}},
-    "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
-    "contains": {"type": "array", "contains": {"const": 1}},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3, "pattern": "a"}},
-    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
-    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
-    "if": {"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}},
-    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
-    "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
-    "$dynamicRef": {"$dynamicRef": "#node"},
-    "oneOf": {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 9}]},
-    "idn-email": {"type": "string", "format": "idn-email"},
-}
+PLACE = Path(__file__).parents[1] / "data/schemas.json"
+SCHEMAS, UNKNOWN = (json.loads(PLACE.read_text("utf-8"))[part] for part in ("read", "unknown"))
+"""As the JSON Schema test suite has them: one keyword at a time, then those that are hard together; and those that are refused."""
 
 
 def closing(seed: int) -> History:

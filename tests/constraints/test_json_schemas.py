@@ -433,55 +433,8 @@ def test_other_unique_items_are_refused_by_name(fields: dict[str, Any]) -> None:
 # ── oneOf ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def tagged(tag: Any, *required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"kind": {"const": tag}, **properties}, "required": ["kind", *required]}
-
-
-CAT, DOG = tagged("cat", lives={"type": "integer"}), tagged("dog", good={"type": "boolean"})
-OUTER = {"type": "object", "properties": {"kind": {"type": "string", "enum": ["cat", "dog"]}}, "required": ["kind"]}
-REFS = [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]
-BARE = [{"properties": {"kind": {"const": "cat"}}}, {"properties": {"kind": {"const": "dog"}}}]
-EXCLUSIVE: dict[str, Any] = {
-    "references": {"oneOf": REFS, "$defs": {"Cat": CAT, "Dog": DOG}},
-    "with OpenAPI's discriminator": {
-        "type": "object", "properties": {"pet": {"oneOf": REFS, "discriminator": {"propertyName": "kind"}}}, "required": ["pet"],
-        "$defs": {"Cat": {**CAT, "additionalProperties": False}, "Dog": {**DOG, "additionalProperties": False}},
-    },
-    "a discriminator outside too": {**OUTER, "oneOf": [CAT, DOG]},
-    "before the outer properties": {"oneOf": [CAT, DOG], **OUTER},
-    "required only outside": {**OUTER, "oneOf": BARE},
-    "alternatives in allOf": {"oneOf": [{"allOf": [REFS[0]]}, {"allOf": [REFS[1]]}], "$defs": {"Cat": CAT, "Dog": DOG}},
-    "nested": {
-        "oneOf": [REFS[1], {"oneOf": [tagged("cat"), tagged("cow")]}], "$defs": {"Dog": DOG},
-    },
-    "ranges": {"oneOf": [{"type": "integer", "exclusiveMaximum": 3}, {"type": "number", "minimum": 3}]},
-    "lists of numbers": {"oneOf": [{"enum": [1, 2]}, {"enum": [3]}, {"const": "1"}]},
-    "closed, by what they require": {
-        "oneOf": [{"type": "object", "properties": {"a": {}}, "additionalProperties": False, "required": ["a"]},
-                  {"type": "object", "properties": {"b": {}}, "required": ["b"]}],
-    },
-    "a false one": {"oneOf": [{"type": "null"}, False]},
-}  # fmt: skip
-OVERLAPPING: dict[str, Any] = {
-    "the same": {"oneOf": [CAT, CAT]},
-    "kind is not required": {"oneOf": [{**CAT, "required": []}, {**DOG, "required": []}]},
-    "not objects only": {"oneOf": [{**CAT, "type": ["object", "null"]}, {**DOG, "type": ["object", "null"]}]},
-    "required, of no type": {"oneOf": [{k: v for k, v in one.items() if k != "type"} for one in (CAT, DOG)]},
-    "1 is 1.0": {"oneOf": [{"const": 1}, {"const": 1.0}]},
-    "large integers that doubles do not tell apart": {"oneOf": [{"const": 2**53}, {"const": 2**53 + 1}]},
-    "ranges that touch": {"oneOf": [{"type": "number", "maximum": 3}, {"type": "number", "minimum": 3}]},
-    "listed in both": {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]},
-    "patterns may name what is closed": {
-        "oneOf": [{"type": "object", "patternProperties": {"^b": {}}, "additionalProperties": False},
-                  {"type": "object", "properties": {"b": {}}, "required": ["b"]}],
-    },
-    "a part of nested ones": {"oneOf": [DOG, {"oneOf": [CAT, {**DOG, "required": ["kind", "good"]}]}]},
-    "before const was a keyword": {"$schema": "http://json-schema.org/draft-04/schema#", **OUTER, "oneOf": BARE},
-    "references with an address of their own": {
-        "oneOf": [{"$id": "http://x/y", "$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, {"$ref": "#/$defs/b"}],
-        "$defs": {"a": {"type": "null"}, "b": {"type": "object"}},
-    },
-}  # fmt: skip
+PLACE = Path(__file__).parents[1] / "data/schemas.json"
+EXCLUSIVE, OVERLAPPING = (json.loads(PLACE.read_text("utf-8"))[part] for part in ("exclusive", "overlapping"))
 
 
 @pytest.mark.parametrize("name", EXCLUSIVE)

@@ -13,7 +13,7 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead import auto
 from shoal.lookahead.controller import Auto
-from shoal.lookahead.costs import PairCosts, TreeSizes
+from shoal.lookahead.costs import FADE, PairCosts, TreeSizes
 from shoal.lookahead.plan import best_plan
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.drafters import RandomTrees
@@ -28,6 +28,9 @@ def test_sizes_by_depth() -> None:
     assert sizes.by_depth.tolist() == [0, 1, 2, 3, 4, 5, 6]
     sizes.observe([2, 4, 0], [5, 8, 0])
     assert sizes.by_depth.tolist() == pytest.approx([0, 2.5, 5, 6.5, 8, 9, 10])
+    sizes.observe([4], [4])
+    earlier, last = 8 * FADE / (1 + FADE), 4 / (1 + FADE)
+    assert sizes.by_depth.tolist()[4:] == pytest.approx([earlier + last + more for more in range(3)])
     for _ in range(400):  # what is a chain again costs what chains do
         sizes.observe([2, 4], None)
     assert sizes.by_depth.tolist() == pytest.approx([0, 1, 2, 3, 4, 5, 6], abs=0.01)

@@ -269,18 +269,18 @@ def server(options: list[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server's address and process; SIGTERM must end it."""
     flags = [part for name, value in PLACED.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", *flags, *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8")
-    try:
-        assert process.stdout is not None
-        told = process.stdout.readline()
-        if not told:
-            raise SystemExit("the server did not start")
-        yield json.loads(told)["url"].removesuffix("/v1"), process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        process.kill()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
+        try:
+            assert process.stdout is not None
+            told = process.stdout.readline()
+            if not told:
+                raise SystemExit("the server did not start")
+            yield json.loads(told)["url"].removesuffix("/v1"), process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
 
 
 def resident(process: int) -> int | None:

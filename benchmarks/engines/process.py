@@ -89,6 +89,10 @@ class Worker:
             self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):  # what it never read is still to be written
+                assert pipe is not None
+                pipe.close()
+        for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):  # what was not sent any more
                     pipe.close()

@@ -285,7 +285,7 @@ def served(
         for process in ranks_of(running):
             os.kill(process, signal.SIGKILL)
         running.kill()
-        running.wait()
+        running.communicate()
 
 
 def ranks_of(running: subprocess.Popen[str], rank: int | None = None) -> list[int]:

@@ -18,7 +18,6 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
 from shoal.lookahead.controller import by_name
-from shoal.models.runner import Runner
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import runner
 from shoal.types.requests import Request, Row
@@ -102,16 +101,6 @@ def test_an_oracle_commits_one_more_than_it_drafts_in_every_round(k: int) -> Non
     assert (engine.stats.target_passes, engine.stats.draft_passes) == (3, 3 * k)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 9, 33])
-def test_every_batch_size(batch: int) -> None:
-    """All prompts in one batch of that size exactly; draft lengths and drafters take turns."""
-    kind, k = ("sometimes", "random", "oracle", "same", "adversarial")[batch % 5], batch % 6 + 1
-    engine, rows = decode(drafter(kind, batch), k, prompts=batch, n=1, max_batch=batch, new=10)
-    assert_stock(rows, 1, 10)
-    assert_adds_up(engine, rows, 1)
-    assert engine.target.cache.slots == grown(batch)
-
-
 @pytest.mark.parametrize(("n", "capacity"), [(1, 64), (2, 1), (3, 5), (8, 5), (8, 64)])
 def test_every_n(n: int, capacity: int) -> None:
     """n samples of each prompt, in a batch too small, uneven and larger than needed."""
@@ -119,20 +108,6 @@ def test_every_n(n: int, capacity: int) -> None:
     assert_stock(rows, n, 12)
     assert_adds_up(engine, rows, n)
     assert engine.target.cache.slots == grown(min(capacity, 4 * n))
-
-
-@pytest.mark.parametrize("attention", ["reference", "pad", "split"])
-def test_every_attention_method(attention: str) -> None:
-    target = Runner(target_model(), "target", "interface", 128, attention)
-    engine = engine_of(target, drafter("sometimes", 7), by_name(5), max_batch=4)
-    rows = [
-        row
-        for i in range(7)
-        for row in engine.submit(Request(prompt(i), 2, Sampling(temperature=0), Limits(max_new_tokens=NEW)))
-    ]
-    while engine.step():
-        pass
-    assert_stock(rows, 2)
 
 
 def test_bass_lengths() -> None:

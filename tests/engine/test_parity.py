@@ -8,7 +8,6 @@ Tests of: engine.logprobs, engine.ended_rows, types.trees, engine.engine.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
+from noisy_heads import noisy
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, Lookahead
@@ -80,10 +80,7 @@ def target() -> Any:
 @cache
 def drafter() -> Any:
     """The target with noise on its head: right now and then."""
-    other = copy.deepcopy(target())
-    head = other.get_output_embeddings().weight.data
-    head.add_(0.3 * float(head.std()) * torch.randn(head.shape, generator=torch.Generator().manual_seed(7)))
-    return other
+    return noisy(target(), 0.3)
 
 
 PROMPTS = ((5, 3, 7, 3, 7), (9,), tuple(range(40, 63)))

@@ -16,6 +16,7 @@ from torch import nn
 
 import shoal
 from native_kernels import needs_compiler
+from noisy_heads import noisy
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
@@ -233,10 +234,7 @@ def test_layers_of_bytes_with_one_input_get_one_matrix(packing: type[Int8Matrix]
 def pair() -> tuple[Any, Any]:
     """A target, and the same with a little noise on its head."""
     target = tiny_model("llama", seed=3)
-    drafter = copy.deepcopy(target)
-    head = drafter.get_output_embeddings().weight.data
-    head.add_(0.05 * float(head.std()) * torch.randn(head.shape, generator=torch.Generator().manual_seed(7)))
-    return target, drafter
+    return target, noisy(target, 0.05)
 
 
 def decode(target: Any, draft: Any, k: int, max_batch: int = 6, **sampling: Any) -> tuple[Engine, list[list[int]]]:

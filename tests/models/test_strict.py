@@ -10,7 +10,6 @@ models.attention.methods.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 import shoal
+from noisy_heads import noisy
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
@@ -102,9 +102,7 @@ def test_the_usual_attention_is_not_like_that() -> None:
 def pair(dtype: torch.dtype) -> tuple[Any, Any]:
     """A target, and the same with noise on its head."""
     target = tiny_model("llama", seed=3)
-    drafter = copy.deepcopy(target)
-    head = drafter.get_output_embeddings().weight.data
-    head.add_(0.1 * float(head.std()) * torch.randn(head.shape, generator=torch.Generator().manual_seed(7)))
+    drafter = noisy(target, 0.1)
     return target.to(dtype), drafter.to(dtype)
 
 

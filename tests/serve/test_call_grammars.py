@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -170,15 +171,16 @@ def test_a_schema_that_a_form_cannot_hold_is_told(schema: Any) -> None:
 # ── through the server ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def answers(form: str, kind: str, said: str, before: str = "", template: str = "", **fields: Any) -> Any:
-    """The answer of a model that says a text, under a template of the form."""
+@contextmanager
+def speaking(form: str, kind: str, said: str, before: str = "") -> Iterator[Callable[..., Any]]:
+    """A model that says a text, under a template of the form: its answers to requests."""
     tokenizer = tokenizer_of(form, kind)
     begin = f"<assistant>{before}"
     model = scripted(speaks(said, begin, tokenizer), len(tokenizer), 2048)
-    shown = "{# " + TEMPLATES[form] + " #}" + BODY + template
+    shown = "{# " + TEMPLATES[form] + " #}" + BODY
+    body = {"messages": ASKED, "tools": [WEATHER, TIME], "tool_choice": "required", "max_tokens": 400}
     with served(Shoal(model, model, tokenizer, max_batch=2), chat_template=shown) as server:
-        body = {"messages": ASKED, "tools": [WEATHER, TIME], "tool_choice": "required", "max_tokens": 400, **fields}
-        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        yield lambda **fields: httpx.post(f"{server.url}/v1/chat/completions", json=body | fields, timeout=60)
 
 
 ROME, ONE = ("weather", {"city": "Rome"}), ("time", {"zone": 1})
@@ -188,24 +190,20 @@ ROME, ONE = ("weather", {"city": "Rome"}), ("time", {"zone": 1})
 def test_calls_are_forced_in_the_form_of_the_model(form: str, kind: str) -> None:
     """The prompt has what begins a call, and no message tells the tools; whole, streamed, one alone, and cut."""
     calls = [ROME] if form == "llama" else [ROME, ONE]
-    said, begun = written(form, calls), form_of(form).begun
-    answer = answers(form, kind, said, begun)
+    half = len(tokenizer_of(form, kind).encode(written(form, [ROME]))) // 2
+    with speaking(form, kind, written(form, calls), form_of(form).begun) as asked:
+        answer, streamed, cut = asked(), asked(stream=True).text, asked(max_tokens=half)
+        first = asked(parallel_tool_calls=False, response_format={"type": "json_object"})
     assert (answer.status_code, answer.headers.get("x-shoal-told")) == (200, None), answer.text
     (choice,) = answer.json()["choices"]
     made = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in choice["message"]["tool_calls"]]
     assert (made, choice["finish_reason"], choice["message"]["content"]) == (calls, "tool_calls", None)
-    streamed = answers(form, kind, said, begun, stream=True).text
     assert streamed.count('"arguments":') == len(calls)
     assert '"content":"' not in streamed.replace('"content":""', "")
-    first = answers(form, kind, said, begun, parallel_tool_calls=False, response_format={"type": "json_object"})
     assert [one["function"]["name"] for one in first.json()["choices"][0]["message"]["tool_calls"]] == ["weather"]
-    cut = len(tokenizer_of(form, kind).encode(written(form, [ROME]))) // 2
-    (choice,) = answers(form, kind, said, begun, max_tokens=cut).json()["choices"]
-    assert (choice["message"].get("tool_calls"), choice["message"]["content"], choice["finish_reason"]) == (
-        None,
-        "",
-        "length",
-    )
+    (choice,) = cut.json()["choices"]
+    assert choice["message"].get("tool_calls") is None
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
 @pytest.mark.parametrize("form", ["qwen", "gemma", "mistral"])
@@ -213,7 +211,8 @@ def test_a_call_or_a_text_that_fits(form: str) -> None:
     """A grammar beside tools that may be called: the call is in the model's own form."""
     fields = {"tool_choice": "auto", "guided_regex": "[ab]+"}
     for said, called in ((form_of(form).begun + written(form, [ROME]), True), ("ab", False)):
-        message = answers(form, "special", said, **fields).json()["choices"][0]["message"]
+        with speaking(form, "special", said) as asked:
+            message = asked(**fields).json()["choices"][0]["message"]
         assert (bool(message.get("tool_calls")), message["content"]) == (called, None if called else "ab")
 
 
@@ -221,8 +220,8 @@ def test_a_call_or_a_text_that_fits(form: str) -> None:
 def test_what_a_form_cannot_hold_is_told_and_forced_as_json(form: str) -> None:
     odd = tool("f", x={"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True})
     said = '{"name": "f", "arguments": {"x": [2, 1]}}\n</tool_call>'
-    fields = {"tools": [odd]}
-    answer = answers(form, "text", said, "<tool_call>\n", **fields)
+    with speaking(form, "text", said, "<tool_call>\n") as asked:
+        answer = asked(tools=[odd])
     assert answer.headers.get("x-shoal-told") == (None if form in ("mistral", "llama") else "tools")
     if form not in ("mistral", "llama"):
         (call,) = answer.json()["choices"][0]["message"]["tool_calls"]

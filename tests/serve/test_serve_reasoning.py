@@ -17,7 +17,7 @@ from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.constraints.compiler import Grammars
-from shoal.serve.reasoning import MARKS, THINK, Marks, ReasoningReader, ReasoningRules, _up_to, rules_of
+from shoal.serve.reasoning import MARKS, THINK, ReasoningReader, ReasoningRules, _up_to, rules_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import scripted
 from tool_calls import BODY, TIME, WEATHER, speaks
@@ -41,15 +41,34 @@ TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("opened", "text", "reasoning", "rest"), TEXTS)
-def test_reasoning_is_told_from_the_rest_however_it_is_cut(opened: bool, text: str, reasoning: str, rest: str) -> None:
+FINAL = "<|channel|>final<|message|>"
+OTHERS = [
+    (HARMONY, f"<|channel|>analysis<|message|>So: <|end|> no<|end|><|start|>assistant{FINAL}Yes.", "So: <|end|> no", "Yes."),
+    (HARMONY, f"{FINAL}Yes. {FINAL}", "", f"Yes. {FINAL}"),
+    (HARMONY, "<|channel|>analysis<|message|>cut", "cut", ""),
+    (HARMONY, "Plain.", "", "Plain."),
+    (MISTRAL, "[THINK]so[/THINK]\n\nYes [THINK]", "so", "Yes [THINK]"),
+    (MISTRAL, "[TH", "", "[TH"),
+    (GEMMA, "<|channel>thought\nso < <channel ok\n<channel|>\nYes <|channel>", "so < <channel ok", "Yes <|channel>"),
+    (MUSE, " to=self<|message|>so<|eom|><|start|>assistant to=user<|message|>Yes", "so", "Yes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "reasoning", "rest"),
+    [(ReasoningRules(opened), *texts) for opened, *texts in TEXTS]
+    + [(ReasoningRules(False, marks), *texts) for marks, *texts in OTHERS],
+)
+def test_reasoning_is_told_from_the_rest_however_it_is_cut(
+    rules: ReasoningRules, text: str, reasoning: str, rest: str
+) -> None:
     for size in (1, 2, 3, 7, 1000):
-        reader, found = ReasoningReader(ReasoningRules(opened)), ["", ""]
+        reader, found = ReasoningReader(rules), ["", ""]
         for start in range(0, max(len(text), 1), size):
             pieces = reader.feed(text[start : start + size], start + size >= len(text))
             found = [one + more for one, more in zip(found, pieces, strict=True)]
         assert found == [reasoning, rest]
-        if reasoning:
+        if reasoning and rules.marks.closing == CLOSING:
             assert reader.characters == (text.index(CLOSING) + len(CLOSING) if CLOSING in text else len(text))
 
 
@@ -127,29 +146,6 @@ def test_a_message_comes_back_with_its_reasoning(says: Served) -> None:
 def test_closed_thinking_is_none(says: Served) -> None:
     choice = asked(says, chat_template_kwargs={"enable_thinking": False}, max_tokens=4)["choices"][0]
     assert "reasoning_content" not in choice["message"]
-
-
-FINAL = "<|channel|>final<|message|>"
-OTHERS = [
-    (HARMONY, f"<|channel|>analysis<|message|>So: <|end|> no<|end|><|start|>assistant{FINAL}Yes.", "So: <|end|> no", "Yes."),
-    (HARMONY, f"{FINAL}Yes. {FINAL}", "", f"Yes. {FINAL}"),
-    (HARMONY, "<|channel|>analysis<|message|>cut", "cut", ""),
-    (HARMONY, "Plain.", "", "Plain."),
-    (MISTRAL, "[THINK]so[/THINK]\n\nYes [THINK]", "so", "Yes [THINK]"),
-    (MISTRAL, "[TH", "", "[TH"),
-    (GEMMA, "<|channel>thought\nso < <channel ok\n<channel|>\nYes <|channel>", "so < <channel ok", "Yes <|channel>"),
-    (MUSE, " to=self<|message|>so<|eom|><|start|>assistant to=user<|message|>Yes", "so", "Yes"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("marks", "text", "reasoning", "rest"), OTHERS)
-def test_other_families_mark_their_reasoning_otherwise(marks: Marks, text: str, reasoning: str, rest: str) -> None:
-    for size in (1, 2, 3, 7, 1000):
-        reader, found = ReasoningReader(ReasoningRules(False, marks)), ["", ""]
-        for start in range(0, len(text), size):
-            pieces = reader.feed(text[start : start + size], start + size >= len(text))
-            found = [one + more for one, more in zip(found, pieces, strict=True)]
-        assert found == [reasoning, rest]
 
 
 def test_templates_say_which_marks_there_are() -> None:

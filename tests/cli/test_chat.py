@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from commands import press_ctrl_c
 from shoal.api import Shoal
-from shoal.cli import chat_session, chat_views, printed_samples, run
+from shoal.cli import chat_session, chat_views, run
 from shoal.cli.chat import _talk
 from shoal.cli.chat_input import Entry, next_entry
 from shoal.cli.chat_session import ChatSession, ChatSettings
@@ -361,26 +360,9 @@ def test_a_terminal_shows_reasoning_dim(reasoning: Chat, monkeypatch: pytest.Mon
 # ── Ctrl-C ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def pressing(monkeypatch: pytest.MonkeyPatch, after: int, times: int = 1) -> None:
-    """Ctrl-C after so many increments of the first answer that has so many."""
-    seen: list[Any] = []
-
-    def follow(stream: Any, show: Callable[[Any], None]) -> Any:
-        def press(increment: Any) -> None:
-            show(increment)
-            seen.append(increment)
-            if len(seen) == after:
-                for _ in range(times):
-                    os.kill(os.getpid(), signal.SIGINT)
-
-        return printed_samples.follow(stream, press)
-
-    monkeypatch.setattr(chat_session, "follow", follow)
-
-
 def test_ctrl_c_ends_a_pipe_with_what_has_come(talk: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = talk(["one and only"], "--seed", 2).out
-    pressing(monkeypatch, 2)
+    press_ctrl_c(monkeypatch, chat_session, 2)
     found = talk(["one and only", "two"], "--seed", 2, "--k", 2)
     assert found.code == 130
     assert whole.startswith(found.out[:-1])
@@ -419,7 +401,7 @@ def terminal() -> Terminal:
 def test_ctrl_c_keeps_what_has_come_and_the_chat(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pressing(monkeypatch, 3)
+    press_ctrl_c(monkeypatch, chat_session, 3)
     terminal.enter("one", KeyboardInterrupt, "two")
     turns = terminal.session.conversation.turns
     assert [turn.said for turn in turns] == ["one", "two"]
@@ -440,7 +422,7 @@ def test_ctrl_c_twice_drops_the_answer_and_what_was_kept_of_prompts(
     """The second one cuts a round, so that nothing of it is relied on: the next answer computes its whole prompt."""
     terminal.enter("one")
     assert terminal.model.prefixes is not None
-    pressing(monkeypatch, 3, times=2)
+    press_ctrl_c(monkeypatch, chat_session, 3, times=2)
     terminal.enter("two", "three")
     assert [turn.said for turn in terminal.session.conversation.turns] == ["one", "three"]
     assert "stopped: nothing of this answer is kept" in capsys.readouterr().err

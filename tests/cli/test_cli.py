@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import typing
@@ -31,9 +30,10 @@ from rich.text import Text
 from typer import rich_utils
 from typer.testing import CliRunner
 
-from commands import SAMPLE_KEYS, Answer, Command, Models, shoal, tiny
+from commands import SAMPLE_KEYS, Answer, Command, Models, press_ctrl_c, shoal, tiny
 from shoal import cli
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
+from shoal.cli import generate
 from shoal.cli import option_groups as option_groups_module
 from shoal.cli.console import plain_table, printable, stdout
 from shoal.cli.files import write_whole
@@ -287,18 +287,7 @@ def test_our_failure_is_one_line_and_a_hint(shoal: Command, monkeypatch: pytest.
 
 
 def test_interrupt_cancels_and_keeps_what_finished(shoal: Command, tiny: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    def press_after_ten(stream: Any, show: Callable[[Any], None]) -> Any:
-        seen = []
-
-        def press(increment: Any) -> None:
-            show(increment)
-            seen.append(increment)
-            if len(seen) == 10:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        return follow(stream, press)
-
-    monkeypatch.setattr("shoal.cli.generate.follow", press_after_ten)
+    press_ctrl_c(monkeypatch, generate, 10)
     ask = ["generate", "--model", tiny.target, "-p", "x", "-n", 3, "--seed", 0, "--rule", "rejection"]
     ask += ["--max-new-tokens", 60]
     answer = shoal(*ask, "--json")
@@ -307,16 +296,14 @@ def test_interrupt_cancels_and_keeps_what_finished(shoal: Command, tiny: Models,
     assert "cancelled" in {sample["finish_reason"] for sample in samples}
     assert all(sample["token_ids"] for sample in samples)
     assert "interrupted: 0 of 3 samples finished" in answer.err
+    press_ctrl_c(monkeypatch, generate, 10)
     assert "# sample" not in shoal(*ask).out
 
 
 def test_an_interrupted_run_writes_no_file(
     shoal: Command, tiny: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def press_at_once(stream: Any, show: Callable[[Any], None]) -> Any:
-        return follow(stream, lambda increment: os.kill(os.getpid(), signal.SIGINT) if increment.sample == 0 else None)
-
-    monkeypatch.setattr("shoal.cli.generate.follow", press_at_once)
+    press_ctrl_c(monkeypatch, generate, 1)
     answer = shoal("generate", "--model", tiny.target, "-p", "x", "-n", 2, "--output", tmp_path / "out.txt")
     assert answer.code == 130
     assert not list(tmp_path.iterdir())

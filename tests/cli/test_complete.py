@@ -8,23 +8,20 @@ from __future__ import annotations
 import ast
 import io
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from commands import SAMPLE_KEYS, Command, Models, shoal, tiny
+from commands import SAMPLE_KEYS, Command, Models, press_ctrl_c, shoal, tiny
 from shoal.api import Shoal, load
+from shoal.cli import complete
 from shoal.cli.complete import NO_NEWLINE, diff, split_at
-from shoal.cli.printed_samples import follow
 from shoal.constraints import fim, members
 from shoal.constraints.syntax.tree_middles import CursorTrees, tree_sitter_language
 from shoal.errors import RequestError
@@ -255,17 +252,7 @@ def test_long_files_are_cut_to_the_context(shoal: Command, tiny: Models, file: P
 def test_ctrl_c_keeps_what_finished(
     shoal: Command, tiny: Models, file: Path, fills: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def press_after_ten(stream: Any, show: Callable[[Any], None]) -> Any:
-        seen: list[Any] = []
-
-        def press(increment: Any) -> None:
-            seen.append(increment)
-            if len(seen) == 10:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        return follow(stream, press)
-
-    monkeypatch.setattr("shoal.cli.complete.follow", press_after_ten)
+    press_ctrl_c(monkeypatch, complete, 10)
     answer = shoal("complete", file, "--at", "2:9", "--model", tiny.target, "-n", 2, "--seed", 1, "--max-new-tokens", 60)
     assert answer.code == 130
     assert "interrupted: 0 of 2 suggestions finished" in answer.err

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from commands import press_ctrl_c
 from shoal import load
 from shoal.api import Shoal
-from shoal.cli import generate, printed_samples, run
+from shoal.cli import generate, run
 from shoal.cli.console import printable
 
 Lines = list[dict[str, Any]]
@@ -137,27 +136,10 @@ def place(event: dict[str, Any]) -> tuple[int, int]:
     return event["prompt"], event["sample"]
 
 
-def pressed(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Ctrl-C after so many increments."""
-
-    def follow(stream: Any, show: Callable[[Any], None]) -> Any:
-        seen = []
-
-        def press(increment: Any) -> None:
-            show(increment)
-            seen.append(increment)
-            if len(seen) == after:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        return printed_samples.follow(stream, press)
-
-    monkeypatch.setattr(generate, "follow", follow)
-
-
 def test_what_has_come_stays_after_ctrl_c(shoal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     long = ("-p", "def f", "--seed", 5, "--max-new-tokens", 60)
     whole = samples_of(shoal(*long, "--json"))[0]
-    pressed(monkeypatch, 3)
+    press_ctrl_c(monkeypatch, generate, 3)
     code, out, err = shoal(*long, "--stream")
     assert code == 130
     assert whole["text"].startswith(out[:-1])
@@ -175,7 +157,7 @@ def test_what_has_come_stays_after_ctrl_c(shoal: Callable[..., Any], monkeypatch
 def test_a_terminal_keeps_cut_samples_after_ctrl_c(
     shoal: Callable[..., Any], terminal: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pressed(monkeypatch, 4)
+    press_ctrl_c(monkeypatch, generate, 4)
     assert shoal("-p", "x", "-n", 2, "--seed", 1, "--max-new-tokens", 60)[0] == 130
     assert plain(shown(terminal)).count(", cancelled, ") >= 2
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from shoal.cli import run
+from shoal.cli import printed_samples, run
 from shoal.testing import save_pair
 
 SAMPLE_KEYS = {
@@ -46,6 +49,23 @@ def shoal(capsys: pytest.CaptureFixture[str]) -> Command:
         return Answer(code, *capsys.readouterr())
 
     return call
+
+
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, module: ModuleType, after: int, times: int = 1) -> None:
+    """Ctrl-C after so many increments of the first answer of a command that has so many."""
+    seen: list[Any] = []
+
+    def follow(stream: Any, show: Callable[[Any], None]) -> Any:
+        def press(increment: Any) -> None:
+            show(increment)
+            seen.append(increment)
+            if len(seen) == after:
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        return printed_samples.follow(stream, press)
+
+    monkeypatch.setattr(module, "follow", follow)
 
 
 @dataclass(frozen=True)

@@ -306,27 +306,17 @@ def test_prompts_cut_inside_a_character() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("lookahead", [1, 4])
-def test_speculation_changes_no_id(temperature: float, lookahead: int) -> None:
+@pytest.mark.parametrize(("lookahead", "trees"), [(1, False), (4, False), (4, True)])
+def test_speculation_changes_no_id(temperature: float, lookahead: int, trees: bool) -> None:
     prompts = ["def f(self):\n    retu", "print(", "self.val", "x =", "日本é"]
     options: dict[str, Any] = dict(n=3, align=True, seed=7, temperature=temperature, max_new_tokens=6)
     plain = made(drafted=False).generate(prompts, **options)
-    drafted = made().generate(prompts, lookahead=lookahead, **options)
+    drafter = RandomTrees(SIZE, guess=lambda path: int(TARGET(tuple(path)).argmax())) if trees else None
+    drafted = made(drafted=not trees).generate(prompts, drafter=drafter, lookahead=lookahead, **options)
     assert [[s.token_ids for s in o.samples] for o in drafted] == [[s.token_ids for s in o.samples] for o in plain]
     assert 0 < drafted.stats.accepted < drafted.stats.drafted
     if temperature:
         assert len({s.token_ids for s in drafted[0].samples}) == 3
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_change_no_id(temperature: float) -> None:
-    prompts = ["def f(self):\n    retu", "self.val", "日本é"]
-    options: dict[str, Any] = dict(n=3, align=True, seed=7, temperature=temperature, max_new_tokens=6)
-    plain = made(drafted=False).generate(prompts, **options)
-    trees = RandomTrees(SIZE, guess=lambda path: int(TARGET(tuple(path)).argmax()))
-    drafted = made(drafted=False).generate(prompts, drafter=trees, lookahead=4, **options)
-    assert [[s.token_ids for s in o.samples] for o in drafted] == [[s.token_ids for s in o.samples] for o in plain]
-    assert 0 < drafted.stats.accepted < drafted.stats.drafted
 
 
 # ── what counts as new ──────────────────────────────────────────────────────────────────────────────────────────────

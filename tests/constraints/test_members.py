@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from constrained_laws import agreement, law_of, rows_of
+from constrained_laws import agreement, law_given, rows_of
 from member_lists import analyser, asked, passes
 from shoal.config import Limits, Sampling
 from shoal.constraints import members
@@ -43,13 +43,11 @@ TARGET, DRAFTER = hashed(VOCAB, 1, spread=0.7), hashed(VOCAB, 2, spread=0.7)
 
 
 def law() -> dict[tuple[int, ...], float]:
-    def following(new: tuple[int, ...]) -> dict[int, float]:
-        text = "".join(Tokens.texts[token] for token in new)
-        p = TARGET((0, *new)).double().softmax(-1)
-        right = [passes(text, True) if t == END else passes(text + Tokens.texts[t], False) for t in range(VOCAB)]
-        return {token: float(p[token]) for token in range(VOCAB) if right[token]}
+    def right(new: tuple[int, ...], token: int) -> bool:
+        text = "".join(Tokens.texts[one] for one in new)
+        return passes(text, True) if token == END else passes(text + Tokens.texts[token], False)
 
-    return law_of(following, LONGEST, END)
+    return law_given(TARGET, right, VOCAB, LONGEST, END)
 
 
 def run(rule: Any, k: int, n: int) -> tuple[list[Row], Members]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import shoal
-from constrained_laws import agreement, law_of, rows_of
+from constrained_laws import agreement, law_given, rows_of
 from shoal.config import Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
 from shoal.constraints.syntax import python
@@ -178,13 +178,8 @@ VOCAB, EOS, ROWS = 6, 5, 2000
 def law(target: Any) -> dict[tuple[int, ...], float]:
     """Of two tokens, by the definition."""
     check = Even()
-
-    def following(new: tuple[int, ...]) -> dict[int, float]:
-        p = target((0, *new)).double().softmax(-1)
-        passes = [check.may_end(new) if t == EOS else check.after(new, t) is not None for t in range(VOCAB)]
-        return {token: float(p[token]) for token in range(VOCAB) if passes[token]}
-
-    return law_of(following, 2, EOS)
+    passes = lambda new, t: check.may_end(new) if t == EOS else check.after(new, t) is not None  # noqa: E731
+    return law_given(target, passes, VOCAB, 2, EOS)
 
 
 def fit(target: Any, drafter: Any, rule: Any) -> float:

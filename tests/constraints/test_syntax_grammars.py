@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import shoal
-from constrained_laws import agreement, law_of, rows_of
+from constrained_laws import agreement, law_given, rows_of
 from shoal.constraints.syntax import middles
 from shoal.constraints.syntax.behind import Behind
 from shoal.constraints.syntax.grammars import automaton, encoded, read_grammar
@@ -267,15 +267,13 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> None:
 def law(target: Any, check: GrammarMiddle) -> dict[tuple[int, ...], float]:
     """Of the tokens of a row, by the definition."""
 
-    def following(new: tuple[int, ...]) -> dict[int, float]:
+    def passes(new: tuple[int, ...], token: int) -> bool:
         state = check.start(None)  # type: ignore[arg-type]
-        for token in new:
-            state = check.after(state, token)
-        kept = [t for t in range(VOCAB - 1) if check.after(state, t) is not None] + [EOS] * check.may_end(state)
-        p = target((0, *new)).double().softmax(-1)
-        return {token: float(p[token]) for token in kept}
+        for before in new:
+            state = check.after(state, before)
+        return check.may_end(state) if token == EOS else check.after(state, token) is not None
 
-    return law_of(following, LENGTH, EOS)
+    return law_given(target, passes, VOCAB, LENGTH, EOS)
 
 
 def fit(target: Any, drafter: Any, rule: Any, check: Any, right: GrammarMiddle | None = None) -> float:

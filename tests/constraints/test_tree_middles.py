@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
-from constrained_laws import agreement, law_of, rows_of
+from constrained_laws import agreement, law_given, rows_of
 from shoal.constraints.syntax import requests, tree_middles
 from shoal.constraints.syntax.requests import (
     LANGUAGES,
@@ -356,13 +356,10 @@ LEFT, RIGHT = "f(", ");\n"
 
 
 def law(script: Any) -> dict[tuple[int, ...], float]:
-    def following(new: tuple[int, ...]) -> dict[int, float]:
-        p = script((0, *new)).double().softmax(-1)
-        text = "".join(Tokens.texts[token] for token in new)
-        ends = parses("javascript", LEFT + text + RIGHT)
-        return {token: float(p[token]) for token in range(VOCAB) if token != END or ends}
+    def passes(new: tuple[int, ...], token: int) -> bool:
+        return token != END or parses("javascript", LEFT + "".join(Tokens.texts[one] for one in new) + RIGHT)
 
-    return law_of(following, LONGEST, END)
+    return law_given(script, passes, VOCAB, LONGEST, END)
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])

@@ -16,11 +16,9 @@ import torch
 import clocks
 from clocks import Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
-from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.tree_model import ChainOrTreeDrafter
 from shoal.engine.engine import Engine
-from shoal.errors import RequestError
 from shoal.lookahead.bass import Fixed
 from shoal.lookahead.choosing import AutoChoice
 from shoal.lookahead.controller import Auto, Controller
@@ -153,12 +151,3 @@ def test_ways_follow_one_another(rule: Coupled | Rejection) -> None:
         made.use(turn % 3)
     assert {row.rounds for row in rows} == {6}
     assert {row.accepted for row in rows} == {18}
-
-
-def test_names() -> None:
-    spec = read_draft("some/model:tree=auto,nodes=20")
-    assert spec is not None
-    assert spec.name == "model:tree=auto,nodes=20"
-    for wrong, why in (("some/model:tree=auto,width=3", "takes no width"), ("suffix+some/model:tree=auto", "one shape")):
-        with pytest.raises(RequestError, match=why):
-            read_draft(wrong)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import shoal
 from eagle_heads import CONFIG, DRAFTS, WIDTH, V, by_definition, random_heads, save_eagle3
-from shoal.config import Limits, Sampling
+from exits import run
+from proposals import Proposal, recorded
 from shoal.drafting import eagle3, hidden
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
@@ -28,17 +29,13 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
-from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
-from shoal.lookahead.bass import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import table_model
-from shoal.types.requests import Request, Row
-from shoal.types.trees import DraftTree
 
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 
@@ -53,44 +50,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_eagle3(tmp_path_factory.mktemp("eagle3"))
 
 
-class Recorder(Eagle3Drafter):
-    """Keeps what it proposed: the row's tokens, the draft, and the q of each of its tokens."""
-
-    def propose(self, inputs: DraftInputs) -> DraftTree:
-        before = [list(row.tokens) for row in inputs.rows]
-        tree = super().propose(inputs)
-        for b, (tokens, draft) in enumerate(zip(before, tree.drafts, strict=True)):
-            if draft and tree.q is not None:
-                proposals.append((tokens, draft, [q[b] for q, _ in zip(tree.q, draft, strict=False)]))
-        return tree
-
-
-proposals: list[tuple[list[int], list[int], list[Tensor]]] = []
-
-
-def decoded(
-    target: Runner, drafter: Eagle3Drafter | None, rule: Rule, max_batch: int, temperature: float, sharing: str = "auto"
-) -> tuple[Engine, list[list[int]]]:
-    """Groups that join one after the other and fill a batch of nine rows or more, a row of which is cancelled; the tokens of the
-    others."""
-    k = Fixed(3 if drafter else 0)
-    engine = Engine(target, drafter, k, max_batch=max_batch, rule=rule, prefix_sharing=sharing, chunk=4)
-    rows: list[Row] = []
-    for number, length in enumerate((1, 5, 11)):
-        prompt, sampling = (
-            tuple((7 * i * i + number) % V for i in range(length)),
-            Sampling(temperature=temperature, seed=number),
-        )
-        rows += engine.submit(Request(prompt, max(3, max_batch // 3), sampling, Limits(max_new_tokens=9 + number)))
-        engine.step()
-    engine.cancel(rows[2:3])
-    while engine.step():
-        pass
-    return engine, [row.tokens for row in rows[:2] + rows[3:]]
-
-
 def largest_difference(
-    target: Runner, file: dict[str, Tensor], reads: Sequence[int] = (0, 1, 2), normed: bool = False
+    target: Runner,
+    proposals: Sequence[Proposal],
+    file: dict[str, Tensor],
+    reads: Sequence[int] = (0, 1, 2),
+    normed: bool = False,
 ) -> float:
     """Between the q that were proposed and those of the definition, at T = 2."""
     worst = 0.0
@@ -109,14 +74,15 @@ def largest_difference(
 @torch.inference_mode()
 def test_drafts_are_those_of_the_definition(place: Path, target: Runner, sharing: str) -> None:
     """In ragged batches with joins, cancellations and moves, after accepted and rejected drafts."""
-    proposals.clear()
-    made = Eagle3Drafter.for_target(target, directory=str(place))
-    assert isinstance(made, Eagle3Drafter)
-    drafter = Recorder(made._heads, made.hidden_layers, target)
-    engine, _ = decoded(target, drafter, Rejection(), 4, 2.0, sharing)
+    drafter = Eagle3Drafter.for_target(target, directory=str(place))
+    assert isinstance(drafter, Eagle3Drafter)
+    proposals = recorded(drafter)
+    engine, _ = run(target, drafter, Rejection(), 2.0, 4, sharing=sharing)
     assert len(proposals) > 30
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert largest_difference(target, load_file(place / "model.safetensors")) < 1e-6  # norms and angles are float32
+    assert (
+        largest_difference(target, proposals, load_file(place / "model.safetensors")) < 1e-6
+    )  # norms and angles are float32
     assert not drafter._own
     assert not drafter._prompts._of
 
@@ -124,21 +90,23 @@ def test_drafts_are_those_of_the_definition(place: Path, target: Runner, sharing
 class TreeRecorder(Eagle3TreeDrafter):
     """Keeps the q of every node that it asked the heads about."""
 
+    proposals: list[Proposal]
+
     def _q(self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]) -> tuple[Tensor, list[bool]]:
         for node, one in zip(asked, logits, strict=True):
             tokens = list(inputs.rows[node.row].tokens)
-            proposals.append((tokens, [*node.path(), 0], [*[one] * node.depth, (one / 2.0).softmax(-1)]))
+            self.proposals.append((tokens, [*node.path(), 0], [*[one] * node.depth, (one / 2.0).softmax(-1)]))
         return super()._q(inputs, logits, asked)
 
 
 @torch.inference_mode()
 def test_nodes_of_trees_are_those_of_the_definition(place: Path, target: Runner) -> None:
     """Of each node what follows the path to it; the whole tree is fed again for each depth, with the states of its parents."""
-    proposals.clear()
     made = Eagle3Drafter.for_target(target, directory=str(place), tree="rsd-s", width=2, nodes=6)
     assert isinstance(made, Eagle3TreeDrafter)
     drafter = TreeRecorder(made._heads, made.hidden_layers, target, shape=made._shape)
-    engine, _ = decoded(target, drafter, Rejection(), 4, 2.0)
+    drafter.proposals = proposals = []
+    engine, _ = run(target, drafter, Rejection(), 2.0, 4)
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert {len(draft) for _, draft, _ in proposals} == {1, 2, 3}
     worst = 0.0
@@ -153,12 +121,11 @@ def test_nodes_of_trees_are_those_of_the_definition(place: Path, target: Runner)
 def test_a_shifted_hidden_state_is_noticed(place: Path, target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     real = hidden._hidden
     monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1))
-    proposals.clear()
-    made = Eagle3Drafter.for_target(target, directory=str(place))
-    assert isinstance(made, Eagle3Drafter)
-    drafter = Recorder(made._heads, made.hidden_layers, target)
-    decoded(target, drafter, Rejection(), 4, 2.0)
-    assert largest_difference(target, load_file(place / "model.safetensors")) > 1e-3
+    drafter = Eagle3Drafter.for_target(target, directory=str(place))
+    assert isinstance(drafter, Eagle3Drafter)
+    proposals = recorded(drafter)
+    run(target, drafter, Rejection(), 2.0, 4)
+    assert largest_difference(target, proposals, load_file(place / "model.safetensors")) > 1e-3
 
 
 SHAPES = {
@@ -225,14 +192,14 @@ def test_published_heads_are_read(publisher: str, fault: str, tmp_path: Path, mo
     assert isinstance(made, Eagle3Drafter)
     if fault == "norm":
         made._heads._sums_norms = not made._heads._sums_norms
-    proposals.clear()
-    stats = decoded(target, Recorder(made._heads, made.hidden_layers, target), Rejection(), 4, 2.0)[0].stats
+    proposals = recorded(made)
+    stats = run(target, made, Rejection(), 2.0, 4)[0].stats
     assert len(proposals) > 30
-    assert (largest_difference(target, tensors, reads, publisher == "speculators") < 1e-6) == (not fault)
+    assert (largest_difference(target, proposals, tensors, reads, publisher == "speculators") < 1e-6) == (not fault)
     assert stats.committed == stats.row_rounds + stats.accepted
     if not fault:
         for rule, temperature in ((Coupled(), 2.0), (Rejection(), 0.0)):
-            assert decoded(target, made, rule, 4, temperature)[1] == decoded(target, None, rule, 4, temperature)[1]
+            assert run(target, made, rule, temperature, 4)[1] == run(target, None, rule, temperature, 4)[1]
         assert 0 < stats.accepted < stats.drafted
         del tensors[f"{layer}mlp.up_proj.weight"]
         (torch.save if file.endswith(".bin") else save_file)(tensors, tmp_path / file)
@@ -249,10 +216,11 @@ def test_published_heads_are_read(publisher: str, fault: str, tmp_path: Path, mo
 def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_batch: int, tree: str, rule: Rule) -> None:
     """Greedy; under the coupled rule at T > 0 as well."""
     for temperature in (0.0, 2.0) if isinstance(rule, Coupled) else (0.0,):
-        plain, expected = decoded(target, None, rule, max_batch, temperature)
+        n = max(3, max_batch // 3)
+        plain, expected = run(target, None, rule, temperature, max_batch, n=n)
         drafter = Eagle3Drafter.for_target(target, directory=str(place), tree=tree)
         assert isinstance(drafter, Eagle3Drafter)
-        engine, found = decoded(target, drafter, rule, max_batch, temperature)
+        engine, found = run(target, drafter, rule, temperature, max_batch, n=n)
         assert found == expected
         stats = engine.stats
         assert stats.row_rounds > 0.5 * max_batch * stats.rounds
@@ -285,16 +253,6 @@ def test_the_protocol_is_kept(shape: str) -> None:
         return trees if shape == "rsd-s" else SumDrafter([SuffixDrafter("engine", nodes=6)], trees)
 
     assert check_drafter(made, 5) > 20
-
-
-def test_names(place: Path) -> None:
-    for options, message in (
-        ("tree=oak", "tree must be one of rsd-c"),
-        ("nodes=64", "nodes in 0..63"),
-        ("k=3", "no option 'k'"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            read_draft(f"eagle3:{place},{options}")
 
 
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import shoal
 from drafts import decoded as decoded_by
 from medusa_heads import HEADS, V, guessing, knowing, save_medusa
-from shoal.cli import run
+from proposals import require_every_way_in
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.draft import read_draft
@@ -116,27 +115,7 @@ def test_every_way_in(
     saved_pair: tuple[Path, Path], tmp_path: Path, vocab: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = f"medusa:{save_medusa(tmp_path / 'a,b=c' / 'heads', vocab=vocab, layers=2)},nodes=4"
-    with shoal.load(saved_pair[0], spec, dtype="float32") as pair:
-        assert pair.draft_model is None
-        assert pair.drafter_name == "medusa:nodes=4"
-        assert str(tmp_path) not in json.dumps(pair.loaded)
-        for options in ({"seed": 1}, {"temperature": 0.0}):
-            plain = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead="off", **options)  # type: ignore[arg-type]
-            found = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead=3, **options)  # type: ignore[arg-type]
-            assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
-            assert found.stats.drafted > found.stats.row_rounds
-            assert found.stats.draft_passes > 0 == plain.stats.drafted
-    if vocab is None:
-        return
-    command = f"generate -m {saved_pair[0]} --draft {spec} -p x -n 2 --max-new-tokens 4 --json".split()
-    assert run(command) == 0
-    assert "medusa" in capsys.readouterr().out
-    model = tiny_model("llama").float()
-    ids = torch.tensor([[1, 2, 3]])
-    given = {"custom_generate": shoal.custom_generate, "max_new_tokens": 8, "do_sample": False}
-    heads = f"medusa:{tmp_path / 'a,b=c' / 'heads'}"
-    found = model.generate(ids, **given, draft_model=heads, lookahead=2)
-    assert torch.equal(found, model.generate(ids, **given))
+    assert require_every_way_in(saved_pair[0], spec, capsys)["draft"] == {"drafter": "medusa:nodes=4"}
 
 
 def test_published_heads_are_read(tmp_path: Path) -> None:
@@ -151,21 +130,6 @@ def test_published_heads_are_read(tmp_path: Path) -> None:
     x = torch.randn(3, 32)
     block = x + torch.nn.functional.silu(x @ tensors["1.0.linear.weight"].T + tensors["1.0.linear.bias"])
     assert torch.allclose(made._heads(x)[1], block @ tensors["1.1.weight"].T, atol=1e-4)
-
-
-def test_names() -> None:
-    for text, message in (
-        ("medusa", "medusa needs the directory of its heads, as in medusa:DIR or medusa:DIR,nodes=16"),
-        ("medusa:", "medusa needs the directory"),
-        ("medusa:/nowhere", "no heads in '/nowhere': expected its config.json; `shoal train medusa` makes such a directory"),
-        ("medusa:/nowhere,nodes=64", "medusa needs nodes in 0..63, got 64"),
-        ("medusa:/nowhere,node=6", "medusa has no option 'node': it has nodes, as in medusa:DIR,nodes=16"),
-        ("suffix+medusa:x", "no heads in 'x'"),
-        ("meduza:x", "did you mean 'medusa'?"),
-    ):
-        with pytest.raises(RequestError) as raised:
-            read_draft(text)
-        assert message in str(raised.value)
 
 
 def broken(directory: Path, change: str) -> Path:

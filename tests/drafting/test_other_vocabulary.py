@@ -25,7 +25,7 @@ from shoal.cli.check_pair import vocabulary
 from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.drafting import contexts as contexts_module
-from shoal.drafting.other_vocabulary import SLEM, TLI, OtherVocabularyDrafter
+from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, OtherVocabularyDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
 from shoal.lookahead.bass import Fixed
@@ -189,7 +189,7 @@ def test_a_drafter_that_knows_the_text_is_accepted(draft: str) -> None:
     target = scripted(says([ids], len(ours)), len(ours))
     start = common_start(draft, ids, own)
     asked = Request(tuple(ids[:start]), 1, Sampling(temperature=0.0), Limits(max_new_tokens=len(ids) - start))
-    for methods, least in (((SLEM,), 0.75), ((TLI,), 0.1)):
+    for methods, least in (((SLEM,), 0.75), ((TLI,), 0.1), *([((SLRS,), 0.6)] if draft == "bytes" else [])):
         drafter = drafter_of(scripted(says([own], len(theirs)), len(theirs)), len(ours), both("byte-level", draft), *methods)
         engine = Engine(target, drafter, Fixed(4), max_batch=1)
         assert finished(engine, [asked]) == [ids]

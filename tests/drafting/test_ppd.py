@@ -19,13 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import shoal
 from drafts import decoded as decoded_by
 from exits import PASSES, difference_to_anew, runner_of
 from prompt_tokens import SHARES, scripted_tokens
-from shoal.cli import run
+from proposals import require_every_way_in
 from shoal.config import Limits, Sampling
-from shoal.drafting.draft import read_draft
 from shoal.drafting.ppd import PpdDrafter, PromptTokens, load_ppd, pass_times
 from shoal.drafting.probe_trees import chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import Drafter
@@ -346,34 +344,8 @@ def save_ppd(directory: Path, width: int = 32, **config: Any) -> Path:
 
 
 def test_every_way_in(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = f"ppd:{save_ppd(tmp_path / 'tokens')},nodes=9"
-    with shoal.load(place, spec, dtype="float32") as pair:
-        assert pair.drafter_name == "ppd:nodes=9"
-        for options in ({"seed": 1}, {"temperature": 0.0}):
-            plain = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead="off", **options)  # type: ignore[arg-type]
-            for lookahead in (3, "auto"):
-                found = pair.generate("def f(x):", 3, max_new_tokens=12, lookahead=lookahead, **options)  # type: ignore[arg-type]
-                assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]
-    command = ["generate", "-m", str(place), "--draft", spec, "-p", "x", "-n", "2", "--max-new-tokens", "4", "--json"]
-    assert run(command) == 0
-    assert "ppd" in capsys.readouterr().out
-    model, ids = tiny_model("llama").float(), torch.tensor([[1, 2, 3]])
-    given = {"custom_generate": shoal.custom_generate, "max_new_tokens": 8, "do_sample": False}
-    found = model.generate(ids, **given, draft_model=spec, lookahead=2)
-    assert torch.equal(found, model.generate(ids, **given))
-
-
-def test_names(tmp_path: Path) -> None:
-    save_ppd(tmp_path)
-    for text, message in (
-        ("ppd:", "ppd needs the directory of its heads, as in ppd:DIR or ppd:DIR,nodes=0"),
-        ("ppd:/nowhere", "`shoal train ppd` makes such a directory"),
-        (f"ppd:{tmp_path},nodes=64", "ppd needs nodes in 0..63, got 64"),
-        ("suffix+ppd:x", "a sum is a drafter and a draft model"),
-    ):
-        with pytest.raises(RequestError) as raised:
-            read_draft(text)
-        assert message in str(raised.value)
+    loaded = require_every_way_in(place, f"ppd:{save_ppd(tmp_path / 'tokens')},nodes=9", capsys)
+    assert loaded["draft"] == {"drafter": "ppd:nodes=9"}
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,14 @@ Tests of: drafting.reduced_cache, drafting.draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import shoal
 from exits import ALPHA, PASSES, V, model_of, run, runner_of
-from laws import joint
+from proposals import p_of_two_tokens, recorded
 from shoal.config import Limits, Sampling
-from shoal.drafting.draft import read_draft
-from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.reduced_cache import ROOM, ReducedCacheDrafter, self_drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
@@ -27,11 +23,9 @@ from shoal.models.cache import SlotCache
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
-from shoal.testing import save_pair, tiny_model
+from shoal.testing import tiny_model
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request
-from shoal.types.trees import DraftTree
 
 
 @pytest.fixture(scope="module", params=PASSES)
@@ -42,21 +36,6 @@ def target(request: pytest.FixtureRequest) -> Runner:
 @pytest.fixture(scope="module")
 def quick() -> Runner:
     return runner_of(PASSES[-1])
-
-
-class Recorder(ReducedCacheDrafter):
-    """Keeps of each draft the row's tokens, the draft, and the q of each of its tokens."""
-
-    def __init__(self, window: int, sinks: int, exit: int | None = None) -> None:
-        super().__init__(window, sinks, exit)
-        self.proposals: list[tuple[list[int], list[int], list[Tensor]]] = []
-
-    def propose(self, inputs: DraftInputs) -> DraftTree:
-        tree = super().propose(inputs)
-        for b, (row, draft) in enumerate(zip(inputs.rows, tree.drafts, strict=True)):
-            if draft and tree.q is not None:
-                self.proposals.append((list(row.tokens), list(draft), [q[b] for q, _ in zip(tree.q, draft, strict=False)]))
-        return tree
 
 
 @torch.inference_mode()
@@ -73,13 +52,14 @@ def by_definition(target: Runner, tokens: Sequence[int], draft: Sequence[int], w
 @pytest.mark.parametrize("sharing", ["copied", "shared"])
 def test_drafts_are_those_of_the_part(target: Runner, sharing: str) -> None:
     """In ragged batches with joins, cancellations and moves, over prompts of their own and shared ones."""
-    drafter = Recorder(3, 2)
+    drafter = ReducedCacheDrafter(3, 2)
+    proposals = recorded(drafter)
     engine, _ = run(target, drafter, Rejection(), 2.0, 4, sharing=sharing)
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert len(drafter.proposals) > 20
-    assert max(len(tokens) for tokens, _, _ in drafter.proposals) > 15
+    assert len(proposals) > 20
+    assert max(len(tokens) for tokens, _, _ in proposals) > 15
     others = 0.0
-    for tokens, draft, q in drafter.proposals:
+    for tokens, draft, q in proposals:
         right, other = ((by_definition(target, tokens, draft, window, 2) / 2.0).softmax(-1) for window in (3, 4))
         assert float((torch.stack(q) - right).abs().max()) < 1e-4
         others = max(others, float((right - other).abs().max()))
@@ -126,22 +106,9 @@ def test_a_window_off_by_one_costs_drafts_alone(quick: Runner, monkeypatch: pyte
 
 
 @pytest.mark.slow
-@torch.inference_mode()
 def test_tokens_have_the_law_of_the_target() -> None:
-    """Three tokens by rejection sampling against the target's own logits."""
-    hf = model_of(4)
-    target, prompt = wrap(hf, "tiny", checked=False), (1, 2, 3, 0, 2, 1)
-    law = torch.ones(1)
-    for length in range(2):
-        fed = torch.cartesian_prod(*[torch.arange(4)] * length).view(-1, length) if length else torch.empty(1, 0).long()
-        known = torch.cat([torch.tensor([prompt]).expand(len(fed), -1), fed], dim=1)
-        law = (law[:, None] * hf(known).logits[:, -1].double().div(2).softmax(-1)).flatten()
-    engine = Engine(target, ReducedCacheDrafter(1, 1), by_name(1), max_batch=200, rule=Rejection())
-    rows = engine.submit(Request(prompt, 1200, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=2)))
-    while engine.step():
-        pass
-    assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert chi_square(joint(rows, 4), law.view(4, 4)) > ALPHA
+    """Two tokens by rejection sampling against the target's own logits."""
+    assert p_of_two_tokens(model_of(4), ReducedCacheDrafter(1, 1), (1, 2, 3, 0, 2, 1), 1200) > ALPHA
 
 
 def test_the_protocol_is_kept(quick: Runner) -> None:
@@ -175,30 +142,11 @@ def test_memory_is_that_of_the_part(quick: Runner) -> None:
     assert engine.stats.prefill_tokens == 89
 
 
-def test_names_and_what_is_refused(quick: Runner) -> None:
+def test_what_is_refused(quick: Runner) -> None:
     target = quick
-    for text, message in (
-        ("self:window=0", "a window of at least 1 token"),
-        ("self:sinks=4", "leave out sinks"),
-        ("self:exit=2,sinks=4", "leave out sinks"),
-        ("self:window=x", "self needs a whole number for window"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            read_draft(text)
     with pytest.raises(RequestError, match=r"exit must be in 1\.\.2, got 3"):
         self_drafter(target, 3, 8)
     positionless = target.fork()
     positionless.takes_trees = False
     with pytest.raises(UnsupportedModel, match="takes no position for each token"):
         self_drafter(positionless, window=8)
-
-
-def test_load_and_generate(tmp_path: Path) -> None:
-    place, _ = save_pair(tmp_path)
-    with shoal.load(place, "self:window=4,sinks=1", dtype="float32") as pair:
-        assert pair.drafter_name == "self:window=4,sinks=1"
-        options = {"max_new_tokens": 12, "seed": 1, "temperature": 1.5}
-        plain = pair.generate("def f(x):", 3, lookahead="off", **options)  # type: ignore[arg-type]
-        for lookahead in (3, "auto"):
-            found = pair.generate("def f(x):", 3, lookahead=lookahead, **options)  # type: ignore[arg-type]
-            assert [s.token_ids for s in found[0].samples] == [s.token_ids for s in plain[0].samples]

@@ -16,9 +16,8 @@ from torch import Tensor
 
 import shoal
 from exits import ALPHA, PASSES, V, difference_to_anew, model_of, run, runner_of, states_after
-from laws import joint
+from proposals import p_of_two_tokens, recorded
 from shoal.config import Limits, Sampling
-from shoal.drafting.draft import read_draft
 from shoal.drafting.early_exit import EarlyExitDrafter, ExitChoice, best, candidates, tokens_per_layer
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
@@ -32,7 +31,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
@@ -56,11 +54,7 @@ def shallow() -> Runner:
 
 
 class Recorder(EarlyExitDrafter):
-    """Keeps of each draft the row's tokens, the draft, the q of each of its tokens, and the exit."""
-
-    def __init__(self, exit: int | None = None) -> None:
-        super().__init__(exit)
-        self.proposals: list[tuple[list[int], list[int], list[Tensor], int]] = []
+    """Leaves the target's cache as it was; `last`: the exit that drafted."""
 
     def _drafter(self, exit: int) -> ModelDrafter:
         self.last = exit
@@ -71,10 +65,6 @@ class Recorder(EarlyExitDrafter):
         assert lengths == [len(row.tokens) - 1 for row in inputs.rows]
         tree = super().propose(inputs)
         assert [self._target.cache.lengths[row.slot] for row in inputs.rows] == lengths
-        for b, (row, draft) in enumerate(zip(inputs.rows, tree.drafts, strict=True)):
-            if draft and tree.q is not None:
-                q = [q[b] for q, _ in zip(tree.q, draft, strict=False)]
-                self.proposals.append((list(row.tokens), list(draft), q, self.last))
         return tree
 
 
@@ -86,11 +76,12 @@ class Recorder(EarlyExitDrafter):
 def test_drafts_are_those_of_the_exit(target: Runner, exit: int, sharing: str) -> None:
     """q is norm and head on the states after so many layers, in ragged batches with joins, cancellations and moves."""
     drafter = Recorder(exit)
+    proposals = recorded(drafter)
     engine, _ = run(target, drafter, Rejection(), 2.0, 4, sharing=sharing)
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert len(drafter.proposals) > 20
+    assert len(proposals) > 20
     others = 0.0
-    for tokens, draft, q, _ in drafter.proposals:
+    for tokens, draft, q in proposals:
         states = states_after(target.hf, [*tokens, *draft[:-1]])
         right, other = ((head_of(target)(states[layer][len(tokens) - 1 :]) / 2.0).softmax(-1) for layer in (exit, 3 - exit))
         assert float((torch.stack(q) - right).abs().max()) < 1e-4
@@ -165,19 +156,9 @@ class WrongExit(EarlyExitDrafter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "exit"), [(EarlyExitDrafter, 2), (EarlyExitDrafter, None), (WrongExit, 2)])
-@torch.inference_mode()
 def test_tokens_have_the_law_of_the_target(kind: type[EarlyExitDrafter], exit: int | None) -> None:
     """Two tokens by rejection sampling against the target's own logits; a q of another exit is noticed."""
-    hf = model_of(4)
-    target, prompt, samples = wrap(hf, "tiny", checked=False), (1, 2, 3), 2500
-    first = hf(torch.tensor([prompt])).logits[0, -1].double().div(2).softmax(-1)
-    second = hf(torch.tensor([[*prompt, token] for token in range(4)])).logits[:, -1].double().div(2).softmax(-1)
-    engine = Engine(target, kind(exit), by_name(1), max_batch=200, rule=Rejection())
-    rows = engine.submit(Request(prompt, samples, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=2)))
-    while engine.step():
-        pass
-    assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert (chi_square(joint(rows, 4), first[:, None] * second) > ALPHA) == (kind is EarlyExitDrafter)
+    assert (p_of_two_tokens(model_of(4), kind(exit), (1, 2, 3), 2500) > ALPHA) == (kind is EarlyExitDrafter)
 
 
 def test_the_protocol_is_kept(shallow: Runner) -> None:
@@ -191,13 +172,14 @@ def test_other_architectures(architecture: str) -> None:
     """Their modules are found, with learned positions, scaled embeddings, windows, capped logits or experts."""
     target = wrap(tiny_model(architecture, vocab_size=V), architecture)
     drafter = Recorder(1)
+    proposals = recorded(drafter)
     _, expected = run(target, None, Coupled(), 1.5)
     engine, found = run(target, drafter, Coupled(), 1.5)
     assert found == expected
     assert engine.stats.drafted > 0
     if architecture != "gemma2":  # which caps its logits
         run(target, drafter, Rejection(), 1.5)
-        tokens, draft, q, _ = next(each for each in drafter.proposals if len(each[0]) > 6)
+        tokens, draft, q = next(each for each in proposals if len(each[0]) > 6)
         states = states_after(target.hf, [*tokens, *draft[:-1]])[1][len(tokens) - 1 :]
         assert float((torch.stack(q) - (head_of(target)(states) / 1.5).softmax(-1)).abs().max()) < 1e-4
 
@@ -277,20 +259,6 @@ def test_the_exit_that_agrees_is_chosen(shallow: Runner) -> None:
 # ── names and entries ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_names() -> None:
-    for text, message in (
-        (
-            "self:exi=6",
-            "self has no option 'exi': it has exit, window, sinks, int4, as in self:exit=6, self:int4 or self:window=256",
-        ),
-        ("self+org/model", "a sum is a drafter and a draft model"),
-        ("suffix+self:exit=6", "a sum is a drafter and a draft model"),
-        ("self:exit=6:tree=rsd-s", "trees with tree= are those of a draft model"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            read_draft(text)
-
-
 def test_what_is_refused(target: Runner) -> None:
     for exit in (0, 3, 99):
         with pytest.raises(RequestError, match=rf"tiny has 3 layers: exit must be in 1\.\.2, got {exit}"):
@@ -319,7 +287,7 @@ def test_load_and_generate(tmp_path: Path) -> None:
     place, _ = save_pair(tmp_path, layers=3)
     with pytest.raises(RequestError, match=r"exit must be in 1\.\.2, got 3"):
         shoal.load(place, "self:exit=3", dtype="float32")
-    for draft in ("self:exit=1", "self"):
+    for draft in ("self:exit=1", "self", "self:window=4,sinks=1"):
         with shoal.load(place, draft, dtype="float32") as pair:
             assert pair.drafter_name == draft
             options = {"max_new_tokens": 12, "seed": 1, "temperature": 1.5}

@@ -163,17 +163,6 @@ def models() -> tuple[Runner, Runner]:
     return runner(target), runner(tiny_model("llama", vocab_size=VOCABULARY, seed=1, layers=1))
 
 
-def test_a_drafter_that_knows_the_text_is_accepted() -> None:
-    ours, theirs = byte_level(), TOKENIZERS["bytes"]()
-    ids, own = ours.encode(STORY), theirs.encode(STORY)
-    start = common_start("bytes", ids, own)
-    asked = Request(tuple(ids[:start]), 1, Sampling(temperature=0.0), Limits(max_new_tokens=len(ids) - start))
-    drafter = drafter_of(scripted(says([own], len(theirs)), len(theirs)), len(ours), both("byte-level", "bytes"), SLRS)
-    engine = Engine(scripted(says([ids], len(ours)), len(ours)), drafter, Fixed(4), max_batch=1)
-    assert finished(engine, [asked]) == [ids]
-    assert engine.stats.accepted > 0.6 * engine.stats.drafted
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_ids_are_those_of_plain_decoding_in_a_full_batch(models: tuple[Runner, Runner], temperature: float) -> None:
     """Cut characters, runs of white space; rows that join and leave; all methods in turn."""

@@ -24,7 +24,7 @@ from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.shapes import DySpec, RsdC, RsdS, shape_of
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.engine.engine import Engine
-from shoal.errors import RequestError, UnsupportedModel
+from shoal.errors import UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
@@ -331,22 +331,6 @@ def test_draws_from_another_q_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ── by name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("bundled:tree=oak", "tree must be one of rsd-c, rsd-s, dyspec, k-seq, auto, got 'oak'"),
-        ("bundled:tree=rsd-s,nodes=64", "a draft tree has at most 63 nodes"),
-        ("bundled:tree=rsd-s,width=9,nodes=8", "at least its width"),
-        ("bundled:tree=dyspec,width=2", "tree=dyspec takes no width"),
-        ("bundled:tree=rsd-s,depth=3", "has no option 'depth'"),
-        (":tree=rsd-s", "are those of a draft model"),
-    ],
-)
-def test_names_that_are_refused(text: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        read_draft(text)
 
 
 def test_trees_of_a_pair() -> None:

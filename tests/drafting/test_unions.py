@@ -18,7 +18,6 @@ from drafts import passes_of
 from laws import ALPHA, PAIRS, P, Q, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting import grafting
-from shoal.drafting.draft import read_draft
 from shoal.drafting.grafting import grafted
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
@@ -29,7 +28,6 @@ from shoal.drafting.text import NOTHING, Guess, TextDrafter
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
-from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
@@ -304,21 +302,3 @@ def test_what_is_joined_as_if_it_was_drawn_is_noticed(monkeypatch: pytest.Monkey
     real = grafting._extended
     monkeypatch.setattr(grafting, "_extended", lambda siblings, rows: replace(real(siblings, rows), sampled=None))
     assert chi_square(counted("", Rejection(), 2, 1000)[1], chain_rule(P, 3)) < ALPHA
-
-
-# ── by name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("suffix+medusa:nowhere", "no heads in 'nowhere'"),
-        ("suffix+medusa", "a sum is a drafter and a draft model"),
-        ("suffix+ppd:x", "a sum is a drafter and a draft model"),
-        ("suffix+bundled:tree=k-seq", "nothing can be joined to them"),
-        ("suffix:nodes=64+a/b", "nodes in 0..63"),
-    ],
-)
-def test_names_that_are_refused(text: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        read_draft(text)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
@@ -39,6 +40,18 @@ def law_of(following: Callable[[Tokens], Mapping[int, float]], longest: int, end
                 open_.append((grown, share))
     assert abs(sum(found.values()) - 1) < 1e-6
     return found
+
+
+def law_given(
+    target: Callable[[Tokens], Tensor], passes: Callable[[Tokens, int], bool], vocab: int, longest: int, end: int
+) -> dict[Tokens, float]:
+    """The law of what a target writes behind token 0, given at each place that the token passes behind the new ones."""
+
+    def following(new: Tokens) -> dict[int, float]:
+        p = target((0, *new)).double().softmax(-1)
+        return {token: float(p[token]) for token in range(vocab) if passes(new, token)}
+
+    return law_of(following, longest, end)
 
 
 def rows_of(

@@ -56,15 +56,16 @@ def run(
     max_batch: int = 3,
     k: int = 3,
     sharing: str = "auto",
+    n: int = 3,
 ) -> tuple[Engine, list[list[int]]]:
     """Groups that join one after the other, a row of which is cancelled; the tokens of the others."""
     lookahead = by_name(k if drafter else 0)
     engine = Engine(target, drafter, lookahead, max_batch=max_batch, rule=rule, prefix_sharing=sharing, chunk=4)
     rows: list[Row] = []
     for number, length in enumerate((1, 5, 11)):
-        prompt = tuple((7 * i * i + number) % V for i in range(length))
+        prompt = tuple((7 * i * i + number) % target.vocab_size for i in range(length))
         sampling = Sampling(temperature=temperature, seed=number)
-        rows += engine.submit(Request(prompt, 3, sampling, Limits(max_new_tokens=9 + number)))
+        rows += engine.submit(Request(prompt, n, sampling, Limits(max_new_tokens=9 + number)))
         engine.step()
     engine.cancel(rows[2:3])
     while engine.step():

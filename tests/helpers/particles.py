@@ -6,14 +6,15 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from shoal.constraints.protocol import Allowed, Check, Constraint
-from shoal.testing.scripted import hashed
+from shoal.testing.scripted import History, hashed
 from shoal.types.requests import Row
 
 V, EOS, NEW, ROWS, REQUESTS = 5, 4, 5, 6, 200
@@ -28,21 +29,61 @@ def allowed(tokens: Sequence[int]) -> bool:
     return EOS not in tokens or (len(tokens) > 1 and tokens[-2] == 3)
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Texts of a script, of which some are allowed: those of so many tokens and those that end."""
+
+    vocab: int
+    eos: int
+    longest: int
+    script: History
+    prompt: tuple[int, ...]
+    allowed: Callable[[tuple[int, ...]], bool]
+
+    @cached_property
+    def law(self) -> dict[tuple[int, ...], float]:
+        """p of every text that is allowed."""
+        found: dict[tuple[int, ...], float] = {}
+
+        def go_on(tokens: tuple[int, ...], probability: float) -> None:
+            if len(tokens) == self.longest or tokens[-1:] == (self.eos,):
+                found[tokens] = probability
+                return
+            p = self.script((*self.prompt, *tokens)).double().softmax(-1)
+            for token in range(self.vocab):
+                if self.allowed((*tokens, token)):
+                    go_on((*tokens, token), probability * float(p[token]))
+
+        go_on((), 1.0)
+        return found
+
+
+TEXTS = Texts(V, EOS, NEW, SCRIPT, PROMPT, allowed)
+
+
+def truth() -> dict[tuple[int, ...], float]:
+    return TEXTS.law
+
+
 class Asked(Check):
     """Refuses single tokens."""
+
+    texts = TEXTS
 
     def start(self, row: Row) -> tuple[int, ...]:
         return ()
 
     def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
-        return (*state, token) if allowed((*state, token)) else None
+        return (*state, token) if self.texts.allowed((*state, token)) else None
 
     def may_end(self, state: tuple[int, ...]) -> bool:
-        return allowed((*state, EOS))
+        return self.texts.allowed((*state, self.texts.eos))
 
 
 class Masked(Constraint[tuple[int, ...]]):
     """Masks the vocabulary."""
+
+    texts = TEXTS
 
     def begin(self, row: Row) -> tuple[int, ...]:
         return ()
@@ -51,26 +92,9 @@ class Masked(Constraint[tuple[int, ...]]):
         return (*state, token)
 
     def mask(self, states: Any, vocab_size: int, device: torch.device) -> Allowed:
-        tokens = torch.tensor([[token != EOS and allowed((*state, token)) for token in range(V)] for state in states])
-        return Allowed(tokens, torch.tensor([allowed((*state, EOS)) for state in states]))
-
-
-@cache
-def truth() -> dict[tuple[int, ...], float]:
-    """p of every text that is allowed."""
-    found: dict[tuple[int, ...], float] = {}
-
-    def go_on(tokens: tuple[int, ...], probability: float) -> None:
-        if len(tokens) == NEW or tokens[-1:] == (EOS,):
-            found[tokens] = probability
-            return
-        p = SCRIPT((*PROMPT, *tokens)).double().softmax(-1)
-        for token in range(V):
-            if allowed((*tokens, token)):
-                go_on((*tokens, token), probability * float(p[token]))
-
-    go_on((), 1.0)
-    return found
+        allowed, tokens, eos = self.texts.allowed, range(self.texts.vocab), self.texts.eos
+        mask = torch.tensor([[token != eos and allowed((*state, token)) for token in tokens] for state in states])
+        return Allowed(mask, torch.tensor([allowed((*state, eos)) for state in states]))
 
 
 def deviation(groups: Sequence[Sequence[Row]], least: float = 0.0) -> float:

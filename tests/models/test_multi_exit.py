@@ -18,7 +18,7 @@ from torch import Tensor
 
 import shoal
 from exits import ALPHA, PASSES, V, model_of, run, runner_of, states_after
-from laws import joint
+from proposals import p_of_two_tokens
 from shoal.config import Limits, Sampling
 from shoal.drafting.distillation import logits, next_token_loss
 from shoal.drafting.model import ModelDrafter
@@ -33,7 +33,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chi_square
 from shoal.train import own_samples
 from shoal.train.drafter import DrafterTrainer, DrafterTraining
 from shoal.types.requests import Request
@@ -150,20 +149,10 @@ class WrongExit(MultiExitDrafter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MultiExitDrafter, WrongExit])
-@torch.inference_mode()
 def test_tokens_have_the_law_of_the_target(kind: type[MultiExitDrafter]) -> None:
     """Two tokens by rejection sampling against the target's own logits; a q of another exit is noticed."""
-    hf, model = model_of(4), wrap(draft_model(4), "draft", checked=False)
-    prompt, samples = (1, 2, 3), 1200
-    first = hf(torch.tensor([prompt])).logits[0, -1].double().div(2).softmax(-1)
-    second = hf(torch.tensor([[*prompt, token] for token in range(4)])).logits[:, -1].double().div(2).softmax(-1)
-    drafter = drafter_of(model, 0.9, kind)
-    engine = Engine(wrap(hf, "tiny", checked=False), drafter, by_name(1), max_batch=250, rule=Rejection())
-    rows = engine.submit(Request(prompt, samples, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=2)))
-    while engine.step():
-        pass
-    assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert (chi_square(joint(rows, 4), first[:, None] * second) > ALPHA) == (kind is MultiExitDrafter)
+    drafter = drafter_of(wrap(draft_model(4), "draft", checked=False), 0.9, kind)
+    assert (p_of_two_tokens(model_of(4), drafter, (1, 2, 3), 1200) > ALPHA) == (kind is MultiExitDrafter)
 
 
 def test_the_protocol_is_kept(target: Runner, quick: Runner) -> None:

@@ -9,16 +9,16 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import particles
+from particles import Texts
 from shoal.config import Limits, Sampling
 from shoal.constraints.dressing import weighed
-from shoal.constraints.protocol import Allowed, Constraint
 from shoal.engine import checks
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
@@ -27,7 +27,7 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.awrs import awrs
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Request
 
 V, EOS, NEW, SAMPLES = 4, 3, 3, 1500
 SCRIPT = hashed(V, 2)
@@ -147,50 +147,19 @@ def allowed(tokens: tuple[int, ...]) -> bool:
     return (0, 2) not in itertools.pairwise(tokens) and (tokens[-1] != EOS or len(tokens) % 2 == 1)
 
 
-class Asked:
-    """Checks single tokens."""
-
-    def start(self, row: Row) -> tuple[int, ...]:
-        return ()
-
-    def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
-        return (*state, token) if allowed((*state, token)) else None
-
-    def may_end(self, state: tuple[int, ...]) -> bool:
-        return allowed((*state, EOS))
+TEXTS = Texts(V, EOS, NEW, SCRIPT, PROMPT, allowed)
 
 
-class Masked(Constraint[tuple[int, ...]]):
-    """Masks the vocabulary."""
-
-    def begin(self, row: Row) -> tuple[int, ...]:
-        return ()
-
-    def advance(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
-        return (*state, token)
-
-    def mask(self, states: Any, vocab_size: int, device: torch.device) -> Allowed:
-        tokens = torch.tensor([[token != EOS and allowed((*state, token)) for token in range(V)] for state in states])
-        ends = torch.tensor([allowed((*state, EOS)) for state in states])
-        return Allowed(tokens, ends)
-
-
-@cache
 def truth() -> dict[tuple[int, ...], float]:
-    """p of every text that is allowed."""
-    found: dict[tuple[int, ...], float] = {}
+    return TEXTS.law
 
-    def go_on(tokens: tuple[int, ...], probability: float) -> None:
-        if len(tokens) == NEW or tokens[-1:] == (EOS,):
-            found[tokens] = probability
-            return
-        p = SCRIPT((*PROMPT, *tokens)).double().softmax(-1)
-        for token in range(V):
-            if allowed((*tokens, token)):
-                go_on((*tokens, token), probability * float(p[token]))
 
-    go_on((), 1.0)
-    return found
+class Asked(particles.Asked):
+    texts = TEXTS
+
+
+class Masked(particles.Masked):
+    texts = TEXTS
 
 
 def deviation(constraint: Any, k: int, rule: Rule) -> tuple[float, int, int]:

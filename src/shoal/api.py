@@ -42,7 +42,7 @@ from shoal.models.weights.versions import Updates
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.types.keyword_options import Integer, Options, list_of, split_for_each, split_options
 from shoal.types.load_stages import LoadProgress, LoadStages
-from shoal.types.prompt_forms import Prompts, read_prompts, with_bad_words
+from shoal.types.prompt_forms import Prompts, read_prompts, with_token_ids
 from shoal.types.requests import Request, occurrences
 from shoal.types.rollouts import Rollouts
 from shoal.types.samples import Result
@@ -64,6 +64,7 @@ def load(
     draft: Source | Drafter | None = None,
     *,
     guide: Source | None = None,
+    expert: Source | None = None,
     tokenizer: Any = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
@@ -99,7 +100,10 @@ def load(
             bundled).
         guide: a second model with the target's tokenizer, given like the target, or "draft" for the
             draft model: samples with `guidance` are those of the target led away from it (see
-            `shoal.sampling.guidance`). None = there is none.
+            `shoal.sampling.guidance`). "target": the target itself, for samples with a
+            `negative_prompt`. None = there is none.
+        expert: a third such model, or "draft": samples with `guidance` are led from the guide
+            towards it (proxy tuning). None = towards the target.
         tokenizer: a Transformers tokenizer; None = the one saved with the target. For a model
             object it is the one at hand (its `name_or_path`, read without network); without one
             there are only token ids.
@@ -154,7 +158,7 @@ def load(
         local_files_only=local_files_only,
         compile=compile,
     )
-    options = PairOptions(asked, draft_revision, quantize, tokenizer, guide)
+    options = PairOptions(asked, draft_revision, quantize, tokenizer, guide, expert)
     loaded = load_pair(target, draft, options, stages)
     pair = Shoal(
         loaded.target,
@@ -166,7 +170,7 @@ def load(
         drafting=loaded.drafting,
         proposable=loaded.proposable,
     )
-    pair.guide = loaded.guide
+    pair.guide, pair.expert = loaded.guides["guide"], loaded.guides["expert"]
     LOG.info(one_line(pair.loaded))
     stages.ready()
     return pair
@@ -191,6 +195,7 @@ class Shoal:
         rule: a rule for all runs, in place of the one that they ask for (experiments); None =
             theirs.
         guide: the `Runner` of the guide; None = there is none.
+        expert: the `Runner` of the expert; None = the target.
     """
 
     def __init__(
@@ -221,6 +226,7 @@ class Shoal:
         self.choice = None if self._draft is None else self._draft.choice
         self.rule: Rule | None = None
         self.guide: Runner | None = None
+        self.expert: Runner | None = None
         self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
         self._batch_sizes, self._updates = BatchSizes(), Updates(target.hf)
         self._follower: Follower | None = None
@@ -249,7 +255,7 @@ class Shoal:
             drafting=self.drafting,
             proposable=self.proposable,
         )
-        other.guide = self.guide
+        other.guide, other.expert = self.guide, self.expert
         return other
 
     @property
@@ -297,7 +303,8 @@ class Shoal:
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
-        self._models = self.prefixes = self._draft = self._follower = self.guide = None
+        self._models = self.prefixes = self._draft = self._follower = None
+        self.guide = self.expert = None
         gc.collect()  # engines and models hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -385,7 +392,8 @@ class Shoal:
             progress: True = shows a bar on stderr, in a terminal or a notebook.
             options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as
                 `sampling=`, `limits=` and `speculation=`. `sampling=` and `limits=` may also be
-                lists with a setting, or None, for each prompt. `bad_words` may also be strings.
+                lists with a setting, or None, for each prompt. `bad_words` may also be strings,
+                and `negative_prompt` a text.
                 NumPy's numbers are as good as Python's.
 
         Returns:
@@ -444,7 +452,7 @@ class Shoal:
         else:
             found, ends = read_middles(prompts, suffix, self.tokenizer)
         samplings, limits, speculation = split_for_each(
-            with_bad_words(options, self.tokenizer), len(found)
+            with_token_ids(options, self.tokenizer), len(found)
         )
         counts = (
             list_of("n", n, len(found)) if isinstance(n := plain(n), Sequence) else [n] * len(found)
@@ -533,10 +541,10 @@ class Shoal:
                 f"realign is for draft models, and {self.drafter_name or 'plain decoding'} has "
                 f"none: load the pair with draft=DIR, or train heads anew by shoal train"
             )
-        if self.guide is draft:
+        if draft in (self.guide, self.expert):
             raise RequestError(
                 "realign would change the distribution of samples with guidance, as the draft "
-                "model is the guide: load a guide of its own"
+                "model is the guide or the expert: load another one"
             )
         counts = plain(steps), plain(rows)
         if not all(isinstance(one, int) and one > 0 for one in counts) or not rate > 0:
@@ -637,6 +645,7 @@ class Shoal:
             prefixes=self.prefixes if prefix_bytes is None else self._prefix_memory(prefix_bytes),
             quantum=quantum,
             guide=self.guide,
+            expert=self.expert,
         )
         engine.stats.loaded = self.loaded
         return engine
@@ -656,12 +665,13 @@ class Shoal:
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
-        """The choices that were made for "target", "draft" and "guide" at loading.
+        """The choices that were made for "target", "draft", "guide" and "expert" at loading.
 
         See `shoal.models.load_report`.
         """
         drafter = None if self.drafting is None else self.drafting.name
-        return load_report(self.target, self.draft_model, drafter, self.guide)
+        guides = {"guide": self.guide, "expert": self.expert}
+        return load_report(self.target, self.draft_model, drafter, guides)
 
 
 def _require_bytes(name: str, value: object) -> int:

@@ -119,6 +119,8 @@ class Sampling:
             (`shoal.sampling.guidance`).
         plausibility: with guidance, keep tokens whose p is at least this times the highest p, both
             before guidance, in [0, 1]; 0 = off.
+        negative_prompt: with guidance, the token ids that the guide reads in place of the prompt;
+            empty = the prompt. (A text goes to `generate(negative_prompt=...)`.)
         repetition_penalty: > 0; scores of tokens in prompt or output divided (positive) or
             multiplied (negative).
         presence_penalty: subtracted once from every token in the output so far (OpenAI's
@@ -184,6 +186,7 @@ class Sampling:
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
+    negative_prompt: Sequence[int] = ()
     min_new_tokens: int = declared(
         0,
         "No end-of-text token before that many tokens; 0 = off.",
@@ -226,6 +229,13 @@ class Sampling:
             "bad_words",
             "a list of non-empty token id lists",
             self.bad_words,
+        )
+        require(
+            is_list(self.negative_prompt)
+            and all(is_int(token) and token >= 0 for token in self.negative_prompt),
+            "negative_prompt",
+            "a list of token ids",
+            self.negative_prompt,
         )
         require(
             is_list(self.processors) and all(map(callable, self.processors)),

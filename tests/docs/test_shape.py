@@ -22,7 +22,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 394,
-    "lines": 80_816,
+    "lines": 81_047,
     "short modules": 13,
     "long modules": 3,
     "long functions": 6,

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guides import GUIDE, TARGET, V, as_decoded, by_hand, greedy_ids
+from guides import EXPERT, GUIDE, TARGET, V, as_decoded, by_hand, greedy_ids
 from laws import ALPHA, EXACT, P, Q, joint, table
 from prompt_tokens import scripted_tokens
 from shoal.config import Limits, Sampling
@@ -46,11 +46,13 @@ SETTINGS = [(0.7, 0.0), (1.5, 0.3), (-0.5, 0.0), (-1.0, 0.0)]
 # ── the transform ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_tables(p: Tensor, g: Tensor, guidance: float, plausibility: float) -> Tensor:
+def of_tables(p: Tensor, g: Tensor, guidance: float, plausibility: float, e: Tensor | None = None) -> Tensor:
     """The table of p', by the code that the engine runs."""
     sampling = [Sampling(guidance=guidance, plausibility=plausibility)] * len(p)
-    flat = guided(p.log().view(len(p), -1, p.shape[-1]), g.log().view(len(g), -1, g.shape[-1]), sampling)
-    return flat.view_as(p).softmax(-1)
+    own, said, expert = (None if one is None else one.log().view(len(p), -1, p.shape[-1]) for one in (p, g, e))
+    assert own is not None
+    assert said is not None
+    return guided(own, said, sampling, expert).view_as(p).softmax(-1)
 
 
 @pytest.mark.parametrize(("guidance", "plausibility"), SETTINGS)
@@ -59,7 +61,11 @@ def test_the_transform_is_that_of_probabilities(guidance: float, plausibility: f
         p, g = table(6, 1, zeros=zeros), table(6, 2, zeros=zeros)
         g = torch.where(p > 0, g.clamp(min=1e-3 if zeros else 0), g)  # some token is left
         g /= g.sum(-1, keepdim=True)
-        torch.testing.assert_close(of_tables(p, g, guidance, plausibility), by_hand(p, g, guidance, plausibility))
+        e = torch.where(p > 0, table(6, 3, zeros=zeros).clamp(min=1e-3 if zeros else 0), 0.0)
+        e /= e.sum(-1, keepdim=True)
+        for expert in (None, e):
+            law = by_hand(p, g, guidance, plausibility, expert)
+            torch.testing.assert_close(of_tables(p, g, guidance, plausibility, expert), law)
 
 
 def test_other_rows_keep_their_logits_and_missing_ids_are_impossible() -> None:
@@ -76,10 +82,10 @@ def test_other_rows_keep_their_logits_and_missing_ids_are_impossible() -> None:
 
 
 def test_not_a_number_leaves_no_finite_score() -> None:
-    for place in (0, 1):
-        both = [torch.randn(1, 1, 5), torch.randn(1, 1, 5)]
-        both[place][0, 0, 2] = torch.nan
-        found = guided(both[0], both[1], [Sampling(guidance=1.0, plausibility=0.5)])
+    for place in (0, 1, 2):
+        all_ = [torch.randn(1, 1, 5) for _ in range(3)]
+        all_[place][0, 0, 2] = torch.nan
+        found = guided(all_[0], all_[1], [Sampling(guidance=1.0, plausibility=0.5)], all_[2])
         assert not bool(found.isfinite().any())
         assert not found.amax().isfinite()
 
@@ -90,11 +96,12 @@ def test_not_a_number_leaves_no_finite_score() -> None:
 @pytest.mark.parametrize(("guidance", "plausibility"), SETTINGS)
 def test_two_tokens_by_enumeration_over_chains(guidance: float, plausibility: float) -> None:
     """All drafts, outcomes and replacements of rejection sampling, with draft lengths 0 and 1."""
-    p, g, q = (table(4, seed) for seed in (1, 2, 3))
-    law = chain_rule(by_hand(p, g, guidance, plausibility), 2)
-    found = committed_distribution(of_tables(p, g, guidance, plausibility), q, 2, (0, 1))
-    torch.testing.assert_close(found, law, rtol=0, atol=EXACT)
-    assert (law - chain_rule(p, 2)).abs().max() > 1e-2
+    p, g, q, e = (table(4, seed) for seed in (1, 2, 3, 4))
+    for expert in (None, e):
+        law = chain_rule(by_hand(p, g, guidance, plausibility, expert), 2)
+        found = committed_distribution(of_tables(p, g, guidance, plausibility, expert), q, 2, (0, 1))
+        torch.testing.assert_close(found, law, rtol=0, atol=EXACT)
+        assert (law - chain_rule(p, 2)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("independent", [False, True], ids=["rsd", "k-seq"])
@@ -139,6 +146,28 @@ def test_four_tokens_have_the_joint_law(name: str, rule: Rule) -> None:
     assert engine.stats.guide_passes == engine.stats.rounds
 
 
+@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=lambda one: type(one).__name__)
+def test_four_tokens_of_a_target_led_to_an_expert(rule: Rule) -> None:
+    """Proxy tuning: p (e / g), whoever drafts."""
+    expert = table(4, 11, order=2)
+    engine = Engine(
+        table_model(P),
+        DRAFTERS["model"](),
+        Fixed(2),
+        max_batch=120,
+        rule=rule,
+        guide=table_model(G),
+        expert=table_model(expert),
+    )
+    rows = engine.submit(Request((0, 0), 1200, Sampling(seed=3, guidance=1.0), Limits(max_new_tokens=4)))
+    while engine.step():
+        pass
+    assert chi_square(joint(rows, 4), chain_rule(by_hand(P, G, 1.0, 0.0, expert), 4)) > ALPHA
+    assert chi_square(joint(rows, 4), chain_rule(by_hand(P, G, 1.0), 4)) < ALPHA  # the test sees the expert
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert engine.stats.guide_passes == 2 * engine.stats.rounds
+
+
 # ── what the guide holds ────────────────────────────────────────────────────────────────────────────────────────────
 
 Made = Callable[[], Drafter | None]
@@ -163,11 +192,19 @@ def engine_of(made: Made, k: int = 3, **options: Any) -> Engine:
     return Engine(scripted(TARGET, V), drafter, Fixed(k if drafter else 0), **options)
 
 
-def played(made: Made, numbers: Sequence[int] = (0, 2, 3, 1), **options: Any) -> tuple[Engine, list[Row]]:
+NEGATIVE = {2: (6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 0, 0, 1), 3: (4, 2)}
+"""The negative prompts of two requests: one longer than the prompt, one shorter."""
+
+
+def played(
+    made: Made, numbers: Sequence[int] = (0, 2, 3, 1), negative: bool = False, **options: Any
+) -> tuple[Engine, list[Row]]:
     """Requests of unequal prompts and strengths that join one after the other; a row is cancelled."""
     engine, rows = engine_of(made, **options), []
     for number in numbers:
-        rows += engine.submit(request(number, plausibility=0.05 if number > 1 and STRENGTHS[number % 4] else 0.0))
+        settings: dict[str, Any] = {"negative_prompt": NEGATIVE.get(number, ())} if negative else {}
+        settings["plausibility"] = 0.05 if number > 1 and STRENGTHS[number % 4] else 0.0
+        rows += engine.submit(request(number, **settings))
         engine.step()
         engine.step()
     engine.cancel(rows[1:2])
@@ -187,6 +224,77 @@ def test_rows_that_join_move_pause_and_leave(name: str, options: dict[str, Any])
     assert (stats.pauses > 0) == ("quantum" in options)
     assert 0 < stats.guide_passes <= stats.rounds == stats.target_passes
     assert name == "plain" or 0 < stats.accepted < stats.drafted
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefix_sharing": "shared"}, {"chunk": 3}, {"quantum": 4, "max_batch": 3}], ids=str
+)
+@pytest.mark.parametrize("name", MADE)
+def test_negative_prompts_and_an_expert(name: str, options: dict[str, Any]) -> None:
+    """Only the guide reads a negative prompt, in place of the prompt and before the new tokens; the expert the prompt."""
+    engine, rows = played(MADE[name], negative=True, expert=scripted(EXPERT, V), **options)
+    assert as_decoded(rows, expert=EXPERT)
+    assert not as_decoded(rows)
+    assert (engine.stats.pauses > 0) == ("quantum" in options)
+    assert 0 < engine.stats.guide_passes <= 2 * engine.stats.rounds
+    assert set(engine.stats.executors) >= {"guide", "expert"}
+    _, alone = played(MADE[name], negative=True, **options)
+    assert as_decoded(alone)
+    plain = played(MADE[name], **options)[1]
+    tokens = [[row.tokens for row in found if row.request.prompt_ids == request(2).prompt_ids] for found in (alone, plain)]
+    assert tokens[0] != tokens[1]
+
+
+def test_a_prompt_without_the_last_token_of_the_negative_one() -> None:
+    """A first round feeds the guide the last token of its own prompt, a later one the row's; prompts of one token, too."""
+    for negative in ((3,), (3, 1), (5, 0, 3)):
+        for prompt in ((1,), (2, 5, 6)):
+            engine = engine_of(MADE["model"])
+            asked = replace(request(0, 2, guidance=0.9, negative_prompt=negative), prompt_ids=prompt)
+            rows = engine.submit(asked)
+            while engine.step():
+                pass
+            assert as_decoded(rows)
+
+
+def test_the_memory_of_a_long_negative_prompt() -> None:
+    """A limit is that of the longer prompt: what fits runs, what does not is refused before anything is computed."""
+    long = tuple(i % V for i in range(40))
+    asked = replace(request(0, 2, new=6, guidance=0.9, negative_prompt=long), prompt_ids=(1, 2))
+    rows = 0
+    for tokens in (45, 46, 47, 48):
+        engine = engine_of(MADE["plain"], kv_bytes=2 * scripted(GUIDE, V).token_bytes * tokens, guide=scripted(GUIDE, V, 64))
+        try:
+            found = engine.submit(asked)
+        except RequestError as error:
+            assert "KV cache" in str(error)  # noqa: PT017
+            continue
+        while engine.step():
+            pass
+        assert as_decoded(found)
+        rows += 1
+    assert 0 < rows < 4
+
+
+def test_what_a_guide_cannot_hold_is_refused_and_ends_rows() -> None:
+    engine = engine_of(MADE["plain"], guide=scripted(GUIDE, V, 24))
+    long = tuple(i % V for i in range(24))
+    with pytest.raises(RequestError, match=r"the negative prompt has 24 tokens; .* holds 24"):
+        engine.submit(request(2, 1, guidance=0.9, negative_prompt=long))
+    (row,) = engine.submit(request(2, 1, guidance=0.9, negative_prompt=long[:20]))
+    while engine.step():
+        pass
+    assert row.new_tokens == 4
+    for settings, words in (
+        ({"negative_prompt": (9,), "guidance": 0.5}, r"negative prompt ids must be in 0\.\.6"),
+        ({"negative_prompt": (1,), "guidance": 0.0}, "negative_prompt goes with guidance"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            engine.submit(request(2, 1, **settings))
+    with pytest.raises(RequestError, match="does not go with align"):
+        engine.submit(replace(request(2, 1, guidance=0.5, negative_prompt=(1,)), removed=(1,), removed_from=3))
+    with pytest.raises(RequestError, match="negative_prompt must be a list of token ids"):
+        Sampling(negative_prompt=(1, -2))
 
 
 def test_one_batch_of_eight_strengths_and_each_alone() -> None:
@@ -254,20 +362,23 @@ class OddAfterZero(Constraint[int]):
         return Allowed(torch.stack([odd | (state != 0) for state in states]), torch.ones(len(states), dtype=torch.bool))
 
 
-def test_rows_that_become_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("negative", [(), NEGATIVE[2]], ids=["prompt", "negative"])
+def test_rows_that_become_copies(monkeypatch: pytest.MonkeyPatch, negative: tuple[int, ...]) -> None:
     """After a resampling the guide reads the tokens that a row has now: at each round it holds them, of each row."""
     monkeypatch.setattr(joint_rows, "LEAST", 0.999)
     engine = engine_of(MADE["model"], max_batch=6)
-    asked = replace(request(2, 6, new=14), weighted=True, resampled=True, constraints=(OddAfterZero(),))
+    own = request(2, 6, new=14, negative_prompt=negative)
+    asked = replace(own, weighted=True, resampled=True, constraints=(OddAfterZero(),))
     real, checked = Guide.logits, 0
 
     def held(self: Guide, rows: Sequence[Row], block: Any) -> Tensor | None:
         nonlocal checked
         found = real(self, rows, block)
-        for row in rows:
+        for row in self._own(rows):
             slot = self.slots.of(row)
             cells = self.runner.cache._layers[0].keys[slot, : len(row.tokens), 0, 0].long().tolist()
             assert cells == row.tokens
+            assert cells[: row.prompt_length] == list(negative or own.prompt_ids)
             checked += 1
         return found
 
@@ -296,8 +407,7 @@ def test_without_guidance_the_guide_computes_nothing() -> None:
     while engine.step():
         pass
     assert as_decoded(rows)
-    assert engine.guide is not None
-    assert engine.guide.runner.hf.forwards == engine.stats.guide_passes == 0
+    assert engine.guides[0].runner.hf.forwards == engine.stats.guide_passes == 0
     assert "guide" not in engine.stats.executors
 
 

@@ -29,7 +29,7 @@ from shoal.serve.prompts import PromptEncoder
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import one_hot, scripted
 from shoal.testing.tokenizers import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
-from shoal.types.prompt_forms import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_bad_words
+from shoal.types.prompt_forms import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_token_ids
 from shoal.types.samples import Sample
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, saying, tokenizer, written
 
@@ -207,7 +207,7 @@ def test_bad_words_are_banned_at_the_beginning_of_a_line_too(kind: str) -> None:
     def found(at: str) -> tuple[int, ...]:
         return tuple(encoded_inside(lambda text: list(plain(kind, text)), at))
 
-    banned = [tuple(word) for word in with_bad_words({"bad_words": ["text"]}, tokenizer(kind))["bad_words"]]
+    banned = [tuple(word) for word in with_token_ids({"bad_words": ["text"]}, tokenizer(kind))["bad_words"]]
     assert found("text") in banned
     assert found(" text") in banned
     assert written(kind, (*plain(kind, "a"), *banned[0])) == "atext"

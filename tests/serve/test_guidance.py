@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shoal as library
 from commands import Command, Models, shoal, tiny
@@ -69,6 +70,62 @@ def test_the_draft_model_may_be_the_guide(tiny: Models) -> None:
         assert ids(model.generate(PROMPTS, 3, seed=5, max_new_tokens=20)) == ids(unguided)
 
 
+@pytest.mark.parametrize("lookahead", ["off", 3])
+def test_negative_prompts_are_those_of_transformers(tiny: Models, lookahead: Any) -> None:
+    """Greedy tokens of Transformers' classifier-free guidance, whose strength is 1 more."""
+    with library.load(tiny.target, tiny.drafter, guide="target") as model:
+        assert model.guide is model.target
+        hf = library.testing.tiny.transformers.AutoModelForCausalLM.from_pretrained(tiny.target)
+        hf.generation_config.eos_token_id = None
+        found = []
+        for negative in ("a negative prompt that is longer than it", "no"):
+            options = {"temperature": 0, "max_new_tokens": 20, "eos": (), "guidance": 0.7, "negative_prompt": negative}
+            result = model.generate(PROMPTS, 2, lookahead=lookahead, **options)  # type: ignore[arg-type]
+            for prompt, output in zip(PROMPTS, result, strict=True):
+                own, other = (torch.tensor([model.tokenizer(text).input_ids]) for text in (prompt, negative))
+                stock = hf.generate(
+                    own, attention_mask=torch.ones_like(own), guidance_scale=1.7, negative_prompt_ids=other,
+                    negative_prompt_attention_mask=torch.ones_like(other), do_sample=False, max_new_tokens=20,
+                )  # fmt: skip
+                assert [list(sample.token_ids) for sample in output.samples] == [stock[0, own.shape[1] :].tolist()] * 2
+            found.append(ids(result))
+        assert found[0] != found[1]
+        assert (result.stats.drafted > 0) == (lookahead == 3)
+
+
+def test_an_expert_is_loaded_and_led_to() -> None:
+    """Proxy tuning: greedy tokens of a loop over three Transformers models."""
+    target, guide, expert = (tiny_model("llama", seed=seed, layers=1 + (seed == 0)) for seed in range(3))
+    with library.load(target, guide, guide="draft", expert=expert) as model:
+        assert set(model.loaded) == {"target", "draft", "guide", "expert"}
+        result = model.generate([[1, 2, 3], [5] * 9], 2, temperature=0, guidance=1.0, lookahead=3, max_new_tokens=20)
+        for output in result:
+            stock = greedy_ids(target, guide, list(output.prompt_ids), 20, 1.0, expert=expert)
+            assert [list(sample.token_ids) for sample in output.samples] == [stock] * 2
+        assert result.stats.guide_passes == 2 * result.stats.rounds
+        other = model.beside(4).generate([1, 2, 3], 1, temperature=0, guidance=1.0, max_new_tokens=20)
+        assert ids(other)[0][0] == ids(result)[0][0]
+    assert model.expert is None
+
+
+def test_experts_that_do_not_fit_are_refused(tiny: Models) -> None:
+    for options, words in (
+        ({"expert": tiny.drafter}, "an expert needs a guide"),
+        ({"guide": tiny.drafter, "expert": "target"}, "leave out expert="),
+        ({"guide": tiny.drafter, "expert": "draft"}, "expert='draft' needs a draft model"),
+        ({"guide": "target", "tensor_parallel": True}, "does not go with tensor_parallel"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            library.load(tiny.target, **options)  # type: ignore[arg-type]
+    with pytest.raises(PairMismatch, match=r"stranger cannot guide"):
+        library.load(tiny.target, guide=tiny.drafter, expert=tiny.stranger)
+    with (
+        library.load(tiny.target, tiny.drafter, guide="target", expert="draft") as model,
+        pytest.raises(RequestError, match="the draft model is the guide or the expert"),
+    ):
+        model.realign(model.generate("a", max_new_tokens=4).tensors(0))
+
+
 def test_a_seed_in_16_bits_alone_and_in_a_batch(tiny: Models) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "strict": True, "guide": tiny.drafter, "max_batch": 6}
     with library.load(tiny.target, **options) as model:
@@ -123,6 +180,29 @@ def test_the_command_takes_a_guide(shoal: Command, tiny: Models) -> None:
     assert drafted["prompts"][0]["samples"][0]["token_ids"] == ids(result)[0][0]
 
 
+def test_the_command_takes_an_expert_and_a_negative_prompt(shoal: Command, tiny: Models) -> None:
+    common = ("generate", "--model", tiny.target, "--draft", tiny.drafter, "--guide", "target", "--seed", 3, "--json")
+    options = ("--prompt", "hello", "--max-new-tokens", 12, "--guidance", 0.7)
+    said = shoal(*common, *options, "--negative-prompt", "bye", "--expert", "draft").json
+    with library.load(tiny.target, tiny.drafter, guide="target", expert="draft") as model:
+        settings: dict[str, Any] = {"seed": 3, "max_new_tokens": 12, "guidance": 0.7}
+        own, plain = (model.generate("hello", negative_prompt=text, **settings) for text in ("bye", ()))
+        other = model.generate("you", **settings)
+        chat = [model.tokenizer(f"<user>{text}<assistant>", add_special_tokens=False).input_ids for text in ("hello", "bye")]
+        written = model.generate([chat[0]], negative_prompt=chat[1], **settings)
+    assert said["prompts"][0]["samples"][0]["token_ids"] == ids(own)[0][0] != ids(plain)[0][0]
+    template = tiny.target.parent / "chat.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    said = shoal(*common, *options, "--negative-prompt", "bye", "--expert", "draft", "--chat-template", template).json
+    assert said["prompts"][0]["samples"][0]["token_ids"] == ids(written)[0][0]
+    lines = tiny.target.parent / "prompts.jsonl"
+    lines.write_text('{"prompt": "hello", "negative_prompt": "bye"}\n{"prompt": "you"}\n', encoding="utf-8")
+    said = shoal(*common, "--prompts", lines, *options[2:], "--expert", "draft").json
+    assert [one["samples"][0]["token_ids"] for one in said["prompts"]] == [ids(own)[0][0], ids(other)[0][0]]
+    said = shoal(*common, "--prompts", lines, *options[2:], "--expert", "draft", "--chat-template", template).json
+    assert said["prompts"][0]["samples"][0]["token_ids"] == ids(written)[0][0]
+
+
 def test_what_the_command_refuses(shoal: Command, tiny: Models) -> None:
     common = ("generate", "--model", tiny.target, "--prompt", "hello")
     for options, words in (
@@ -131,6 +211,9 @@ def test_what_the_command_refuses(shoal: Command, tiny: Models) -> None:
         (("--guide", tiny.stranger), "cannot guide"),
         (("--guide", "./nowhere"), "does not exist"),
         (("--guide", tiny.drafter, "--plausibility", 0.5), "plausibility goes with guidance"),
+        (("--guide", tiny.drafter, "--negative-prompt", "no"), "negative_prompt goes with guidance"),
+        (("--expert", tiny.drafter), "an expert needs a guide"),
+        (("--guide", tiny.drafter, "--expert", "./nowhere"), "does not exist"),
     ):
         answer = shoal(*common, *options)
         assert (answer.code, words in " ".join(answer.err.split())) == (2, True), answer.err
@@ -141,10 +224,12 @@ def test_a_batch_does_not_go_on_with_another_guide(tiny: Models, tmp_path: Path)
         return _settings(ModelSource(str(tiny.target), **options), Settings("tiny"), "coupled")
 
     other = shutil.copytree(tiny.target, tmp_path / "other")
-    found = [settings(), settings(guide=str(tiny.drafter)), settings(guide=str(other))]
+    found = [settings(), settings(guide=str(tiny.drafter)), settings(guide=str(other)), settings(guide="target")]
+    found += [settings(guide=str(other), expert=str(tiny.drafter))]
     assert all(one not in found[place + 1 :] for place, one in enumerate(found))
     assert settings(draft=str(tiny.drafter), guide="draft") == found[1]
     assert settings(draft=str(tiny.drafter)) == found[0]
+    assert settings(draft=str(tiny.drafter), guide=str(other), expert="draft") == found[-1]
 
 
 # ── the server ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,8 +260,34 @@ def test_completions_and_chats_take_guidance(server: Served) -> None:
     assert [answer["message"]["content"] for answer in answers] == [sample.text for sample in own[0].samples]
 
 
+def test_negative_prompts_over_http(server: Served) -> None:
+    options: dict[str, Any] = {"guidance": 1.5, "seed": 2, "n": 2}
+
+    def own(prompt: str, negative: str) -> list[str]:
+        result = server.shoal.generate(prompt, max_new_tokens=9, lookahead=4, negative_prompt=negative, **options)
+        return [sample.text for sample in result[0].samples]
+
+    texts = own("hello", "bye bye")
+    for negative in ("bye bye", list(server.shoal.tokenizer("bye bye").input_ids)):
+        said = server.post(max_tokens=9, negative_prompt=negative, **options).json()["choices"]
+        assert [choice["text"] for choice in said] == texts
+    assert [choice["text"] for choice in server.post(max_tokens=9, **options).json()["choices"]] != texts
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    for negative, written in (("be rude", "<system>be rude<user>hi<assistant>"), ("", "<user>hi<assistant>")):
+        chat = {"prompt": None, "messages": messages, "max_tokens": 9, "negative_prompt": negative, **options}
+        answers = server.post("/v1/chat/completions", **chat).json()["choices"]
+        expected = own("<system>be kind<user>hi<assistant>", written)
+        assert [answer["message"]["content"] for answer in answers] == expected
+    chat = {"prompt": None, "messages": messages, "guidance": 1, "negative_prompt": [1, 2]}
+    answer = server.post("/v1/chat/completions", **chat)
+    assert (answer.status_code, "negative_prompt of a chat must be a text" in answer.text) == (400, True)
+
+
 def test_what_the_server_refuses(server: Served) -> None:
     for body, words in (
+        ({"negative_prompt": "no"}, "negative_prompt goes with guidance"),
+        ({"negative_prompt": [], "guidance": 1.0}, "negative_prompt"),
+        ({"negative_prompt": [10**6], "guidance": 1.0}, "must be in 0"),
         ({"guidance": "much"}, "guidance"),
         ({"guidance": 1.0, "plausibility": 2}, "plausibility"),
         ({"plausibility": 0.5}, "plausibility goes with guidance"),

@@ -138,7 +138,8 @@ class BenchmarkRunner:
 
     def _config(self) -> dict[str, Any]:
         models = {"target": self.pair.target, "draft": self.pair.draft_model}
-        models |= {} if self.pair.guide is None else {"guide": self.pair.guide}
+        guides = {"guide": self.pair.guide, "expert": self.pair.expert}
+        models |= {role: one for role, one in guides.items() if one is not None}
         described = {
             role: None if model is None else _described(model) for role, model in models.items()
         }
@@ -236,7 +237,8 @@ class BenchmarkRunner:
         return watch.seconds
 
     def _weights(self) -> int:
-        models = {self.pair.target, self.pair.draft_model, self.pair.guide} - {None}
+        pair = self.pair
+        models = {pair.target, pair.draft_model, pair.guide, pair.expert}
         return sum(model.parameter_bytes for model in models if model is not None)
 
     def _refuse(self, case: Case, method: Method, error: Exception) -> None:

@@ -127,12 +127,13 @@ def rates(pair: Shoal, work: Work, run: Run) -> tuple[float, float] | None:
             stats.draft_passes + stats.prefills, stats.drafted + prompt, stats.drafted, context
         )
         flops, moved = flops + more_flops, moved + more_moved
-    if pair.guide is not None and stats.guide_passes:
-        guide = Load.of(pair.guide)
+    guides = [one for one in (pair.guide, pair.expert) if one is not None and stats.guide_passes]
+    for one in guides:
+        guide = Load.of(one)
         if guide is None:
             return None
         more_flops, more_moved = guide.done(
-            stats.guide_passes + stats.prefills,
+            stats.guide_passes // len(guides) + stats.prefills,
             stats.row_rounds + stats.drafted + prompt,
             stats.row_rounds,
             context,

@@ -31,7 +31,7 @@ from shoal.cli.serve_options import (
     MaxNOption,
     MaxTokensOption,
 )
-from shoal.drafting.draft import DRAFT_GUIDES
+from shoal.drafting.draft import DRAFT_GUIDES, TARGET_GUIDES
 from shoal.errors import InternalError, RequestError
 from shoal.models.sources import name_of
 
@@ -204,16 +204,19 @@ def _rule(asked: str, lines: Sequence[BatchLine]) -> str:
 def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
     """Returns the settings that change tokens and are known before a model is loaded.
 
-    A drafter is left out: it changes no seed's tokens and no distribution, unless it is the guide.
+    A drafter is left out: it changes no seed's tokens and no distribution, unless it is a guide.
     """
     from shoal import __version__
     from shoal.models.loading import bundled
     from shoal.serve.batch_lines import digest
     from shoal.serve.model_identity import identity
 
-    template, guide = allowed.chat_template, source.guide
-    if guide == DRAFT_GUIDES:
-        guide = source.draft_model if source.model else str(bundled("drafter"))
+    template, guides = allowed.chat_template, dict[str, object]()
+    for role, name in (("guide", source.guide), ("expert", source.expert)):
+        if name == DRAFT_GUIDES:
+            name = source.draft_model if source.model else str(bundled("drafter"))
+        if name is not None:
+            guides[role] = name if name == TARGET_GUIDES else identity(name, None)
     return {
         "version": __version__,
         "model": identity(source.model or bundled("target"), source.revision),
@@ -221,7 +224,7 @@ def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
         "max_tokens": allowed.max_tokens,
         "timeout": allowed.timeout,
         "chat_template": None if template is None else digest(template),
-    } | ({} if guide is None else {"guide": identity(guide, None)})
+    } | guides
 
 
 def _report_found(output: OutputFile, answers: Path) -> None:

@@ -172,8 +172,8 @@ class BenchSource(ModelSource, RandomWeights):
             return self.load()
         if self.model is not None or self.draft is not None:
             raise RequestError("--shape makes its own models: leave out --model and --draft")
-        if self.guide is not None:
-            raise RequestError("--shape makes no guide: leave out --guide")
+        if self.guide is not None or self.expert is not None:
+            raise RequestError("--shape makes no guide: leave out --guide and --expert")
         placed = {
             name: getattr(self, name)
             for name in ("dtype", "device", "max_batch", "attention", "compile", "quantize")

@@ -255,7 +255,7 @@ class ChatOutput:
         return JsonView() if self.json else TextView(self.quiet)
 
 
-@option_groups(without=("chat", "align", "exact"))
+@option_groups(without=("chat", "align", "exact", "negative_prompt"))
 def chat(
     chats: ChatOptions,
     sampling: ChatSampling,

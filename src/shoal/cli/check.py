@@ -82,7 +82,7 @@ class MeasureOptions(SampleOptions):
     ] = 4
 
 
-@option_groups(without={"compile", "guide", "max_batch", "tensor_parallel"})
+@option_groups(without={"compile", "guide", "expert", "max_batch", "tensor_parallel"})
 def check(
     prompts: CheckPromptOptions,
     measuring: MeasureOptions,

@@ -102,7 +102,7 @@ class SuggestionOptions(SamplingOptions):
     ] = False
 
 
-@option_groups(without={"guide"})
+@option_groups(without={"guide", "expert"})
 def complete(
     cursor: CursorOptions,
     sampling: SuggestionOptions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -243,9 +243,18 @@ class Generation:
             "align": self.sampling.align,
             "exact": self.sampling.exact or False,
         }
-        ends = turn_ends(self.chats.chat_template)
-        options = merged(self.asked, self.sampling.n, self.options, ends, model.tokenizer)
+        ends, own = turn_ends(self.chats.chat_template), self._written(model, self.options)
+        lines = [replace(one, options=self._written(model, one.options)) for one in self.asked]
+        options = merged(lines, self.sampling.n, own, ends, model.tokenizer)
         return model.stream(found, top_logprobs=self.shown.top_logprobs, **asked, **options)
+
+    def _written(self, model: Shoal, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns options with a negative prompt that is written as the prompts are."""
+        negative = options.get("negative_prompt")
+        if not isinstance(negative, str):
+            return dict(options)
+        (written,) = self.chats.read(model.tokenizer, [negative])
+        return {**options, "negative_prompt": written}
 
     def deliver(self, result: Result, interrupted: bool) -> None:
         """Prints the results or writes them to a file.

@@ -15,7 +15,7 @@ from shoal.cli.option_groups import (
     speed_option,
 )
 from shoal.config import Limits, Sampling
-from shoal.drafting.draft import BUNDLED, DRAFT_GUIDES, draft_help, read_draft
+from shoal.drafting.draft import BUNDLED, DRAFT_GUIDES, TARGET_GUIDES, draft_help, read_draft
 from shoal.errors import RequestError
 from shoal.models.sources import directory_of, quieten_transformers, require_source
 
@@ -168,7 +168,17 @@ class ModelSource(PlacedPair):
     guide: Annotated[
         str | None,
         models_option(
-            "--guide", help="Second model for --guidance, like --model; draft = the draft model."
+            "--guide",
+            help="Second model for --guidance, like --model; draft = the draft model, target = "
+            "the target, for negative prompts.",
+        ),
+    ] = None
+    expert: Annotated[
+        str | None,
+        models_option(
+            "--expert",
+            help="Third model, which --guidance leads towards instead of the target (proxy "
+            "tuning), like --model; draft = the draft model.",
         ),
     ] = None
     revision: Annotated[
@@ -235,8 +245,13 @@ class ModelSource(PlacedPair):
     @property
     def models(self) -> list[str]:
         """The names of the models."""
-        guides = [] if self.guide in (None, DRAFT_GUIDES) else [self.guide]
-        return [*super().models, *guides]
+        return [*super().models, *self.other_guides]
+
+    @property
+    def other_guides(self) -> list[str]:
+        """The names of the guide and the expert, if they are no models of the pair."""
+        own = (None, DRAFT_GUIDES, TARGET_GUIDES)
+        return [one for one in (self.guide, self.expert) if one is not None and one not in own]
 
     def require_guide(self, guidance: float) -> None:
         """Checks that there is a guide for guidance, before models are loaded.
@@ -248,8 +263,8 @@ class ModelSource(PlacedPair):
             raise RequestError("--guidance needs a second model: give --guide")
 
     def target_alone(self) -> ModelSource:
-        """Returns the source without drafter and guide."""
-        return replace(self, draft=None, draft_revision=None, guide=None)
+        """Returns the source without drafter and guides."""
+        return replace(self, draft=None, draft_revision=None, guide=None, expert=None)
 
     def load(self, prefix_memory: int = 0) -> Shoal:
         """Loads the pair, or the target alone if there is no drafter.
@@ -260,9 +275,9 @@ class ModelSource(PlacedPair):
         for name, revision in (
             (self.model, self.revision),
             (self.draft_model, self.draft_revision),
-            (self.guide, None),
+            *((name, None) for name in self.other_guides),
         ):
-            if name not in (None, BUNDLED, DRAFT_GUIDES):
+            if name not in (None, BUNDLED):
                 require_source(name, revision, self.local_files_only)
         from shoal.api import load
 
@@ -368,6 +383,12 @@ class GenerateSampling(SamplingOptions):
 
     guidance: GuidanceOption = Sampling.guidance
     plausibility: PlausibilityOption = Sampling.plausibility
+    negative_prompt: Annotated[
+        str | None,
+        sampling_option(
+            metavar="TEXT", help="With --guidance, a text that the guide reads for the prompt."
+        ),
+    ] = None
     repetition_penalty: Annotated[float, parameter_option("repetition_penalty")] = (
         Sampling.repetition_penalty
     )

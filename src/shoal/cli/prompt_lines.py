@@ -125,16 +125,16 @@ def merged(
 
     Args:
         ends: stop strings beside those of the options and of lines, see `with_ends`.
-        tokenizer: for `bad_words` that are texts; without it they are left out, for a check before
-            a model is loaded.
+        tokenizer: for `bad_words` and a `negative_prompt` that are texts; without it they are left
+            out, for a check before a model is loaded.
 
     Raises:
         RequestError: with file and line, for options out of range.
     """
     if not any(one.options or one.n is not None for one in asked):
-        split_options(options)
+        split_options(_without_texts(options))
         return {"n": n, **with_ends(options, ends)}
-    _, _, speculation = split_options(options)
+    _, _, speculation = split_options(_without_texts(options))
     each = [_settings(one, options, ends, tokenizer) for one in asked]
     return {
         "n": [n if one.n is None else one.n for one in asked],
@@ -162,15 +162,21 @@ def _settings(
     values = {**options, **one.options}
     try:
         if tokenizer is None:
-            values.pop("bad_words", None)
+            values = _without_texts(values)
         else:
-            from shoal.types.prompt_forms import with_bad_words
+            from shoal.types.prompt_forms import with_token_ids
 
-            values = with_bad_words(values, tokenizer)
+            values = with_token_ids(values, tokenizer)
         sampling, limits, _ = split_options(with_ends(values, ends))
     except RequestError as error:
         raise RequestError(f"{one.where}: {error}" if one.where else str(error)) from error
     return sampling, limits
+
+
+def _without_texts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options without those whose texts need a tokenizer."""
+    texts = ("bad_words", "negative_prompt")
+    return {name: value for name, value in options.items() if name not in texts}
 
 
 FIELDS = ("json_schema", "regex", "grammar")

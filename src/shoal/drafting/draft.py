@@ -39,8 +39,8 @@ AUTO = "auto"
 """The drafter without a model that is fastest by `benchmarks/drafters.py`."""
 BUNDLED = "bundled"
 """The draft model of the bundled pair, in a sum or drafting trees."""
-DRAFT_GUIDES = "draft"
-"""The guide that is the pair's own draft model."""
+DRAFT_GUIDES, TARGET_GUIDES = "draft", "target"
+"""The guides that are the pair's own draft model and the target itself."""
 
 
 @dataclass(frozen=True)

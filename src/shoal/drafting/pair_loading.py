@@ -1,5 +1,5 @@
-"""The loading of a pair: a target, the draft model or other drafter that `draft=` names, and a
-guide."""
+"""The loading of a pair: a target, the draft model or other drafter that `draft=` names, a guide
+and an expert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.drafting.draft import BUNDLED, DRAFT_GUIDES, Draft, read_draft
+from shoal.drafting.draft import BUNDLED, DRAFT_GUIDES, TARGET_GUIDES, Draft, read_draft
 from shoal.drafting.draft_model import DraftModel, Tokenizers
 from shoal.drafting.multi_exit import exits_of
 from shoal.drafting.protocol import Drafter
@@ -23,7 +23,7 @@ from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.models.trimming import Proposable
 from shoal.models.vocabulary import require_guide
-from shoal.types.load_stages import LoadStages, StageWatch
+from shoal.types.load_stages import LoadStages, StageModel, StageWatch
 
 Source = str | Path | nn.Module
 """A Hub id, a directory or a Transformers model."""
@@ -38,7 +38,8 @@ class PairOptions:
         draft_revision: the draft model's revision on the Hub.
         quantize: the formats of both, see `shoal.models.quantize.parse`.
         tokenizer: a Transformers tokenizer; None = the one saved with the target.
-        guide: the guide, or `DRAFT_GUIDES`; None = there is none.
+        guide: the guide, `DRAFT_GUIDES` or `TARGET_GUIDES`; None = there is none.
+        expert: the expert, or `DRAFT_GUIDES`; None = the target.
     """
 
     target: LoadOptions
@@ -46,11 +47,26 @@ class PairOptions:
     quantize: str | Mapping[str, str] = "off"
     tokenizer: Any = None
     guide: Source | None = None
+    expert: Source | None = None
 
     @property
-    def other_guide(self) -> Source | None:
-        """The guide that is loaded beside the pair; None = there is none."""
-        return None if self.guide == DRAFT_GUIDES else self.guide
+    def other_guides(self) -> dict[StageModel, Source]:
+        """The guide and the expert that are loaded beside the pair, by role."""
+        given: dict[StageModel, Source | None] = {"guide": self.guide, "expert": self.expert}
+        own = (None, DRAFT_GUIDES, TARGET_GUIDES)
+        return {role: one for role, one in given.items() if one is not None and one not in own}
+
+    def guides(
+        self, loaded: Mapping[StageModel, Runner], target: Runner, draft: Runner | None
+    ) -> dict[str, Runner | None]:
+        """Returns the guide and the expert by role; None = there is none."""
+        own = {DRAFT_GUIDES: draft, TARGET_GUIDES: target}
+        given = {"guide": self.guide, "expert": self.expert}
+        others = {str(role): one for role, one in loaded.items()}
+        return {
+            role: others.get(role, own.get(source) if isinstance(source, str) else None)
+            for role, source in given.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class LoadedPair:
         tokenizer: the target's tokenizer; None = unknown.
         drafting: the drafter that `draft=` names; None = plain decoding, or the bundled pair.
         proposable: the tokens that the draft model may propose; None = there is no draft model.
-        guide: the guide, which may be the draft model; None = there is none.
+        guides: the guide and the expert by role; None = there is none.
     """
 
     target: Runner
@@ -71,13 +87,13 @@ class LoadedPair:
     tokenizer: Any
     drafting: Draft | None
     proposable: Proposable | None
-    guide: Runner | None = None
+    guides: Mapping[str, Runner | None]
 
 
 def load_pair(
     target: Source | None, draft: Source | Drafter | None, options: PairOptions, stages: LoadStages
 ) -> LoadedPair:
-    """Loads a target, its drafter and its guide. For arguments and errors see `shoal.load`."""
+    """Loads a target, its drafter and its guides. For arguments and errors see `shoal.load`."""
     drafting = read_draft(draft)
     target, model = _sources(target, drafting)
     formats = parse_formats(options.quantize)
@@ -101,22 +117,24 @@ def load_pair(
         )
         draft_model = _draft_model(model, runner, tokenizer, asked_of_draft, stages.of("draft"))
     draft_runner = None if draft_model is None else draft_model.runner
-    other_guide, guide = options.other_guide, None
-    if other_guide is not None:
-        asked_of_guide = replace(
-            asked, revision=None, target_dtype=runner.dtype, tensor_parallel=False
-        )
-        guide = _guide(other_guide, runner, tokenizer, asked_of_guide, stages.of("guide"))
-    elif options.guide is not None and draft_model is not None:
+    asked_of_guides = replace(
+        asked, revision=None, target_dtype=runner.dtype, tensor_parallel=False
+    )
+    others = {
+        role: _guide(source, runner, tokenizer, asked_of_guides, stages.of(role))
+        for role, source in options.other_guides.items()
+    }
+    if draft_model is not None and DRAFT_GUIDES in (options.guide, options.expert):
         draft_model.require_guide()
-    for watch, source, one in (
-        (stages.of("target"), target, runner),
-        (stages.of("draft"), model, draft_runner),
-        (stages.of("guide"), other_guide, guide),
-    ):
+    loaded: list[tuple[StageModel, Source | None, Runner | None]] = [
+        ("target", target, runner),
+        ("draft", model, draft_runner),
+        *((role, options.other_guides[role], one) for role, one in others.items()),
+    ]
+    for role, source, one in loaded:
         if one is not None:
             owned = not isinstance(source, nn.Module) and not asked.tensor_parallel
-            with watch("passes"):
+            with stages.of(role)("passes"):
                 choose_passes(one, asked.compile, owned=owned)
     if draft_runner is not None:
         exits_of(draft_runner)  # exits that it does not have are refused here
@@ -124,8 +142,8 @@ def load_pair(
         drafting = drafting.settled(runner)
         drafting.require_fit(runner)
     proposable = None if draft_model is None else draft_model.proposable
-    guide = draft_runner if options.guide == DRAFT_GUIDES else guide
-    return LoadedPair(runner, draft_runner, tokenizer, drafting, proposable, guide)
+    guides = options.guides(others, runner, draft_runner)
+    return LoadedPair(runner, draft_runner, tokenizer, drafting, proposable, guides)
 
 
 def _sources(target: Source | None, drafting: Draft | None) -> tuple[Source, Source | None]:
@@ -170,9 +188,24 @@ def _check_options(
             f"{drafting.name} is no model: draft_revision and quantize=draft are for models"
         )
     _check_source("draft", model, draft_revision=draft_revision, quantize=formats["draft"])
-    _check_source("guide", options.other_guide)
-    if options.guide == DRAFT_GUIDES and model is None:
-        raise RequestError("guide='draft' needs a draft model: name another guide, or give draft=")
+    _check_guides(options, model)
+
+
+def _check_guides(options: PairOptions, model: Source | None) -> None:
+    """Raises RequestError for a guide or an expert that cannot be one."""
+    for role, source in options.other_guides.items():
+        _check_source(role, source)
+    for role, one in (("guide", options.guide), ("expert", options.expert)):
+        if one == DRAFT_GUIDES and model is None:
+            raise RequestError(
+                f"{role}='draft' needs a draft model: name another {role}, or give draft="
+            )
+    if options.guide == TARGET_GUIDES and options.target.tensor_parallel:
+        raise RequestError("guide='target' does not go with tensor_parallel: name another guide")
+    if options.expert is not None and options.guide is None:
+        raise RequestError("an expert needs a guide, which samples are led away from: give guide=")
+    if options.expert == TARGET_GUIDES:
+        raise RequestError("without an expert the target is the expert: leave out expert=")
 
 
 def _check_source(role: str, source: Source | None, **options: Any) -> None:
@@ -202,7 +235,7 @@ def _within_reach(target: Source, model: Source | None, options: PairOptions) ->
     sources = (
         (target, asked.revision),
         (model, options.draft_revision),
-        (options.other_guide, None),
+        *((source, None) for source in options.other_guides.values()),
     )
     local = [
         require_source(name, version, asked.local_files_only)

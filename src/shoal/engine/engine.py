@@ -119,6 +119,7 @@ class Engine:
             (`shoal.engine.waiting`); None = first come, first served.
         guide: the second model of rows with guidance (`shoal.engine.guide`); None = such rows are
             refused.
+        expert: the model that they are led towards; None = the target.
         clock: returns seconds, on the clock of the requests' submission; None =
             `time.perf_counter`.
 
@@ -145,12 +146,14 @@ class Engine:
         prefixes: PrefixMemory | None = None,
         quantum: int | None = None,
         guide: Runner | None = None,
+        expert: Runner | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         controller, self.target = as_controller(lookahead), target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
         self._drafter_name = "" if self.drafter is None else name_of(self.drafter)
-        self.guide = None if guide is None else Guide(guide)
+        self.guides = [] if guide is None else [Guide(guide)]
+        self.guides += [] if expert is None else [Guide(expert, "expert")]
         memories = self._attached()
         self.lookahead, self.rule = controller, rule or Rejection()
         self._uniforms = UniformsAhead(self.rule)
@@ -170,7 +173,7 @@ class Engine:
             kept=self.kept_prefixes,
             fairness=Fairness(quantum),
         )
-        self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, guide)
+        self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, self.guides)
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
         self._drafting = not controller.adaptive  # or if the last round drafted
         self._clock = clock or time.perf_counter
@@ -182,7 +185,7 @@ class Engine:
             kept=self.kept_prefixes,
             stats=self.stats,
             clock=self._clock,
-            guide=self.guide,
+            guides=self.guides,
         )
         self._distinct = Distinct(self._batch)
         self._multi_step = MultiStep.of(self._batch, controller, self.rule, self._uniforms)
@@ -190,13 +193,13 @@ class Engine:
     def _attached(self) -> list[KeyValueMemory]:
         """Attaches the drafter to the target; returns the keys and values of all models.
 
-        Those of the target and of its guide, which hold the same tokens, are the first.
+        Those of the target and of its guides, which hold as many tokens, are the first.
         """
-        target, guide, drafter = self.target, self.guide, self.drafter
-        first = target if guide is None else Together(target, guide.slots)
+        target, guides, drafter = self.target, self.guides, self.drafter
+        first = Together(target, [one.slots for one in guides]) if guides else target
         if drafter is None:
             return [first]
-        for verifier in [target] if guide is None else [target, guide.runner]:
+        for verifier in [target, *(one.runner for one in guides)]:
             require_trees(verifier, drafter)
         drafter.attach(target)
         target.hidden_layers = tuple(drafter.hidden_layers)
@@ -206,7 +209,7 @@ class Engine:
         """Returns the memory of the caches, bounded by `kv_bytes` and the device's."""
         limit, target = self.lookahead.limit, self.target
         available = kv_budget(target.device) if self.batch_size.bounds_memory else None
-        score_bytes = BYTES_PER_SCORE * (1 if self.guide is None else 2)
+        score_bytes = BYTES_PER_SCORE * (1 + len(self.guides))
         return Memory(
             memories,
             limit + 1,
@@ -374,8 +377,8 @@ class Engine:
         watch.lap()
         drafter = self._draft_counters()
         self.stats.count_executors("target", self.target.take_executors())
-        if self.guide is not None:
-            self.guide.count(self.stats)
+        for one in self.guides:
+            one.count(self.stats)
         count_round(
             self.stats,
             tree,
@@ -439,7 +442,7 @@ class Engine:
         tree = self._forced.joined(rows, tree)
         if tree.forced is not None and (depth := max(map(max, tree.depths))) >= uniforms.shape[1]:
             uniforms = self._noise(rows, depth + 1).to(self.target.device)
-        scores = verify(self.target, rows, tree, self.guide)
+        scores = verify(self.target, rows, tree, self.guides)
         watch.lap()
         verdict = self.rule.decide(tree, scores, uniforms)
         _ = verdict.lists  # waits for a device
@@ -449,15 +452,15 @@ class Engine:
     def _now(self) -> float:
         """Returns the clock of the stages.
 
-        The clock stands still while prompts are computed for the drafter or the guide, or a round
+        The clock stands still while prompts are computed for the drafter or a guide, or a round
         is captured: that time does not recur in the next round.
         """
-        drafter, guide = self.drafter, self.guide
+        drafter = self.drafter
         return (
             self._clock()
             - self.target.seconds_building
             - (0.0 if drafter is None else drafter.seconds_preparing)
-            - (0.0 if guide is None else guide.slots.seconds)
+            - sum(one.slots.seconds for one in self.guides)
         )
 
     def _draft_counters(self) -> DraftCounters:
@@ -503,8 +506,8 @@ class Engine:
             row, cache = done.row, self.target.cache
             cache.keep(row.slot, len(row.tokens) - 1 - len(columns), columns)
         rows = [done.row for done in commits]
-        if self.guide is not None:
-            self.guide.keep(rows, kept, scores.faults)
+        for one in self.guides:
+            one.keep(rows, kept, scores.faults)
         if self.kept_prefixes is not None:
             self.kept_prefixes.learn([row for row in rows if row not in scores.faults])
         if self.drafter is not None:
@@ -520,5 +523,5 @@ class Engine:
         self.stats.resampled += resample(
             [row for row in rows if not row.finish_reason],
             self.target.cache,
-            [one.replace for one in (self.drafter, self.guide) if one is not None],
+            [one.replace for one in (self.drafter, *self.guides) if one is not None],
         )

@@ -1,13 +1,17 @@
-"""The guide of a target: a second model that reads what the target reads (`sampling.guidance`).
+"""The guide of a target, and its expert: models that read what the target reads
+(`sampling.guidance`).
 
-Between rounds its cache holds the tokens that the target's holds, the committed ones of each guided
-row except the last. A round feeds it the columns that the target verifies, and keeps of them what
-the target keeps. Rows without guidance have a slot in it, and are not computed.
+Between rounds the cache of each holds the tokens that the target's holds, the committed ones of
+each guided row except the last; a guide has a negative prompt in place of the prompt. A round feeds
+it the columns that the target verifies, and keeps of them what the target keeps. Rows without
+guidance have a slot in it, and are not computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,19 +28,56 @@ from shoal.types.stats import Stats
 from shoal.types.trees import Block
 
 
-class Guide:
-    """The guide of one engine.
+@dataclass(frozen=True)
+class AfterNegative:
+    """A row as its guide reads it: the negative prompt, then the row's new tokens.
 
-    Args:
-        model: the guide; the engine gets a cache of its own.
+    It has what slots ask of a row. Two of one row are equal.
     """
 
-    def __init__(self, model: Runner) -> None:
+    row: Row
+    prefix = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.row.request.sampling.negative_prompt, *self.row.tokens[self._new :]]
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.row.request.sampling.negative_prompt)
+
+    @property
+    def group(self) -> int:
+        return self.row.group
+
+    @property
+    def _new(self) -> int:
+        return self.row.prompt_length
+
+
+class Guide:
+    """The guide of one engine, or its expert.
+
+    Args:
+        model: the model; the engine gets a cache of its own.
+        role: the guide reads negative prompts, the expert the prompts themselves.
+    """
+
+    def __init__(self, model: Runner, role: Literal["guide", "expert"] = "guide") -> None:
         self.runner = model.fork_for_ordinary_passes()
         self.slots = DraftSlots(self.runner, pending=1)
+        self.role = role
+
+    def _as_read(self, row: Row) -> Row:
+        """Returns the row with the prompt that this model reads."""
+        other = self.role == "guide" and row.request.sampling.negative_prompt
+        return cast(Row, AfterNegative(row)) if other else row
+
+    def _own(self, rows: Iterable[Row]) -> list[Row]:
+        return [self._as_read(row) for row in rows]
 
     def logits(self, rows: Sequence[Row], block: Block) -> Tensor | None:
-        """Computes the guide's logits of a verification pass.
+        """Computes this model's logits of a verification pass.
 
         Args:
             rows: the rows of the round.
@@ -48,14 +89,19 @@ class Guide:
         guided = [_is_guided(row) for row in rows]
         if not any(guided):
             return None
-        self.slots.place(rows, guided)
+        read = self._own(rows)
+        self.slots.place(read, guided)
         own = [b for b, wanted in enumerate(guided) if wanted]
         tokens, counts, parents = block
         own_counts = [counts[b] for b in own]
         width = max(own_counts)  # the drafts of other rows may be longer
+        columns = tokens[torch.tensor(own, device=tokens.device), :width]
+        for place, b in enumerate(own):
+            if read[b] is not rows[b] and not rows[b].new_tokens:
+                columns[place, 0] = read[b].tokens[-1]  # that of its own prompt
         logits = self.runner.feed(
-            [self.slots.of(rows[b]) for b in own],
-            tokens[torch.tensor(own, device=tokens.device), :width],
+            [self.slots.of(read[b]) for b in own],
+            columns,
             own_counts,
             parents=None if parents is None else [parents[b] for b in own],
         )
@@ -73,31 +119,34 @@ class Guide:
         cache = self.runner.cache
         for row, kept in zip(rows, columns, strict=True):
             if _is_guided(row):
-                slot = self.slots.of(row)
-                cache.keep(slot, len(row.tokens) - 1 - len(kept), kept)
+                read = self._as_read(row)
+                slot = self.slots.of(read)
+                cache.keep(slot, len(read.tokens) - 1 - len(kept), kept)
                 if any(isinstance(error, BadLogits) for error in faults.get(row, {}).values()):
                     cache.zero_non_finite(slot)
 
     def prepare(self, chunks: Iterable[PrefillChunk]) -> None:
         """Keeps pace with the target, which has computed these chunks of prompts.
 
-        A row that was paused is left out: its tokens are computed together when it is back.
+        A row that was paused is left out: its tokens are computed together when it is back. So is a
+        negative prompt: it is computed when its row begins.
         """
+        own = [chunk for chunk in chunks if self._as_read(chunk.row) is chunk.row]
         self.slots.keep_pace(
-            [chunk for chunk in chunks if _is_guided(chunk.row) and not chunk.row.paused_at]
+            [chunk for chunk in own if _is_guided(chunk.row) and not chunk.row.paused_at]
         )
 
     def leave(self, rows: Iterable[Row]) -> None:
         """Forgets rows that leave their slots, for any reason."""
-        self.slots.leave(rows)
+        self.slots.leave(self._own(rows))
 
     def pause(self, rows: Sequence[Row]) -> None:
         """Frees the slots of rows that come back with the same tokens."""
-        self.slots.leave(rows)
+        self.slots.leave(self._own(rows))
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
         """Forgets rows that become copies of others: their tokens are computed anew."""
-        self.slots.leave(row for row, _ in copies)
+        self.slots.leave(self._own(row for row, _ in copies))
 
     def count(self, stats: Stats) -> None:
         """Adds the work since the last call."""
@@ -105,7 +154,7 @@ class Guide:
         stats.guide_passes += passes
         stats.seconds_target += seconds
         stats.seconds_prefill += self.slots.take_seconds()
-        stats.count_executors("guide", self.runner.take_executors())
+        stats.count_executors(self.role, self.runner.take_executors())
 
 
 def _is_guided(row: Row) -> bool:
@@ -113,15 +162,15 @@ def _is_guided(row: Row) -> bool:
 
 
 class Together(KeyValueMemory):
-    """The memory of a target and of its guide, which hold the same tokens.
+    """The memory of a target and of its guides, which hold as many tokens.
 
     Args:
-        target: the target's; its context is that of both.
-        guide: the guide's.
+        target: the target's; its context is that of all.
+        guides: those of the guide and of the expert.
     """
 
-    def __init__(self, target: KeyValueMemory, guide: KeyValueMemory) -> None:
-        self._both, self._target = (target, guide), target
+    def __init__(self, target: KeyValueMemory, guides: Iterable[KeyValueMemory]) -> None:
+        self._all, self._target = (target, *guides), target
 
     @property
     def context(self) -> int:
@@ -129,30 +178,30 @@ class Together(KeyValueMemory):
 
     @property
     def shares(self) -> bool:
-        return all(one.shares for one in self._both)
+        return all(one.shares for one in self._all)
 
     @property
     def attends_in_one_call(self) -> bool:
-        return all(one.attends_in_one_call for one in self._both)
+        return all(one.attends_in_one_call for one in self._all)
 
     @property
     def captures_without_prefixes(self) -> bool:
-        return any(one.captures_without_prefixes for one in self._both)
+        return any(one.captures_without_prefixes for one in self._all)
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(one.allocated_bytes for one in self._both)
+        return sum(one.allocated_bytes for one in self._all)
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return sum(one.cache_bytes(slots, capacity, cells) for one in self._both)
+        return sum(one.cache_bytes(slots, capacity, cells) for one in self._all)
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return sum(one.grown_bytes(slots, capacity, cells) for one in self._both)
+        return sum(one.grown_bytes(slots, capacity, cells) for one in self._all)
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        for one in self._both:
+        for one in self._all:
             one.reserve(slots, capacity, cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        for one in self._both:
+        for one in self._all:
             one.trim(slots, capacity, cells)

@@ -89,7 +89,7 @@ class Memory:
         """
         if self._most is None:
             return
-        need, tokens = self._target_bytes(request), self._tokens(request)
+        need, tokens = self._target_bytes(request), self._read_tokens(request)
         if need > self._most:
             raise RequestError(
                 f"a row of up to {tokens} tokens takes {need} bytes of KV cache, and there are "
@@ -112,7 +112,7 @@ class Memory:
         )
 
     def _target_bytes(self, request: Request) -> int:
-        return self._models[0].cache_bytes(1, self._tokens(request) + self._beyond(1))
+        return self._models[0].cache_bytes(1, self._read_tokens(request) + self._beyond(1))
 
     def _drafter_bytes(self, tokens: int) -> int:
         caches = sum(
@@ -123,6 +123,12 @@ class Memory:
     def _tokens(self, request: Request) -> int:
         """Returns the most tokens of a row."""
         return min(len(request.prompt_ids) + request.limits.max_new_tokens, self._context)
+
+    def _read_tokens(self, request: Request) -> int:
+        """Returns the most tokens that a target, or its guide, reads of a row."""
+        most = self._tokens(request)
+        other = len(request.sampling.negative_prompt) - len(request.prompt_ids)
+        return most + max(other, 0)
 
     def _beyond(self, slots: int) -> int:
         """Returns the columns beyond a row's last token that a pass may write.
@@ -264,7 +270,12 @@ class Memory:
 
     def _slot_tokens(self, model: KeyValueMemory, row: Row, prefix: Prefix | None) -> int:
         """Returns the most tokens that the row's slot will hold in the model's cache."""
-        most = self._tokens(row.request)
+        request = row.request
+        most, prompt = self._tokens(request), len(request.prompt_ids)
         if model is not self._models[0]:
             most = min(most, row.draft_reach)
-        return most if prefix is None else max(most - prefix.length, 0)
+            return most if prefix is None else max(most - prefix.length, 0)
+        if prefix is None:
+            return self._read_tokens(request)
+        negative = len(request.sampling.negative_prompt)
+        return max(most - prefix.length, negative and negative + most - prompt)

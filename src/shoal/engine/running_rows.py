@@ -35,7 +35,7 @@ class Batch:
         kept: the prefixes of earlier rows; None = none are kept.
         stats: the counts of prompts and pauses.
         clock: returns seconds.
-        guide: the guide of rows with guidance; None = there is none.
+        guides: the guide of rows with guidance, and the expert.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Batch:
         kept: PrefixCache | None,
         stats: Stats,
         clock: Callable[[], float],
-        guide: Guide | None = None,
+        guides: Sequence[Guide] = (),
     ) -> None:
         self.target, self.drafter, self.scheduler, self.memory = target, drafter, scheduler, memory
-        self.kept, self.stats, self.clock, self._guide = kept, stats, clock, guide
+        self.kept, self.stats, self.clock, self._guides = kept, stats, clock, guides
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
@@ -123,8 +123,8 @@ class Batch:
         self.stats.prefill_tokens += computed
         self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
         self.stats.seconds_prefill += self.clock() - started
-        if self._guide is not None:  # its seconds are in its own counters, as the drafter's are
-            self._guide.prepare(round_.chunks)
+        for one in self._guides:  # its seconds are in its own counters, as the drafter's are
+            one.prepare(round_.chunks)
         if self.drafter is not None:
             self._tell_drafter(self.drafter, round_, hidden, drafting)
 
@@ -190,8 +190,8 @@ class Batch:
 
     def _vacate(self, rows: Sequence[Row]) -> None:
         self.scheduler.remove(rows)
-        if self._guide is not None:
-            self._guide.leave(rows)
+        for one in self._guides:
+            one.leave(rows)
 
     def restart(self, row: Row, first: Row, seed: int) -> None:
         """Removes all new tokens of a row, which waits for a slot and goes on by another seed.
@@ -218,7 +218,7 @@ class Batch:
             return
         if self.kept is not None:
             self.kept.keep(row)
-        for follower in (self.drafter, self._guide):
+        for follower in (self.drafter, *self._guides):
             if follower is not None:
                 follower.pause([row])
         self.scheduler.pause(row)

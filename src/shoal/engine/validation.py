@@ -12,6 +12,7 @@ from shoal.constraints.compiler import grammars_of
 from shoal.constraints.filters import Filter, conjunction, matching
 from shoal.constraints.protocol import Check, Constraint, Cutting
 from shoal.engine.detokenizer import Detokenizer, Stops, characters
+from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
@@ -29,7 +30,7 @@ class RequestValidator:
         memory: the limit of their caches.
         tokenizer: the tokenizer for text, stop strings and grammars; None = there is none.
         eos: the model's own EOS ids, for requests that name none.
-        guide: the guide, which must read the rows with guidance, too; None = there is none.
+        guides: the guide and the expert, which must read the rows with guidance, too.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class RequestValidator:
         memory: Memory,
         tokenizer: Any,
         eos: Sequence[int],
-        guide: Runner | None = None,
+        guides: Sequence[Guide] = (),
     ) -> None:
-        self._target, self._memory, self._guide = target, memory, guide
+        self._target, self._memory, self._guides = target, memory, guides
         self.tokenizer, self._eos = tokenizer, tuple(eos)
         self.vocab_size, self._device = self._target.vocab_size, self._target.device
         self._groups = 0
@@ -63,6 +64,7 @@ class RequestValidator:
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
         eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1
+        most_new = min(model.context - len(read) for model, read, _ in self._readers(request))
         shown = request.shown_tokens - eos  # the token that ends a row is never shown
         visible_from = self._visible_from(request, shown)
         rows = [
@@ -73,7 +75,7 @@ class RequestValidator:
                 seed=row_seed(seed, i),
                 tokens=list(prompt),
                 eos=eos,
-                max_length=self._readers(request)[-1].context,
+                max_length=len(prompt) + most_new,
                 deadline=deadline,
                 detokenizer=self._detokenizer(request, prompt, visible_from, shown)
                 if self.tokenizer
@@ -136,24 +138,34 @@ class RequestValidator:
         if most is not None and (not isinstance(most, int) or most < 0):
             raise RequestError(f"max_draft must be an integer >= 0 or None, got {most!r}")
 
-    def _readers(self, request: Request) -> list[Runner]:
-        """Returns the models that read all of a row, the one with the smallest context last.
+    def _readers(self, request: Request) -> list[tuple[Runner, Sequence[int], str]]:
+        """Returns the models that read all of a row, each with its prompt and the prompt's name.
 
         Raises:
-            RequestError: the request has guidance, and there is no guide; or plausibility alone.
+            RequestError: the request has guidance, and there is no guide; or what goes with it
+                alone; or a negative prompt that is to be aligned.
         """
-        if not request.sampling.guidance:
-            if request.sampling.plausibility:
+        sampling, prompt = request.sampling, request.prompt_ids
+        found: list[tuple[Runner, Sequence[int], str]] = [(self._target, prompt, "prompt")]
+        if not sampling.guidance:
+            if sampling.plausibility:
                 raise RequestError(
                     "plausibility goes with guidance: set guidance, or use min_p alone"
                 )
-            return [self._target]
-        if self._guide is None:
+            if sampling.negative_prompt:
+                raise RequestError("negative_prompt goes with guidance: set guidance")
+            return found
+        if not self._guides:
             raise RequestError(
                 "guidance needs a guide, and there is none: load the model with guide=MODEL "
                 "(--guide), or guide='draft' for its draft model"
             )
-        return sorted([self._target, self._guide], key=lambda model: -model.context)
+        if sampling.negative_prompt and request.removed:
+            raise RequestError("negative_prompt does not go with align: leave one out")
+        for one in self._guides:
+            other = one.role == "guide" and sampling.negative_prompt
+            found.append((one.runner, other or prompt, "negative prompt" if other else "prompt"))
+        return sorted(found, key=lambda reader: reader[0].context)
 
     def _check_prompt(self, request: Request) -> None:
         ids = request.prompt_ids
@@ -163,13 +175,17 @@ class RequestValidator:
             raise RequestError(
                 f"prompt ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}"
             )
-        smallest = self._readers(request)[-1]
-        if len(ids) >= smallest.context:
-            name, most = smallest.name, smallest.context
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens; {name} holds {most}, the first new token "
-                f"included"
-            )
+        for model, read, what in self._readers(request):
+            if len(read) >= model.context:
+                raise RequestError(
+                    f"the {what} has {len(read)} tokens; {model.name} holds {model.context}, the "
+                    f"first new token included"
+                )
+            if max(read) >= model.vocab_size:
+                raise RequestError(
+                    f"{what} ids must be in 0..{model.vocab_size - 1} for {model.name}, got "
+                    f"{max(read)}"
+                )
 
     def _constraints(self, request: Request) -> list[Constraint[Any]]:
         """Returns the constraints of a request.

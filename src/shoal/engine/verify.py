@@ -19,7 +19,7 @@ from shoal.types.trees import Block, DraftTree, Positions, Probes
 
 
 def verify(
-    target: Runner, rows: Sequence[Row], tree: DraftTree, guide: Guide | None = None
+    target: Runner, rows: Sequence[Row], tree: DraftTree, guides: Sequence[Guide] = ()
 ) -> Scores:
     """Returns the target's scores of the m + 1 columns of every row.
 
@@ -29,20 +29,21 @@ def verify(
         target: the target, with the engine's cache.
         rows: the rows of the round.
         tree: the drafts of the round.
-        guide: the guide of rows with guidance, whose scores are those of the guided target.
+        guides: the guide of rows with guidance, and the expert, if there is one; the scores of such
+            rows are those of the guided target.
     """
     block, counts, parents = _block(target, rows, tree)
     logits = target.feed([row.slot for row in rows], block, counts, parents=parents)
-    own, said = logits[:, : tree.m + 1], None
-    if guide is not None:
-        plain = (block, counts, parents)
-        said = guide.logits(
-            rows, plain if tree.probes is None else _block(target, rows, replace(tree, probes=None))
-        )
-        own = own if said is None else guided(own, said, [row.request.sampling for row in rows])
+    own = logits[:, : tree.m + 1]
+    plain = (block, counts, parents)
+    if guides and tree.probes is not None:
+        plain = _block(target, rows, replace(tree, probes=None))
+    said = [found for one in guides if (found := one.logits(rows, plain)) is not None]
+    if said:
+        own = guided(own, said[0], [row.request.sampling for row in rows], *said[1:])
     scores = scores_of(target, rows, tree, own)
     scores = replace(scores, hidden=target.hidden, columns=None if tree.probes is None else logits)
-    if not (finite(logits[..., 0]) and (said is None or finite(said[..., 0]))):
+    if not all(finite(one[..., 0]) for one in (logits, *said)):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must
         # be found wherever it stands.
         scores.p()

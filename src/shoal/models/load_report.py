@@ -6,6 +6,8 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.models.attention.methods import resolved
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.executors.without_modules import C_DECODER, C_LAYERS, TRITON_LAYERS
@@ -13,23 +15,26 @@ from shoal.models.runner import Runner
 
 
 def load_report(
-    target: Runner, draft: Runner | None, drafter: str | None = None, guide: Runner | None = None
+    target: Runner,
+    draft: Runner | None,
+    drafter: str | None = None,
+    guides: Mapping[str, Runner | None] | None = None,
 ) -> dict[str, dict[str, str] | None]:
     """Returns the choices for each model, ready for JSON, without the name or path of a model.
 
-    The value of "draft" is None without a drafter; there is no "guide" without one.
+    The value of "draft" is None without a drafter; there is no "guide" or "expert" without one.
 
     Args:
         target: the target.
         draft: the draft model; None = there is none.
         drafter: the name and the options of a drafter that is not a model.
-        guide: the guide; None = there is none.
+        guides: the guide and the expert, by role; None = there is none.
     """
     chosen = ({} if drafter is None else {"drafter": drafter}) | (
         {} if draft is None else described(draft)
     )
     report = {"target": described(target), "draft": chosen or None}
-    return report if guide is None else report | {"guide": described(guide)}
+    return report | {role: described(one) for role, one in (guides or {}).items() if one}
 
 
 def described(runner: Runner) -> dict[str, str]:

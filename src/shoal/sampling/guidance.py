@@ -1,16 +1,21 @@
-"""Guided targets: a declared transform of the target's distribution by a second model's logits.
+"""Guided targets: a declared transform of the target's distribution by other models' logits.
 
-With p the target's distribution at a position and g the guide's, both after the same tokens,
+With p the target's distribution at a position, g the guide's and e the expert's after the same new
+tokens,
 
-    log p' = log p + guidance * (log p - log g) + a constant,
+    log p' = log p + guidance * (log e - log g) + a constant,
 
 over the tokens with p >= plausibility * max p; the others are impossible, and so are those that one
-of the models excludes (a logit of -inf). All controls, temperature and truncation act on p', which
-is the distribution that verification promises.
+of the models excludes (a logit of -inf). Without an expert e is p. All controls, temperature and
+truncation act on p', which is the distribution that verification promises.
 
 A small guide of the target's family makes this contrastive decoding (Li et al. 2023, arXiv
-2210.15097). A negative `guidance` leads towards the guide: -1 is the guide itself. FS-GEN (arXiv
-2406.12295) puts this transform and speculative decoding into one frame.
+2210.15097). A negative `guidance` without an expert leads towards the guide: -1 is the guide
+itself. A small model for the guide and the same model after its tuning for the expert make proxy
+tuning (Liu et al. 2024, arXiv 2401.08565); models of what is not wanted and of what is make
+DExperts (2105.03023). The target as its own guide, after a `negative_prompt`, makes classifier-free
+guidance (Sanchez et al. 2023, arXiv 2306.17806), whose strength gamma is 1 + guidance. FS-GEN
+(2406.12295) puts such transforms and speculative decoding into one frame.
 """
 
 from __future__ import annotations
@@ -24,7 +29,9 @@ from shoal.config import Sampling
 from shoal.sampling.controls import width
 
 
-def guided(logits: Tensor, said: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def guided(
+    logits: Tensor, said: Tensor, samplings: Sequence[Sampling], expert: Tensor | None = None
+) -> Tensor:
     """Returns log p' of the guided rows, and the logits of the others.
 
     Args:
@@ -32,6 +39,7 @@ def guided(logits: Tensor, said: Tensor, samplings: Sequence[Sampling]) -> Tenso
         said: the guide's logits for the rows with guidance alone, [guided rows, q, its vocab]. Ids
             that it lacks count as excluded; its further ids are left out.
         samplings: the settings of the rows, of which one has guidance.
+        expert: the expert's logits, like the guide's; None = the target is the expert.
 
     Returns:
         [rows, q, vocab] float32, or float64 for float64 logits. A position where a model says NaN
@@ -48,8 +56,12 @@ def guided(logits: Tensor, said: Tensor, samplings: Sequence[Sampling]) -> Tenso
             [samplings[b].plausibility for b in own],
         )
     )
-    scores = p + strength * (p - g)
-    excluded = (p == -torch.inf) | (g == -torch.inf) | (p < cut.log() + p.amax(-1, keepdim=True))
+    e = p
+    if expert is not None:
+        e = _of_vocabulary(expert, logits.shape[-1]).log_softmax(-1, dtype=dtype)
+    scores = p + strength * (e - g)
+    excluded = (p == -torch.inf) | (g == -torch.inf) | (e == -torch.inf)
+    excluded |= p < cut.log() + p.amax(-1, keepdim=True)
     scores.masked_fill_(excluded, -torch.inf)
     if len(own) == len(samplings):
         return scores

@@ -107,6 +107,9 @@ Prompts = Annotated[
     | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("lists")],
     Discriminator(_prompt_type),
 ]
+Negative = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[Ids, Tag("list")], Discriminator(text_or_list)
+]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 Ignored = Annotated[Any, Field(description=IGNORED)]
 

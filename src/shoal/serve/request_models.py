@@ -18,6 +18,7 @@ from shoal.serve.request_fields import (
     CheckedFields,
     Ignored,
     Limit,
+    Negative,
     NonNegative,
     Positive,
     Prompts,
@@ -184,6 +185,10 @@ class BaseRequest(VllmFields, SampledRequest):
     max_tokens: Limit | None = optional(
         "Most new tokens of a sample; clamped to what the server allows. -1, -2 = as many as it "
         "allows."
+    )
+    negative_prompt: Negative | None = optional(
+        "With guidance, what the guide reads in place of the prompt: a text or token ids; in a "
+        "chat the text of the system message, empty = no system message."
     )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = optional(

@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.serve.api_errors import ApiError
+from shoal.serve.message_models import Message
 from shoal.serve.prompts import Prompt
 from shoal.serve.reasoning import ReasoningRules, begun_thought
 from shoal.serve.reasoning import rules_of as reasoning_of
@@ -91,6 +92,8 @@ class RequestParser:
             headers=headers,
         )
         self._builder.require_members(request)
+        if request.negative_prompt is not None:
+            parsed = _led_from(parsed, self._encoder.encode(request.negative_prompt, None))
         return parsed, given
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
@@ -150,6 +153,8 @@ class RequestParser:
             for one in parsed.requests
         ]
         parsed = replace(parsed, rules=rules, requests=requests, grammar_field=field)
+        if request.negative_prompt is not None:
+            parsed = _led_from(parsed, self._negative(request, request.negative_prompt))
         return parsed if reasoning is None else self._reasoned(parsed, reasoning, rules)
 
     def _conversation(
@@ -181,6 +186,19 @@ class RequestParser:
             encoder.encode_text(written + (rules.begun if rules else ""), special=False),
         )
 
+    def _negative(self, request: ChatRequest, text: Prompt) -> tuple[int, ...]:
+        """Returns the ids of the conversation under another system message; "" = under none.
+
+        Raises:
+            ApiError: the message is no text.
+        """
+        if not isinstance(text, str):
+            raise ApiError(400, "negative_prompt of a chat must be a text", param="negative_prompt")
+        others = [one for one in request.messages if one.role not in ("system", "developer")]
+        system = [Message(role="system", content=text)] if text else []
+        _, _, ids = self._conversation(request.model_copy(update={"messages": [*system, *others]}))
+        return ids
+
     def _reasoned(
         self, parsed: ParsedRequest, reasoning: ReasoningRules, rules: CallRules | None
     ) -> ParsedRequest:
@@ -197,6 +215,14 @@ class RequestParser:
                 one = _under(one, reasoning.allowed_before(grammar, begins, special=bool(ends)))
             requests.append(replace(one, shown_tokens=one.shown_tokens | ends))
         return replace(parsed, requests=requests, reasoning=reasoning)
+
+
+def _led_from(parsed: ParsedRequest, ids: tuple[int, ...]) -> ParsedRequest:
+    """Returns the request with another prompt for the guide."""
+    requests = [
+        replace(one, sampling=replace(one.sampling, negative_prompt=ids)) for one in parsed.requests
+    ]
+    return replace(parsed, requests=requests)
 
 
 def _under(request: Request, grammar: Grammar | None) -> Request:

@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     frequency_penalty: Number
     logit_bias: Mapping[int, float] | Mapping[Any, Number]
     bad_words: Sequence[Sequence[int]] | str | Iterable[str | Iterable[Integer]]
+    negative_prompt: Sequence[int] | str | Iterable[Integer]
     min_new_tokens: Integer
     no_repeat_ngram: Integer
     processors: Sequence[Any] | Iterable[Any]

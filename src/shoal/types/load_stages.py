@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 StageName = Literal["tokenizer", "weights", "packing", "checking", "passes", "preparing", "ready"]
-StageModel = Literal["target", "draft", "guide", "pair"]
+StageModel = Literal["target", "draft", "guide", "expert", "pair"]
 SENTENCES: dict[StageName, str] = {
     "tokenizer": "reading the tokenizer of the {}",
     "weights": "reading the weights of the {}",
@@ -33,7 +33,7 @@ class LoadStage:
             order in memory is measured, or they are quantised; "checking": the self-check;
             "passes": kernels are compiled or chosen; "preparing": a server's engine; "ready": the
             last stage.
-        model: "target", "draft", "guide", or "pair" for all.
+        model: "target", "draft", "guide", "expert", or "pair" for all.
         seconds: None when the stage begins, then its duration; for "ready", which has no beginning,
             the duration of the whole call.
         stages: for "ready", all the other stages, ended.

@@ -146,8 +146,11 @@ def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
     return str(own[name])
 
 
-def with_bad_words(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Returns the options, with token ids in place of the `bad_words` that are texts."""
+def with_token_ids(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Returns the options, with token ids in place of texts in `bad_words`, `negative_prompt`."""
+    negative = options.get("negative_prompt")
+    if isinstance(negative, str):
+        options = {**options, "negative_prompt": _ids(negative, tokenizer)}
     words = plain(options.get("bad_words"))
     words = [words] if isinstance(words, str) else words
     if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):

@@ -85,7 +85,8 @@ class Stats:
         rounds: draft -> verify -> accept -> commit cycles of the batch.
         target_passes: forward passes of the target over the batch, prompts not counted.
         draft_passes: forward passes of the drafter over the batch, prompts not counted.
-        guide_passes: forward passes of the guide over the rows with guidance, prompts not counted.
+        guide_passes: forward passes of the guide, and of the expert, over the rows with guidance,
+            prompts not counted.
         prefills: prompts computed by the target, one per group; more if a prompt lost its place to
             others while rows of its group waited (`shoal.engine.scheduler`).
         prefill_tokens: the tokens of these prompts.
@@ -117,7 +118,7 @@ class Stats:
         loaded: the choices of `shoal.load` for "target" and "draft" (`shoal.models.load_report`).
             These choices may change the tokens of a seed, as they change rounding or drafts. Empty
             for an engine made by hand. A sum keeps the first that is not empty.
-        executors: the number of passes of "target", "draft" and "guide", prompts included, by the
+        executors: the passes of "target", "draft", "guide", "expert", with prompts, by the
             name of the executor that computed them (`shoal.models.executors`).
         updates_behind: the updates of the target's weights since the drafter's own were written
             last (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the
@@ -177,7 +178,7 @@ class Stats:
             self.by_drafter[drafter] = known + DraftCounts(drafted, accepted)
 
     def count_executors(self, model: str, passes: Counter[str]) -> None:
-        """Adds the passes of a model, "target", "draft" or "guide", by executor."""
+        """Adds the passes of a model ("target", "draft", "guide", "expert") by executor."""
         if passes:
             known = self.executors.setdefault(model, Counter())
             for name, count in passes.items():

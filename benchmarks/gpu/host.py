@@ -28,8 +28,8 @@ from shoal.drafting import captured
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.compiled import Captures, captured_round, executors
-from shoal.models.compiled.transfer import Download
+from shoal.models.compiled import Captures, executors, transfer
+from shoal.models.compiled.transfer import Arrival
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
@@ -117,10 +117,10 @@ def nothing_computed(watch: Watch) -> Callable[[torch.device], executors.Executo
 def standing_still(watch: Watch) -> Iterator[None]:
     """Within it, captured rounds compute nothing and are not checked."""
 
-    class Watched(Download):
-        def __call__(self, results: torch.Tensor) -> Any:
+    class Watched(Arrival):
+        def wait(self) -> Any:
             watch.note("wait")
-            found = super().__call__(results)
+            found = super().wait()
             watch.note("verdict")
             return found
 
@@ -130,7 +130,7 @@ def standing_still(watch: Watch) -> Iterator[None]:
     }
     with (
         mock.patch.dict(executors.EXECUTORS, graphed=nothing_computed(watch)),
-        mock.patch.object(captured_round, "Download", Watched),
+        mock.patch.object(transfer, "Arrival", Watched),
         mock.patch.object(Captures, "replays", new=False),
         mock.patch.multiple(captured, **checked),
     ):

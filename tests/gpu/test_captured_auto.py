@@ -74,7 +74,7 @@ def engine(controller: Any, rule: str, executor: str) -> Engine:
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, rounds are left to their stages."""
-    return lambda: monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
+    return lambda: monkeypatch.setattr(CapturedRounds, "decide", lambda *_, **__: None)
 
 
 def same_questions(ours: Confident, theirs: Confident) -> None:

@@ -50,7 +50,7 @@ def rounds_run(model: Runner | None) -> int:
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, rounds are left to their stages."""
-    return lambda: monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
+    return lambda: monkeypatch.setattr(CapturedRounds, "decide", lambda *_, **__: None)
 
 
 class Ragged:

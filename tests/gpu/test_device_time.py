@@ -78,7 +78,7 @@ def test_models_take_the_time_of_their_captured_functions(k: int | str, device: 
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_by_stages_models_take_the_time_of_their_passes(k: int, device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CapturedRounds, "decide", lambda *_: None)
+    monkeypatch.setattr(CapturedRounds, "decide", lambda *_, **__: None)
     with device:
         made = engine(k, "rejection", device, SAMPLINGS, new=64)
         launched, captured, seconds = round_of(device, made)

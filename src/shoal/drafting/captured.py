@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import Sequence
+from operator import add
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.config import Sampling
+from shoal.drafting.captured_ahead import RoundAhead, may_follow
 from shoal.drafting.captured_check import check_drafts, check_verdict
 from shoal.drafting.captured_inputs import DraftRound, fill_drafting, fill_target
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
 from shoal.errors import OutOfStep
-from shoal.models.compiled.captured_round import CapturedRound
+from shoal.models.compiled.captured_round import CapturedRound, Launched
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.failures import require_device
 from shoal.models.compiled.results import Found
@@ -40,12 +42,20 @@ The round computes as many steps as the shortest of them needed before it looks 
 """
 
 
+class Uniforms(Protocol):
+    """Returns the uniforms of a round of the rows, on the host, [rows, positions, ...] float64."""
+
+    def __call__(self, positions: int, later: int = 0, /) -> Tensor:
+        """Returns those of the next `positions` positions, in the round `later` rounds from now."""
+        ...
+
+
 class Decided(NamedTuple):
     """A round up to its verdict, which is on the host.
 
     Attributes:
         tree: the drafts.
-        logits: the target's logits, [rows, k + 1, vocab], valid until the next round.
+        logits: the target's logits, [rows, k + 1, vocab], valid until the next round is launched.
         verdict: the verdict of the rule.
         share: the drafter's share of the round's time.
         between: the share of the drafter's time that all steps but one took; None = unknown.
@@ -58,6 +68,24 @@ class Decided(NamedTuple):
     between: float | None
 
 
+class Begun(NamedTuple):
+    """A round that is under way.
+
+    Attributes:
+        round: its functions.
+        work: the round.
+        launched: the target's pass.
+        places: the places of the round's rows among those of the pass.
+        clock: the clock of a round in which the host looked at confidences; None for others.
+    """
+
+    round: CapturedRound
+    work: DraftRound
+    launched: Launched
+    places: Sequence[int]
+    clock: _Clock | None
+
+
 class CapturedRounds:
     """The captured rounds of one engine.
 
@@ -65,51 +93,83 @@ class CapturedRounds:
         target: the target, with the engine's cache.
         drafter: the engine's drafter; None = plain decoding.
         rule: the rule that decides about drafts.
+
+    Attributes:
+        ahead: the number of rounds that were launched before the verdict of the round before was
+            known, "used" or "dropped".
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
         self._target, self._kinds = target, RoundKinds(target, drafter, rule)
         self._drafter = self._kinds.drafter
         self._runner = None if self._drafter is None else self._drafter.runner
+        self._ahead: RoundAhead | None = None
+        self.ahead: Counter[str] = Counter()
         # The numbers of positions that the controller was asked about, in the last rounds.
         self._looked: deque[int] = deque(maxlen=RECENT)
+
+    def under_way(self, running: Sequence[Row]) -> list[Row]:
+        """Returns the rows of a round that was launched ahead; none if there is none that holds.
+
+        They are the rows of the next call of `decide`. A round that does not hold is dropped.
+
+        Args:
+            running: the rows in slots.
+        """
+        ahead = self._ahead
+        places = [] if ahead is None else ahead.places(running)
+        if not places:
+            self._drop()
+        return [] if ahead is None else [ahead.work.rows[place] for place in places]
 
     def decide(
         self,
         rows: Sequence[Row],
         lengths: Sequence[int],
-        uniforms: Callable[[int], Tensor],
+        uniforms: Uniforms,
         stop: Stop | None = None,
+        *,
+        goes_on: bool = False,
     ) -> Decided | None:
         """Computes the round of these rows; returns None if the round is left to its stages.
 
         If it is left to the stages, the caches are as they were before.
 
         Args:
-            rows: the rows.
-            lengths: the draft length of each row.
-            uniforms: returns the uniforms for a number of positions, on the host, [rows, positions,
-                ...] float64.
+            rows: the rows; those of `under_way`, if there are any: their round was launched.
+            lengths: the draft length of each row, unless their round was launched.
+            uniforms: returns the uniforms of a round.
             stop: ends drafts by the drafter's confidence. If the round is left to its stages, they
                 may call it from the first position on.
+            goes_on: True if the next round may be launched before this one's verdict is known: its
+                rows and draft lengths will be the same, and nobody reads this round's logits.
 
         Raises:
             OutOfStep.
         """
-        captures = self._target.captures
+        captures, ahead = self._target.captures, self._ahead
         if captures is None or self._target.ordinary_only or captures.failed.waits():
+            self._drop()
             return None
-        work = None
+        work, self._ahead = None, None
         try:
-            work = self._kinds.round_of(rows, lengths, looks=stop is not None)
-            return (
-                None
-                if work is None
-                else self._decided(work, uniforms(max(lengths) + 1 if stop else work.k + 1), stop)
-            )
+            if ahead is None:
+                work = self._kinds.round_of(rows, lengths, looks=stop is not None)
+                begun = None if work is None else self._begun(work, uniforms, stop)
+            else:
+                places = ahead.places(rows)
+                work = ahead.narrowed(places, self._target, self._drafter)
+                begun = Begun(ahead.round, work, ahead.launched, places, None)
+                self.ahead["used"] += 1
+            if begun is None:
+                return None
+            if goes_on and (ahead is None or len(rows) == len(ahead.work.rows)):
+                self._ahead = self._followed(begun, uniforms)
+            return self._ended(begun)
         except OutOfStep:
             raise
         except Exception as error:
+            self._ahead = None
             self._fail(error)
             if work is not None:
                 self._undo(work)
@@ -151,13 +211,14 @@ class CapturedRounds:
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _decided(self, work: DraftRound, uniforms: Tensor, stop: Stop | None) -> Decided | None:
-        """Computes the round; returns None if the round is left to its stages.
+    def _begun(self, work: DraftRound, uniforms: Uniforms, stop: Stop | None) -> Begun | None:
+        """Launches the round; returns None if it is left to the stages.
 
-        This happens if its kind has failed, or if logits are not finite.
+        This happens if its kind has failed, or if the drafter has no distribution.
         """
-        target, noise = self._target, uniforms.flatten(2)
-        round_ = self._kinds.prepared(work, noise.shape[2], looks=stop is not None)
+        target, looks = self._target, stop is not None
+        noise = uniforms(max(work.lengths) + 1 if looks else work.k + 1).flatten(2)
+        round_ = self._kinds.prepared(work, noise.shape[2], looks=looks)
         if round_ is None:
             return None
         fill_drafting(round_, work, noise, 0 if self._runner is None else self._runner.vocab_size)
@@ -179,12 +240,34 @@ class CapturedRounds:
             clock.drafted()
         if self._runner is not None and round_.unchecked("draft"):
             check_drafts(round_, work, self._runner)
-        found = round_.verify(max(work.lengths) if stop else work.k, work.plan.rows)
+        launched = round_.launch(max(work.lengths) if stop else work.k)
+        return Begun(round_, work, launched, range(work.plan.rows), clock)
+
+    def _followed(self, begun: Begun, uniforms: Uniforms) -> RoundAhead | None:
+        """Launches the round after one that is under way; returns None if that is not possible."""
+        round_, work, target = begun.round, begun.work, self._target
+        if not may_follow(round_, work, target, self._drafter):
+            return None
+        noise = uniforms(2 * work.k + 2, 1).flatten(2)
+        caches = [target.cache]
+        if work.first is not None and self._runner is not None:
+            caches.append(self._runner.cache)
+        stores = [cache.stores_of(0)[0] for cache in caches]
+        return RoundAhead(round_, work, round_.follow(begun.launched, noise), caches, stores)
+
+    def _ended(self, begun: Begun) -> Decided | None:
+        """Waits for the verdict; returns None if the round is left to the stages.
+
+        This happens if logits are not finite.
+        """
+        target, round_, work, clock = self._target, begun.round, begun.work, begun.clock
+        found = round_.collect(begun.launched, begun.places)
         for runner, passes in ((target, 1), (self._runner, work.k)):
             if runner is not None and runner.captures is not None and passes:
                 runner.captures.ran[round_.kind] += passes
         # Surplus drafts count as well: they leave keys and values.
         if not (found.sound.all() and found.drafts.min(initial=0) >= 0):
+            self._drop()
             self._undo(work)
             return None
         shares = (
@@ -194,6 +277,9 @@ class CapturedRounds:
         )
         if round_.unchecked("verify"):
             check_verdict(round_, work, found, target)
+        if self._ahead is not None:
+            lengths = list(map(add, work.plan.starts, (1 + found.accepted).tolist()))
+            self._ahead = self._ahead._replace(lengths=lengths)
         target.cache.wrote(work.plan)
         target.count(1, found.verifying, CAPTURED)
         if work.first is not None and self._drafter is not None and self._runner is not None:
@@ -201,6 +287,22 @@ class CapturedRounds:
             self._runner.cache.wrote(work.first, ahead=work.k - 1)
             self._drafter.leave_out(work.rows, work.lengths, work.held)
         return _outcome(found, work, *shares)
+
+    def _drop(self) -> None:
+        """Waits for a round that was launched ahead, and lets go of its results.
+
+        The cells that it wrote lie behind the tokens of all rows. They are set to zero if its
+        logits are not finite.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return
+        self.ahead["dropped"] += 1
+        found = ahead.round.collect(ahead.launched, range(len(ahead.work.rows)))
+        if not found.sound.all():
+            for cache in ahead.caches:
+                for slot in range(min(len(ahead.work.rows), cache.slots)):
+                    cache.zero_tail(slot, cache.lengths[slot])
 
     def _drafted(
         self, round_: CapturedRound, work: DraftRound, stop: Stop, clock: _Clock

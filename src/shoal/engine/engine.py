@@ -28,6 +28,7 @@ from shoal.drafting.protocol import (
     Keeps,
     KeyValueMemory,
     name_of,
+    observes_plain_rounds,
     require_trees,
     within,
 )
@@ -38,7 +39,7 @@ from shoal.engine.commit import columns_of, commit, commit_run
 from shoal.engine.guide import Guide, Together
 from shoal.engine.joint_rows import Distinct, resample
 from shoal.engine.memory import Memory
-from shoal.engine.multi_step import MultiStep
+from shoal.engine.multi_step import MultiStep, is_plain
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.running_rows import Batch
@@ -176,6 +177,7 @@ class Engine:
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, self.guides)
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
         self._drafting = not controller.adaptive  # or if the last round drafted
+        self._gathered = True  # if rows could join before this round
         self._clock = clock or time.perf_counter
         self._batch = Batch(
             self.target,
@@ -364,7 +366,9 @@ class Engine:
 
     def _step(self) -> list[Commit]:
         ended = self._batch.expire()
-        rows = self._batch.gather(ended, drafting=self._drafting)
+        rows: Sequence[Row] = self._captured.under_way(self.scheduler.running)
+        self._gathered = not rows
+        rows = rows or self._batch.gather(ended, drafting=self._drafting)
         if not rows:
             return self._distinct.settled(ended)
         watch = Stopwatch(self._now)
@@ -429,7 +433,9 @@ class Engine:
         the other.
         """
         stop = self.lookahead.shorten if max(lengths) else None
-        decided = self._captured.decide(rows, lengths, partial(self._noise, rows), stop)
+        decided = self._captured.decide(
+            rows, lengths, partial(self._noise, rows), stop, goes_on=self._goes_on(rows, lengths)
+        )
         if decided is not None:
             watch.lap_shares((decided.share, 1 - decided.share, 0.0), between=decided.between)
             return (
@@ -476,9 +482,28 @@ class Engine:
         self._drafting = max(lengths) > 0 or not self.lookahead.adaptive
         return lengths
 
-    def _noise(self, rows: Sequence[Row], positions: int) -> Tensor:
-        """Returns the uniforms of the round for its rule, [rows, positions, ...], on the host."""
-        return self._uniforms.of_round(rows, positions, self.lookahead.adaptive)
+    def _goes_on(self, rows: Sequence[Row], lengths: Sequence[int]) -> bool:
+        """Returns True if the next round may be launched before the verdict of this one is known.
+
+        Its rows are then these, unless one ends: no row joins. Every other round makes room for
+        rows that wait.
+        """
+        scheduler, controller = self.scheduler, self.lookahead
+        if self.guide is not None or scheduler.prefilling or observes_plain_rounds(self.drafter):
+            return False
+        known = max(lengths) == 0 and getattr(controller, "plain_rounds", 1) > 1
+        if not (known or getattr(controller, "steady", False)):
+            return False
+        full = len(rows) >= scheduler.capacity
+        return (full or self._gathered or not scheduler.waiting) and all(map(is_plain, rows))
+
+    def _noise(self, rows: Sequence[Row], positions: int, later: int = 0) -> Tensor:
+        """Returns the uniforms of a round for its rule, [rows, positions, ...], on the host.
+
+        Args:
+            later: the number of rounds from now on to the round.
+        """
+        return self._uniforms.of_round(rows, positions, self.lookahead.adaptive, later)
 
     def _propose(
         self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch

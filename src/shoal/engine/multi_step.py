@@ -143,7 +143,7 @@ class MultiStep:
         rounds = min(MOST_ROUNDS, MOST_TOKENS // len(rows), self._target.rounds_at_once)
         if rounds > 1 and self._drafts:
             rounds = min(rounds, getattr(self._lookahead, "plain_rounds", 1))
-        if rounds < 2 or not all(map(_is_plain, rows)) or change(rows):
+        if rounds < 2 or not all(map(is_plain, rows)) or change(rows):
             return 0
         return min(rounds, max(row.remaining for row in rows))
 
@@ -179,7 +179,7 @@ class MultiStep:
             cache.zero_non_finite(slot)
 
 
-def _is_plain(row: Row) -> bool:
+def is_plain(row: Row) -> bool:
     """Returns True if nothing but the drawn tokens and their probabilities is read of a round."""
     request = row.request
     return not (

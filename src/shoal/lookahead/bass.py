@@ -123,7 +123,11 @@ class Lookahead(Protocol):
 
 
 class Uniform:
-    """A `Lookahead` as a `Controller`: one length for every row, and no draft is shortened."""
+    """A `Lookahead` as a `Controller`: one length for every row, and no draft is shortened.
+
+    Attributes:
+        steady: True if the length never changes.
+    """
 
     adaptive = False
     shorten = None
@@ -132,6 +136,7 @@ class Uniform:
     def __init__(self, lookahead: Lookahead) -> None:
         self.lookahead = lookahead
         self.limit = lookahead.limit
+        self.steady = isinstance(lookahead, Fixed)
         self._asked: list[int] = []
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:

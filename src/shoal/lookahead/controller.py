@@ -59,10 +59,11 @@ class Controller(Protocol):
             or less ends the draft before this token. A draft never becomes longer than `lengths`
             said.
 
-    A controller may also have `plain_rounds`: if the last lengths were all 0, the number of rounds
-    from this one on that may be plain as well, as long as the rows are the same. The engine may
-    then compute them in one go, and `learn` gets one outcome of several rounds
-    (`Outcome.rounds`).
+    A controller may also have `steady`: True if lengths change with the limits of the rows alone,
+    so that those of the next round are known before this one is over. And it may have
+    `plain_rounds`: if the last lengths were all 0, the number of rounds from this one on that may
+    be plain as well, as long as the rows are the same. The engine may then compute them in one go,
+    and `learn` gets one outcome of several rounds (`Outcome.rounds`).
     """
 
     @property

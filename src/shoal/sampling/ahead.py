@@ -34,7 +34,7 @@ class UniformsAhead:
         # By the row's serial: its place in the table, and its first position there.
         self._places: dict[int, tuple[int, int]] = {}
 
-    def of_round(self, rows: Sequence[Row], width: int, numbered: bool) -> Tensor:
+    def of_round(self, rows: Sequence[Row], width: int, numbered: bool, later: int = 0) -> Tensor:
         """Returns the uniforms of the rows' next `width` positions, [rows, width, ...].
 
         The table holds the numbers that `Rule.uniforms` computes.
@@ -42,10 +42,11 @@ class UniformsAhead:
         Args:
             numbered: True gives every round numbers of its own, if the rule's numbers depend on
                 rounds at all.
+            later: the number of rounds from now on to the round.
         """
         firsts = [len(row.tokens) for row in rows]
         if width > AHEAD or (numbered and self._rule.numbers_rounds):
-            rounds = [row.rounds for row in rows] if numbered else None
+            rounds = [row.rounds + later for row in rows] if numbered else None
             return self._rule.uniforms([row.seed for row in rows], firsts, width, rounds)
         places = [self._places.get(row.serial, NOWHERE) for row in rows]
         used = [first - base for (_, base), first in zip(places, firsts, strict=True)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.models.cache import Plan
 from shoal.models.cache.pass_plan import Array, chain_words
 from shoal.models.compiled.buckets import Bucket
+from shoal.models.layers.gpu_draws import Placed
 
 MOST_LAYOUTS = 64
 """The number of layouts that a block keeps."""
@@ -45,6 +46,10 @@ class Block:
         self.q, self.kv, self.common_keys = bucket.q, bucket.keys, 0
         block, rows = bucket.rows * bucket.q, bucket.rows
         self._chain = chain_words(bucket.q)
+        # Constants of `move`: the columns, the words of a chain, the numbers of the rows.
+        self._columns = torch.arange(bucket.q, device=device)
+        self._words_of_chain = torch.from_numpy(self._chain).to(device)
+        self._rows = torch.arange(rows, device=device)
         self._whole: Tensor | None = None
         # By the counts, offsets and bases of the rows, which few rounds change.
         self._layouts: dict[tuple[Any, ...], tuple[Array, Array]] = {}
@@ -135,6 +140,33 @@ class Block:
             np.concatenate([last, self._chain[last], cells, bounds], axis=None),
             np.concatenate([*moving, row, still], axis=None),
         )
+
+    def move(self, starts: Tensor, counts: Tensor, capacity: int) -> None:
+        """Puts the rows, all of them chains, elsewhere in their slots, on the device.
+
+        The block then holds the numbers that `placed` computes on the host.
+
+        Args:
+            starts: the position of each row's first column, [rows] int64; 0 for unused rows.
+            counts: the columns of each row, [rows] int64; 0 for unused rows.
+            capacity: the cells of a slot.
+        """
+        last = torch.minimum(self._columns, (counts - 1).clamp(min=0)[:, None])
+        torch.add(starts[:, None], last, out=self.positions)
+        if self.words is not None:
+            self.words.copy_(self._words_of_chain[last])
+        firsts = self._rows * capacity - self.bounds[2] + starts
+        cells = torch.where(
+            self._columns < counts[:, None], firsts[:, None] + self._columns, self.scratch
+        )
+        self.cells.copy_(cells.flatten())
+        self.bounds[0].copy_(starts)
+        self.bounds[1].copy_(counts)
+
+    @property
+    def changing(self) -> Placed:
+        """The numbers that change from round to round."""
+        return Placed(self.positions, self.words, self.cells, self.bounds)
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from shoal.models.compiled.round_functions import (
     RoundFunctions,
     RoundModel,
 )
-from shoal.models.compiled.transfer import Download
+from shoal.models.compiled.transfer import Arrival, Download
 from shoal.models.device_time import Moments
 
 
@@ -38,8 +38,8 @@ class RoundPart(NamedTuple):
     """A function of a round.
 
     Attributes:
-        name: "draft" or "verify".
-        number: the first step of a "draft", the number of drafts of a "verify".
+        name: "draft", "verify", or "advance", which fills the inputs of the round that follows.
+        number: the first step of a "draft", the number of drafts of the others.
     """
 
     name: str
@@ -60,6 +60,7 @@ class RoundParts:
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
         self.kind, self.functions = kind, RoundFunctions(kind, target, drafter)
         self.built: dict[RoundPart, Run] = {}
+        self._results: dict[int, Tensor] = {}  # of the target's pass, by its number of drafts
         self._complete: set[int] = set()  # the arguments of `build` that nothing is lacking for
         self._checked: set[RoundPart] = set()
         self._new: set[RoundPart] = set()  # parts that were run in this round, and are not checked
@@ -93,6 +94,11 @@ class RoundParts:
         return [part for part in parts if part not in self.built]
 
     @property
+    def replays(self) -> bool:
+        """True if the functions that were built are others than the functions themselves."""
+        return self._passes.replays
+
+    @property
     def result_bytes(self) -> int:
         """The approximate bytes that the functions keep between runs: logits, and q in float32."""
         scores = self.kind.rows * self.kind.style.vocab_size
@@ -116,6 +122,7 @@ class RoundParts:
         """
         self.functions.widen()
         self.built.clear()
+        self._results.clear()
         self._complete.clear()
         self._checked.clear()
         self._new.clear()
@@ -141,7 +148,7 @@ class RoundParts:
         if part not in self.built:
             with self._passes.building(f"a round of {self.kind.rows} rows, {name} {number}"):
                 kept = [tensor.clone() for tensor in functions.state]
-                functions.fill_padding(number if name == "verify" else 0)
+                functions.fill_padding(0 if name == "draft" else number)
                 self.built[part] = self._built(name, number)
                 for tensor, own in zip(functions.state, kept, strict=True):
                     tensor.copy_(own)
@@ -150,13 +157,18 @@ class RoundParts:
     def _built(self, name: str, number: int) -> Run:
         passes, cache, functions = self._passes, self._cache, self.functions
         run = self._function(name, number)
-        if name == "verify":
-            return passes.executable(functions.target_view(number).block.bucket, cache, run)
-        return passes.generation(cache).execute(run)
+        if name != "verify":
+            return passes.generation(cache).execute(run)
+        built = passes.executable(functions.target_view(number).block.bucket, cache, run)
+        if functions.results is not None:
+            self._results[number] = functions.results
+        return built
 
     def _function(self, name: str, number: int) -> Run:
         """Returns the function of a part as it is, launched kernel by kernel."""
         functions = self.functions
+        if name == "advance":
+            return partial(functions.advanced, number, self._results[number])
         return partial(functions.verified if name == "verify" else functions.drafted, number)
 
     def _run(self, name: str, number: int) -> Any:
@@ -166,15 +178,43 @@ class RoundParts:
         return self.built[part]()
 
 
+class Launched(NamedTuple):
+    """A target's pass that the device works on.
+
+    Attributes:
+        columns: the number of drafts that it has columns for.
+        results: its results for the host, on the device, [rows, columns] int64.
+        logits: logits of the target, [rows, drafts + 1, vocab]; good until the next pass.
+        arrival: the results on their way to the host.
+        moments: begin and end of the drafter's work and of the pass.
+        drafting: seconds of the drafter in this round that were waited for.
+        drafts: True if the drafter has worked since then.
+        replays: the buffers before the pass, if it is to be compared with its function.
+    """
+
+    columns: int
+    results: Tensor
+    logits: Tensor
+    arrival: Arrival
+    moments: Moments
+    drafting: float
+    drafts: bool
+    replays: FirstReplays | None
+
+
 class CapturedRound(RoundParts):
     """A round of one kind: its parts run one after another.
+
+    Two of its rounds may be under way: `follow` launches the next one before `collect` waits for
+    the one before.
 
     Args:
         drafter: None for plain decoding, k = 0.
 
     Attributes:
-        logits: logits of the target in the last round, [rows, drafts + 1, vocab].
         drafting: seconds of the drafter on the device in this round, as far as it was waited for.
+        logits: logits of the target in the round that was collected last, [rows, drafts + 1,
+            vocab]; None before.
     """
 
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
@@ -182,11 +222,17 @@ class CapturedRound(RoundParts):
         self._models = [model.passes for model in (target, drafter) if model is not None]
         self.logits: Tensor | None = None
         self.drafting, self._ran, self._waiting = 0.0, 0, False
-        self._moments, self._download = Moments(target.passes.hf.device, 4), Download()
+        device = target.passes.hf.device
+        self._moments, self._others = Moments(device, 4), Moments(device, 4)
+        self._download = Download()
 
     def begin(self) -> None:
         """Sends the inputs: all, or only those of the steps if draft lengths are not known yet."""
         self.functions.inputs.send(*(DRAFTING[0], DRAFTING[-1]) if self.kind.looks else ())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._moments, self._others = self._others, self._moments
         self._new, self.drafting, self._ran = set(), 0.0, 0
 
     def draft(self, steps: int) -> None:
@@ -212,31 +258,79 @@ class CapturedRound(RoundParts):
         confidences: list[list[float]] = found.view(np.float64)[:, :rows].tolist()
         return confidences
 
-    def verify(self, drafts: int, rows: int) -> Found:
-        """Computes the target's pass over `drafts` drafts, and the decision; waits for the results.
-
-        Args:
-            rows: number of rows, from the first on, whose results are returned.
+    def launch(self, drafts: int) -> Launched:
+        """Launches the target's pass over `drafts` drafts, and the decision; does not wait.
 
         Raises:
             ReplacedWeights: weights of either model were replaced since the functions were built.
-            ArithmeticError: a first replay computes other bits than its function.
         """
         columns = self.columns(drafts)
         self._part("verify", columns)
         if self.kind.looks:
             self.functions.inputs.send(VERIFYING[0], VERIFYING[-1])
-        replays = self._first_replays("verify", [columns])
-        self._moments.note(2)
-        results, self.logits = self._run("verify", columns)
-        self._moments.note(3)
+        replays, moments = self._first_replays("verify", [columns]), self._moments
+        moments.note(2)
+        results, logits = self._run("verify", columns)
+        moments.note(3)
+        arrival = self._download.start(results)
         for captures in self._models:  # while the device works
             captures.require_same_weights()
-        numbers = self._download(results)[:rows].copy()
-        self._add_drafting()
-        if replays is not None:
-            replays.compare([self._function("verify", columns)], [(results, self.logits)])
-        found = unpacked(numbers, self.logits[:rows], self.drafting, self._moments.seconds(2, 3))
+        drafting, drafts, self._waiting = self.drafting, self._waiting, False
+        return Launched(columns, results, logits, arrival, moments, drafting, drafts, replays)
+
+    def follow(self, before: Launched, uniforms: Tensor) -> Launched:
+        """Launches the round that follows one which is under way; does not wait.
+
+        Args:
+            before: that round, whose real rows all have as many drafts as it computed.
+            uniforms: the uniforms of the next 2 k + 2 positions of the rows, [rows, positions,
+                numbers] float64 on the host.
+
+        Raises:
+            ReplacedWeights: see `launch`.
+            ArithmeticError: the first inputs are other bits than their function computes.
+        """
+        functions, drafts = self.functions, before.columns
+        functions.following.reuse()
+        table = functions.following.reals_on_host("uniforms")
+        table.reshape(self.kind.rows, -1, self.kind.numbers)[: len(uniforms)] = uniforms.numpy()
+        functions.following.send()
+        self._advance(drafts)
+        self._begin()
+        if self.kind.k:
+            self.draft(self.kind.k)
+        return self.launch(drafts)
+
+    def _advance(self, drafts: int) -> None:
+        """Fills the inputs of the next round; compares the first ones with their function's."""
+        part, buffer = RoundPart("advance", drafts), self.functions.inputs.buffer
+        run = self._part(*part)
+        if part in self._checked or not self._passes.replays:
+            run()
+            return
+        before = buffer.clone()
+        run()
+        ours = buffer.clone()
+        buffer.copy_(before)
+        self._function(*part)()
+        if not torch.equal(ours, buffer):
+            raise ArithmeticError("a replay does not write the inputs that its function writes")
+        self._checked.add(part)
+
+    def collect(self, launched: Launched, rows: Sequence[int]) -> Found:
+        """Returns the results of these rows of a round; waits for them.
+
+        Raises:
+            ArithmeticError: a first replay computes other bits than its function.
+        """
+        numbers, moments = launched.arrival.wait()[rows], launched.moments
+        self.logits = launched.logits
+        drafting = launched.drafting + (moments.seconds(0, 1) if launched.drafts else 0.0)
+        verifying = moments.seconds(2, 3)
+        if launched.replays is not None:
+            run = self._function("verify", launched.columns)
+            launched.replays.compare([run], [(launched.results, launched.logits)])
+        found = unpacked(numbers, launched.logits[: len(rows)], drafting, verifying)
         if found.too_few:
             self._widen()
         return found

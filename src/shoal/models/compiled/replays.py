@@ -44,6 +44,7 @@ class FirstReplays:
             ArithmeticError: a replay computes other bits than its function.
         """
         functions, steps = self._functions, self._functions.steps.copy()
+        kept = functions.results
         after, cells = functions.inputs.buffer.clone(), self._cells()
         for tensor, value in zip(functions.state, self._before, strict=True):
             tensor.copy_(value)
@@ -51,7 +52,7 @@ class FirstReplays:
         for run, found in zip(runs, results, strict=True):
             for ours, right in zip(found, run(), strict=True):
                 _require(~(_differ(ours, right) & real), "values")
-        functions.steps[:] = steps  # their addresses are known to graphs
+        functions.steps[:], functions.results = steps, kept  # their addresses are known to graphs
         _require(_bits(after) == _bits(functions.inputs.buffer), "buffers")
         for written, ours, right in zip(self._written, cells, self._cells(), strict=True):
             padding = written.cells == written.block.scratch

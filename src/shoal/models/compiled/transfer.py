@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.models.device_time import event_for
+
 Numbers = npt.NDArray[np.int64]
 
 
@@ -16,7 +18,7 @@ class Upload:
     """The named parts of one buffer of 64-bit numbers, copied to the device at once.
 
     The parts are filled on the host. The copy is not waited for. Nothing is written to the host's
-    buffer before the round's results have come back; by then the copy is over.
+    buffer before results that were sent after it have come back; by then the copy is over.
 
     Args:
         sizes: number of each part's numbers.
@@ -25,6 +27,7 @@ class Upload:
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         self._host = host_buffer(sum(sizes.values()), device)
         self._device = torch.zeros(len(self._host), dtype=torch.long, device=device)
+        self._sent = event_for(device)
         names, lengths = list(sizes), list(sizes.values())
         self._ends = np.cumsum([0, *lengths]).tolist()
         self._parts = dict(zip(names, self._device.split(lengths), strict=True))
@@ -52,10 +55,17 @@ class Upload:
         """Copies all parts, or those from `first` to `last`."""
         if first is None or last is None:
             self._device.copy_(self._host, non_blocking=True)
+            if self._sent is not None:
+                self._sent.record(torch.cuda.current_stream(self._device.device))
             return
         names = list(self._parts)
         begin, end = self._ends[names.index(first)], self._ends[names.index(last) + 1]
         self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
+
+    def reuse(self) -> None:
+        """Waits until the last copy of all parts is over, if no results that came later have."""
+        if self._sent is not None:
+            self._sent.synchronize()
 
     @property
     def buffer(self) -> Tensor:
@@ -82,18 +92,46 @@ def _as_numbers(part: Tensor) -> Tensor:
     return part.double().view(torch.long) if part.is_floating_point() else part.long()
 
 
+class Arrival:
+    """Results on their way to the host.
+
+    Args:
+        found: the buffer on the host that they are copied to, [rows, columns] int64.
+        device: the device that they come from.
+    """
+
+    def __init__(self, found: Tensor, device: torch.device) -> None:
+        self._found, self._device = found, device
+        self._event = event_for(device) if found.is_pinned() else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> Numbers:
+        """Returns the results, good until the next but one are sent. A round waits here."""
+        if self._event is not None:
+            self._event.synchronize()
+        elif self._found.is_pinned():
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._found.numpy()
+
+
 class Download:
-    """The transfer of results to the host, as soon as they are there: a round waits here."""
+    """The transfer of results to the host; those of two rounds may be under way."""
 
     def __init__(self) -> None:
-        self._host: Tensor | None = None
+        self._hosts: list[Tensor | None] = [None, None]
+        self._next = 0
+
+    def start(self, results: Tensor) -> Arrival:
+        """Sends results [rows, columns] int64 as soon as they are there; does not wait."""
+        place, self._next = self._next, 1 - self._next
+        host = self._hosts[place]
+        if host is None or len(host) < results.numel():
+            host = self._hosts[place] = host_buffer(results.numel(), results.device)
+        found = host[: results.numel()].view(results.shape)
+        found.copy_(results, non_blocking=True)
+        return Arrival(found, results.device)
 
     def __call__(self, results: Tensor) -> Numbers:
-        """Returns the results [rows, columns] int64 on the host, good until the next ones."""
-        if self._host is None or len(self._host) < results.numel():
-            self._host = host_buffer(results.numel(), results.device)
-        found = self._host[: results.numel()].view(results.shape)
-        found.copy_(results, non_blocking=True)
-        if found.is_pinned():
-            torch.cuda.current_stream(results.device).synchronize()
-        return found.numpy()
+        """Returns the results on the host, and waits for them."""
+        return self.start(results).wait()

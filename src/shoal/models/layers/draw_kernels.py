@@ -215,3 +215,87 @@ def feed(
         tl.store(positions + row, tl.load(positions + row) + count)
         tl.store(cells + row, tl.load(cells + row) + count)
         tl.store(starts + row, tl.load(starts + row) + count)
+
+
+@triton.jit
+def advance(
+    results,
+    result_stride,
+    tokens,
+    last,
+    uniforms,
+    table,
+    target_positions,
+    target_cells,
+    target_bounds,
+    first_positions,
+    first_words,
+    first_cells,
+    first_bounds,
+    later_positions,
+    later_cells,
+    later_bounds,
+    pending,
+    rows,
+    capacity,
+    scratch,
+    most,
+    K: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Fills the inputs of the round that follows one of K drafts, by its results; grid (rows,).
+
+    All tensors are int64 but uniforms [rows, K + 1, NUMBERS] and table [rows, 2 K + 2, NUMBERS],
+    float64. results: accepted drafts and the token after them, `result_stride` apart. tokens
+    [rows, K + 1] hold the drafts. The positions and cells of the target's block [rows, K + 1], the
+    drafter's first block [rows, 2] and its later ones [rows, 1]; bounds: starts, counts and offsets
+    of the rows, [3, rows]. The drafter's cache lacks a row's last draft if all were accepted.
+    COLUMNS and PLACES are powers of two that cover K + 1 and (K + 1) NUMBERS.
+    """
+    row = tl.program_id(0)
+    accepted = tl.load(results + row * result_stride)
+    following = tl.load(results + row * result_stride + 1)
+    count = tl.load(target_bounds + rows + row)
+    real = tl.minimum(count, 1)
+    step = (accepted + 1) * real
+    start = tl.load(target_bounds + row) + step
+    column = tl.arange(0, COLUMNS)
+    place = row * (K + 1) + column
+    position = tl.load(target_positions + place, mask=column <= K, other=0)
+    tl.store(target_positions + place, position + step, mask=column <= K)
+    cell = tl.load(target_cells + place, mask=column < count, other=0)
+    tl.store(target_cells + place, cell + step, mask=column < count)
+    tl.store(target_bounds + row, start)
+    tl.store(last + row, following)
+    number = tl.arange(0, PLACES)
+    drawn = tl.load(
+        table + (row * 2 * (K + 1) + accepted + 1) * NUMBERS + number,
+        mask=number < (K + 1) * NUMBERS,
+        other=0.0,
+    )
+    tl.store(uniforms + row * (K + 1) * NUMBERS + number, drawn, mask=number < (K + 1) * NUMBERS)
+    if K > 0:
+        lacks = tl.where(accepted == K, real, 0)
+        begin = start - lacks
+        own = row * capacity - tl.load(first_bounds + 2 * rows + row) + begin
+        tl.store(first_positions + 2 * row, begin)
+        tl.store(first_positions + 2 * row + 1, begin + lacks)
+        tl.store(first_words + 2 * row, tl.full([], 1, tl.int64))
+        tl.store(first_words + 2 * row + 1, 1 + 2 * lacks)
+        tl.store(first_cells + 2 * row, tl.where(real > 0, own, scratch))
+        tl.store(first_cells + 2 * row + 1, tl.where(lacks > 0, own + 1, scratch))
+        tl.store(first_bounds + row, begin)
+        tl.store(first_bounds + rows + row, real + lacks)
+        after = (start + 1) * real
+        behind = row * capacity - tl.load(later_bounds + 2 * rows + row) + after
+        tl.store(later_positions + row, after)
+        tl.store(later_cells + row, tl.where(real > 0, behind, scratch))
+        tl.store(later_bounds + row, after)
+        tl.store(later_bounds + rows + row, real)
+        draft = tl.load(tokens + row * (K + 1) + K)
+        head = tl.where(lacks > 0, draft, following)
+        tail = tl.where(lacks > 0, following, 0)
+        tl.store(pending + 2 * row, tl.minimum(head, most))
+        tl.store(pending + 2 * row + 1, tl.minimum(tail, most))

@@ -1,0 +1,257 @@
+"""Captured rounds that are launched before the host knows the verdict of the round before, on a pretended device.
+
+Tests of: drafting.captured_ahead, drafting.captured, models.compiled.captured_round,
+models.compiled.round_functions, models.compiled.block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from captured_device import device, engine
+from pretend import Pretend
+from shoal.config import Limits, Sampling
+from shoal.drafting.captured import CapturedRounds
+from shoal.drafting.captured_inputs import fill_drafting, fill_target
+from shoal.engine.engine import Engine
+from shoal.models.cache import Plan
+from shoal.models.compiled import round_functions
+from shoal.models.compiled.block import Block
+from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.captured_round import CapturedRound
+from shoal.sampling.acceptance import RULES
+from shoal.testing.engines import runners_of
+from shoal.types.requests import Request
+
+__all__ = ["device"]
+K, NEW = 4, 40
+SAMPLED = [Sampling(0.8, seed=i) for i in range(3)]
+CASES = [
+    (0, "rejection", SAMPLED),
+    (K, "rejection", SAMPLED),
+    (K, "coupled", SAMPLED),
+    (K, "rejection", [Sampling(temperature=0.0)] * 3),
+    (1, "rejection", SAMPLED),
+    (K, "rejection", [Sampling(top_p=0.9, top_k=20, seed=i) for i in range(3)]),
+]
+
+
+def samples(made: Engine) -> list[tuple[int, ...]]:
+    found = [done.sample for commits in iter(made.step, []) for done in commits if done.sample is not None]
+    return sorted(sample.token_ids for sample in found)
+
+
+def counts(made: Engine) -> dict[str, int]:
+    names = ("rounds", "drafted", "accepted", "target_passes", "draft_passes", "committed")
+    return {name: getattr(made.stats, name) for name in names}
+
+
+def ahead(made: Engine) -> dict[str, int]:
+    return dict(made._captured.ahead)
+
+
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its call on, no round is launched ahead."""
+    monkeypatch.setattr(CapturedRounds, "_followed", lambda *_: None)
+
+
+def failures(made: Engine) -> list[str]:
+    return [one for runner in runners_of(made) if runner.captures is not None for one in runner.captures.failures]
+
+
+@pytest.mark.parametrize(("k", "rule", "samplings"), CASES)
+def test_samples_and_counts_are_those_of_rounds_one_by_one(
+    k: int, rule: str, samplings: Sequence[Sampling], device: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with device:
+        made = engine(k, rule, device, samplings, new=NEW)
+        found = samples(made)
+        without(monkeypatch)
+        plain = engine(k, rule, device, samplings, new=NEW)
+        assert found == samples(plain)
+    assert counts(made) == counts(plain)
+    assert failures(made) == []
+    assert ahead(plain) == {}
+    used = ahead(made)
+    assert set(used) <= {"used", "dropped"}
+    # The first round is compared with its stages, and the last ones are near the ends of rows.
+    assert used["used"] > made.stats.rounds // 2
+
+
+def ending(device: Pretend, k: int, waiting: int) -> Engine:
+    """Five rows of which two end early, and `waiting` more than there are slots for."""
+    made = engine(k, "rejection", device, [], new=NEW)
+    for i in range(8 + waiting):
+        limits = Limits(max_new_tokens=NEW if i % 2 else 16 + i, eos=(5, 9, 11))
+        made.submit(Request((1, 2, 3 + i), 1, Sampling(0.8, seed=i), limits))
+    return made
+
+
+@pytest.mark.parametrize("waiting", [0, 5])
+@pytest.mark.parametrize("k", [0, K])
+def test_rows_that_end_leave_the_others_as_they_are(
+    k: int, waiting: int, device: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with device:
+        made = ending(device, k, waiting)
+        found = samples(made)
+        without(monkeypatch)
+        plain = ending(device, k, waiting)
+        assert found == samples(plain)
+    assert len(found) == 8 + waiting
+    assert failures(made) == []
+    assert ahead(made)["used"] > 3
+
+
+def test_a_row_joins_after_the_round_that_was_launched(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined() -> tuple[Engine, list[tuple[int, ...]]]:
+        made, found = engine(K, "rejection", device, SAMPLED[:2], new=NEW), []
+        for _ in range(4):
+            found += made.step()
+        late = made.submit(Request((7, 8, 9), 1, SAMPLED[2], Limits(max_new_tokens=8)))
+        for _ in range(2):
+            made.step()
+        assert late[0].rounds >= 1
+        return made, samples(made)
+
+    with device:
+        made, found = joined()
+        without(monkeypatch)
+        assert joined()[1] == found
+    assert ahead(made)["used"] > 3
+
+
+def test_a_cancelled_row_does_not_end_the_round_of_the_others(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut() -> tuple[Engine, list[tuple[int, ...]]]:
+        made = engine(K, "rejection", device, SAMPLED, new=NEW)
+        for _ in range(4):
+            made.step()
+        made.cancel(made.scheduler.running[:1])
+        return made, samples(made)
+
+    with device:
+        made, found = cut()
+        without(monkeypatch)
+        assert cut()[1] == found
+    assert ahead(made)["used"] > 3
+    assert "dropped" not in ahead(made)
+
+
+def test_a_cache_that_changes_its_size_drops_the_round(device: Pretend) -> None:
+    with device:
+        made = engine(0, "rejection", device, SAMPLED, new=NEW)
+        expected = samples(engine(0, "rejection", device, SAMPLED, new=NEW))
+        for _ in range(4):
+            made.step()
+        with torch.inference_mode():
+            made.target.cache.reserve(made.target.cache.slots + 4, made.target.cache.capacity + 64)
+        assert samples(made) == expected
+    assert ahead(made)["dropped"] == 1
+
+
+def test_rows_whose_logits_are_read_are_not_followed(device: Pretend) -> None:
+    with device:
+        made = engine(K, "rejection", device, [], new=NEW)
+        made.submit(Request((1, 2, 3), 1, SAMPLED[0], Limits(max_new_tokens=NEW), top_logprobs=2))
+        samples(made)
+    assert ahead(made) == {}
+
+
+def test_bits_of_first_inputs_are_compared(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that fills other inputs than its function ends the kind, with a warning, and rows go on by stages."""
+    advance, calls = round_functions.RoundFunctions.advanced, []
+
+    def wrong(self: Any, drafts: int, results: torch.Tensor) -> Any:
+        calls.append(drafts)
+        found = advance(self, drafts, results)
+        if len(calls) > 2:  # the comparison, after a warm-up and the capture
+            self.inputs["last"].add_(1)
+        return found
+
+    with device:
+        expected = samples(engine(0, "rejection", device, SAMPLED, new=NEW))
+        monkeypatch.setattr(round_functions.RoundFunctions, "advanced", wrong)
+        made = engine(0, "rejection", device, SAMPLED, new=NEW)
+        with pytest.warns(RuntimeWarning, match="does not write the inputs"):
+            assert samples(made) == expected
+
+
+def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, padding included; with rows at different lengths, some of which accept all drafts."""
+    begun = CapturedRounds._begun
+    for_host: list[np.ndarray[Any, Any]] = []
+
+    def filled(self: CapturedRounds, work: Any, uniforms: Any, stop: Any) -> Any:
+        round_ = self._kinds.prepared(work, uniforms(work.k + 1).flatten(2).shape[2], looks=False)
+        assert round_ is not None
+        fill_drafting(round_, work, uniforms(work.k + 1).flatten(2), 0 if self._runner is None else self._runner.vocab_size)
+        fill_target(round_, work, self._target.vocab_size)
+        for_host.append(round_.functions.inputs._host.numpy().copy())
+        return begun(self, work, uniforms, stop)
+
+    def tokens() -> list[tuple[int, ...]]:
+        return samples(engine(K, "rejection", device, SAMPLED, new=NEW))
+
+    with device:
+        follow, launched = CapturedRound.follow, []
+
+        def followed(self: CapturedRound, before: Any, uniforms: torch.Tensor) -> Any:
+            advance = self._advance
+
+            def noted(drafts: int) -> None:
+                advance(drafts)
+                device.synchronize()
+                launched.append(self.functions.inputs.buffer.cpu().numpy().copy())
+
+            monkeypatch.setattr(self, "_advance", noted, raising=False)
+            found = follow(self, before, uniforms)
+            monkeypatch.delattr(self, "_advance")
+            return found
+
+        monkeypatch.setattr(CapturedRound, "follow", followed)
+        expected = tokens()
+        without(monkeypatch)
+        monkeypatch.setattr(CapturedRounds, "_begun", filled)
+        assert tokens() == expected
+    assert len(launched) > 4
+    starts = {own.tobytes() for own in for_host}
+    assert all(own.tobytes() in starts for own in launched)
+
+
+@pytest.mark.parametrize("q", [1, 2, 5])
+def test_a_block_moves_on_the_device_as_on_the_host(q: int) -> None:
+    rows, capacity, generator = 4, 50, np.random.default_rng(q)
+    block = Block(Bucket(rows, q, capacity), 7 * capacity, torch.device("cpu"))
+    for used in range(rows + 1):
+        starts = generator.integers(0, capacity - q, used).tolist()
+        counts = generator.integers(1, q + 1, used).tolist()
+        zeros = [0] * (rows - used)
+        if used:
+            plan = Plan(list(range(used)), starts, counts, torch.device("cpu"))
+            expected = block.placed(plan, capacity)
+        else:
+            expected = block.empty()
+        block.bounds[2:].zero_()
+        block.move(torch.tensor([*starts, *zeros]), torch.tensor([*counts, *zeros]), capacity)
+        assert block._numbers.tolist() == expected.tolist()
+
+
+def test_uniforms_of_a_position_do_not_depend_on_where_a_round_begins() -> None:
+    """`RoundFunctions.advanced` takes those of the next round from a table that begins at this round's first position."""
+    for rule in (RULES["rejection"](), RULES["coupled"]()):
+        for rounds in (None, [3, 4]):
+            whole = rule.uniforms([1, 2], [10, 20], 10, rounds)
+            part = rule.uniforms([1, 2], [13, 23], 4, rounds)
+            assert torch.equal(whole[:, 3:7], part)
+
+
+def test_a_row_is_followed_only_far_from_its_end(device: Pretend) -> None:
+    with device:
+        made = engine(K, "rejection", device, SAMPLED, new=2 * (K + 1) - 1)
+        samples(made)
+    assert ahead(made) == {}

@@ -1,4 +1,4 @@
-"""What a pass of the target costs with PAD, SPLIT and the fused kernel, by modules and by Triton layers, beside its floor.
+"""What a pass of the target costs with PAD and the fused kernel, by modules and by Triton layers, beside its floor.
 
 Rows at lengths spread between half the context and all of it; one new token each (plain decoding) and seven (verifying six drafts).
 The floor is the time to read the weights, and the keys and values that the rows really have, once at the bandwidth of a large copy.
@@ -29,8 +29,8 @@ from shoal.models import loading
 from shoal.models.passes import use_fused_layers
 from shoal.models.runner import Runner
 
-WARM_UPS = 3
-QUEUED = 8
+WARM_UPS = 2
+QUEUED = 4
 """Passes that wait in the queue while one is timed, so that launching them is no part of it unless it takes longer."""
 NEW_TOKENS = (1, 7)
 Kind = tuple[str, bool]
@@ -119,14 +119,14 @@ def main() -> None:
     parser.add_argument(
         "--contexts", default="short=1024", help="NAME=TOKENS,...: of the longest row; at the first by all methods"
     )
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     device = device_or_exit(options.device)
     target = shaped_pair(options.shape, dtype="auto", device=options.device, max_batch=options.rows).target
     load = Load.of(target)
     assert load is not None
     bandwidth, honest = ceilings(device, target.dtype).bytes, True
-    attention = ["fused", "pad", "split"] if device.type == "cuda" else ["pad", "split"]
+    attention = ["fused", "pad"] if device.type == "cuda" else ["pad", "split"]
     for context in options.contexts.split(","):
         name, _, tokens = context.partition("=")
         starts = [int(int(tokens) * (0.5 + 0.5 * b / max(1, options.rows - 1))) for b in range(options.rows)]

@@ -4,9 +4,10 @@ The ways: rounds captured with Triton layers (what a user gets), Triton layers l
 modules, and modules launched one by one. Greedy tokens of the ways are compared first: in 16 bit, sums in another order may part
 rows, so the line tells how many tokens are the same before the first difference, and nothing fails for it.
 
-The rounds are timed without the profiler first. Kernel times are the device's own (CUPTI). "idle" is the share of a round's time in
-which the device computes nothing: what the host keeps it waiting for. The floor is that of a plain round: weights, keys and values
-once.
+The rounds are timed without the profiler first. "host" is the share of that time in which the device had no captured function to
+work on, by its own events: what the host keeps it waiting for. Kernel times, and "idle", the share in which none ran, are the
+device's own under the profiler (CUPTI), which slows the host and each launch. The floor is that of a plain round: weights, keys and
+values once.
 
 Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/rounds.py
 """
@@ -14,10 +15,12 @@ Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/rounds.py
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -29,6 +32,7 @@ from shoal.bench.roofline import Load, ceilings
 from shoal.bench.work import timed
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.types.requests import Request
 
 WARM_UPS = 8
@@ -146,6 +150,20 @@ def floor_seconds(pair: Shoal, drafts: int, tokens: float, bandwidth: float) -> 
     return moved / bandwidth
 
 
+@contextmanager
+def working() -> Iterator[list[float]]:
+    """Within it, the list receives the seconds that the device works on each captured round."""
+    seconds, collect = list[float](), CapturedRound.collect
+
+    def noted(self: CapturedRound, launched: Any, rows: Any) -> Any:
+        found = collect(self, launched, rows)
+        seconds.append(found.drafting + found.verifying)
+        return found
+
+    with patch.object(CapturedRound, "collect", noted):
+        yield seconds
+
+
 def measured(
     pair: Shoal, way: str, lookahead: str, options: Any, bandwidth: float, trace: Path | None
 ) -> tuple[Line, list[Line]]:
@@ -153,7 +171,7 @@ def measured(
     device, rounds, rows = pair.target.device, options.rounds, options.rows
     engine = started(pair, lookahead, rows, options.prompt_tokens, tokens=8 * (WARM_UPS + 2 * rounds + 2))
     before, lengths = engine.stats.committed, sum(engine.target.cache.lengths[:rows])
-    with timed(device) as watch:
+    with working() as worked, timed(device) as watch:
         for _ in range(rounds):
             engine.step()
     each, committed = watch.seconds / rounds, (engine.stats.committed - before) / rounds
@@ -172,6 +190,7 @@ def measured(
     failures = failures_of([pair.target, pair.draft_model])
     line = {
         "way": way, "lookahead": lookahead, "ms": 1000 * each, "ms per token": 1000 * each * rows / committed if committed else 0.0,
+        "host": 1 - sum(worked) / watch.seconds if worked else None,
         "busy ms": busy / 1000, "idle": 1 - busy / span if span else 1.0, "floor / time": floor / each,
         "kernels": sum(not one.is_copy for one in intervals) / rounds,
         "uploads": sum(n for name, n in copies.items() if "HtoD" in name) / rounds,

@@ -75,11 +75,12 @@ def stages(device: str) -> list[Stage]:
     return [
         Stage("check", "the device, and whether anything can be captured", 40, _script("check", device), True, True),
         Stage(
-            "kernels", "the kernels against float64", 85, _pytest(*kernels, *few), True, True, True, (*TESTS, "triton"), variables
+            "kernels", "the kernels against float64", 170, _pytest(*kernels, *few, workers="8"),
+            True, True, True, (*TESTS, "triton"), variables,
         ),
         Stage(
-            "captured", "captured rounds against ordinary passes", 60,
-            _pytest(str(ROOT / "tests" / "gpu" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2"))),
+            "captured", "captured rounds against ordinary passes", 150,
+            _pytest(str(ROOT / "tests" / "gpu" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2")), workers="4"),
             True, True, True, TESTS, variables,
         ),
         Stage("identity", "greedy tokens of whole runs", 75, _script("identity", device), True, True, True),

@@ -150,8 +150,8 @@ TARGETS = (
     Target("round of six drafts, 8 rows, share of its floor", 0.65, _round("fixed:6", "floor / time")),
     Target("six drafts against plain rounds, per token and row", 2.6, _ratio, "{:.2f}x"),
     Target("speculative against plain decoding, whole runs of 8 rows", 2.6, _speculative("speedup"), "{:.2f}x"),
-    Target("device idle, share of a plain round", 0.03, _round("off", "idle"), "{:.3f}", at_least=False),
-    Target("device idle, share of a round of six drafts", 0.03, _round("fixed:6", "idle"), "{:.3f}", at_least=False),
+    Target("waits for the host, share of a plain round", 0.03, _round("off", "host"), "{:.3f}", at_least=False),
+    Target("waits for the host, share of a round of six drafts", 0.03, _round("fixed:6", "host"), "{:.3f}", at_least=False),
     Target("uploads per round of six drafts", 1, _round("fixed:6", "uploads"), "{:.1f}", at_least=False),
     Target("downloads per round of six drafts", 1, _round("fixed:6", "downloads"), "{:.1f}", at_least=False),
     *(

@@ -303,13 +303,13 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
         return stages.Outcome(stages.Stage(name, name, 1.0, (), proves=proves), result, 1.0, reports, "")
 
     rounds = [
-        {"way": "modules", "lookahead": "off", "floor / time": 0.1, "idle": 0.5},
-        {"way": "captured", "lookahead": "off", "floor / time": 0.9, "idle": 0.01, "ms per token": 6.0},
+        {"way": "modules", "lookahead": "off", "floor / time": 0.1, "host": 0.5},
+        {"way": "captured", "lookahead": "off", "floor / time": 0.9, "host": 0.01, "ms per token": 6.0},
         {
             "way": "captured",
             "lookahead": "fixed:6",
             "floor / time": 0.3,
-            "idle": 0.2,
+            "host": 0.2,
             "uploads": 1.0,
             "downloads": 3.0,
             "ms per token": 2.0,
@@ -329,8 +329,8 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
     assert words["round of six drafts, 8 rows, share of its floor"] == ("0.30", "missed")
     assert words["six drafts against plain rounds, per token and row"] == ("3.00x", "met")
     assert words["speculative against plain decoding, whole runs of 8 rows"] == ("4.00x", "met")
-    assert words["device idle, share of a plain round"] == ("0.010", "met")
-    assert words["device idle, share of a round of six drafts"] == ("0.200", "missed")
+    assert words["waits for the host, share of a plain round"] == ("0.010", "met")
+    assert words["waits for the host, share of a round of six drafts"] == ("0.200", "missed")
     assert words["downloads per round of six drafts"] == ("3.0", "missed")
     assert words["tokens per second against Transformers, batch 8"] == ("5.00x", "met")
     assert words["tokens per second against Transformers, batch 1"] == ("0.89x", "missed")

@@ -239,7 +239,8 @@ class CapturedRounds:
             fill_target(round_, work, target.vocab_size)
             clock.drafted()
         if self._runner is not None and round_.unchecked("draft"):
-            check_drafts(round_, work, self._runner)
+            with round_.comparing():
+                check_drafts(round_, work, self._runner)
         launched = round_.launch(max(work.lengths) if stop else work.k)
         return Begun(round_, work, launched, range(work.plan.rows), clock)
 
@@ -276,7 +277,8 @@ class CapturedRounds:
             else clock.shares()
         )
         if round_.unchecked("verify"):
-            check_verdict(round_, work, found, target)
+            with round_.comparing():
+                check_verdict(round_, work, found, target)
         if self._ahead is not None:
             lengths = list(map(add, work.plan.starts, (1 + found.accepted).tolist()))
             self._ahead = self._ahead._replace(lengths=lengths)

@@ -92,7 +92,7 @@ def may_follow(
     the room; and all functions must have been checked.
     """
     kind, k, rows = round_.kind, work.k, len(work.rows)
-    if kind.looks or not round_.replays or round_.unchecked("draft") or round_.unchecked("verify"):
+    if kind.looks or not round_.can_advance(k):
         return False
     room = min(target.cache.capacity, kind.target_keys) - max(work.plan.tails)
     if work.first is not None and drafter is not None:

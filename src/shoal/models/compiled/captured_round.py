@@ -13,6 +13,7 @@ the draft lengths follow in an upload of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,10 +94,17 @@ class RoundParts:
         parts += [RoundPart("verify", self.columns(width)) for width in widths]
         return [part for part in parts if part not in self.built]
 
-    @property
-    def replays(self) -> bool:
-        """True if the functions that were built are others than the functions themselves."""
-        return self._passes.replays
+    def can_advance(self, drafts: int) -> bool:
+        """Returns True if the device can fill the inputs of the round after one of `drafts` drafts.
+
+        The results of that round must always lie in the same memory, as those of a replay do, and
+        all functions must have been checked.
+        """
+        return self._passes.replays and drafts in self._results and not self._new
+
+    def comparing(self) -> AbstractContextManager[None]:
+        """Returns a context whose time is no part of a round's."""
+        return self._passes.comparing()
 
     @property
     def result_bytes(self) -> int:
@@ -245,7 +253,8 @@ class CapturedRound(RoundParts):
         results = [self._run("draft", first) for first in firsts]
         self._moments.note(1)
         if replays is not None:
-            replays.compare([self._function("draft", first) for first in firsts], results)
+            with self.comparing():
+                replays.compare([self._function("draft", first) for first in firsts], results)
         self._ran, self._waiting = steps, True
 
     def confidences(self, rows: int) -> list[list[float]]:
@@ -308,12 +317,14 @@ class CapturedRound(RoundParts):
         if part in self._checked or not self._passes.replays:
             run()
             return
-        before = buffer.clone()
-        run()
-        ours = buffer.clone()
-        buffer.copy_(before)
-        self._function(*part)()
-        if not torch.equal(ours, buffer):
+        with self.comparing():
+            before = buffer.clone()
+            run()
+            ours = buffer.clone()
+            buffer.copy_(before)
+            self._function(*part)()
+            same = torch.equal(ours, buffer)
+        if not same:
             raise ArithmeticError("a replay does not write the inputs that its function writes")
         self._checked.add(part)
 
@@ -329,7 +340,8 @@ class CapturedRound(RoundParts):
         verifying = moments.seconds(2, 3)
         if launched.replays is not None:
             run = self._function("verify", launched.columns)
-            launched.replays.compare([run], [(launched.results, launched.logits)])
+            with self.comparing():
+                launched.replays.compare([run], [(launched.results, launched.logits)])
         found = unpacked(numbers, launched.logits[: len(rows)], drafting, verifying)
         if found.too_few:
             self._widen()

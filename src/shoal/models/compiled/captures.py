@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.errors import InternalError
@@ -89,7 +90,7 @@ class Captures:
         knows_prefixes: rows whose prompt is shared may take part.
         built: number of functions that were captured, by kind of round.
         ran: number of passes that captured rounds have computed, by kind of round.
-        seconds_building: time that captures took.
+        seconds_building: time that captures and the comparisons of first rounds took.
         candidates: number of candidates that rounds of a style turned out to need
             (`shoal.sampling.truncation.listed_softmax`).
         failed: the rounds that are left to their stages because a capture of them failed.
@@ -238,6 +239,18 @@ class Captures:
         """Times the capture of a function, which is no part of any round's time."""
         started = time.perf_counter()
         log.info("%s: building %s (%s) ...", self.name, subject, self.executor)
+        yield
+        self.seconds_building += time.perf_counter() - started
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Times the comparison of a first round, which is no part of any round's time either.
+
+        First waits for the round itself. A controller would take first rounds for expensive.
+        """
+        if self.hf.device.type == "cuda":
+            torch.cuda.current_stream(self.hf.device).synchronize()
+        started = time.perf_counter()
         yield
         self.seconds_building += time.perf_counter() - started
 

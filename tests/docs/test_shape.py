@@ -21,8 +21,8 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 394,
-    "lines": 81_047,
+    "modules": 396,
+    "lines": 81_570,
     "short modules": 13,
     "long modules": 3,
     "long functions": 6,

@@ -12,21 +12,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from captured_models import hf, rows_of
-from captured_models import runner as captured_runner
 from mutants import mutant
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
 from shoal.models.compiled import round_functions
-from shoal.models.compiled.captures import CAPTURED, Captures
+from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.executors.without_modules import TRITON_LAYERS
 from shoal.models.layers import draw_kernels
@@ -165,33 +162,6 @@ MOVED = [[11, 13, 15], [14, 16, 18], [17, 19, 21], [10, 11, 12]]
 def test_the_next_block_is_filled_and_moves_on() -> None:
     assert fed() == [[5, 6, 7], KEPT, MOVED]
     assert fed(advances=False) == [[5, 6, 7], KEPT, torch.arange(1, 13).view(4, 3).tolist()]
-
-
-@torch.inference_mode()
-def advanced(k: int, rule: str, by_kernels: bool) -> Tensor:
-    """The inputs of the round after one of k drafts, as they are filled in by made-up results; one row is padding."""
-    models = [captured_runner(hf(seed=0), "eager"), captured_runner(hf(seed=1), "eager") if k else None]
-    made = engine_of(*models, Fixed(k), rule=RULES[rule](), max_batch=8)
-    rows_of(made, [Sampling(0.8, seed=i) for i in range(3)])
-    target = runners_of(made)[0]
-    assert target.captures is not None
-    known = [one for one in target.captures.generation(target.cache).rounds.values() if one.kind.k == k]
-    functions, generator = known[0].functions, torch.Generator().manual_seed(k)
-    rows, numbers = functions.kind.rows, functions.inputs.buffer
-    uniforms = functions.following.reals("uniforms")
-    uniforms.copy_(torch.rand(len(uniforms), generator=generator, dtype=torch.float64))
-    functions.tokens.copy_(torch.randint(1, 90, functions.tokens.shape, generator=generator))
-    results = torch.randint(1, 90, (rows, 7), generator=generator).to(DEVICE)
-    results[:, 0] = torch.arange(rows) % (k + 1)
-    with patch.object(Captures, "by_kernels", new=by_kernels):
-        functions.advanced(k, results)
-    return numbers.cpu()
-
-
-@pytest.mark.parametrize(("k", "rule"), [(0, "rejection"), (1, "rejection"), (4, "rejection"), (4, "coupled")])
-def test_the_inputs_of_the_next_round_are_those_of_torch(k: int, rule: str) -> None:
-    right = advanced(k, rule, by_kernels=False)
-    assert torch.equal(advanced(k, rule, by_kernels=True), right)
 
 
 MUTANTS = {

@@ -114,13 +114,6 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
         {"weights": "*fp32", "sums": "*fp64", "uniforms": "*fp64", "tokens": "*i64"},
         {"PARTS": 64, "BUCKETS": 64, "MEMBERS": 4096}, 16,
     ),
-    "advance": (
-        dict.fromkeys((
-            "results", "tokens", "last", "target_positions", "target_cells", "target_bounds", "first_positions", "first_words",
-            "first_cells", "first_bounds", "later_positions", "later_cells", "later_bounds", "pending",
-        ), "*i64") | {"uniforms": "*fp64", "table": "*fp64"},
-        {"K": 6, "NUMBERS": 3, "COLUMNS": 8, "PLACES": 32}, 1,
-    ),
 }  # fmt: skip
 """The same of `gpu_draws`, for the largest vocabulary."""
 

@@ -1,7 +1,7 @@
 """Captured rounds that are launched before the host knows the verdict of the round before, on a pretended device.
 
 Tests of: drafting.captured_ahead, drafting.captured, models.compiled.captured_round,
-models.compiled.round_functions, models.compiled.block.
+models.compiled.next_round, models.compiled.block.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shoal.drafting.captured import CapturedRounds
 from shoal.drafting.captured_inputs import fill_drafting, fill_target
 from shoal.engine.engine import Engine
 from shoal.models.cache import Plan
-from shoal.models.compiled import round_functions
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.captured_round import CapturedRound
+from shoal.models.compiled.next_round import NextRound
 from shoal.sampling.acceptance import RULES
-from shoal.testing.engines import runners_of
+from shoal.testing.drafters import runners_of
 from shoal.types.requests import Request
 
 __all__ = ["device"]
@@ -164,18 +164,18 @@ def test_rows_whose_logits_are_read_are_not_followed(device: Pretend) -> None:
 
 def test_bits_of_first_inputs_are_compared(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay that fills other inputs than its function ends the kind, with a warning, and rows go on by stages."""
-    advance, calls = round_functions.RoundFunctions.advanced, []
+    fill, calls = NextRound.fill, []
 
     def wrong(self: Any, drafts: int, results: torch.Tensor) -> Any:
         calls.append(drafts)
-        found = advance(self, drafts, results)
+        found = fill(self, drafts, results)
         if len(calls) > 2:  # the comparison, after a warm-up and the capture
-            self.inputs["last"].add_(1)
+            self._functions.inputs["last"].add_(1)
         return found
 
     with device:
         expected = samples(engine(0, "rejection", device, SAMPLED, new=NEW))
-        monkeypatch.setattr(round_functions.RoundFunctions, "advanced", wrong)
+        monkeypatch.setattr(NextRound, "fill", wrong)
         made = engine(0, "rejection", device, SAMPLED, new=NEW)
         with pytest.warns(RuntimeWarning, match="does not write the inputs"):
             assert samples(made) == expected
@@ -242,7 +242,7 @@ def test_a_block_moves_on_the_device_as_on_the_host(q: int) -> None:
 
 
 def test_uniforms_of_a_position_do_not_depend_on_where_a_round_begins() -> None:
-    """`RoundFunctions.advanced` takes those of the next round from a table that begins at this round's first position."""
+    """`NextRound.fill` takes those of the next round from a table that begins at this round's first position."""
     for rule in (RULES["rejection"](), RULES["coupled"]()):
         for rounds in (None, [3, 4]):
             whole = rule.uniforms([1, 2], [10, 20], 10, rounds)

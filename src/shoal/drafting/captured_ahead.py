@@ -1,7 +1,7 @@
 """The captured round that a device goes on with while the host commits the one before.
 
 The device can fill the inputs of the next round by the results of the last one
-(`RoundFunctions.advanced`) if the rows, their settings and their draft lengths stay the same. So
+(`NextRound.fill`) if the rows, their settings and their draft lengths stay the same. So
 the next round is launched before the host waits for the verdict: no device stands still while the
 host appends tokens, decodes text, learns and streams.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from shoal.models.cache import Plan
 from shoal.models.cache.pass_plan import Array, chain_words
 from shoal.models.compiled.buckets import Bucket
-from shoal.models.layers.gpu_draws import Placed
 
 MOST_LAYOUTS = 64
 """The number of layouts that a block keeps."""
@@ -162,11 +161,6 @@ class Block:
         self.cells.copy_(cells.flatten())
         self.bounds[0].copy_(starts)
         self.bounds[1].copy_(counts)
-
-    @property
-    def changing(self) -> Placed:
-        """The numbers that change from round to round."""
-        return Placed(self.positions, self.words, self.cells, self.bounds)
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

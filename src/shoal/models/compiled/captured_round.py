@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.compiled.executors import Run
+from shoal.models.compiled.next_round import NextRound
 from shoal.models.compiled.replays import FirstReplays
 from shoal.models.compiled.results import Found, unpacked
 from shoal.models.compiled.round_functions import (
@@ -55,11 +56,13 @@ class RoundParts:
 
     Attributes:
         functions: the functions to build, and their buffers.
+        next: the inputs of the round that follows.
         built: the built functions, by part.
     """
 
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
         self.kind, self.functions = kind, RoundFunctions(kind, target, drafter)
+        self.next = NextRound(self.functions, target, drafter)
         self.built: dict[RoundPart, Run] = {}
         self._results: dict[int, Tensor] = {}  # of the target's pass, by its number of drafts
         self._complete: set[int] = set()  # the arguments of `build` that nothing is lacking for
@@ -104,7 +107,7 @@ class RoundParts:
 
     def comparing(self) -> AbstractContextManager[None]:
         """Returns a context whose time is no part of a round's."""
-        return self._passes.comparing()
+        return self._passes.building("the comparison of a first round")
 
     @property
     def result_bytes(self) -> int:
@@ -176,7 +179,7 @@ class RoundParts:
         """Returns the function of a part as it is, launched kernel by kernel."""
         functions = self.functions
         if name == "advance":
-            return partial(functions.advanced, number, self._results[number])
+            return partial(self.next.fill, number, self._results[number])
         return partial(functions.verified if name == "verify" else functions.drafted, number)
 
     def _run(self, name: str, number: int) -> Any:
@@ -285,25 +288,30 @@ class CapturedRound(RoundParts):
         for captures in self._models:  # while the device works
             captures.require_same_weights()
         drafting, drafts, self._waiting = self.drafting, self._waiting, False
-        return Launched(columns, results, logits, arrival, moments, drafting, drafts, replays)
+        return Launched(
+            columns,
+            results,
+            logits,
+            arrival,
+            moments=moments,
+            drafting=drafting,
+            drafts=drafts,
+            replays=replays,
+        )
 
     def follow(self, before: Launched, uniforms: Tensor) -> Launched:
         """Launches the round that follows one which is under way; does not wait.
 
         Args:
             before: that round, whose real rows all have as many drafts as it computed.
-            uniforms: the uniforms of the next 2 k + 2 positions of the rows, [rows, positions,
-                numbers] float64 on the host.
+            uniforms: see `NextRound.send`.
 
         Raises:
             ReplacedWeights: see `launch`.
             ArithmeticError: the first inputs are other bits than their function computes.
         """
-        functions, drafts = self.functions, before.columns
-        functions.following.reuse()
-        table = functions.following.reals_on_host("uniforms")
-        table.reshape(self.kind.rows, -1, self.kind.numbers)[: len(uniforms)] = uniforms.numpy()
-        functions.following.send()
+        drafts = before.columns
+        self.next.send(uniforms)
         self._advance(drafts)
         self._begin()
         if self.kind.k:

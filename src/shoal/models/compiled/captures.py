@@ -236,21 +236,14 @@ class Captures:
 
     @contextmanager
     def building(self, subject: str) -> Iterator[None]:
-        """Times the capture of a function, which is no part of any round's time."""
-        started = time.perf_counter()
-        log.info("%s: building %s (%s) ...", self.name, subject, self.executor)
-        yield
-        self.seconds_building += time.perf_counter() - started
+        """Times the capture of a function or the comparison of a first round.
 
-    @contextmanager
-    def comparing(self) -> Iterator[None]:
-        """Times the comparison of a first round, which is no part of any round's time either.
-
-        First waits for the round itself. A controller would take first rounds for expensive.
+        Neither is part of any round's time: first waits for the round that is under way.
         """
         if self.hf.device.type == "cuda":
             torch.cuda.current_stream(self.hf.device).synchronize()
         started = time.perf_counter()
+        log.info("%s: building %s (%s) ...", self.name, subject, self.executor)
         yield
         self.seconds_building += time.perf_counter() - started
 

@@ -16,7 +16,7 @@ from shoal.models.compiled.draft_functions import StepComputation, Style, feed, 
 from shoal.models.compiled.results import packed_results
 from shoal.models.compiled.transfer import Upload
 from shoal.models.compiled.view import View
-from shoal.models.layers.gpu_draws import advance, on_device
+from shoal.models.layers.gpu_draws import on_device
 from shoal.sampling.acceptance import ChainRule, accepted_lengths
 from shoal.sampling.truncation import wider
 from shoal.types.rounds import Verdict
@@ -94,8 +94,6 @@ class RoundFunctions:
         steps: the results of each step, until it is computed again; None for a step that was never
             computed.
         results: the results for the host of the target's pass that was computed last; None before.
-        following: the uniforms from which `advanced` takes those of the next round: those of the
-            next 2 k + 2 positions of each row, [rows, 2 k + 2, numbers] float64.
     """
 
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
@@ -119,14 +117,11 @@ class RoundFunctions:
         self.confidences = torch.zeros(k, rows, dtype=torch.float64, device=device)
         self.steps: list[StepComputation | None] = [None] * k
         self.results: Tensor | None = None
-        self.following = Upload({"uniforms": 2 * rows * (k + 1) * kind.numbers}, device)
-        self.following.reals_on_host("uniforms").fill(0.5)
-        self._positions = torch.arange(1, k + 2, device=device)
         known = target.passes.candidates.get(kind.style, kind.style.candidates)
         self._style = kind.style._replace(candidates=known)
         self._matches = bool(kind.style.greedy) and kind.rule.matches_greedy
         self._targets: dict[int, View] = {}  # by the number of drafts that are verified
-        self._views: dict[str, View] = {}
+        self._views: dict[str, View] = {}  # of the drafter's passes: "first" and "later"
         if drafter is not None:
             self._views = {
                 name: _view(drafter, blocks[name], self.inputs[name]) for name in ("first", "later")
@@ -182,6 +177,10 @@ class RoundFunctions:
             view.block.tokens = self.tokens[:, : drafts + 1]
             self._targets[drafts] = view
         return self._targets[drafts]
+
+    def block(self, name: str) -> Block:
+        """Returns the block of a drafter's pass, "first" or "later"."""
+        return self._views[name].block
 
     def written_by_steps(self, begin: int, end: int) -> list[WrittenCells]:
         """Returns the cells that the steps from `begin` to before `end`, which are next, write."""
@@ -245,60 +244,6 @@ class RoundFunctions:
         self.results = packed_results(logits, self.tokens[:, 1 : drafts + 1], drawn, *found)
         return self.results, logits
 
-    def advanced(self, drafts: int, results: Tensor) -> tuple[Tensor, ...]:
-        """Fills the inputs of the round that follows one of `drafts` drafts, by its results.
-
-        All rows that the round has draft that many again. The host need not know the verdict. The
-        drafter's cache lacks a row's last draft if all drafts were accepted.
-
-        Args:
-            results: the results of the round's target pass, [rows, columns] int64.
-
-        Returns:
-            No tensors: all that it writes are inputs.
-        """
-        if self._target.passes.by_kernels:
-            self._advance_by_kernel(drafts, results)
-            return ()
-        kind, drafter, target = self.kind, self._drafter, self.target_view(drafts).block
-        accepted, following = results[:, 0], results[:, 1]
-        counts = target.bounds[1].clone()
-        real = counts.clamp(max=1)
-        starts = target.bounds[0] + (accepted + 1) * real
-        target.move(starts, counts, self._target.cache.capacity)
-        self.inputs["last"].copy_(following)
-        if drafter is not None:
-            first, later = (self._views[name].block for name in ("first", "later"))
-            lacks = (accepted == drafts).long() * real
-            first.move(starts - lacks, real + lacks, drafter.cache.capacity)
-            later.move((starts + 1) * real, real, drafter.cache.capacity)
-            both = torch.stack([self.tokens[:, drafts], following], dim=1)
-            alone = torch.stack([following, torch.zeros_like(following)], dim=1)
-            fed = torch.where(lacks[:, None] > 0, both, alone)
-            self.inputs["pending"].view(kind.rows, -1).copy_(fed.clamp(max=_known(drafter) - 1))
-        table = self.following.reals("uniforms").view(kind.rows, -1, kind.numbers)
-        places = (accepted[:, None] + self._positions)[..., None].expand_as(self.uniforms)
-        self.uniforms.copy_(table.gather(1, places))
-        return ()
-
-    def _advance_by_kernel(self, drafts: int, results: Tensor) -> None:
-        """Does the work of `advanced` in one launch."""
-        drafter, blocks, rows = self._drafter, None, self.kind.rows
-        if drafter is not None:
-            first, later = (self._views[name].block for name in ("first", "later"))
-            pending = self.inputs["pending"].view(rows, -1)
-            sizes = drafter.cache.capacity, first.scratch, _known(drafter) - 1
-            blocks = (first.changing, later.changing, pending, *sizes)
-        advance(
-            results,
-            self.tokens,
-            self.inputs["last"],
-            self.uniforms,
-            self.following.reals("uniforms").view(rows, -1, self.kind.numbers),
-            self.target_view(drafts).block.changing,
-            blocks,
-        )
-
     def decided(self, logits: Tensor) -> Verdict:
         """Returns the verdict on the first drafts, as the rule is defined; a function of tensors.
 
@@ -347,11 +292,6 @@ class RoundFunctions:
 
     def _width(self) -> torch.dtype:
         return torch.promote_types(self._target.passes.hf.dtype, torch.float32)
-
-
-def _known(model: RoundModel) -> int:
-    """Returns the number of ids that a model has scores for."""
-    return int(model.passes.hf.get_output_embeddings().weight.shape[0])
 
 
 def _view(model: RoundModel, bucket: Bucket, numbers: Tensor) -> View:

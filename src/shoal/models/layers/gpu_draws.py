@@ -1,8 +1,7 @@
 """The distributions and draws of a round on a GPU, two launches each instead of seven and thirty.
 
 The draws are those of `shoal.sampling.drawing`: a token may differ only where sums in another order
-round across a uniform. `feed` passes the drawn tokens on in one launch, and `advance` fills the
-inputs of the next round.
+round across a uniform. `feed` passes the drawn tokens on in one launch.
 """
 
 from __future__ import annotations
@@ -222,80 +221,6 @@ def feed(
             starts,
             counts,
             ADVANCES=numbers is not None,
-            num_warps=1,
-        )
-
-
-class Placed(NamedTuple):
-    """The numbers of a block that change from round to round, int64.
-
-    Attributes:
-        positions: [rows, q].
-        words: [rows, q]; None for a block of one column.
-        cells: [rows * q].
-        bounds: starts, counts, offsets and bases of the rows, [4, rows].
-    """
-
-    positions: Tensor
-    words: Tensor | None
-    cells: Tensor
-    bounds: Tensor
-
-
-def advance(
-    results: Tensor,
-    tokens: Tensor,
-    last: Tensor,
-    uniforms: Tensor,
-    table: Tensor,
-    target: Placed,
-    drafter: tuple[Placed, Placed, Tensor, int, int, int] | None,
-) -> None:
-    """Fills the inputs of the next round by the results of this one, in one launch.
-
-    The numbers are those of `RoundFunctions.advanced`, which says more.
-
-    Args:
-        results: the results, [rows, columns] int64.
-        tokens: the last token of each row before the round, then its drafts, [rows, k + 1] int64.
-        last: receives the last token, [rows] int64.
-        uniforms: receives the uniforms, [rows, k + 1, numbers] float64.
-        table: the uniforms of the next 2 k + 2 positions, [rows, 2 k + 2, numbers] float64.
-        target: the target's block of k + 1 columns.
-        drafter: the drafter's first and later blocks, its pending tokens [rows, 2], the cells of a
-            slot, the scratch cell and the largest token that it knows; None without drafts.
-    """
-    from shoal.models.layers import draw_kernels as kernels
-
-    rows, columns, numbers = uniforms.shape
-    first, later, pending, capacity, scratch, most = drafter or (target, target, last, 0, 0, 0)
-    with torch.cuda.device_of(results):
-        kernels.advance[(rows,)](
-            results,
-            results.stride(0),
-            tokens,
-            last,
-            uniforms,
-            table,
-            target.positions,
-            target.cells,
-            target.bounds,
-            first.positions,
-            first.words,
-            first.cells,
-            first.bounds,
-            later.positions,
-            later.cells,
-            later.bounds,
-            pending,
-            rows,
-            capacity,
-            scratch,
-            most,
-            K=columns - 1,
-            NUMBERS=numbers,
-            COLUMNS=_power(columns),
-            PLACES=_power(columns * numbers),
             num_warps=1,
         )
 

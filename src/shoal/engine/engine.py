@@ -489,7 +489,7 @@ class Engine:
         rows that wait.
         """
         scheduler, controller = self.scheduler, self.lookahead
-        if self.guide is not None or scheduler.prefilling or observes_plain_rounds(self.drafter):
+        if self.guides or scheduler.prefilling or observes_plain_rounds(self.drafter):
             return False
         known = max(lengths) == 0 and getattr(controller, "plain_rounds", 1) > 1
         if not (known or getattr(controller, "steady", False)):

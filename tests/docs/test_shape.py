@@ -22,7 +22,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 396,
-    "lines": 81_570,
+    "lines": 81_628,
     "short modules": 13,
     "long modules": 3,
     "long functions": 6,

@@ -12,8 +12,19 @@ import shoal
 from shoal import cli
 from shoal.config import Grammar
 from shoal.constraints.compiler import grammars_of
+from shoal.constraints.grammar_sources import require_readable
 from shoal.errors import RequestError
-from shoal.evaluation.schemas import Schema, TriedSchema, mask_seconds, prompt_of, read_schemas, summary, tried, verdict
+from shoal.evaluation.schemas import (
+    Schema,
+    TriedSchema,
+    mask_seconds,
+    prompt_of,
+    read_schemas,
+    summary,
+    tried,
+    verdict,
+    wrong_tests,
+)
 
 FLAG = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 DAY = {"type": "string", "format": "date-time"}
@@ -26,7 +37,10 @@ def test_the_layouts_of_the_benchmark_are_read(tmp_path: Path) -> None:
     (tmp_path / "easy" / "a.json").write_text(json.dumps(FLAG))
     (tmp_path / "easy" / "b.json").write_text(json.dumps({"schema": DAY, "tests": [{"valid": True, "data": "x"}]}))
     (tmp_path / "c.json").write_text(json.dumps({"properties": {"schema": {}}, "schema": 1, "x": 2}))  # a schema itself
-    lines = [{"json_schema": json.dumps(FLAG), "unique_id": "o1"}, {"json_schema": DAY}]
+    lines = [
+        {"json_schema": json.dumps(FLAG), "unique_id": "o1", "tests": [{"data": {"ok": 1}, "valid": False}]},
+        {"json_schema": DAY},
+    ]
     (tmp_path / "hard.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = {(one.group, one.name): one.schema for one in read_schemas(tmp_path)}
     assert found["easy", "easy/a"] == FLAG
@@ -35,6 +49,8 @@ def test_the_layouts_of_the_benchmark_are_read(tmp_path: Path) -> None:
     assert found["hard", "o1"] == FLAG
     assert list(found.values()).count(DAY) == 2
     assert len(found) == 5
+    tests = {one.name: one.tests for one in read_schemas(tmp_path) if one.tests}
+    assert tests == {"easy/b": (("x", True),), "o1": (({"ok": 1}, False),)}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +59,7 @@ def test_the_layouts_of_the_benchmark_are_read(tmp_path: Path) -> None:
         ("a.json", "{", "is no JSON"),
         ("a.jsonl", '{"schema": 1}\n', "expected the field 'json_schema'"),
         ("a.txt", "", "no .json"),
+        ("a.jsonl", '{"json_schema": {}, "tests": [{"valid": true}]}\n', "a test needs 'data' and 'valid'"),
     ],
 )
 def test_what_is_no_set_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -62,6 +79,8 @@ def test_what_is_no_set_is_refused(tmp_path: Path, name: str, text: str, said: s
         ('{"ok": tru', True, FLAG, "invalid"),
         ('"2026-11-23T20:31:00Z"', True, DAY, "valid"),
         ('"2026-13-23T20:31:00Z"', True, DAY, "invalid"),
+        ('"2026-11-23"', True, DAY, "invalid"),
+        ('"2026-11-23T20:31:00"', True, DAY, "invalid"),
         ("1", True, {"type": "no type"}, "invalid"),
     ],
 )
@@ -74,7 +93,8 @@ def test_the_measures_are_those_of_the_benchmark() -> None:
         TriedSchema("a", "x", "", ("valid", "valid"), 10, 0.002, 0.01),
         TriedSchema("b", "x", "", ("valid", "cut"), 10, 0.004, 0.03),
         TriedSchema("c", "x", "cannot be used"),
-        TriedSchema("d", "y", "cannot be used"),
+        TriedSchema("d", "y", "cannot be used", tests=5),
+        TriedSchema("e", "y", "", ("valid",), 10, 0.002, 0.01, (1,), (2, 3), tests=7),
     ]
     told = summary(found)
     assert told["groups"]["x"]["declared"] == pytest.approx(2 / 3)
@@ -83,9 +103,45 @@ def test_the_measures_are_those_of_the_benchmark() -> None:
     assert told["groups"]["x"]["samples"] == {"valid": 3, "invalid": 0, "cut": 1}
     assert told["groups"]["x"]["compile_ms"] == pytest.approx(3)
     assert told["groups"]["x"]["mask_ms_per_token"] == pytest.approx(2)
-    assert (told["all"]["declared"], told["all"]["empirical"]) == (0.5, 0.25)
-    assert told["groups"]["y"]["compliance"] is None
-    assert told["groups"]["y"]["mask_ms_per_token"] is None
+    assert (told["all"]["declared"], told["all"]["empirical"]) == (0.6, 0.4)
+    assert told["groups"]["y"]["tests"] == told["all"]["tests"] == {"right": 4, "strict": 1, "lax": 2}
+    none = summary([found[3]])["all"]
+    assert none["compliance"] is none["mask_ms_per_token"] is None
+
+
+def test_documents_are_judged_by_the_grammar() -> None:
+    narrow, wide = ({"type": "string", "maxLength": most} for most in (1, 3))
+    tests = tuple((text, len(text) <= 2) for text in ("", "ä", "ab", "abc", "abcd"))
+    assert wrong_tests(Grammar("json_schema", narrow), tests) == (("ab",), ())
+    assert wrong_tests(Grammar("json_schema", wide), tests) == ((), ("abc",))
+    teens = {"type": "integer", "minimum": 10, "maximum": 19}
+    assert wrong_tests(Grammar("json_schema", teens), ((1, False), (12, True))) == ((), ())  # 1 begins 12
+    assert wrong_tests(Grammar("json_schema", FLAG), (({"ok": True}, True), ({"ok": 1}, False), ({}, False))) == ((), ())
+
+
+FEATURES = Path(__file__).parents[2] / "benchmarks" / "json_features"
+
+
+def test_the_committed_schemas_are_kept_or_refused() -> None:
+    """Each document of each feature is judged as jsonschema judges it, wherever the schema is taken at all."""
+    asked, refused, documents = read_schemas(FEATURES), set(), 0
+    for one in asked:
+        assert {fits for _, fits in one.tests} == {True, False}, one.name
+        for data, fits in one.tests:
+            assert (verdict(json.dumps(data), True, one.schema) == "valid") == fits, (one.name, data)
+        grammar = Grammar("json_schema", one.schema)
+        try:
+            require_readable(grammar)
+        except RequestError:
+            refused.add(one.name)
+            continue
+        assert wrong_tests(grammar, one.tests) == ((), ()), one.name
+        documents += len(one.tests)
+    assert refused == {
+        "contains/has-root", "contains/one-big", "dependent/card", "dependent/schema", "if-then-else/country",
+        "if-then-else/delivery", "not/no-admin", "not/not-a-number", "one-of/not-both", "unique-items/numbers",
+    }  # fmt: skip
+    assert (len(asked), len({one.group for one in asked}), documents) == (77, 24, 189)
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,7 @@ def evaluate_schemas(
     Raises:
         RequestError: the directory has no schemas, or llguidance or jsonschema is missing.
     """
+    from shoal.bench.machine import machine
     from shoal.evaluation import schemas
 
     asked = schemas.read_schemas(folder)[:limit]
@@ -128,7 +129,8 @@ def evaluate_schemas(
         return code
     summary = schemas.summary(found)
     if as_json:
-        print(json.dumps({"n": n, "options": dict(options), **summary}))
+        where = {"machine": machine(pair.target.device), "loaded": pair.loaded}
+        print(json.dumps({**where, "n": n, "options": dict(options), **summary}))
     else:
         show_schemas(summary)
     return code
@@ -141,14 +143,17 @@ def show_schemas(summary: Mapping[str, Any]) -> None:
             stdout().print(
                 printable(f"{one['name']}: {one['refused']}"), markup=False, soft_wrap=True
             )
-    heads = "declared", "empirical", "compliance", "valid/invalid/cut", "compile, ms", "mask, ms"
+    tested = any(summary["all"]["tests"].values())
+    heads = ["declared", "empirical", "compliance", "valid/invalid/cut", "compile, ms", "mask, ms"]
+    heads += ["tests right/strict/lax"] if tested else []
     table = plain_table("schemas", "tried", *heads)
     groups = dict(summary["groups"])
     for name, own in (*groups.items(), *([("all", summary["all"])] if len(groups) > 1 else [])):
         shares = (_share(own[share]) for share in ("declared", "empirical", "compliance"))
         counts = "/".join(str(own["samples"][verdict]) for verdict in ("valid", "invalid", "cut"))
         times = (_shown(own["compile_ms"], 1), _shown(own["mask_ms_per_token"], 3))
-        table.add_row(name, str(own["schemas"]), *shares, counts, *times)
+        tests = ["/".join(map(str, own["tests"].values()))] if tested else []
+        table.add_row(name, str(own["schemas"]), *shares, counts, *times, *tests)
     stdout().print(table)
 
 

@@ -1,6 +1,6 @@
 """The JSON schemas of an evaluation set: the accepted schemas, and the fit of their samples.
 
-The layouts and five of the measures are those of JSONSchemaBench (Geng et al., arXiv 2501.10868).
+The layouts and six of the measures are those of JSONSchemaBench (Geng et al., arXiv 2501.10868).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.grammar import GrammarConstraint
+from shoal.constraints.grammar_sources import llguidance_or_refuse, source_of
 from shoal.errors import RequestError
 from shoal.evaluation.problems import records
 
@@ -36,11 +37,13 @@ class Schema:
 
     Attributes:
         group: the directory or file that it comes from.
+        tests: documents with True if they fit the schema.
     """
 
     name: str
     group: str
     schema: Any
+    tests: tuple[tuple[Any, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,9 @@ class TriedSchema:
         tokens: the number of tokens of the samples.
         compile_seconds: the seconds until there was a grammar.
         mask_seconds: the seconds of all masks of the samples, one after the other.
+        strict: the tests' documents that fit the schema and that the grammar does not take.
+        lax: the documents that do not fit and that it takes.
+        tests: the number of the tests.
     """
 
     name: str
@@ -62,6 +68,9 @@ class TriedSchema:
     tokens: int = 0
     compile_seconds: float = 0.0
     mask_seconds: float = 0.0
+    strict: tuple[Any, ...] = ()
+    lax: tuple[Any, ...] = ()
+    tests: int = 0
 
     @property
     def covered(self) -> bool:
@@ -76,7 +85,8 @@ def read_schemas(folder: Path) -> list[Schema]:
     """Reads the schemas in a directory and its subdirectories.
 
     A `.json` file is a schema, or an object with "schema" (and "tests"). The lines of a `.jsonl`
-    file have it as "json_schema", an object or its text, and "unique_id".
+    file have it as "json_schema", an object or its text, "unique_id" and "tests". A test has "data"
+    and "valid".
 
     Raises:
         RequestError: there is no such directory, nothing in it, or something else.
@@ -100,7 +110,8 @@ def _read(file: Path, folder: Path) -> Iterator[Schema]:
                 )
             given = record["json_schema"]
             schema = _parsed(given, place) if isinstance(given, str) else given
-            yield Schema(str(record.get("unique_id", place)), str(where.with_suffix("")), schema)
+            name = str(record.get("unique_id", place))
+            yield Schema(name, str(where.with_suffix("")), schema, _tests(record, place))
     elif file.suffix == ".json":
         try:
             schema = _parsed(file.read_text(encoding="utf-8"), str(file))
@@ -112,7 +123,15 @@ def _read(file: Path, folder: Path) -> Iterator[Schema]:
             "meta",
         }
         group = folder.resolve().name if where.parent == Path() else str(where.parent)
-        yield Schema(str(where.with_suffix("")), group, schema["schema"] if holds else schema)
+        own, tests = (schema["schema"], _tests(schema, str(file))) if holds else (schema, ())
+        yield Schema(str(where.with_suffix("")), group, own, tests)
+
+
+def _tests(record: Mapping[str, Any], where: str) -> tuple[tuple[Any, bool], ...]:
+    try:
+        return tuple((one["data"], bool(one["valid"])) for one in record.get("tests") or ())
+    except (TypeError, KeyError) as error:
+        raise RequestError(f"{where}: a test needs 'data' and 'valid'") from error
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -157,6 +176,7 @@ def tried(
             verdict(sample.text, sample.finish_reason == "eos", one.schema) for sample in samples
         )
         masks = sum(mask_seconds(constraint, sample.token_ids, pair) for sample in samples)
+        strict, lax = wrong_tests(grammar, one.tests)
         yield TriedSchema(
             one.name,
             one.group,
@@ -165,6 +185,9 @@ def tried(
             tokens=sum(len(s.token_ids) for s in samples),
             compile_seconds=seconds,
             mask_seconds=masks,
+            strict=strict,
+            lax=lax,
+            tests=len(one.tests),
         )
 
 
@@ -182,6 +205,25 @@ def mask_seconds(constraint: GrammarConstraint, tokens: Sequence[int], pair: Sho
         total += time.perf_counter() - started
         state = constraint.advance(state, token)
     return total
+
+
+def wrong_tests(
+    grammar: Grammar, tests: Sequence[tuple[Any, bool]]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the documents that a grammar wrongly refuses, and those that it wrongly takes.
+
+    A document is written as `json.dumps` writes it, byte by byte: no tokenizer's choice matters.
+    """
+    library, source = llguidance_or_refuse(), source_of(grammar)
+    alphabet = library.LLTokenizer("byte")
+    wrong: dict[bool, list[Any]] = {True: [], False: []}
+    for data, fits in tests:
+        text = json.dumps(data, ensure_ascii=False).encode()
+        matcher = library.LLMatcher(alphabet, source, log_level=0)
+        taken = matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+        if taken != fits:
+            wrong[fits].append(data)
+    return tuple(wrong[True]), tuple(wrong[False])
 
 
 def verdict(text: str, ended: bool, schema: Any) -> Verdict:
@@ -209,9 +251,14 @@ def _validator() -> tuple[Any, Any]:
             "documents are validated by the jsonschema package: pip install '.[eval]'"
         ) from None
     made = jsonschema.FormatChecker()
-    made.checks("date-time", ValueError)(lambda text: bool(datetime.datetime.fromisoformat(text)))
+    made.checks("date-time", ValueError)(_is_moment)
     made.checks("time", ValueError)(lambda text: datetime.time.fromisoformat(text) is not None)
     return jsonschema, made
+
+
+def _is_moment(text: str) -> bool:
+    """Returns True for a date with a time and its zone. Python before 3.11 does not read Z."""
+    return datetime.datetime.fromisoformat(text.replace("Z", "+00:00")).tzinfo is not None
 
 
 # ── summary ───────────────────────────────────────────────────────────────────────────────────────
@@ -222,8 +269,9 @@ def summary(found: Sequence[TriedSchema]) -> dict[str, Any]:
 
     Returns:
         "declared": the share that is accepted; "empirical": the share whose samples are all valid;
-        "compliance": the same share of the accepted ones; verdicts of samples; times in
-        milliseconds, medians over schemas.
+        "compliance": the same share of the accepted ones; verdicts of samples; "tests": those of
+        accepted schemas, and the documents that the grammar wrongly refuses ("strict") or takes
+        ("lax"); times in milliseconds, medians over schemas.
     """
     groups = list(dict.fromkeys(one.group for one in found))
     by_group = {group: _summed([one for one in found if one.group == group]) for group in groups}
@@ -240,6 +288,11 @@ def _summed(found: Sequence[TriedSchema]) -> dict[str, Any]:
         "empirical": mean(one.covered for one in found),
         "compliance": mean(one.covered for one in taken) if taken else None,
         "samples": {name: verdicts.count(name) for name in ("valid", "invalid", "cut")},
+        "tests": {
+            "right": sum(one.tests - len(one.strict) - len(one.lax) for one in taken),
+            "strict": sum(len(one.strict) for one in taken),
+            "lax": sum(len(one.lax) for one in taken),
+        },
         "compile_ms": median(1000 * one.compile_seconds for one in taken) if taken else None,
         "mask_ms_per_token": median(masks) if masks else None,
     }

@@ -189,7 +189,12 @@ def attend(
     query, key, value = _dense(query), _dense(key), _dense(value)
     prompts = [] if shared is None else [_dense(tensor) for tensor in shared]
     shared_key, shared_value = prompts or (None, None)
-    shared_strides = [stride for tensor in prompts for stride in tensor.stride()[:2]] or [0] * 4
+    query_row, query_head, query_column = query.stride()[:3]
+    key_row, key_head, key_cell = key.stride()[:3]
+    value_row, value_head, value_cell = value.stride()[:3]
+    shared_key_cell, shared_key_head, shared_value_cell, shared_value_head = [
+        stride for tensor in prompts for stride in tensor.stride()[:2]
+    ] or [0] * 4
     (rows, heads, q, dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[-1]
     if cut is None:
         span = key.shape[2] + (0 if shared is None else shared[0].shape[0])
@@ -200,25 +205,34 @@ def attend(
     logs = None if cut.splits == 1 else parts.new_empty(parts.shape[:-1])
     with torch.cuda.device_of(query):  # Triton launches on the current device
         fused_kernels.attend[rows, kv_heads * cut.tiles(query, key), cut.splits](
-            query,
-            key,
-            value,
-            shared_key,
-            shared_value,
-            sinks,
-            bounds,
-            positions,
-            words,
-            parts,
-            logs,
-            q,
-            heads,
-            scale,
-            EVERYTHING if window is None else window,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *shared_strides,
+            query=query,
+            key=key,
+            value=value,
+            shared_key=shared_key,
+            shared_value=shared_value,
+            sinks=sinks,
+            bounds=bounds,
+            positions=positions,
+            words=words,
+            out=parts,
+            logs=logs,
+            columns=q,
+            heads=heads,
+            scale=scale,
+            window=EVERYTHING if window is None else window,
+            query_row=query_row,
+            query_head=query_head,
+            query_column=query_column,
+            key_row=key_row,
+            key_head=key_head,
+            key_cell=key_cell,
+            value_row=value_row,
+            value_head=value_head,
+            value_cell=value_cell,
+            shared_key_cell=shared_key_cell,
+            shared_key_head=shared_key_head,
+            shared_value_cell=shared_value_cell,
+            shared_value_head=shared_value_head,
             SOFTCAP=softcap,
             GROUP=heads // kv_heads,
             DIM=dim,

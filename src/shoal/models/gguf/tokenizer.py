@@ -285,13 +285,6 @@ def _ids(lib: Any, vocab: Any, text: str, ends: bool) -> list[int]:
     """Returns llama.cpp's ids of a text, special tokens recognised in it."""
     data = text.encode()
     ids = (lib.llama_token * (len(data) + 8))()
-    count = lib.llama_tokenize(
-        vocab,
-        data,
-        len(data),
-        ctypes.cast(ids, ctypes.POINTER(lib.llama_token)),
-        len(ids),
-        ends,
-        True,
-    )
+    room = ctypes.cast(ids, ctypes.POINTER(lib.llama_token)), len(ids)
+    count = lib.llama_tokenize(vocab, data, len(data), *room, ends, True)
     return list(ids[:count])

@@ -72,14 +72,14 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     block = token_block(tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         layer_kernels.eight_bit_product[(-(-tokens // block), -(-outputs // cut.outputs))](
-            x,
-            weight,
-            scales,
-            bias,
-            out,
-            tokens,
-            x.shape[1],
-            outputs,
+            x=x,
+            weight=weight,
+            scales=scales,
+            bias=bias,
+            out=out,
+            tokens=tokens,
+            inputs=x.shape[1],
+            outputs=outputs,
             BLOCK_T=block,
             BLOCK_N=cut.outputs,
             BLOCK_K=cut.inputs,

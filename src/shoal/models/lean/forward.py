@@ -140,16 +140,9 @@ class NativePass:
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalises [tokens, width]. The result is valid until the next call."""
-        kernels, (tokens, width) = self._kernels, x.shape
-        kernels.rms_norm(
-            x.data_ptr(),
-            norm.weight.data_ptr(),
-            self._normed_at,
-            tokens,
-            width,
-            norm.eps,
-            self._threads,
-        )
+        places = x.data_ptr(), norm.weight.data_ptr(), self._normed_at
+        tokens, width = x.shape
+        self._kernels.rms_norm(*places, tokens, width, norm.eps, self._threads)
         return self._normed
 
     def attend(self, states: Tensor, index: int) -> Tensor:

@@ -13,18 +13,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.api import Shoal, load
+    from shoal.api import Shoal
     from shoal.config import Grammar, Limits, Sampling, Speculation
     from shoal.errors import InternalError, ModelError, RequestError, ShoalError
     from shoal.integrations.repository import custom_generate_dir
     from shoal.integrations.transformers import custom_generate
+    from shoal.loader import load
     from shoal.types.samples import Increment, Output, Result, Sample, TopLogprobs
     from shoal.types.stats import Stats
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "api": "Shoal load",
+    "api": "Shoal",
+    "loader": "load",
     "config": "Grammar Limits Sampling Speculation",
     "errors": "InternalError ModelError RequestError ShoalError",
     "types.samples": "Increment Output Result Sample TopLogprobs",

@@ -1,4 +1,4 @@
-"""The main entry: `load` a pair, `generate` or `stream` many samples."""
+"""The main entry: `generate` or `stream` many samples from a pair."""
 
 from __future__ import annotations
 
@@ -11,47 +11,31 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from shoal.config import Grammar, Sampling, Speculation
+from shoal.config import Grammar
 from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
-from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Check, Constraint
 from shoal.constraints.syntax.requests import Syntax
 from shoal.drafting.distillation import Follower, Realignment, require_rollouts
-from shoal.drafting.draft import Draft
-from shoal.drafting.draft_model import DraftModel
-from shoal.drafting.pair_loading import PairOptions, Source, load_pair
 from shoal.drafting.protocol import Drafter
-from shoal.engine.batch_size import FIRST, BatchSizes, require_max_batch
+from shoal.engine.batch_size import FIRST
+from shoal.engine.calls import Call, rule_of
 from shoal.engine.engine import PREPARED_TOKENS, Engine
-from shoal.engine.prefix_cache import PrefixMemory
-from shoal.engine.prefix_store import check_policy
-from shoal.engine.scheduler import CHUNK
+from shoal.engine.pair import Pair
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
-from shoal.lookahead import controller as controllers
-from shoal.models import pretrained
-from shoal.models.load_report import load_report, one_line
-from shoal.models.loading import LoadOptions
 from shoal.models.runner import Runner
-from shoal.models.trimming import Proposable
 from shoal.models.weights.versions import Updates
-from shoal.sampling.acceptance import RULES, Rule
-from shoal.types.keyword_options import Integer, Options, list_of, split_for_each, split_options
-from shoal.types.load_stages import LoadProgress, LoadStages
-from shoal.types.prompt_forms import Prompts, read_prompts, with_token_ids
-from shoal.types.requests import Request, occurrences
+from shoal.types.keyword_options import Integer, Options, split_options
+from shoal.types.prompt_forms import Prompts
 from shoal.types.rollouts import Rollouts
 from shoal.types.samples import Result
 from shoal.values import plain
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 LOG = logging.getLogger("shoal")
 
@@ -59,143 +43,10 @@ AnyConstraint = Constraint[Any] | Check[Any] | Filter | Grammar
 """A constraint of a request, of any kind."""
 
 
-def load(
-    target: Source | None = None,
-    draft: Source | Drafter | None = None,
-    *,
-    guide: Source | None = None,
-    expert: Source | None = None,
-    tokenizer: Any = None,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    attention: str = "auto",
-    max_batch: int | str = "auto",
-    compile: str = "auto",
-    quantize: str | Mapping[str, str] = "off",
-    strict: bool = False,
-    prefix_sharing: str = "auto",
-    prefix_memory: int = 0,
-    tensor_parallel: bool = False,
-    trust_remote_code: bool = False,
-    local_files_only: bool = False,
-    progress: LoadProgress | None = None,
-) -> Shoal:
-    """Loads a target and its drafter.
-
-    The choices that were made are in `Shoal.loaded`, in `Result.stats.loaded` and in a line of the
-    logger "shoal" (INFO). This logger also has a line as each stage begins, unless `progress` is
-    given.
-
-    Args:
-        target: a Hub id, directory or Transformers model; None = the bundled pair. A model object
-            is used as it is: it stays the caller's, and options for loading (dtype, device,
-            revision, quantize) are refused.
-        draft: a smaller model, given like the target, best with the same tokenizer
-            (docs/how-to/drafters.md gives the cost of another one); or a drafter by its name and
-            options ("suffix", "suffix:scope=engine", "medusa:DIR", "self:exit=6"), trees of a model
-            ("DIR:tree=rsd-s") or a sum ("suffix+DIR"), see `shoal.drafting.draft`; or any object of
-            `shoal.drafting.protocol.Drafter`, for one call at a time. None = plain decoding (unless
-            bundled).
-        guide: a second model with the target's tokenizer, given like the target, or "draft" for the
-            draft model: samples with `guidance` are those of the target led away from it (see
-            `shoal.sampling.guidance`). "target": the target itself, for samples with a
-            `negative_prompt`. None = there is none.
-        expert: a third such model, or "draft": samples with `guidance` are led from the guide
-            towards it (proxy tuning). None = towards the target.
-        tokenizer: a Transformers tokenizer; None = the one saved with the target. For a model
-            object it is the one at hand (its `name_or_path`, read without network); without one
-            there are only token ids.
-        dtype: the number format of both: "auto" (on a CPU float32, or bfloat16 for a wide bfloat16
-            checkpoint if the CPU multiplies it, see `shoal.models.formats`; elsewhere the
-            checkpoint's own), "float32", "bfloat16", "float16".
-        device: "auto", "cpu", "cuda", "cuda:1", ...
-        revision: the target's revision on the Hub.
-        draft_revision: the draft model's revision on the Hub.
-        attention: "auto", "pad", "split", "fused" (CUDA), ... (see `shoal.models.attention`).
-        max_batch: the most rows decoded together; more rows than that take turns. "auto": as many
-            as memory holds and as raise tokens per second, by measured rounds (see
-            `shoal.engine.batch_size.AutoBatchSize`). Rows then join at times that differ from run
-            to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a
-            seed's tokens to hold.
-        compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see
-            `shoal.native`), compiled once per machine in about two seconds; "off": neither; "auto":
-            on, on a CPU only if there is a C compiler; "modules": as "auto", but the model's own
-            modules compute all but attention.
-        quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A
-            quantised target is the model that is then decoded losslessly.
-        strict: True = tokens do not depend on the composition of the batch, in 16 bit either
-            (docs/explanation/exactness.md); CPU only.
-        prefix_sharing: "shared": a group's prompt is stored once; "copied":
-            once per row; "auto": shared if that pays (see `shoal.engine.prefix_store`).
-        prefix_memory: the bytes for prompts of earlier calls, so that later calls that begin alike
-            compute only the rest: a chat's next turn, a common system prompt (see
-            `shoal.engine.prefix_cache`); `Stats.restored_tokens` counts the tokens that were not
-            computed. 0 = none are kept. A call then begins with a small pass that tells if the
-            weights are still the same.
-        tensor_parallel: True = all processes that torchrun started share the target
-            (docs/how-to/scale.md). `load` returns in the first one only; the others serve it within
-            this call, and end when it does.
-        trust_remote_code: True = runs code from the model's repository.
-        local_files_only: True = never asks the Hub.
-        progress: called with a `shoal.types.load_stages.LoadStage` as each stage begins, as it
-            ends, and when all is loaded.
-
-    Raises:
-        RequestError: a model or file was not found, or an option is wrong.
-        UnsupportedModel, PairMismatch: with the reason.
-    """
-    stages = LoadStages(progress)
-    asked = LoadOptions(
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        attention=attention,
-        strict=strict,
-        tensor_parallel=tensor_parallel,
-        trust_remote_code=trust_remote_code,
-        local_files_only=local_files_only,
-        compile=compile,
-    )
-    options = PairOptions(asked, draft_revision, quantize, tokenizer, guide, expert)
-    loaded = load_pair(target, draft, options, stages)
-    pair = Shoal(
-        loaded.target,
-        loaded.draft,
-        loaded.tokenizer,
-        max_batch=max_batch,
-        prefix_sharing=prefix_sharing,
-        prefix_memory=prefix_memory,
-        drafting=loaded.drafting,
-        proposable=loaded.proposable,
-    )
-    pair.guide, pair.expert = loaded.guides["guide"], loaded.guides["expert"]
-    LOG.info(one_line(pair.loaded))
-    stages.ready()
-    return pair
-
-
-class Shoal:
+class Shoal(Pair):
     """A loaded pair, ready to generate. As a context manager it closes itself.
 
-    Attributes:
-        target: the target's `Runner`.
-        draft_model: the draft model's `Runner`; None = there is no second model.
-        tokenizer: the Transformers tokenizer; None = ids only.
-        max_batch: see `load`.
-        prefix_sharing: see `load`.
-        prefixes: the prefixes of earlier calls; None = none are kept.
-        drafting: makes drafters other than that of the draft model; None = there are none.
-        proposable: the tokens that a draft model may propose.
-        vocabularies: the vocabularies of a pair whose draft model has another tokenizer.
-        choice: the choice of the method by which it drafts, by counts; None with the same
-            tokenizer.
-        shared: the tokens that a draft model may propose, if these are not all.
-        rule: a rule for all runs, in place of the one that they ask for (experiments); None =
-            theirs.
-        guide: the `Runner` of the guide; None = there is none.
-        expert: the `Runner` of the expert; None = the target.
+    Its attributes are those of `shoal.engine.pair.Pair`.
     """
 
     def __init__(
@@ -203,38 +54,11 @@ class Shoal:
         target: Runner,
         draft_model: Runner | None = None,
         tokenizer: Any = None,
-        *,
-        max_batch: int | str = "auto",
-        prefix_sharing: str = "auto",
-        prefix_memory: int = 0,
-        drafting: Draft | None = None,
-        proposable: Proposable | None = None,
+        **options: Any,
     ) -> None:
-        self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
-        check_policy(prefix_sharing)
-        self.tokenizer, self.max_batch, self.prefix_sharing = (
-            tokenizer,
-            require_max_batch(plain(max_batch)),
-            prefix_sharing,
-        )
-        self.drafting = None if drafting is None or drafting.is_model else drafting
-        self.proposable = proposable or Proposable()
-        self.vocabularies, self.shared = self.proposable.vocabularies, self.proposable.shared
-        self._draft = (
-            None if draft_model is None else DraftModel.of(draft_model, target, self.proposable)
-        )
-        self.choice = None if self._draft is None else self._draft.choice
-        self.rule: Rule | None = None
-        self.guide: Runner | None = None
-        self.expert: Runner | None = None
-        self.pair_costs = controllers.PairCosts(packed=target.skips_padding)
-        self._batch_sizes, self._updates = BatchSizes(), Updates(target.hf)
+        super().__init__(target, draft_model, tokenizer, **options)
+        self._updates = Updates(target.hf)
         self._follower: Follower | None = None
-        self._costs_of: weakref.WeakKeyDictionary[Drafter, controllers.PairCosts] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.eos = pretrained.eos_ids(target.hf, tokenizer)
-        self.prefixes = self._prefix_memory(_require_bytes("prefix_memory", plain(prefix_memory)))
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._executors: dict[int, ThreadPoolExecutor] = {}
 
@@ -242,8 +66,8 @@ class Shoal:
         """Returns another `Shoal` of these models, which measures costs of its own.
 
         Args:
-            max_batch: see `load`.
-            prefix_memory: see `load`.
+            max_batch: see `shoal.loader.load`.
+            prefix_memory: see `shoal.loader.load`.
         """
         other = Shoal(
             self.target,
@@ -259,40 +83,12 @@ class Shoal:
         return other
 
     @property
-    def target(self) -> Runner:
-        """The target's `Runner`. Raises RequestError once this is closed."""
-        return self._open()[0]
-
-    @property
-    def draft_model(self) -> Runner | None:
-        """The draft model's `Runner`; None = there is none.
-
-        Raises RequestError once this is closed.
-        """
-        return self._open()[1]
-
-    @property
-    def drafter_name(self) -> str | None:
-        """The name of the draft model, or of a drafter without a model, with its options.
-
-        None = plain decoding.
-        """
-        if self.drafting is not None:
-            return self.drafting.name
-        return None if self.draft_model is None else self.draft_model.name
-
-    @property
     def _executor(self) -> ThreadPoolExecutor:
         """The one thread of this process that computes streams, which take turns.
 
         It is started when needed. A forked child does not have its parent's.
         """
         return self._executors.setdefault(os.getpid(), ThreadPoolExecutor(1, "shoal"))
-
-    def _open(self) -> tuple[Runner, Runner | None]:
-        if self._models is None:
-            raise RequestError("this Shoal is closed: load the pair again")
-        return self._models
 
     def close(self) -> None:
         """Cancels the streams that still run, and frees caches and models.
@@ -303,22 +99,8 @@ class Shoal:
         self._executor.shutdown()
         for stream in list(self._streams):
             stream.close()
-        self._models = self.prefixes = self._draft = self._follower = None
-        self.guide = self.expert = None
-        gc.collect()  # engines and models hold each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._follower = None
+        super().close()
 
     def __repr__(self) -> str:
         if self._models is None:
@@ -446,44 +228,19 @@ class Shoal:
     ) -> Stream:
         self._open()
         now = time.perf_counter()
-        ends: Sequence[int | None] = ()
-        if suffix is None:
-            found = read_prompts(prompts, self.tokenizer)
-        else:
-            found, ends = read_middles(prompts, suffix, self.tokenizer)
-        samplings, limits, speculation = split_for_each(
-            with_token_ids(options, self.tokenizer), len(found)
-        )
-        counts = (
-            list_of("n", n, len(found)) if isinstance(n := plain(n), Sequence) else [n] * len(found)
-        )
+        call = Call.of(prompts, n, suffix, options, self.tokenizer)
         if self.prefixes is not None:
             self.prefixes.recognise(self.target)
-        engine = self.engine(
-            speculation.lookahead, self.rule or _rule(speculation, samplings), drafter=drafter
-        )
+        engine = self.engine(call.speculation.lookahead, self.rule or call.rule, drafter=drafter)
         if drafter is None:
             self._count_updates(engine)
-        asked: dict[str, Any] = {"submitted_at": now, **request_fields}
-        numbers = occurrences(
-            (ids, sampling.seed) for (_, ids), sampling in zip(found, samplings, strict=True)
-        )
-        requests = [
-            Request(ids, count, sampling, limit, prompt=own, occurrence=number, **asked)
-            for (own, ids), count, sampling, limit, number in zip(
-                found, counts, samplings, limits, numbers, strict=True
-            )
-        ]
+        requests = call.requests(submitted_at=now, **request_fields)
         if dressing.exact and engine.rule.lossy:
             raise RequestError(
                 "exact=True weighs samples of p, and this rule draws others: leave out "
                 "rule='typical'"
             )
-        behind = [suffix] * len(requests) if suffix is None or isinstance(suffix, str) else suffix
-        requests = [
-            dressing.applied(one, self.tokenizer, own, end)
-            for one, own, end in zip(requests, behind, ends or [None] * len(requests), strict=True)
-        ]
+        requests = call.dressed(requests, dressing, self.tokenizer)
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream
@@ -583,7 +340,7 @@ class Shoal:
         """
         self._open()
         sampling, _, speculation = split_options(options)
-        engine = self.engine(speculation.lookahead, self.rule or _rule(speculation, [sampling]))
+        engine = self.engine(speculation.lookahead, self.rule or rule_of(speculation, [sampling]))
         engine.prepare(plain(rows), plain(tokens), [sampling])
         captured = 0
         while engine.build_ahead():
@@ -591,103 +348,6 @@ class Shoal:
         del engine
         gc.collect()  # the next engine gets its caches, with what is captured over them
         return captured
-
-    def engine(
-        self,
-        lookahead_name: object,
-        rule: Rule,
-        *,
-        drafter: Drafter | None = None,
-        chunk: int = CHUNK,
-        kv_bytes: int | None = None,
-        prefix_bytes: int | None = None,
-        quantum: int | None = None,
-    ) -> Engine:
-        """Returns an engine for this pair, with caches of its own.
-
-        It is for callers that submit requests one by one, as `shoal serve` does.
-
-        Args:
-            lookahead_name: the draft length, see `shoal.lookahead.controller.by_name`.
-            rule: the rule by which drafts are drawn and judged.
-            drafter: a drafter in place of the pair's own.
-            chunk: see `shoal.engine.engine.Engine`.
-            kv_bytes: see `shoal.engine.engine.Engine`.
-            prefix_bytes: the bytes for prompts of earlier requests of this engine alone; None = the
-                pair's memory, if it has one.
-            quantum: see `shoal.engine.engine.Engine`.
-
-        Raises:
-            RequestError: the lookahead is unknown.
-        """
-        costs = self.pair_costs
-        max_batch = self._batch_sizes.of(
-            self.max_batch, costs if drafter is None else drafter, lookahead_name
-        )
-        if drafter is not None:
-            costs = self._costs_of.setdefault(
-                drafter, controllers.PairCosts(packed=self.target.skips_padding)
-            )
-        else:
-            drafter = self.new_drafter()
-        controller = controllers.by_name(lookahead_name, costs, drafter)
-        engine = Engine(
-            self.target,
-            drafter,
-            controller,
-            max_batch=max_batch,
-            tokenizer=self.tokenizer,
-            eos=self.eos,
-            rule=rule,
-            prefix_sharing=self.prefix_sharing,
-            chunk=chunk,
-            kv_bytes=kv_bytes,
-            prefixes=self.prefixes if prefix_bytes is None else self._prefix_memory(prefix_bytes),
-            quantum=quantum,
-            guide=self.guide,
-            expert=self.expert,
-        )
-        engine.stats.loaded = self.loaded
-        return engine
-
-    def _prefix_memory(self, nbytes: int) -> PrefixMemory | None:
-        """Returns a memory for prefixes of this pair.
-
-        Returns None if `nbytes` is 0, or if the target cannot keep prefixes.
-        """
-        possible = nbytes and self.target.can_keep_prefixes
-        return PrefixMemory(self.target, self.draft_model, nbytes) if possible else None
-
-    def new_drafter(self) -> Drafter | None:
-        """Returns a drafter of the pair for a new engine; None = plain decoding."""
-        model = None if self._draft is None else self._draft.drafter(self.target)
-        return model if self.drafting is None else self.drafting.drafter(self.target, model)
-
-    @property
-    def loaded(self) -> dict[str, dict[str, str] | None]:
-        """The choices that were made for "target", "draft", "guide" and "expert" at loading.
-
-        See `shoal.models.load_report`.
-        """
-        drafter = None if self.drafting is None else self.drafting.name
-        guides = {"guide": self.guide, "expert": self.expert}
-        return load_report(self.target, self.draft_model, drafter, guides)
-
-
-def _require_bytes(name: str, value: object) -> int:
-    """Raises RequestError if the value is no number of bytes."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RequestError(f"{name} must be a number of bytes, 0 for none, got {value!r}")
-    return value
-
-
-def _rule(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
-    """Returns the rule of a run.
-
-    A seed asks for the same tokens again, which only the coupled rule gives with any draft lengths.
-    """
-    chosen = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
-    return RULES[chosen if speculation.rule == "auto" else speculation.rule]()
 
 
 def _fields(

@@ -54,6 +54,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def require_bytes(name: str, value: object) -> int:
+    """Returns the number of bytes. Raises RequestError if the value is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise RequestError(f"{name} must be a number of bytes, 0 for none, got {value!r}")
+    return value
+
+
 def take_plain(options: Any, *names: str) -> None:
     """Converts the named fields, or all fields, to Python's numbers and lists (see `plain`)."""
     for name in names or [f.name for f in fields(options)]:

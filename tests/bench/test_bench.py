@@ -22,7 +22,7 @@ import regret
 import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from never_slower import shuffled
-from shoal.api import Shoal, load
+from shoal.api import Shoal
 from shoal.bench import decoding_methods, machine, random_pairs, report_tables
 from shoal.bench import job_runner as bench_runner
 from shoal.bench.job import Job
@@ -33,6 +33,7 @@ from shoal.bench.roofline import Load, rates
 from shoal.bench.work import Case, Run, Work, work_of
 from shoal.cli import run as command_line
 from shoal.errors import InternalError
+from shoal.loader import load
 from shoal.models.load_report import described
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.scores import Scores

@@ -19,12 +19,13 @@ import pytest
 from rich.console import Console
 
 from commands import SAMPLE_KEYS, Command, Models, press_ctrl_c, shoal, tiny
-from shoal.api import Shoal, load
+from shoal.api import Shoal
 from shoal.cli import complete
 from shoal.cli.complete import NO_NEWLINE, diff, split_at
 from shoal.constraints import fim, members
 from shoal.constraints.syntax.tree_middles import CursorTrees, tree_sitter_language
 from shoal.errors import RequestError
+from shoal.loader import load
 from shoal.testing.tiny import tiny_model, tiny_tokenizer
 from shoal.types.prompt_forms import line_end, with_line_ends
 

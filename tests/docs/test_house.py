@@ -37,6 +37,7 @@ LAYERS = (
     "drafting",
     "engine",
     "api",
+    "loader",
     "integrations",
     "__init__",
     "evaluation serve bench train testing data",

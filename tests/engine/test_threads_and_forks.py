@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from shoal.api import Shoal, load
+from shoal.api import Shoal
+from shoal.loader import load
 from shoal.testing import tiny_model, tiny_tokenizer
 
 SEEDS = range(4)

@@ -279,7 +279,7 @@ class ModelSource(PlacedPair):
         ):
             if name not in (None, BUNDLED):
                 require_source(name, revision, self.local_files_only)
-        from shoal.api import load
+        from shoal.loader import load
 
         options = {field.name: getattr(self, field.name) for field in fields(ModelSource)}
         with loading_shown():

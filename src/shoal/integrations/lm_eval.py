@@ -24,12 +24,13 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from shoal.api import Shoal, load
+from shoal.api import Shoal
 from shoal.drafting.draft import BUNDLED
 from shoal.drafting.pair_loading import Source
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import loglikelihoods
+from shoal.loader import load
 from shoal.sampling.acceptance import RULES
 from shoal.types.keyword_options import split_options
 from shoal.types.requests import Request, occurrences

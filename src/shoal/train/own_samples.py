@@ -21,8 +21,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track
 
-from shoal.api import Shoal, load
+from shoal.api import Shoal
 from shoal.errors import RequestError
+from shoal.loader import load
 from shoal.stored_problems import stored_problems
 
 Tokens = npt.NDArray[np.integer[Any]]

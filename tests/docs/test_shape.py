@@ -29,13 +29,13 @@ BOUNDS = {
     "long lines": 0,
     "packed statements": 0,
     "functions of many parameters": 19,
-    "classes of many members": 9,
+    "classes of many members": 8,
     "calls of many positions": 0,
     "class names used twice": 3,
     "module names used twice": 6,
     "docstrings without a subject": 0,
     "fields side by side": 0,
-    "words of the design": 2_619,
+    "words of the design": 2_618,
 }
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from clocks import ROWS, TOKENS, Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
+from shoal.drafting.grafting import SURE, FirstTokens
 from shoal.drafting.protocol import Drafter, DraftInputs
-from shoal.drafting.sums import SURE, FirstTokens, SumDrafter
+from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import Guess, TextDrafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.bass import Fixed

@@ -152,7 +152,7 @@ def counted(case: Case) -> tuple[Any, list[Row]]:
 @pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_four_tokens_have_the_joint_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a request may draft for each other, and are independent all the same."""
-    monkeypatch.setattr("shoal.drafting.sums.SURE", 0.3)  # sums: both of their drafters take part
+    monkeypatch.setattr("shoal.drafting.grafting.SURE", 0.3)  # sums: both of their drafters take part
     engine, rows = counted(CASES[name])
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA
     assert independence(contingency(codes(rows[::2], 4, slice(2)), codes(rows[1::2], 4, slice(2)))) > ALPHA
@@ -214,7 +214,7 @@ SABOTAGES: dict[str, tuple[str, type[Drafter], Any]] = {
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_wrong_q_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, kind, wrong = SABOTAGES[name]
-    monkeypatch.setattr("shoal.drafting.sums.SURE", 0.9 if wrong is peeking else 0.3)
+    monkeypatch.setattr("shoal.drafting.grafting.SURE", 0.9 if wrong is peeking else 0.3)
     monkeypatch.setattr(kind, "propose", wrong(kind.propose))
     engine, rows = counted(CASES[case])
     assert engine.stats.accepted > 0
@@ -224,7 +224,7 @@ def test_a_wrong_q_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 def test_a_row_without_its_point_mass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's q stands for the other drafter's proposal."""
-    monkeypatch.setattr("shoal.drafting.sums.SURE", 0.3)
+    monkeypatch.setattr("shoal.drafting.grafting.SURE", 0.3)
     real = sums.with_point_masses
     monkeypatch.setattr(sums, "with_point_masses", lambda q, drafts: real(q, [[] for _ in drafts]))
     _, rows = counted(CASES["sums"])

@@ -16,7 +16,6 @@ from shoal.constraints import masks
 from shoal.constraints.alignment import Alignment, AlignmentVocabulary, back_off, vocabulary_of
 from shoal.constraints.calls import Failed
 from shoal.constraints.compiler import Grammars, grammars_of
-from shoal.constraints.disjoint import Proofs, resolved, with_orders
 from shoal.constraints.dressing import EXACT, weighed
 from shoal.constraints.estimates import Estimates, Seen, weigh
 from shoal.constraints.filters import containing, matching, only_words, without
@@ -25,6 +24,7 @@ from shoal.constraints.grammar import GrammarConstraint, TextState
 from shoal.constraints.json_schemas import ESCAPES, WHITESPACE, numbers, prepared
 from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
+from shoal.constraints.schema_checks import Proofs, resolved, with_orders
 from shoal.constraints.syntax.endings import end_places
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece

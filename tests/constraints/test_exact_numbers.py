@@ -1,6 +1,6 @@
 """Schemas that the grammar library would read otherwise: numbers, depths, keys that come twice.
 
-Tests of: constraints.exact_numbers, constraints.json_schemas.
+Tests of: constraints.schema_checks, constraints.json_schemas.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.config import Grammar
-from shoal.constraints.exact_numbers import BOUNDS, EXACT, LARGEST, MOST_LEVELS, inward
 from shoal.constraints.json_schemas import prepared
+from shoal.constraints.schema_checks import BOUNDS, EXACT, LARGEST, MOST_LEVELS, inward
 from shoal.errors import RequestError
 
 

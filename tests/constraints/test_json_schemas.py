@@ -1,6 +1,6 @@
 """JSON that ends: bounds on white space, numbers and formats; `oneOf` with alternatives that are proved to exclude each other.
 
-Tests of: constraints.json_schemas, disjoint, grammar, compiler and masks.
+Tests of: constraints.json_schemas, schema_checks, grammar, compiler and masks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 import shoal
 from schemas import SCHEMAS
 from shoal.config import Grammar, Sampling
-from shoal.constraints import compiler, disjoint, json_schemas
+from shoal.constraints import compiler, json_schemas, schema_checks
 from shoal.constraints import grammar as grammars
 from shoal.constraints import masks as row_masks
-from shoal.constraints.disjoint import Proofs
+from shoal.constraints.schema_checks import Proofs
 from shoal.errors import RequestError
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.tiny import END
@@ -517,7 +517,7 @@ def test_a_proof_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     many = {"allOf": [choice] * 12}
     proofs = Proofs(many)
     assert not proofs.exclusive({}, [many, many])
-    assert -disjoint.WORK < proofs._left < 0
+    assert -schema_checks.WORK < proofs._left < 0
     cycle = {"$defs": {"x": {"$ref": "#/$defs/x"}, "y": {"allOf": [{"$ref": "#/$defs/y"}]}}}
     assert not Proofs(cycle).impossible([{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}])
 

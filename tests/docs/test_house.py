@@ -76,7 +76,7 @@ TORCH_FREE = (
     "errors durable values config stored_problems lookahead types.requests types.samples types.schedule "
     "types.keyword_options types.prompt_forms types.stats "
     "engine.scheduler engine.admission engine.waiting engine.prefix_store engine.detokenizer "
-    "engine.ended_rows constraints.json_schemas constraints.disjoint "
+    "engine.ended_rows constraints.json_schemas constraints.schema_checks "
     "constraints.grammar_sources models.sources "
     "drafting.draft drafting.drafter_kind drafting.registry"
 )

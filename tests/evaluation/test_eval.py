@@ -167,7 +167,7 @@ def test_a_prompt_that_cannot_be_asked_is_an_honest_row(tmp_path: Path) -> None:
 
 
 def figures_text(summary: dict[str, Any]) -> list[str]:
-    from shoal.evaluation.tables import findings
+    from shoal.evaluation.figure import findings
 
     return list(findings(summary))
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import RequestError
-from shoal.evaluation import isolation, sandbox_exec, seccomp
+from shoal.evaluation import isolation, sandbox_exec
 from shoal.evaluation.language import Bounds, Step
 from shoal.evaluation.sandbox import Sandbox
 
@@ -130,9 +130,9 @@ def test_files_in_reach_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decide(machine: str, number: int, *, flags: int = 0, arch: int | None = None) -> int:
     """What the filter of a machine returns for a system call: the kernel's own rules for classic BPF."""
-    arch = seccomp.AUDIT_ARCH[machine] if arch is None else arch
+    arch = isolation.AUDIT_ARCH[machine] if arch is None else arch
     data = {0: number, 4: arch, 16: flags}
-    lines = list(struct.iter_unpack("=HBBI", seccomp.assemble(machine)))
+    lines = list(struct.iter_unpack("=HBBI", isolation.assemble(machine)))
     place, held = 0, 0
     while True:
         code, yes, no, operand = lines[place]
@@ -149,13 +149,13 @@ def decide(machine: str, number: int, *, flags: int = 0, arch: int | None = None
 ALLOWED, REFUSED, ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 
 
-@pytest.mark.parametrize("machine", seccomp.AUDIT_ARCH)
+@pytest.mark.parametrize("machine", isolation.AUDIT_ARCH)
 def test_the_filter_refuses_what_is_listed_and_nothing_else(machine: str) -> None:
-    refused = {seccomp._of(machine, number) for number in seccomp.NUMBERS.values()}
-    assert len(refused) == len(seccomp.NUMBERS)
+    refused = {isolation._of(machine, number) for number in isolation.NUMBERS.values()}
+    assert len(refused) == len(isolation.NUMBERS)
     expected = {number: REFUSED if number in refused else ALLOWED for number in range(470)} | {435: ABSENT}
     assert {number: decide(machine, number) for number in range(470)} == expected
-    clone = seccomp._of(machine, seccomp.CLONE)
+    clone = isolation._of(machine, isolation.CLONE)
     threads, processes = 0x003D0F00, 0x01200011  # what C libraries pass for a thread, and for fork
     assert decide(machine, clone, flags=threads) == decide(machine, clone, flags=processes) == ALLOWED
     for flag in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
@@ -171,12 +171,15 @@ def test_the_numbers_are_those_of_the_headers() -> None:
     known = {
         name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", HEADER.read_text(encoding="utf-8"))
     }
-    ours = {name: seccomp._of("x86_64", number) for name, number in seccomp.NUMBERS.items()} | {"clone": 56, "clone3": 435}
+    ours = {name: isolation._of("x86_64", number) for name, number in isolation.NUMBERS.items()} | {
+        "clone": 56,
+        "clone3": 435,
+    }
     assert {name: known.get(name, number) for name, number in ours.items()} == ours
 
 
 def test_the_filter_is_given_to_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not seccomp.program():
+    if not isolation.refused_calls():
         pytest.skip("no seccomp here")
     with Sandbox("limits") as box:
         ended = box.run({}, Step(["/bin/sh", "-c", "grep Seccomp: /proc/self/status"]))

@@ -21,7 +21,7 @@ import pytest
 import shoal
 from sandboxes import sandbox_of
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, seccomp, supervisor, toolchains
+from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, supervisor, toolchains
 from shoal.evaluation.language import MIB, Bounds, Step, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.sandbox import Sandbox
@@ -469,11 +469,11 @@ def test_python_in_a_home_can_be_run(box: Sandbox, folder: Path) -> None:
     assert (ended.stderr, ended.stdout) == ("", sys.prefix + "\n")
 
 
-@pytest.mark.skipif(not seccomp.program(), reason="no seccomp here, or its numbers are not known")
+@pytest.mark.skipif(not isolation.refused_calls(), reason="no seccomp here, or its numbers are not known")
 def test_system_calls_are_refused(attack: Callable[..., StepResult], box: Sandbox) -> None:
     names = "ptrace unshare keyctl personality io_uring_setup bpf userfaultfd perf_event_open mount".split()
-    numbers = {name: seccomp._of(os.uname().machine, seccomp.NUMBERS[name]) for name in names}
-    clone = seccomp._of(os.uname().machine, seccomp.CLONE)
+    numbers = {name: isolation._of(os.uname().machine, isolation.NUMBERS[name]) for name in names}
+    clone = isolation._of(os.uname().machine, isolation.CLONE)
     ended = attack(
         f"""
         import ctypes, errno, threading
@@ -627,7 +627,7 @@ def test_a_weak_way_is_taken_by_its_name_only(monkeypatch: pytest.MonkeyPatch) -
 def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_exec, "landlock_version", lambda: 3)
     monkeypatch.setattr(supervisor, "spare_uid", lambda: None)
-    monkeypatch.setattr(seccomp, "program", lambda: b"")
+    monkeypatch.setattr(isolation, "refused_calls", lambda: b"")
     assert isolation.describe("limits", cgroup=False).endswith(
         "kept from: writing outside its directory, reading files but the system's and its language's, "
         "the environment of other processes; "
@@ -640,7 +640,7 @@ def test_the_description_follows_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     first, open_ = isolation.essentials("limits", cgroup=False)
     assert first == "limits; no cgroup, none is delegated here"
     assert open_.startswith("NOT kept from: the network by TCP, ")
-    monkeypatch.setattr(seccomp, "program", lambda: b"a filter")
+    monkeypatch.setattr(isolation, "refused_calls", lambda: b"a filter")
     assert "NOT" not in isolation.describe("bubblewrap", cgroup=False)
     assert isolation.essentials("bubblewrap", cgroup=True) == ["bubblewrap; a cgroup for each program"]
 

@@ -2,7 +2,7 @@
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
 Tests of: models.layers.triton_decoder, models.layers.operations,
-models.layers.eight_bit, models.executors.without_modules, models.selfcheck.
+models.layers.eight_bit, models.executors.transformers_models, models.selfcheck.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 from layer_shapes import DEVICE, INTERPRETED, Case
 from shoal.models import loading
 from shoal.models.attention import fused_kernels as attention_kernels
-from shoal.models.executors.modules import MODULES
-from shoal.models.executors.without_modules import TRITON_LAYERS
+from shoal.models.executors.transformers_models import MODULES, TRITON_LAYERS
 from shoal.models.layers import layer_kernels
 from shoal.models.layers import triton_decoder as layer_decoder
 from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, WeightOnlyMatrix, matrix_of_8_bit, product

@@ -25,7 +25,7 @@ from shoal.models import loading
 from shoal.models.compiled import round_functions
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.executors.without_modules import TRITON_LAYERS
+from shoal.models.executors.transformers_models import TRITON_LAYERS
 from shoal.models.layers import draw_kernels
 from shoal.models.layers import gpu_draws as on_gpu
 from shoal.models.layers.triton_decoder import fused_layers_of

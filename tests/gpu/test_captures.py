@@ -49,7 +49,7 @@ from shoal.models.compiled.buckets import Bucket, keys_for, reservation, step_up
 from shoal.models.compiled.captures import CAPTURED, compare
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.compiled.failures import MOST_KINDS, PATIENCE, Failures
-from shoal.models.executors.modules import MODULES
+from shoal.models.executors.transformers_models import MODULES
 from shoal.models.load_report import described
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import save_pair

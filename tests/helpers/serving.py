@@ -21,10 +21,10 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.sampling.acceptance import RULES
 from shoal.serve import item_response, responses, run
+from shoal.serve.access import Tls
 from shoal.serve.app import make_app
 from shoal.serve.run import PROTOCOL, bind
 from shoal.serve.settings import Settings
-from shoal.serve.tls import Tls
 from shoal.serve.worker import Worker
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, hashed, mixed, scripted

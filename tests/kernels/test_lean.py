@@ -26,7 +26,7 @@ from native_kernels import needs_compiler
 from shoal.api import Shoal
 from shoal.models import passes, selfcheck, weights
 from shoal.models.bridge import Bridge
-from shoal.models.executors.without_modules import C_DECODER
+from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.lean.decoder import Angles, Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.load_checks import LIMITS

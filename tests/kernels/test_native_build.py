@@ -25,8 +25,7 @@ from attending import build
 from native_kernels import excess, needs_compiler
 from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
-from shoal.models.executors.modules import MODULES
-from shoal.models.executors.without_modules import C_DECODER
+from shoal.models.executors.transformers_models import C_DECODER, MODULES
 from shoal.native import build as building
 from shoal.native.build import NotBuilt
 from shoal.testing import save_pair

@@ -23,7 +23,7 @@ from native_kernels import needs_compiler, threads
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.cache import slots
-from shoal.models.executors.without_modules import C_DECODER
+from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.lean import forward, whole
 from shoal.models.lean.decoder import decoder_of
 from shoal.models.lean.forward import LeanPass, NativeKernels

@@ -1,7 +1,7 @@
 """Which executor computes a pass, for models x settings x kinds of pass, and what is said of the others.
 
-Tests of: models.executors, models.executors.without_modules, models.structure, models.runner (explain, executors), models.passes,
-cli.check_model (executors).
+Tests of: models.executors, models.executors.transformers_models, models.structure, models.passes,
+models.runner (explain, executors), cli.check_model (executors).
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def test_reports_name_it(saved_pair: tuple[Path, Path], tmp_path: Path, capsys: 
     assert all("LOSSY: rule typical" in title for title in titles)
     assert LOSSY in shown
     assert "LOSSY" in report_tables.markdown(report)
-    from shoal.evaluation.tables import findings
+    from shoal.evaluation.figure import findings
 
     summary: dict[str, Any] = {"settings": {"rule": "typical"}, "against": [], "errors": {}}
     assert list(findings(summary)) == [f"All figures: {LOSSY}."]

@@ -1,6 +1,6 @@
 """The page at /, in a real browser: it shows what the API tells, asks for what its controls say, and runs nothing it should not.
 
-Tests of: serve.playground_page and serve/playground: the pages at / and /editor.
+Tests of: serve.app and serve/playground: the pages at / and /editor.
 """
 
 from __future__ import annotations

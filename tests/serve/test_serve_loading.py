@@ -26,8 +26,8 @@ from shoal.cli import run
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
 from shoal.serve import run as run_module
+from shoal.serve.access import Tls
 from shoal.serve.run import answered, bind
-from shoal.serve.tls import Tls
 
 
 def test_what_is_answered_until_there_is_a_model() -> None:

@@ -1,6 +1,6 @@
 """HTTPS by the server itself: who is answered, who is not, and what is said about files that do not fit.
 
-Tests of: serve.tls, serve.run, cli.serve_options.
+Tests of: serve.access, serve.run, cli.serve_options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.cli import serve
 from shoal.cli.options import ModelSource
 from shoal.errors import RequestError
 from shoal.serve import run
-from shoal.serve.tls import PASSWORD_VARIABLE, Tls, read_password
+from shoal.serve.access import PASSWORD_VARIABLE, Tls, read_password
 
 __all__ = ["narrow"]  # a fixture
 PASSWORD = "correct horse"

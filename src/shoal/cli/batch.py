@@ -249,7 +249,7 @@ def _answer(
     answer: Answer,
 ) -> None:
     """Answers the lines that have no answer yet."""
-    from shoal.serve.offline import refusal
+    from shoal.serve.handler import refusal
 
     with displayed(progress) as changed:
 

@@ -56,8 +56,7 @@ def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[V
 
 def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
     """Prints the table of a summary, then its findings."""
-    from shoal.evaluation.figure import title
-    from shoal.evaluation.tables import columns, findings, legend, rows
+    from shoal.evaluation.figure import columns, findings, legend, rows, title
 
     console = stdout()
     console.print(title(summary), style="bold", markup=False)

@@ -29,9 +29,9 @@ from shoal.models.sources import name_of
 if TYPE_CHECKING:
     import socket
 
+    from shoal.serve.access import Tls
     from shoal.serve.serve_config import ServeConfig
     from shoal.serve.settings import Settings
-    from shoal.serve.tls import Tls
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 

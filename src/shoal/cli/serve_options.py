@@ -20,7 +20,7 @@ from shoal.cli.options import Rule
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
-    from shoal.serve.tls import Tls
+    from shoal.serve.access import Tls
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 LogFormat = Literal["text", "json"]
@@ -143,7 +143,7 @@ class TlsOptions:
         Raises:
             RequestError: a file does not hold the certificate, key or password that it should.
         """
-        from shoal.serve.tls import Tls, read_password
+        from shoal.serve.access import Tls, read_password
 
         if self.ssl_certfile is None:
             others = {

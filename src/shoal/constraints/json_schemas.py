@@ -11,8 +11,16 @@ import json
 import re
 from typing import Any
 
-from shoal.constraints.disjoint import Proofs, resolved, with_orders
-from shoal.constraints.exact_numbers import BOUNDS, inward, require_exact, require_levels, too_deep
+from shoal.constraints.schema_checks import (
+    BOUNDS,
+    Proofs,
+    inward,
+    require_exact,
+    require_levels,
+    resolved,
+    too_deep,
+    with_orders,
+)
 from shoal.errors import RequestError
 
 WHITESPACE: dict[str, dict[str, Any]] = {
@@ -100,7 +108,7 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
         whitespace: a name of `WHITESPACE`.
 
     Raises:
-        RequestError: see `shoal.constraints.exact_numbers`.
+        RequestError: see `shoal.constraints.schema_checks`.
     """
     try:
         root = json.loads(text)

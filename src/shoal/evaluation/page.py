@@ -10,10 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shoal.evaluation.figure import LABELS, metric_name, title
+from shoal.evaluation.figure import LABELS, columns, findings, legend, metric_name, rows, title
 from shoal.evaluation.grading import PASSED
 from shoal.evaluation.summary import Results
-from shoal.evaluation.tables import columns, findings, legend, rows
 
 CONTROLS = dict.fromkeys(
     (*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd"

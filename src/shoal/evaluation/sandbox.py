@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import cgroup, isolation, sandbox_exec, seccomp, supervisor
+from shoal.evaluation import cgroup, isolation, sandbox_exec, supervisor
 from shoal.evaluation.language import Step, StepResult
 
 LAST_SIGNAL = 64  # Perl and PHP exit with 255, which means no signal
@@ -148,7 +148,7 @@ class Sandbox:
             "steps": [_as_job(step, workdir) for step in steps],
             "wrapper": isolation.wrapper_command(backend, workdir, visible),
             "visible": visible,
-            "filter": seccomp.program().hex(),
+            "filter": isolation.refused_calls().hex(),
             "python": isolation.sandbox_python(),
             "sandbox_exec": Path(sandbox_exec.__file__).read_text(encoding="utf-8"),
         }

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.executors.without_modules import C_DECODER
+from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.quantize import Int8Linear, with_layers

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from shoal.models.attention.methods import resolved
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.executors.without_modules import C_DECODER, C_LAYERS, TRITON_LAYERS
+from shoal.models.executors.transformers_models import C_DECODER, C_LAYERS, TRITON_LAYERS
 from shoal.models.runner import Runner
 
 

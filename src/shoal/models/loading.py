@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.capabilities import capabilities, keeps_states
-from shoal.models.executors.without_modules import C_DECODER
+from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.fixed_shapes import make_strict
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import own_model

@@ -7,7 +7,7 @@ import logging
 from shoal.errors import RequestError
 from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.executors.without_modules import C_DECODER, TRITON_LAYERS
+from shoal.models.executors.transformers_models import C_DECODER, TRITON_LAYERS
 from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.lean.decoder import decoder_of, obstacle

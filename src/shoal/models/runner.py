@@ -35,8 +35,13 @@ from shoal.models.executors.executor import (
     Refusal,
     require_vectors,
 )
-from shoal.models.executors.modules import Modules
-from shoal.models.executors.without_modules import C_DECODER, CDecoder, LayerLoop, TritonLayers
+from shoal.models.executors.transformers_models import (
+    C_DECODER,
+    CDecoder,
+    LayerLoop,
+    Modules,
+    TritonLayers,
+)
 from shoal.models.forks import expect_forks
 from shoal.models.lean.forward import LeanPass
 from shoal.models.lean.whole import Drawing, LeanSteps

@@ -4,7 +4,7 @@ A body or a batch line becomes a `BaseRequest` (request_models), a `ParsedReques
 and a `Submission` (submissions); the engine's thread returns `RowUpdate`s, which an `ApiFormat`
 (api_formats) writes as JSON.
 
-handler.py           `ApiHandler.handle`: the one path for HTTP and files
+handler.py           `ApiHandler.handle`: the one path for HTTP and batch files
 responses.py         the answer of a request, whole or as events
 request_models.py    the fields of requests
 message_models.py    the fields of messages and tools
@@ -30,13 +30,11 @@ compiled_grammars.py compiles grammars under limits
 grammar_probe.py     the process that tries grammars first
 api_paths.py         the paths of the API, and the answers for those that do not exist
 api_errors.py        errors as OpenAI writes them
-app.py               the application; routes.py, playground_page.py, access.py: its parts
+app.py               the application; routes.py, access.py (names of hosts, keys, TLS): its parts
 logs.py              a line per request, and its record
 prometheus_metrics.py the metrics, and those of replicas
 run.py               uvicorn, signals, draining, the limits of connections, and the answers until a
                      model is loaded
-tls.py               certificates
-offline.py           batch files
 batch_lines.py       the lines of batch files, and blocks of them for several processes
 output_file.py       the answers to these lines
 model_identity.py    the public name and identifier of a model

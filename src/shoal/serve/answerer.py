@@ -15,7 +15,7 @@ from shoal.errors import InternalError, ShoalError
 
 if TYPE_CHECKING:
     from shoal.serve.api_paths import Json
-    from shoal.serve.offline import Offline
+    from shoal.serve.handler import Offline
     from shoal.serve.serve_config import ServeConfig
 
 LOG = logging.getLogger(__name__)

@@ -1,12 +1,24 @@
-"""The application: the routes of the API and the checks before them. No code here touches a
-model."""
+"""The application: the routes of the API and the checks before them. No code here touches a model.
+
+The playground is a client of the API: a page at / that draws samples and their drafts, a chat at
+/chat, an editor at /editor.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+)
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -27,7 +39,6 @@ from shoal.serve.handler import ApiHandler
 from shoal.serve.infill_models import Infill, InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.logs import Exchanges
-from shoal.serve.playground_page import page
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.response_models import ItemAnswer
 from shoal.serve.routes import (
@@ -39,6 +50,72 @@ from shoal.serve.routes import (
     token_routes,
 )
 from shoal.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for "
+    "'script'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+"""The headers of the page: it runs only scripts of this server, and text of a model cannot become
+markup."""
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+
+
+def page() -> APIRouter:
+    """Returns the routes of the page and its files, which are kept in memory. They need no key."""
+    folder = files("shoal.serve") / "playground"
+    parts = {name: part.read_bytes() for name, part in _files(folder)}
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def index() -> Response:
+        return _answer("index.html")
+
+    @router.get("/chat")
+    async def chat() -> Response:
+        return _answer("chat.html")
+
+    @router.get("/editor")
+    async def editor() -> Response:
+        return _answer("editor.html")
+
+    @router.get("/playground/{name:path}")
+    async def part(name: str) -> Response:
+        return _answer(name)
+
+    def _answer(name: str) -> Response:
+        if name not in parts:
+            raise ApiError(404, f"the playground has no {name!r}")
+        return Response(parts[name], media_type=TYPES[_suffix(name)], headers=HEADERS)
+
+    return router
+
+
+def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
+    """Yields relative paths and files of the page, third-party files (`vendor/`) included."""
+    for part in folder.iterdir():
+        if part.is_dir():
+            yield from _files(part, f"{above}{part.name}/")
+        elif _suffix(part.name) in TYPES:
+            yield above + part.name, part
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]
+
 
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")
 

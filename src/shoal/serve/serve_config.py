@@ -15,7 +15,7 @@ from shoal.errors import RequestError
 from shoal.models.available import kv_budget
 from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
-from shoal.serve.offline import Offline
+from shoal.serve.handler import Offline
 from shoal.serve.settings import Settings
 from shoal.types.load_stages import LoadStages
 

@@ -21,8 +21,8 @@ from shoal.constraints.syntax.requests import Syntax
 from shoal.drafting.distillation import Follower, Realignment, require_rollouts
 from shoal.drafting.protocol import Drafter
 from shoal.engine.batch_size import FIRST
-from shoal.engine.calls import Call, rule_of
 from shoal.engine.engine import PREPARED_TOKENS, Engine
+from shoal.engine.generate_call import GenerateCall, rule_of
 from shoal.engine.pair import Pair
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
@@ -228,7 +228,7 @@ class Shoal(Pair):
     ) -> Stream:
         self._open()
         now = time.perf_counter()
-        call = Call.of(prompts, n, suffix, options, self.tokenizer)
+        call = GenerateCall.of(prompts, n, suffix, options, self.tokenizer)
         if self.prefixes is not None:
             self.prefixes.recognise(self.target)
         engine = self.engine(call.speculation.lookahead, self.rule or call.rule, drafter=drafter)

@@ -26,7 +26,7 @@ def rule_of(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """A call of `generate` or `stream`, as it is read.
 
     Attributes:
@@ -55,7 +55,7 @@ class Call:
         suffix: str | Sequence[str] | None,
         options: Mapping[str, Any],
         tokenizer: Any,
-    ) -> Call:
+    ) -> GenerateCall:
         """Reads a call.
 
         Args:
@@ -81,7 +81,15 @@ class Call:
         )
         behind = [suffix] * len(found) if suffix is None or isinstance(suffix, str) else suffix
         ends = ends or [None] * len(found)
-        return cls(found, behind, ends, counts, samplings, limits, speculation)
+        return cls(
+            prompts=found,
+            suffixes=behind,
+            ends=ends,
+            counts=counts,
+            samplings=samplings,
+            limits=limits,
+            speculation=speculation,
+        )
 
     @property
     def rule(self) -> Rule:

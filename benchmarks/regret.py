@@ -28,7 +28,7 @@ import command
 from never_slower import shuffled
 from shoal.bench.decoding_methods import PLAIN
 from shoal.bench.report import Report, ReportLine
-from shoal.bench.report_tables import WIDTH, heading
+from shoal.bench.report_views import WIDTH, heading
 from shoal.cli.bench import read_report
 from shoal.errors import RequestError
 from shoal.models.loading import bundled

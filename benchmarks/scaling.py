@@ -28,8 +28,8 @@ import shoal
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.bench.measure import in_turns
-from shoal.bench.plots import COLOURS, DPI, require_matplotlib
 from shoal.bench.random_pairs import imposing
+from shoal.bench.report_views import COLOURS, DPI, require_matplotlib
 from shoal.bench.work import timed
 from shoal.lookahead.costs import CostCurve
 from shoal.models.runner import Runner

@@ -11,7 +11,7 @@ from engines.results import Cell, Comparison, Ratio, Results
 from engines.rows import DRAFTED, OWN, PEERS, Row
 from engines.tasks import PLAIN
 from shoal.bench.machine import LIMIT
-from shoal.bench.plots import COLOURS, DPI, require_matplotlib
+from shoal.bench.report_views import COLOURS, DPI, require_matplotlib
 
 NAMES = {
     "shoal": "shoal", "openvino": "OpenVINO GenAI", "ctranslate2": "CTranslate2", "llamacpp": "llama.cpp",

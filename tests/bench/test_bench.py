@@ -1,6 +1,6 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
-Tests of: bench.job_runner, bench.decoding_methods, bench.report, bench.report_tables,
+Tests of: bench.job_runner, bench.decoding_methods, bench.report, bench.report_views,
 bench.random_pairs, bench.work, bench.roofline, bench.job, cli.bench.
 """
 
@@ -23,7 +23,7 @@ import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from never_slower import shuffled
 from shoal.api import Shoal
-from shoal.bench import decoding_methods, machine, random_pairs, report_tables
+from shoal.bench import decoding_methods, machine, random_pairs, report_views
 from shoal.bench import job_runner as bench_runner
 from shoal.bench.job import Job
 from shoal.bench.job_runner import BenchmarkRunner, peak_tensor_bytes
@@ -263,7 +263,7 @@ def test_rounds_that_were_left_to_their_stages_are_shown() -> None:
     reason = "some kinds of rounds are not captured: ArithmeticError: logits differ"
     assert runner.report.config["target"]["passes"] == f"captured rounds of modules, {reason}"
     assert Report.from_dict(json.loads(json.dumps(runner.report.to_dict()))).config["target"]["failures"] == [reason]
-    assert f"target, {reason}" in report_tables.markdown(runner.report)
+    assert f"target, {reason}" in report_views.markdown(runner.report)
 
 
 def test_in_16_bit_a_control_stands_beside_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,10 +388,10 @@ def test_tables_fit_and_hold_the_figures(report: Report) -> None:
     shown = printed(report)
     ruled = [row for row in shown if "─" in row]
     assert len(ruled) == 2 * len(report.tables())
-    assert max(map(len, ruled)) <= report_tables.WIDTH
+    assert max(map(len, ruled)) <= report_views.WIDTH
     for one in report.lines:
         assert any(f"{one.speedup.median:.2f}x" in row and one.setting in row for row in shown)
-    assert f"| {report.lines[0].tokens_per_second.median:.0f} |" in report_tables.markdown(report)
+    assert f"| {report.lines[0].tokens_per_second.median:.0f} |" in report_views.markdown(report)
 
 
 def test_a_report_survives_json(report: Report) -> None:
@@ -617,4 +617,4 @@ def test_every_speculative_way_judges_by_the_rule_that_was_asked_for(
     assert {kind for _, kind in used} == {RULES[rule]}
     assert {lookahead for lookahead, _ in used} == {"off", "fixed:3", "bass"}
     assert report.config["rule"] == rule
-    assert any(f"rule {rule}" in line for line in report_tables.footer(report))
+    assert any(f"rule {rule}" in line for line in report_views.footer(report))

@@ -1,6 +1,6 @@
 """`shoal bench` beside other programs: what it waits for, marks and shows of the time; and OpenVINO as a baseline.
 
-Tests of: bench.machine, bench.plots, cli.progress.
+Tests of: bench.machine, bench.report_views, cli.progress.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import beside_openvino
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from engines.openvino_engine import OpenVinoSampling
 from shoal.api import Shoal
-from shoal.bench import decoding_methods, machine, plots, report_tables
+from shoal.bench import decoding_methods, machine, report_views
 from shoal.bench.job import Job
 from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.machine import QuietGate
@@ -67,7 +67,7 @@ def test_disturbed_runs_are_marked_in_table_and_json(disturbed: Report) -> None:
     assert "disturbed, by another process that used more than 20% of a core: cc (up to" in shown
     again = Report.from_dict(json.loads(json.dumps(disturbed.to_dict())))
     assert [one.disturbed for one in again.lines] == [1, 1, 0]
-    assert report_tables.markdown(again).count("| 1/2 |") == 2
+    assert report_views.markdown(again).count("| 1/2 |") == 2
 
 
 def test_nothing_is_marked_on_a_quiet_machine_or_where_nothing_is_known(pair: Shoal) -> None:
@@ -96,12 +96,12 @@ def test_disturbed_points_are_hollow(disturbed: Report, tmp_path: Path, monkeypa
         markers.extend((ax.get_title(loc="left"), line.get_markerfacecolor()) for ax in axes for line in ax.get_lines())
 
     monkeypatch.setattr(pyplot, "close", keep)
-    plots.plot(disturbed, tmp_path / "busy.svg")
+    report_views.plot(disturbed, tmp_path / "busy.svg")
     assert sum(colour == "white" for _, colour in markers) == 4  # two settings in two plots
     assert any("hollow: disturbed by another process" in title for title, _ in markers)
     markers.clear()
     lines = [replace(one, runs=[run | {"busy": []} for run in one.runs]) for one in disturbed.lines]
-    plots.plot(replace(disturbed, lines=lines), tmp_path / "quiet.svg")
+    report_views.plot(replace(disturbed, lines=lines), tmp_path / "quiet.svg")
     assert not [1 for title, colour in markers if colour == "white" or "hollow" in title]
 
 

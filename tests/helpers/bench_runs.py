@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shoal.api import Shoal
 from shoal.bench import job_runner as bench_runner
-from shoal.bench import random_pairs, report_tables
+from shoal.bench import random_pairs, report_views
 from shoal.bench.job import Job
 from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.machine import QuietGate
@@ -45,5 +45,5 @@ def measured(pair: Shoal, job: Job, gate: QuietGate | None = None) -> Report:
 def printed(report: Report) -> list[str]:
     """The lines of a report's tables."""
     text = StringIO()
-    report_tables.show(report, Console(file=text, width=report_tables.WIDTH))
+    report_views.show(report, Console(file=text, width=report_views.WIDTH))
     return text.getvalue().splitlines()

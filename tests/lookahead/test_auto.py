@@ -1,6 +1,6 @@
 """Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays.
 
-Tests of: lookahead.plain_rounds, lookahead.plan, lookahead.credit, lookahead.unfed, lookahead.acceptance.
+Tests of: lookahead.plan, lookahead.safeguards, lookahead.unfed, lookahead.acceptance.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from by_pairs import by_pairs
 from laws import ALPHA, P, Q, joint
 from policies import KnownCosts, auto
 from shoal.engine.engine import Engine
-from shoal.lookahead import plain_rounds
+from shoal.lookahead import safeguards
 from shoal.lookahead.acceptance import Acceptance, Record, Tried
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve
-from shoal.lookahead.credit import FIRST, MOST, SHARE, Credit
-from shoal.lookahead.plain_rounds import PlainRounds
 from shoal.lookahead.plan import best_plan
+from shoal.lookahead.safeguards import FIRST, MOST, SHARE, Credit, PlainRounds
 from shoal.lookahead.unfed import Unfed
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.enumeration import chain_rule, chi_square
@@ -398,7 +397,7 @@ def test_a_plain_round_believed_to_be_slow_is_made_again(rows: int, checked: boo
         controller.shorten(0, [0.9] * rows)
         controller.learn(Outcome([1] * rows, [1] * rows, 1, 3.0, 0.5))
         drafted += 1
-    assert (plain_rounds.FIRST < drafted < 3 * plain_rounds.FIRST) if checked else drafted > 300
+    assert (safeguards.FIRST_WAIT < drafted < 3 * safeguards.FIRST_WAIT) if checked else drafted > 300
 
 
 def test_plain_rounds_get_rarer_by_size() -> None:
@@ -413,7 +412,7 @@ def test_plain_rounds_get_rarer_by_size() -> None:
         waited.append(rounds)
     assert waited == [16, 64, 256, 1024, 1024]
     assert not known.plain(8)
-    for _ in range(plain_rounds.FIRST):
+    for _ in range(safeguards.FIRST_WAIT):
         known.drafted(16)
     assert known.due(31)
     assert not known.due(32)

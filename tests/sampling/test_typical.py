@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import shoal
-from shoal.bench import report_tables
+from shoal.bench import report_views
 from shoal.bench.job import Job
 from shoal.bench.report import Report
 from shoal.cli import run
@@ -183,13 +183,13 @@ def test_reports_name_it(saved_pair: tuple[Path, Path], tmp_path: Path, capsys: 
     capsys.readouterr()
     report = Report.from_dict(json.loads(found.read_text()))
     console = Console(width=400, record=True)
-    report_tables.show(report, console)
+    report_views.show(report, console)
     shown = console.export_text()
-    titles = [title for title, *_ in report_tables.tables(report)]
+    titles = [title for title, *_ in report_views.tables(report)]
     assert titles
     assert all("LOSSY: rule typical" in title for title in titles)
     assert LOSSY in shown
-    assert "LOSSY" in report_tables.markdown(report)
+    assert "LOSSY" in report_views.markdown(report)
     from shoal.evaluation.figure import findings
 
     summary: dict[str, Any] = {"settings": {"rule": "typical"}, "against": [], "errors": {}}

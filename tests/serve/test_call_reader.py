@@ -1,6 +1,6 @@
 """Calls that come piece by piece or are cut: what is whole is delivered, what is not is neither call nor text, all is read once.
 
-Tests of: serve.call_reader, serve.call_ends, serve.written_calls.
+Tests of: serve.call_reader, serve.written_calls.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import pytest
 from call_forms import TEMPLATES, form_of, tokenizer_of, written
 from serving import served
 from shoal.api import Shoal
-from shoal.serve import call_ends, call_reader
-from shoal.serve.call_ends import CallEnd, Nesting
-from shoal.serve.call_reader import CallReader
+from shoal.serve import call_reader
+from shoal.serve.call_reader import CallEnd, CallReader, Nesting
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallRules
 from shoal.testing.scripted import scripted
 from tool_calls import BODY, TIME, WEATHER, speaks
@@ -172,7 +171,7 @@ def test_a_call_of_twice_the_length_is_twice_the_work(name: str, monkeypatch: py
             self._outside: Any = Counted(self._outside, work)
             self._inside: Any = {quote: Counted(one, work) for quote, one in self._inside.items()}
 
-    monkeypatch.setattr(call_ends, "Nesting", CountedNesting)
+    monkeypatch.setattr(call_reader, "Nesting", CountedNesting)
     monkeypatch.setattr(call_reader, "Nesting", CountedNesting)
     counts = []
     for times in (40, 80):

@@ -80,13 +80,13 @@ class ReportOptions:
         if self.results is not None and not self.results.is_dir():
             raise RequestError(f"--results {str(self.results)!r} is not a directory")
         if self.plot is not None:
-            from shoal.bench.plots import require_matplotlib
+            from shoal.bench.report_views import require_matplotlib
 
             require_matplotlib()
 
     def deliver(self, report: Report) -> None:
         """Writes the files first, then the tables, or every repeat as JSON, to stdout."""
-        from shoal.bench import report_tables
+        from shoal.bench import report_views
         from shoal.bench.machine import require_place
 
         files = [self.output] if self.output else []
@@ -95,16 +95,16 @@ class ReportOptions:
             require_place(path, made_at=str(report.machine["commit"]))
             write_whole(path, json.dumps(report.to_dict(), indent=1) + "\n")
         if self.plot is not None and report.lines:
-            from shoal.bench.plots import plot
+            from shoal.bench.report_views import plot
 
             plot(report, self.plot)
         if self.json:
             print(json.dumps(report.to_dict()))
             return
         if self.markdown:
-            print(report_tables.markdown(report))
+            print(report_views.markdown(report))
             return
-        report_tables.show(report, _console(report_tables.WIDTH))
+        report_views.show(report, _console(report_views.WIDTH))
 
 
 def _console(width: int) -> Console:

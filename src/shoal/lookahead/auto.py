@@ -5,7 +5,8 @@ The choice includes no draft at all. The gain of drafting follows from estimates
 are learned during a run and kept between runs of the same pair. `shoal.lookahead.plan` weighs them,
 and ends drafts by the plan; a plan is kept for several rounds, as making one takes time.
 
-Even if the estimates are wrong, `shoal.lookahead.credit` bounds the loss against plain decoding.
+Even if the estimates are wrong, `shoal.lookahead.safeguards` bounds the loss against plain
+decoding.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Array, Record, Tried
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.plain_rounds import Backoff
 from shoal.lookahead.plan import Stopping, best_plan, remaining_weights, repays
+from shoal.lookahead.safeguards import Backoff
 from shoal.lookahead.unfed import Unfed
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
-from shoal.lookahead.credit import Credit
-from shoal.lookahead.plain_rounds import PlainRounds
+from shoal.lookahead.safeguards import Credit, PlainRounds
 
 FADE = 0.98
 """The factor by which earlier trees of a depth fade, for each new tree of that depth."""

@@ -1,7 +1,6 @@
 """The models in GGUF files, whose passes the kernels in C or llama.cpp compute.
 
 contents     reads a file's facts and weights
-rotary       reads its rotary positions
 own          makes a model for the kernels in C of them
 gguf_model   finds llama.cpp, and gives it the file
 sequences    the cache: a row is a sequence of llama.cpp's memory

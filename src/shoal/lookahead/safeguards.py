@@ -1,0 +1,174 @@
+"""The safeguards where estimates are wrong: a bound of the loss, and plain rounds to compare with.
+
+Drafting may lose a small share of the time spent against plain decoding. Plans may promise more
+than drafts bring: the pair has hardly been seen, its costs were measured while the machine was
+busy, or the gain is so small that noise decides. The time of a round with drafts beyond that of the
+plain rounds for the same tokens is taken from an account, prompts of the drafter included. The
+income is a share of all time; without credit no tokens are drafted. So the time of a run is at most
+`1 + SHARE` times that of plain decoding, up to the loss before the account is first read (`FIRST`)
+and the last round that it paid for.
+
+Plain rounds stand among rounds with drafts, so that the cost of a plain round stays known. Rounds
+with drafts teach their own costs, but not the cost of a plain round of as many rows. If the first
+plain round met other work on the machine, plain rounds would be believed to be slow, and none would
+ever be made again.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.005
+"""The share of the time of all rounds that drafting may lose in the long run."""
+FIRST = 2.0
+"""The first credit, in plain rounds, before there is any time to take a share of.
+
+It is given once for a pair, not for each run.
+"""
+MOST = 16.0
+"""The most credit that can be saved up, in plain rounds.
+
+A pair that stops paying loses no more than this of its gain.
+"""
+
+
+class Credit:
+    """An account of seconds.
+
+    Attributes:
+        seconds: the seconds that drafting may lose; negative after a round that took more.
+        invested: the seconds spent on prompts, which later rounds must bring back; taken from the
+            account as soon as a round is plain, or the rows are others.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.invested = 0.0
+        self._most = 0.0
+        self._opened = False
+
+    def settle(self) -> None:
+        """Takes invested seconds from the account: no later round will bring them back."""
+        self.seconds, self.invested = self.seconds - self.invested, 0.0
+
+    def plain(self, plain_round: float, rounds: int = 1, *, settle: bool = True) -> None:
+        """Adds the share of plain rounds.
+
+        Args:
+            plain_round: the seconds of a round.
+            rounds: the number of rounds.
+            settle: False for a plain round between rounds with drafts.
+        """
+        if not self._opened:
+            self._opened, self.seconds = True, FIRST * plain_round
+        if settle:
+            self.settle()
+        self._add(SHARE * plain_round * rounds, plain_round)
+
+    def drafted(self, plain_round: float, spent: float, saved: float) -> None:
+        """Adds the gain or the loss of a round with drafts.
+
+        Args:
+            plain_round: the seconds of a plain round of as many rows.
+            spent: the seconds of this round.
+            saved: the seconds in which plain decoding commits the same tokens, less `spent`;
+                negative if the round was slower.
+        """
+        returned = min(max(saved, 0.0), self.invested)
+        self.invested -= returned
+        self._add(SHARE * spent + saved - returned, plain_round)
+
+    def _add(self, seconds: float, plain_round: float) -> None:
+        self._most = MOST * plain_round
+        self.seconds = min(self.seconds + seconds, self._most)
+
+    @property
+    def allows_plans(self) -> bool:
+        """True if a round may draft whose plan pays."""
+        return self.seconds >= 0 and self.invested <= self.seconds + self._most
+
+    def allows_trial(self, cost: float, plain_round: float) -> bool:
+        """Returns True if a round may draft only to learn.
+
+        Trials are paid from the income; the first credit is for plans. A trial that costs more than
+        can be saved up is paid off afterwards.
+
+        Args:
+            cost: the seconds that the trial costs.
+            plain_round: the seconds of a plain round.
+        """
+        return self.seconds >= min(cost + FIRST * plain_round, MOST * plain_round)
+
+
+FIRST_WAIT, MOST_WAIT = 16, 1024
+"""The number of rounds with drafts before a plain one.
+
+`FIRST_WAIT` is for a size without a plain round yet, `MOST_WAIT` for one with many.
+"""
+GROWTH = 4
+"""The factor by which a plain round of a size multiplies the wait for its next."""
+
+
+class PlainRounds:
+    """A count of the rounds of each number of rows, to a power of two.
+
+    Each plain round lengthens the wait for the next.
+    """
+
+    def __init__(self) -> None:
+        self._drafted: dict[int, int] = {}  # rounds with drafts since the last plain one
+        self._waits: dict[int, int] = {}
+
+    def due(self, rows: int) -> bool:
+        """Returns True if the next round of this number of rows should be plain."""
+        size = rows.bit_length()
+        return self._drafted.get(size, 0) >= self._waits.get(size, FIRST_WAIT)
+
+    def drafted(self, rows: int) -> None:
+        """Counts a round with drafts."""
+        size = rows.bit_length()
+        self._drafted[size] = self._drafted.get(size, 0) + 1
+
+    def plain(self, rows: int) -> bool:
+        """Counts a plain round; returns True if it was due."""
+        due, size = self.due(rows), rows.bit_length()
+        self._waits[size] = min(GROWTH * self._waits.get(size, FIRST_WAIT), MOST_WAIT)
+        self._drafted[size] = 0
+        return due
+
+
+LONGEST = 64
+"""The most plain rounds before a new plan is made for as many rows."""
+
+
+class Backoff:
+    """A count of plain rounds without a plan, because planning takes time, too.
+
+    The wait grows each time that no plan pays for about as many rows, to a quarter: on a server the
+    number of rows changes in every round.
+    """
+
+    def __init__(self) -> None:
+        self._rows = self._length = self._left = 0
+
+    def is_over(self, rows: int) -> bool:
+        """Counts a round; returns True if it is time for a plan."""
+        self._left -= 1
+        return self._left < 0 or not self._as_many(rows)
+
+    @property
+    def left(self) -> int:
+        """The number of rounds of as many rows until it is time for a plan."""
+        return max(self._left, 0)
+
+    def skip(self, rounds: int) -> None:
+        """Counts rounds for which `is_over` was not asked."""
+        self._left -= rounds
+
+    def extend(self, rows: int) -> None:
+        """Starts a wait, after no plan was found that pays."""
+        if self._as_many(rows):
+            self._length = min(2 * self._length + 1, LONGEST)
+        else:
+            self._rows, self._length = rows, 1
+        self._left = self._length
+
+    def _as_many(self, rows: int) -> bool:
+        return 4 * abs(rows - self._rows) <= self._rows

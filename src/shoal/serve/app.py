@@ -74,7 +74,7 @@ TYPES = {
 }
 
 
-def page() -> APIRouter:
+def playground() -> APIRouter:
     """Returns the routes of the page and its files, which are kept in memory. They need no key."""
     folder = files("shoal.serve") / "playground"
     parts = {name: part.read_bytes() for name, part in _files(folder)}
@@ -82,21 +82,21 @@ def page() -> APIRouter:
 
     @router.get("/")
     async def index() -> Response:
-        return _answer("index.html")
+        return _of_file("index.html")
 
     @router.get("/chat")
     async def chat() -> Response:
-        return _answer("chat.html")
+        return _of_file("chat.html")
 
     @router.get("/editor")
     async def editor() -> Response:
-        return _answer("editor.html")
+        return _of_file("editor.html")
 
     @router.get("/playground/{name:path}")
     async def part(name: str) -> Response:
-        return _answer(name)
+        return _of_file(name)
 
-    def _answer(name: str) -> Response:
+    def _of_file(name: str) -> Response:
         if name not in parts:
             raise ApiError(404, f"the playground has no {name!r}")
         return Response(parts[name], media_type=TYPES[_suffix(name)], headers=HEADERS)
@@ -163,7 +163,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     api_errors.install(app)
     app.include_router(_api_routes(handler))
     app.include_router(ops_routes(worker))
-    app.include_router(page())
+    app.include_router(playground())
     app.add_middleware(HostCheck, hosts=settings.hosts)
     if settings.origins:
         anything: dict[str, Any] = {

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mutants import mutant
+from mutants import mutant, wrong_ones
 from shoal import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
@@ -341,28 +341,8 @@ def test_a_captured_launch_follows_its_buffers() -> None:
 
 # ── negative controls: kernels with one thing wrong ─────────────────────────────────────────────────────────────────
 
-MUTANTS = {
-    "one key too many": ("cell[None, :] <= position", "cell[None, :] <= 1 + position"),
-    "one key too few": ("cell[None, :] <= position", "cell[None, :] < position"),
-    "window one short": ("> position[:, None] - window", "> position[:, None] - window + 1"),
-    "window ends early": ("oldest - window + 1", "oldest - window + 3"),
-    "unscaled": (" * scale\n", "\n"),
-    "softcap forgotten": ("SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)", "scores"),
-    "sink in every share": ("tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)", "sink, total + 1.0"),
-    "share lost": ("(split + 1) * each", "split * each + tl.minimum(each, 1)"),
-    "decay forgotten": ("mixed = mixed * decay[:, None]", "mixed = mixed"),
-    "wrong prompt": ("shared_key + base", "shared_key + 0 * base"),
-    "offset forgotten": ("- offset * key_cell", ""),
-    "loads unmasked": ("mask=there[:, None] &", "mask=(cell >= 0)[:, None] &"),
-    "shares unweighted": ("tl.sum(weights[:, None] * part, 0)", "tl.sum(part, 0)"),
-}
-TREE_MUTANTS = {
-    "siblings seen": ("((word[:, None] >> column[None, :]) & 1) != 0", "column[None, :] <= column[None, :]"),
-    "window by column": ("position = tl.load(positions + place, mask=real, other=-1).to(tl.int32)", "position = position"),
-    "begins too late": ("tl.min(tl.where(real, position, start + count), 0)", "oldest"),
-    "unused columns see": (" & (position[:, None] >= 0)", ""),
-    "another row's tree": ("words + place", "words + column"),
-}
+MUTANTS = wrong_ones("Triton: attention")
+TREE_MUTANTS = wrong_ones("Triton: attention of trees")
 WEAK = Case(
     (Row(40, 3, 0), Row(37, 2), Row(20, 3, 1)),
     (17, 9),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from layer_shapes import DEVICE, INTERPRETED, Case, normed
-from mutants import mutant
+from mutants import mutant, wrong_ones
 from shoal.models.layers import layer_kernels
 from shoal.models.layers.eight_bit import TOKENS, WeightOnly8Bit
 from shoal.models.layers.operations import COLUMNS, add_norm, begin, heads, silu_mul
@@ -164,88 +164,7 @@ def test_a_kernel_is_the_definition(name: str, dtype: torch.dtype) -> None:
 
 # ── negative controls: kernels with one thing wrong, none of which leaves its tensors ───────────────────────────────
 
-MUTANTS = {
-    "begin": {
-        "rows side by side": ("tokens + token // columns * row_stride + token % columns", "tokens + token"),
-        "another token's embedding": ("embedding + chosen * width", "embedding + (chosen + 1) % 50 * width"),
-        "normalised embedding": (
-            "tl.store(x + token * width + column, row,",
-            "tl.store(x + token * width + column, row * 2,",
-        ),
-        "position of token 0": ("tl.load(positions + token)", "tl.load(positions)"),
-        "not scaled": ("tl.sin(angle) * scaling", "tl.sin(angle)"),
-        "one half": ("tl.store(cos + place + HALF, c, mask=there)\n", "tl.store(cos + place + HALF, s, mask=there)\n"),
-    },
-    "add_norm": {
-        "epsilon outside of the root": (
-            "tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)",
-            "(tl.rsqrt(tl.sum(wide * wide, 0) / width) + eps)",
-        ),
-        "epsilon forgotten": (" / width + eps)", " / width)"),
-        "sum instead of mean": ("tl.sum(wide * wide, 0) / width + eps", "tl.sum(wide * wide, 0) + eps"),
-        "mean over more": ("tl.sum(wide * wide, 0) / width + eps", "tl.sum(wide * wide, 0) / (2 * width) + eps"),
-        "residual not written": ("        tl.store(x + place, row, mask=inside)\n", ""),
-        "residual not added": (
-            "(row.to(tl.float32) + tl.load(other + place, mask=inside, other=0.0).to(tl.float32)).to(row.dtype)",
-            "row",
-        ),
-        "residual of another row": ("tl.load(other + place", "tl.load(other + column"),
-        "norm written to the residual": ("tl.store(out + place, normed", "tl.store(x + place, normed"),
-        "weight forgotten": ("norm.to(row.dtype).to(tl.float32) * scale", "norm.to(row.dtype).to(tl.float32)"),
-        "row stride wrong": ("place = token * width + column\n    row", "place = token * (width - 8) + column\n    row"),
-    },
-    "heads": {
-        "halves swapped": ("tl.where(feature < half, -s, s)", "tl.where(feature < half, s, -s)"),
-        "neighbours turned": ("tl.where(feature < half, feature + half, feature - half)", "feature ^ 1"),
-        "angles of token 0": ("angle = token * ROTARY + feature", "angle = feature"),
-        "keys not rotated": ("tl.store(keys + place * DIM + feature, rotated", "tl.store(keys + place * DIM + feature, x"),
-        "keys a cell late": (
-            "tl.load(cells + token) * KV_HEADS + head - HEADS\n",
-            "(tl.load(cells + token) + 1) * KV_HEADS + head - HEADS\n",
-        ),
-        "values a cell late": (
-            "tl.load(cells + token) * KV_HEADS + head - HEADS - KV_HEADS",
-            "(tl.load(cells + token) + 1) * KV_HEADS + head - HEADS - KV_HEADS",
-        ),
-        "values where keys are": ("tl.store(values + place", "tl.store(keys + place"),
-        "another head": (
-            "tl.store(query + (token * HEADS + head) * DIM",
-            "tl.store(query + (token * HEADS + (head + 1) % HEADS) * DIM",
-        ),
-        "row stride of the queries": (
-            "(token * (HEADS + 2 * KV_HEADS) + head) * DIM",
-            "(token * (HEADS + KV_HEADS) + head) * DIM",
-        ),
-        "all features turned": ("turned = feature < ROTARY", "turned = feature < DIM"),
-        "partner not normalised": (
-            "y = ((y.to(tl.float32) * factor).to(y.dtype).to(tl.float32) * other.to(tl.float32)).to(y.dtype)",
-            "y = y",
-        ),
-        "weights of queries for keys": ("own = tl.load(key_weight + feature", "own = tl.load(query_weight + feature"),
-    },
-    "silu_mul": {
-        "sigmoid": ("wide * tl.sigmoid(wide)", "tl.sigmoid(wide)"),
-        "halves swapped": ("both + token * 2 * width + column, mask", "both + token * 2 * width + width + column, mask"),
-        "row stride of one half": ("both + token * 2 * width + width + column", "both + token * width + width + column"),
-        "not multiplied": ("active.to(tl.float32) * up.to(tl.float32)", "active.to(tl.float32)"),
-    },
-    "eight_bit_product": {
-        "scale of another output": ("tl.load(scales + output", "tl.load(scales + output // 2"),
-        "scale forgotten": ("total *= tl.load(scales + output, mask=there, other=0.0)[None, :]", "total *= 1.0"),
-        "bias forgotten": ("total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]", "total += 0.0"),
-        "last step lost": ("range(0, inputs, BLOCK_K)", "range(0, inputs - BLOCK_K, BLOCK_K)"),
-        "unsigned bytes": ("right.to(tl.float32)", "right.to(tl.uint8).to(tl.float32)"),
-        "row stride of the weights": (
-            "output.to(tl.int64)[None, :] * inputs",
-            "output.to(tl.int64)[None, :] * (inputs - 1)",
-        ),
-        "row stride of the inputs": ("x + token[:, None] * inputs", "x + token[:, None] * (inputs - 1)"),
-        "sums of one step": ("total += tl.dot(left.to", "total = tl.dot(left.to"),
-        "tokens of the first block": ("token = tl.program_id(0) * BLOCK_T", "token = 0"),
-        "outputs of the first block": ("output = tl.program_id(1) * BLOCK_N", "output = 0"),
-        "blocks exchanged": ("token = tl.program_id(0) * BLOCK_T", "token = tl.program_id(1) * BLOCK_T"),
-    },
-}
+MUTANTS = {name: wrong_ones(f"Triton: {name}") for name in ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product")}
 WEAK = Case(tokens=4, width=COLUMNS + 40, dim=24, rotary=16, normed=True)
 """Sees all of them."""
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mutants import mutant
+from mutants import mutant, wrong_ones
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.lookahead.controller import Fixed
@@ -164,25 +164,7 @@ def test_the_next_block_is_filled_and_moves_on() -> None:
     assert fed(advances=False) == [[5, 6, 7], KEPT, torch.arange(1, 13).view(4, 3).tolist()]
 
 
-MUTANTS = {
-    "any block": ("block_sums", "token = block * SIZE + tl.arange(0, SIZE)\n    held", "token = tl.arange(0, SIZE)\n    held"),
-    "too many tokens of the last block": (
-        "block_sums", "other=0.0)\n    tl.store(sums + row * blocks", "other=1.0)\n    tl.store(sums + row * blocks"
-    ),
-    "uniform of another row": (
-        "inverse_transform", "threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)\n    chosen",
-        "threshold = tl.load(uniforms + row // 2 * uniform_stride) * tl.max(ends, 0)\n    chosen",
-    ),
-    "what comes before forgotten": ("inverse_transform", "threshold - before", "threshold"),
-    "next block": ("inverse_transform", "tl.minimum(chosen * SIZE", "tl.minimum((chosen + 1) * SIZE"),
-    "another bucket wins": ("exponential_race", "finish == tl.max(finish, 0)", "finish == tl.min(finish, 0)"),
-    "speeds not divided": ("exponential_race", "speed / tl.load(uniforms + row * uniform_stride + 1 + bucket)", "speed"),
-    "neighbours of a bucket": ("exponential_race", "BUCKETS * tl.arange(0, MEMBERS)", "tl.arange(0, MEMBERS)"),
-    "buckets in rows": (
-        "bucket_sums", "[:, None] * BUCKETS + bucket[None, :]\n    held", "[:, None] + bucket[None, :]\n    held"
-    ),
-    "a part twice": ("bucket_sums", "(part * DEPTH + tl.arange(0, DEPTH))", "(tl.arange(0, DEPTH))"),
-}  # fmt: skip
+MUTANTS = wrong_ones("Triton: draws")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")

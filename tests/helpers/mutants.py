@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+
+PLACE = Path(__file__).parents[1] / "data/wrong_kernels.json"
+
+
+def wrong_ones(part: str) -> dict[str, tuple[str, ...]]:
+    """What is right in the sources of kernels and what is put in its place, by what is wrong then; before both may stand a name."""
+    return {name: tuple(texts) for name, texts in json.loads(PLACE.read_text("utf-8"))[part].items()}
 
 
 def replaced(texts: Mapping[str, str], right: str, wrong: str) -> dict[str, str]:

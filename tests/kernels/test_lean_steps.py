@@ -18,6 +18,7 @@ from torch import Tensor
 
 from by_pairs import by_pairs
 from lean_passes import PROMPTS
+from mutants import wrong_ones
 from native_kernels import needs_compiler
 from shoal import Shoal
 from shoal.config import Sampling
@@ -228,19 +229,7 @@ def test_a_drafter_without_a_distribution_is_asked_step_by_step(steps: Counter[s
 
 # ── sabotage ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-MUTANTS = {
-    "positions do not move": ("step->bounds[row] += step->bounds[rows + row];", "step->bounds[row] += 1;"),
-    "counts stay": ("step->bounds[rows + row] = 1;", ""),
-    "uniforms of the first step": ("draws->block.uniforms += draws->block.uniforms_column;", ""),
-    "tokens of the step before": ("pass->ids = draws->tokens, pass->id_row = 1;", "pass->id_row = 1;"),
-    "padding stays": (
-        "pass->tokens = rows, pass->columns = 1;",
-        "",
-    ),
-    "q over that of the step before": ("draws->probs += rows * draws->block.vocab;", "draws->probs += 0;"),
-    "logits of the last column, not of the row's last token": ("a->bounds[a->rows + row] - 1;\n", "a->columns - 1;\n"),
-    "norm of the first tokens": ("x = at.normed, normed = at.x, tokens = a->rows;", "tokens = a->rows;"),
-}
+MUTANTS = wrong_ones("steps")
 
 
 @pytest.mark.slow

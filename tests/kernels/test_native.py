@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attending import CELLS, PROMPTS, build, exact, one_by_one, used
+from mutants import wrong_ones
 from native_kernels import INF, NAN, definition, excess, needs_compiler, threads, tokens_seen
 from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
@@ -453,58 +454,10 @@ def test_rounding_to_bfloat16_is_that_of_torch(probe: ctypes.CDLL) -> None:
 
 # ── negative controls: kernels with one thing wrong ─────────────────────────────────────────────────────────────────
 
-SEES = "{0, position + 1, position + 1, ~(uint64_t)0}"
-ATTENTION_MUTANTS = {
-    "one key too many": (SEES, "{0, position + 2, position + 1, ~(uint64_t)0}"),
-    "one key too few": (SEES, "{0, position ? position : 1, position + 1, ~(uint64_t)0}"),
-    "window one short": ("seen.first = position - a->window + 1;", "seen.first = position - a->window + 2;"),
-    "window one long": ("seen.first = position - a->window + 1;", "seen.first = position - a->window;"),
-    "offset ignored": ("int64_t offset = a->bounds[2 * a->rows + row],", "int64_t offset = 0 * a->bounds[2 * a->rows + row],"),
-    "another prompt": ("(const T *)a->shared_key + base * a->shared_key_token", "(const T *)a->shared_key"),
-    "another prompt's values": ("(const T *)a->shared_value + base * a->shared_value_token", "(const T *)a->shared_value"),
-    "wrong head of the group": ("from + i / own->count * a->query_head", "from + (group - 1 - i / own->count) * a->query_head"),
-    "no maximum": ("exponential(load(scores + t) - highest)", "exponential(load(scores + t))"),
-    "sink forgotten": ("(sink == -INFINITY ? 0.0f : expf(sink - highest))", "0.0f"),
-    "another head's sink": ("a->sinks[head * group + i / own->count]", "a->sinks[head * group]"),
-    "tail lanes unmasked": ("t = high; t < span; t++) scores[t] = -INFINITY", "t = high; t < 0; t++) scores[t] = -INFINITY"),
-    "softcap forgotten": ("cap * tanhf(scores[t] * scale / cap)", "scores[t] * scale"),
-    "unscaled": ("load(scores + t) * scale", "load(scores + t)"),
-    "another row's keys": ("(const T *)a->key + a->key_rows[row]", "(const T *)a->key + a->key_rows[0]"),
-    "last feature of a key forgotten": ("memcpy(some, from, n * sizeof(T));", "memcpy(some, from, (n - 1) * sizeof(T));"),
-    "a prompt one token short": ("place < a->offset ? a->shared", "place < a->offset - 1 ? a->shared"),
-    "last feature forgotten": (
-        "for (; i < n; i++) to[i] = NAME(widen)(from[i]);",
-        "for (; i < n - 1; i++) to[i] = NAME(widen)(from[i]);",
-    ),
-}  # fmt: skip
-TOGETHER_MUTANTS = {
-    "rows of another prompt": ("bases[next] == bases[row] && ", ""),
-    "rows of a shorter prompt": ("offsets[next] == offsets[row] && ", ""),
-    "own keys of the first row": ("/ LANES * LANES : 0;", "/ LANES * LANES + LANES : 0;"),
-    "the first row's queries": ("query + own->from * width, theirs", "query, theirs"),
-    "the first row's weights": ("scores + own->from * span + t, sums", "scores + t, sums"),
-    "queries forgotten": ("NAME(score)(rows, all, query", "NAME(score)(rows, all - 1, query"),
-}
-TREE_MUTANTS = {
-    "word ignored": ("if (!(seen.word >> c & 1))", "if (0)"),
-    "word of another column": (
-        "a->words[row * a->columns + column]",
-        "a->words[row * a->columns + (column ? column - 1 : 0)]",
-    ),
-    "another row's tree": ("a->words[row * a->columns + column]", "a->words[column]"),
-    "window by column": ("position = a->positions[row * a->columns + column];", ""),
-}
-HEADS_MUTANTS = {
-    "halves exchanged": ("a * cos[i] - b * sin[i]", "b * cos[i] - a * sin[i]"),
-    "sign lost": ("a * cos[i] - b * sin[i]", "a * cos[i] + b * sin[i]"),
-    "angle of the other half": ("b * cos[half + i] + a * sin[half + i]", "b * cos[i] + a * sin[i]"),
-    "the rest lost": ("(dim - rotary) * sizeof(T)", "0"),
-    "wrong cell": ("int64_t cell = a->cells[t]", "int64_t cell = a->cells[a->tokens - 1 - t]"),
-    "another token's position": ("a->cos + a->positions[t] * a->rotary", "a->cos + a->positions[0] * a->rotary"),
-    "eps forgotten": ("sum / (float)n + (float)eps", "sum / (float)n"),
-    "the query's norm for keys": ("h < a->heads ? a->query_norm : a->key_norm", "a->query_norm"),
-    "values not written": ("a->kv_heads * dim * sizeof(T));\n    }\n}", "0);\n    }\n}"),
-}
+ATTENTION_MUTANTS = wrong_ones("attention")
+TOGETHER_MUTANTS = wrong_ones("attention of rows together")
+TREE_MUTANTS = wrong_ones("attention of trees")
+HEADS_MUTANTS = wrong_ones("heads")
 
 
 def weak(**options: Any) -> list[AttentionInputs]:

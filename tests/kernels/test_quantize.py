@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shoal
+from mutants import wrong_ones
 from native_kernels import needs_compiler
 from noisy_heads import noisy
 from shoal.config import Limits, Sampling
@@ -157,13 +158,7 @@ def test_packed_bytes_compute_what_their_layer_says(dtype: torch.dtype) -> None:
     assert is_near(Int8PanelMatrix, dtype)
 
 
-WRONG_BYTES = {
-    "not scaled": ("if (a->scales) sums *= some_lanes_float32(a->scales + first, lanes);", ""),
-    "another panel's scales": ("some_lanes_float32(a->scales + first, lanes)", "some_lanes_float32(a->scales, lanes)"),
-    "panels of another size": ("a->scales ? 1 : (int64_t)sizeof(T)", "a->scales ? 2 : (int64_t)sizeof(T)"),
-    "half of the unpacked weights": ("(const int8_t *)w, n * weights)", "(const int8_t *)w, n * weights / 2)"),
-    "features of the first tokens": ("x + from * by.row", "x"),
-}  # fmt: skip
+WRONG_BYTES = wrong_ones("bytes")
 
 
 @pytest.mark.slow

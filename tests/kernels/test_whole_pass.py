@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lean_passes import MODELS, WRITES, Rows, life, original
+from mutants import wrong_ones
 from native_kernels import needs_compiler, threads
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.native import MOST_COLUMNS
@@ -254,29 +255,7 @@ LOOP = "for (int64_t n = panels; panel < end; panel += n) {"
 LATE = (LOOP, LOOP + " if (!panel) for (volatile int i = 0; i < 20000; i++) {}")
 """The thread that has the first outputs of a product is late."""
 # What they read and write is inside the arrays, as the process goes on with what they leave.
-MUTANTS = {
-    "nobody waits for products": ("#pragma omp barrier\n}", "}"),
-    "states over what is normed": ("at.states = at.normed + a->tokens * model->width", "at.states = at.normed + model->width"),
-    "attended over states": ("(model->heads + 2 * model->kv_heads) * model->dim;", "model->heads * model->dim;"),
-    "another token": ("id = at.ids[t];", "id = at.ids[0];"),
-    "another row's tokens": ("a->ids[row * a->id_row + column]", "a->ids[column]"),
-    "positions from 0": ("[row * a->columns + column] : start + column", "[row * a->columns + column] : column"),
-    "no depths": ("a->tree_positions ? a->tree_positions[row * a->columns + column] : start", "start"),
-    "another slot": ("first = a->bounds[4 * a->rows + row]", "first = row"),
-    "the cell before": ("column - a->bounds[2 * a->rows + row]", "column - a->bounds[2 * a->rows + row] - (row > 0)"),
-    "positions over tokens": ("at.positions = at.ids + a->tokens", "at.positions = at.ids"),
-    "another layer's keys": ("*store = a->stores + index", "*store = a->stores"),
-    "no window": (".window = layer->window", ".window = 0"),
-    "another norm": ("NAME(norm)(a, &layer->mlp_norm", "NAME(norm)(a, &layer->attention_norm"),
-    "no residual": ("&layer->out, NAME(ADD)", "&layer->out, NAME(PLAIN)"),
-    "no residual of the MLP": ("&layer->down, NAME(ADD)", "&layer->down, NAME(PLAIN)"),
-    "one norm of heads": (".key_norm = layer->key_norm", ".key_norm = layer->query_norm"),
-    "another store of prompts": ("shared_key = store->shared_keys", "shared_key = store->shared_values"),
-    "no trees": ("a->words ? a->words[index] : NULL", "NULL"),
-    "one window for all trees": ("a->words[index] : NULL", "a->words[0] : NULL"),
-    "no last norm": ("NAME(share_of_rms_norm)(x, model->norm.weight, normed, tokens, width, model->norm.eps);", "normed = at.x;"),
-    "logits of packed columns in a row": ("row * a->columns + column;\n            at.cells", "token;\n            at.cells"),
-}  # fmt: skip
+MUTANTS = wrong_ones("whole passes")
 WEAK = {"no window": "mistral with a window", "one norm of heads": "qwen3", "one window for all trees": "a narrow window"}
 
 

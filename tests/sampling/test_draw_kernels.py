@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mutants import wrong_ones
 from native_kernels import needs_compiler
 from shoal.config import Sampling
 from shoal.sampling import native_draws
@@ -321,30 +322,7 @@ def test_bits_do_not_depend_on_the_batch(vocab: int, sampling: Sampling) -> None
 
 # ── sabotage ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-MUTANTS = {
-    "NaN is not seen": ("strange |= x != x;", ""),
-    "top_k drops what ties with the k-th": ("while (at->scores[last] != score) last--;", "last = (int64_t)(item & 0xffffffffu);"),
-    "top_k counts one too many": ("(double)a->top_k, at->lowest", "(double)a->top_k + 1, at->lowest"),
-    "top_p takes the higher id first": ("(x == score) & (ids <= last)", "(x == score) & (ids >= last)"),
-    "top_p stops one early": ("(x == score) & (ids <= last)", "(x == score) & (ids < last)"),
-    "top_p of the whole mass, not of what top_k keeps": ("a->top_p * at->total", "a->top_p * at->before"),
-    "a cut does not count its pivot": ("needed -= sum + weight_of(weights, pivot);", "needed -= sum;"),
-    "min_p drops the highest": ("x < (float)a->min_p", "x <= (float)a->min_p"),
-    "a race by the uniforms of the bucket before": ("speed[b] / uniforms[1 + b] > fastest", "speed[b] / uniforms[b] > fastest"),
-    "a token of the next bucket": ("first_above(at->weights + bucket,", "first_above(at->weights + (bucket ^ 1),"),
-    "a uniform twice": ("residual(at, q), uniforms[REPLACE]", "residual(at, q), uniforms[ACCEPT]"),
-    "acceptance by the uniform of the token": ("uniforms[ACCEPT] * (double)q", "uniforms[TOKEN] * (double)q"),
-    "the replacement is drawn from p": ("return at->scores;\n    return", "return at->weights;\n    return"),
-    "q is taken from weights": ("at->weights[i] / total - q[i]", "at->weights[i] - q[i]"),
-    "q of the first row": ("v->q[column] + row * v->q_row", "v->q[column]"),
-    "one draft too few": ("column < length ? v->drafts", "column + 1 < length ? v->drafts"),
-    "lengths of another row": ("v->lengths[row] < m ? v->lengths[row]", "v->lengths[0] < m ? v->lengths[0]"),
-    "one setting for all rows": ("a->settings + row * a->settings_row", "a->settings"),
-    "greedy rows are verified by q": ("v->q && setting_of(a, row)->temperature != 0", "v->q != NULL"),
-    "log-probabilities at the row's temperature": ("log(at->before)", "log(at->total)"),
-    "temperature multiplies": ("(float)(1 / temperature)", "(float)temperature"),
-    "the last block is forgotten": ("(at->room + SUMMED - 1) / SUMMED, block", "(at->room - 1) / SUMMED, block"),
-}  # fmt: skip
+MUTANTS = wrong_ones("draws")
 
 
 def worst() -> float:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.client import HTTPResponse
 from typing import Any
 
@@ -103,9 +104,9 @@ class Served:
     worker: Worker
     shoal: Shoal
 
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
-        """The official client."""
+        """The official client, whose connections end with the server."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS)
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
@@ -151,8 +152,11 @@ def served(shoal: Shoal, tls: Tls | None = None, **options: Any) -> Iterator[Ser
             assert thread.is_alive()
             thread.join(0.01)
         try:
-            yield Served(f"http{'s' if tls else ''}://127.0.0.1:{port}", app.state.worker, shoal)
+            made = Served(f"http{'s' if tls else ''}://127.0.0.1:{port}", app.state.worker, shoal)
+            yield made
         finally:
+            if "client" in vars(made):
+                made.client.close()
             server.should_exit = True
             thread.join(TIMEOUT_SECONDS)
             assert not thread.is_alive()

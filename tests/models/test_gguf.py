@@ -318,9 +318,14 @@ def test_files_that_are_none(file: Path, tmp_path: Path) -> None:
     other.write_bytes(b"PK\x03\x04 and more")
     with pytest.raises(ModelError, match="no GGUF file"):
         load_runner(other)
-    other.write_bytes(file.read_bytes()[:4000])
-    with pytest.raises(ModelError, match="cannot load"):
-        load_runner(other)
+    with pytest.raises(ModelError, match="no GGUF file"):
+        shoal.load(other)
+    for size in (20, 4000, file.stat().st_size - 4000):
+        other.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(ModelError, match="cannot load"):
+            load_runner(other)
+        with pytest.raises(ModelError, match=r"damaged or not whole .*download it again"):
+            shoal.load(other)
 
 
 def test_names_of_files(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,10 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no config.json in .*: it is not the directory of a Transformers model"):
+    with pytest.raises(RequestError, match=r"no config.json in .*: it is not the directory of a Transformers model$"):
+        shoal.load(tmp_path)
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(RequestError, match=r"model; it has a GGUF file: give .*b.gguf$"):
         shoal.load(tmp_path)
 
 

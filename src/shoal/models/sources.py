@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shoal.errors import RequestError
+from shoal.errors import ModelError, RequestError
 
 SECONDS = 3.0
 """The seconds that the Hub has to accept a connection."""
@@ -22,6 +22,7 @@ PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
 GGUF = ".gguf"
+MAGIC = b"GGUF"
 PARTS = re.compile(r"-00001-of-(\d{5})\.gguf$")
 """The pattern at the end of the name of the first of several parts of a model."""
 
@@ -36,7 +37,8 @@ def gguf_of(
             model.
 
     Raises:
-        RequestError: the file does not exist.
+        RequestError: the file does not exist or cannot be read.
+        ModelError: it is no GGUF file.
     """
     if not str(source).endswith(GGUF):
         return None
@@ -48,7 +50,21 @@ def gguf_of(
         raise RequestError(
             f"GGUF file {source} does not exist; of the Hub's it is HUB-ID:FILE.gguf"
         )
+    require_magic(path)
     return path
+
+
+def require_magic(file: Path) -> None:
+    """Raises ModelError for a file that does not begin as GGUF files do."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(MAGIC))
+    except OSError as error:
+        raise RequestError(f"cannot read {str(file)!r}: {error.strerror}") from error
+    if start != MAGIC:
+        raise ModelError(
+            f"{file} is no GGUF file: it does not begin with 'GGUF'; download it again"
+        )
 
 
 @cache
@@ -92,8 +108,10 @@ def directory_of(source: str | Path) -> Path | None:
     if not path.is_dir():
         raise RequestError(f"model directory {source} does not exist or is not a directory")
     if not (path / "config.json").is_file():
+        files = sorted(file.name for file in path.glob(f"*{GGUF}"))
+        hint = f"; it has a GGUF file: give {path / files[0]}" if files else ""
         raise RequestError(
-            f"no config.json in {source}: it is not the directory of a Transformers model"
+            f"no config.json in {source}: it is not the directory of a Transformers model{hint}"
         )
     return path
 

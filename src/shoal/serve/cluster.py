@@ -1,4 +1,4 @@
-"""The server in several processes on Ray, each with a pair of its own. Needs `shoal[ray]`.
+"""The server in several processes on Ray, each with a pair of its own. Needs the extra `ray`.
 
 Ray Serve puts replicas behind one address, adds and removes them, and restarts replicas whose
 engine has stopped. `shoal.serve.pool` does the same for batches.

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 
 INSTALL = (
-    "GGUF files need llama.cpp: pip install 'shoal[gguf]'. Where there is no wheel for this "
+    "GGUF files need llama.cpp: pip install '.[gguf]'. Where there is no wheel for this "
     "machine, pip compiles it for some minutes with a C++ compiler"
 )
 WARNING = 3
@@ -64,7 +64,6 @@ def complaint(otherwise: str) -> str:
     return text
 
 
-MAGIC = b"GGUF"
 CAUSAL_ONLY = "shoal decodes causal language models"
 HALF = 2
 """The number of bytes of a number in llama.cpp's cache, float16."""
@@ -179,11 +178,6 @@ class GgufModel(nn.Module):
 
 def _loaded(lib: Any, file: Path, device: str) -> Any:
     """Returns llama.cpp's pointer to the model of a file."""
-    with file.open("rb") as stream:
-        if stream.read(4) != MAGIC:
-            raise ModelError(
-                f"{file} is no GGUF file: it does not begin with 'GGUF'; download it again"
-            )
     params = lib.llama_model_default_params()
     if device == "cpu":
         params.n_gpu_layers = 0

@@ -26,7 +26,7 @@ import transformers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from shoal.durable import cache_folder
-from shoal.errors import RequestError, UnsupportedModel
+from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.gguf.gguf_model import library
 
 CONTROL, USER_DEFINED = 3, 4
@@ -92,6 +92,7 @@ def tokenizer_of(file: Path) -> Any:
 
     Raises:
         RequestError: the package `gguf` is not installed.
+        ModelError: the file is damaged.
         UnsupportedModel: no tokenizer with llama.cpp's ids can be made of the file.
     """
     kept = _place(file)
@@ -219,9 +220,14 @@ class _Metadata:
             import gguf
         except ImportError as error:
             raise RequestError(
-                "a GGUF file's tokenizer needs the package gguf: pip install 'shoal[gguf]'"
+                "a GGUF file's tokenizer needs the package gguf: pip install '.[gguf]'"
             ) from error
-        self._fields = gguf.GGUFReader(str(file)).fields
+        try:
+            self._fields = gguf.GGUFReader(str(file)).fields
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            raise ModelError(
+                f"{file} is damaged or not whole ({error}); download it again"
+            ) from error
 
     def _value(self, name: str) -> Any:
         field = self._fields.get(name)

@@ -33,6 +33,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, in the plural unless it is one."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def require(ok: bool, name: str, expected: str, got: object) -> None:
     """Raises RequestError unless `ok`."""
     if not ok:

@@ -14,6 +14,7 @@ from rich.text import Text
 from shoal.cli.console import Progress, printable, stderr, stdout
 from shoal.cli.printed_samples import sample_document
 from shoal.cli.views import BESIDE_ROWS, Board, Unseen
+from shoal.values import counted
 
 if TYPE_CHECKING:
     from shoal.cli.conversation import Candidate
@@ -217,8 +218,8 @@ def _document(sample: Sample, answer: Candidate) -> dict[str, Any]:
 def show_answer(console: Console, number: int, sample: Sample, answer: Candidate) -> None:
     """Prints one of several answers, under its number; in a terminal with its reasoning."""
     header = (
-        f"# answer {number}: {sample.finish_reason}, {len(sample.token_ids)} tokens, mean "
-        f"logprob {sample.mean_logprob:.3f}"
+        f"# answer {number}: {sample.finish_reason}, {counted(len(sample.token_ids), 'token')}, "
+        f"mean logprob {sample.mean_logprob:.3f}"
     )
     console.print(Text(header, style="bold"), soft_wrap=True)
     if not console.is_terminal:
@@ -235,8 +236,8 @@ def counts(stats: Stats, prompt_tokens: int = 0) -> str:
     With a prompt's tokens it also says how many of them did not have to be computed.
     """
     line = (
-        f"{stats.committed} tokens, {stats.seconds:.2f} s, {stats.tokens_per_second:.0f} tokens/s, "
-        f"acceptance length {stats.acceptance_length:.2f}"
+        f"{counted(stats.committed, 'token')}, {stats.seconds:.2f} s, "
+        f"{stats.tokens_per_second:.0f} tokens/s, acceptance length {stats.acceptance_length:.2f}"
     )
     if stats.restored_tokens and prompt_tokens:
         line += f", {stats.restored_tokens} of {prompt_tokens} prompt tokens kept from before"

@@ -28,7 +28,7 @@ from shoal.cli.printed_samples import follow, show_output
 from shoal.cli.views import Board
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
-from shoal.values import require_text
+from shoal.values import counted, require_text
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -201,7 +201,7 @@ def report(console: Console, job: DemoJob, measured: Measurements) -> None:
     runs = "one run each" if job.repeats == 1 else f"medians of {job.repeats} runs each"
     console.print()
     console.print(
-        f"{job.n} samples of at most {job.options['max_new_tokens']} tokens, "
+        f"{counted(job.n, 'sample')} of at most {job.options['max_new_tokens']} tokens, "
         f"T={job.options['temperature']:g}, "
         f"lookahead {job.lookahead}, {dtype} on {job.model.target.device}; {runs}"
     )
@@ -213,7 +213,8 @@ def report(console: Console, job: DemoJob, measured: Measurements) -> None:
     else:
         console.print(NOT_DRAFTED, style="bold", soft_wrap=not console.is_terminal)
     console.print(
-        f"greedy identical: {measured.identity.summary} ({dtype}, {measured.identity.rows} rows)"
+        f"greedy identical: {measured.identity.summary} "
+        f"({dtype}, {counted(measured.identity.rows, 'row')})"
     )
     if not measured.identity.holds and not job.exact:
         console.print(

@@ -18,6 +18,7 @@ from shoal.cli.options import JsonOption
 from shoal.drafting.draft import BUNDLED
 from shoal.errors import RequestError
 from shoal.models.sources import require_source
+from shoal.values import counted
 
 SUFFIXES = (".py", ".txt", ".md", ".rst", ".jsonl")
 """The endings of the files that are read in a directory."""
@@ -137,7 +138,7 @@ def index(
         print(json.dumps(about))
         return
     line = (
-        f"{about['tokens']:,} tokens of {about['texts']:,} texts in "
+        f"{counted(about['tokens'], 'token')} of {counted(about['texts'], 'text')} in "
         f"{about['bytes'] / 2**20:.1f} MiB, {about['seconds']:.1f} s"
     )
     stdout().print(line)

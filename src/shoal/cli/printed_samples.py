@@ -24,6 +24,7 @@ from shoal.cli.console import printable, stderr
 from shoal.cli.prompt_lines import PromptLine
 from shoal.types.samples import Output, Result, Sample
 from shoal.types.stats import as_dicts
+from shoal.values import counted
 
 if TYPE_CHECKING:
     from shoal.engine.stream import Stream
@@ -78,7 +79,7 @@ def describe(sample: Sample) -> str:
     weight = "" if sample.log_weight is None else f", log weight {sample.log_weight:.3f}"
     return (
         f"mean logprob {sample.mean_logprob:.3f}{weight}, {sample.finish_reason}{late}, "
-        f"{len(sample.token_ids)} tokens, "
+        f"{counted(len(sample.token_ids), 'token')}, "
         f"{per_round:.2f}/round"
     )
 

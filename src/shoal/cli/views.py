@@ -24,6 +24,7 @@ from rich.text import Text
 
 from shoal.cli.console import REFRESH, printable, stderr
 from shoal.cli.printed_samples import describe
+from shoal.values import counted
 
 if TYPE_CHECKING:
     from shoal.types.samples import Increment, Result, Sample
@@ -78,7 +79,7 @@ class BoardRow:
     def title(self) -> str:
         """The number of tokens, the tokens per round, and the row's end."""
         per_round = len(self.ids) / self.rounds if self.rounds else 0.0
-        return f"{len(self.ids)} tokens, {per_round:.2f}/round" + (
+        return f"{counted(len(self.ids), 'token')}, {per_round:.2f}/round" + (
             f", {self.finish_reason}" if self.finish_reason else ""
         )
 

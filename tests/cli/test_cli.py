@@ -36,7 +36,7 @@ from shoal.bench.measure import Costs, first_difference, per_position, predicted
 from shoal.cli import generate
 from shoal.cli import option_groups as option_groups_module
 from shoal.cli.console import plain_table, printable, stdout
-from shoal.cli.files import write_whole
+from shoal.cli.files import read_text, write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.options import ModelSource
 from shoal.cli.printed_samples import follow, show_output
@@ -140,7 +140,7 @@ def test_generate_answers_messages(shoal: Command, tiny: Models, tmp_path: Path)
     assert answer.json["prompts"][0]["samples"][0]["token_ids"] == plain.json["prompts"][0]["samples"][0]["token_ids"]
     refused = shoal(*ask, "-p", "bc", "--chat-template", "llama4")
     assert refused.code == 2
-    assert "without a file there are alpaca, chatml" in refused.json["error"]["message"]
+    assert "give a file, or one of the names alpaca, chatml" in refused.json["error"]["message"]
     (tmp_path / "wrong.jinja").write_text("{{ raise_exception('no users here') }}")
     refused = shoal(*ask, "-p", "bc", "--chat-template", tmp_path / "wrong.jinja")
     assert refused.code == 2
@@ -171,6 +171,14 @@ def test_generate_reads_stdin_and_whole_files(
     (tmp_path / "b.txt").write_text("second")
     answer = shoal(*ask, "--prompt-file", tmp_path / "a.txt", "-f", tmp_path / "b.txt")
     assert [prompt["prompt"] for prompt in answer.json["prompts"]] == ["first\n\nprompt\n", "second"]
+    mark = b"\xef\xbb\xbf"  # as editors on Windows begin a file, and with their ends of lines
+    (tmp_path / "a.txt").write_bytes(mark + b"first\r\nline")
+    (tmp_path / "c.jsonl").write_bytes(mark + b'{"prompt": "third"}\r\n')
+    for option, file, prompt in (("-f", "a.txt", "first\nline"), ("--prompts", "c.jsonl", "third")):
+        assert shoal(*ask, option, tmp_path / file).json["prompts"][0]["prompt"] == prompt
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufefftwo"))
+    assert [prompt["prompt"] for prompt in shoal(*ask).json["prompts"]] == ["two"]
+    assert read_text(tmp_path / "a.txt", newline="") == "\ufefffirst\r\nline"
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     refused = shoal("generate")
     assert (refused.code, refused.out, "stdin is empty" in refused.err) == (2, "", True)
@@ -236,13 +244,13 @@ def test_a_prompt_of_stray_bytes(shoal: Command, tiny: Models) -> None:
         (["-p", "x", "--output", "."], "cannot write '.': it is a directory"),
         (["-p", "x", "--max-batch", "0"], "--max-batch"),
         (["-p", "x", "--top-logprobs", "-1"], "--top-logprobs"),
-        (["-p", "x", "-n", "0"], "-n"),
+        (["-p", "x", "-n", "0"], "'-n' / '--samples': it must be greater than or equal to 1"),
         (["-p", "x", "--temperature", "-1"], "temperature must be >= 0"),
         (["-p", "x", "--lookahead", "psychic"], "psychic"),
         (["-p", "x", "--k", "-1"], "-1"),
         (["-p", "x", "--top-p", "0"], "top_p"),
         (["-p", "x", "--max-new-tokens", "0"], "max_new_tokens"),
-        (["-p", "x", "--dtype", "int4"], "dtype"),
+        (["-p", "x", "--dtype", "int4"], "'--dtype': 'int4' is not one of"),
         (["-f", "no-such-file.txt"], "no-such-file.txt"),
         (["-p", "x", "--greedy", "--temperature", "0.5"], "--greedy"),
         (["-p", "x", "--model", "./no-such-model"], "no-such-model"),
@@ -273,6 +281,12 @@ def test_an_argument_is_no_option(capsys: pytest.CaptureFixture[str], command: s
     """Options that sound like it are no help."""
     assert cli.run([command, f"--{name}", "x"]) == 2
     assert capsys.readouterr().err == f"error: --{name} is no option: give {name.upper()} itself, without a name\n"
+
+
+def test_a_group_without_one_of_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train"]) == 2
+    said = capsys.readouterr()
+    assert ("medusa" in said.out, said.err) == (True, "error: a command is missing, see the list above\n")
 
 
 def test_our_failure_is_one_line_and_a_hint(shoal: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,8 @@ def test_a_name_that_is_none_is_told_which_there_are(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     assert read_template(tmp_path / "mine") == "mine"
     with pytest.raises(
-        RequestError, match=r"cannot read the chat template 'llama4': .*; without a file there are alpaca, chatml, gemma"
+        RequestError,
+        match=r"cannot read the chat template 'llama4': .*; give a file, or one of the names alpaca, chatml, gemma",
     ):
         read_template(Path("llama4"))
 

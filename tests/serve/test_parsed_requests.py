@@ -673,6 +673,8 @@ def test_ids_and_digests_of_lines(tmp_path: Path) -> None:
     assert (wrapped["custom_id"], wrapped["response"], wrapped["error"]) == ("y", None, {"code": "c", "message": "no"})
     answered = lines[5].failure(ApiError(404, "no"))
     assert (answered["response"]["status_code"], answered["error"]) == (404, None)
+    path.write_bytes(b'\xef\xbb\xbf{"id": 8, "prompt": "a"}\r\n')  # as editors on Windows begin a file
+    assert [line.request()[1] for line in read_lines(path)] == [{"prompt": "a"}]
     path.write_text('{"id": 1}\n{"id": 2}\n{"id": 1}\n')
     with pytest.raises(RequestError, match="lines 1 and 3 have the same id 1"):
         list(read_lines(path))

@@ -105,14 +105,20 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _usage(error: TyperException) -> str:
-    """Returns the message of a wrong command line; an argument's name is no option."""
+    """Returns the message of a wrong command line, in words of ours where typer's are none.
+
+    An argument's name is no option, and a group without one of its commands has no message at all.
+    """
     name, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
     wanted = name.lstrip("-").upper()
     for one in context.command.params if context is not None and name else ():
         shown = one.metavar or str(one.name).upper()
         if shown == wanted and one.param_type_name == "argument":
             return f"{name} is no option: give {wanted} itself, without a name"
-    return str(error.format_message())
+    message = str(error.format_message())
+    for theirs, ours in ((": Value error, ", ": "), (": Input should be ", ": it must be ")):
+        message = message.replace(theirs, ours, 1)
+    return message or "a command is missing, see the list above"
 
 
 def main() -> None:

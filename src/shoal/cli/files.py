@@ -30,6 +30,8 @@ TURN_ENDS = {
 
 A base model's end-of-text token may be another one.
 """
+MARK = "\ufeff"
+"""The byte order mark that programs on Windows write before a text."""
 TEMPLATE_HELP = (
     "A chat template, for a tokenizer without one: a file, or a name such as chatml, llama3, qwen."
 )
@@ -51,7 +53,7 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
                 "no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin"
             )
         try:
-            found = [("stdin", sys.stdin.read())]
+            found = [("stdin", sys.stdin.read().removeprefix(MARK))]
         except UnicodeDecodeError as error:
             raise RequestError(f"stdin is not UTF-8 text: {error.reason}") from error
     for name, text in found:
@@ -85,22 +87,27 @@ def read_template(template: Path | None) -> str | None:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         said = (
-            f"cannot read the chat template {str(template)!r}: {error}; without a file there "
-            f"are {', '.join(names)}"
+            f"cannot read the chat template {str(template)!r}: {reason}; give a file, or one of "
+            f"the names {', '.join(names)}"
         )
         raise RequestError(said) from error
 
 
 def read_text(file: Path, kind: str = "prompt file", newline: str | None = None) -> str:
-    """Returns a file's text, with line feeds for ends of lines unless `newline` is "".
+    """Returns a file's text.
+
+    Lines end with line feeds, and a byte order mark at the beginning, as editors on Windows write
+    it, is no part of the text. With `newline` "" the text is the file's own in both.
 
     Raises:
         RequestError: it cannot be read.
     """
     try:
         with file.open(encoding="utf-8", newline=newline) as opened:
-            return opened.read()
+            text = opened.read()
+            return text if newline == "" else text.removeprefix(MARK)
     except OSError as error:
         raise RequestError(f"cannot read {kind} {str(file)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:

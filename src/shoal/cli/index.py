@@ -56,7 +56,7 @@ def texts_of(file: Path) -> Iterator[tuple[str, int]]:
             with one; the message names file and line.
     """
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
             for text in _lines(lines, file) if file.suffix == ".jsonl" else _pieces(lines):
                 yield text, len(text.encode())
     except OSError as error:

@@ -117,7 +117,7 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
     """
     seen: dict[str | int, int] = {}
     try:
-        with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
             for number, text in enumerate(file, 1):
                 if not text.strip():
                     continue

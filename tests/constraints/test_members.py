@@ -14,7 +14,7 @@ from constrained_laws import agreement, law_given, rows_of
 from member_lists import analyser, asked, passes
 from shoal.config import Limits, Sampling
 from shoal.constraints import members
-from shoal.constraints.members import Members, State, jedi_analyser
+from shoal.constraints.members import ARROW, DOT, Members, State, jedi_analyser
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
@@ -48,6 +48,35 @@ def law() -> dict[tuple[int, ...], float]:
         return passes(text, True) if token == END else passes(text + Tokens.texts[token], False)
 
     return law_given(TARGET, right, VOCAB, LONGEST, END)
+
+
+def test_members_follow_an_arrow_too() -> None:
+    class Arrows:
+        texts = ("a", "-", ">", "->b", ".", "b")
+
+        def get_vocab(self) -> dict[str, int]:
+            return {text: i for i, text in enumerate(self.texts)}
+
+    def after(*tokens: str, left: str = "", marks: Any = (DOT, ARROW)) -> bool:
+        check = Members(
+            Arrows(), left, analyser=lambda before, _: ["ab"] if before.endswith(("->", ".")) else [], marks=marks
+        )
+        state: State | None = check.start(row)
+        for token in tokens:
+            state = None if state is None else check.after(state, Arrows.texts.index(token))
+        return state is not None
+
+    row = Row(Request((0,), 1), 0, 0, 0, [0], frozenset(), 9)
+    assert after("-", ">", "a", "b")
+    assert not after("-", ">", "b")
+    assert not after("a", "->b")
+    assert not after(".", "b")
+    assert after(">", "b")
+    assert after("-", "b")
+    assert not after(">", "b", left="p-")  # half of it before the cursor
+    assert not after("b", left="p->")
+    assert after("b", left="p->a")
+    assert after("->b", marks=(DOT,))
 
 
 def run(rule: Any, k: int, n: int) -> tuple[list[Row], Members]:

@@ -31,6 +31,7 @@ from shoal.cli.options import (
     parse_lookahead,
 )
 from shoal.cli.printed_samples import describe, follow, report_failures, sample_document
+from shoal.constraints.language_server import SERVERS, server_of
 from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
@@ -97,7 +98,9 @@ class SuggestionOptions(SamplingOptions):
     members: Annotated[
         bool,
         sampling_option(
-            "--members", help="Python: behind a dot, only names that jedi knows. It needs jedi."
+            "--members",
+            help="Behind a dot only names that exist: of Python by jedi, of C and C++ by clangd, "
+            "which it needs.",
         ),
     ] = False
 
@@ -123,7 +126,7 @@ def complete(
     }
     split_options(options)  # a wrong value is reported before a model is loaded
     if sampling.members:
-        jedi_analyser()
+        _require_analyser(sampling, cursor.file)
     with Progress() as progress:
         _read_syntax(sampling, cursor.file)
         model = source.load()
@@ -163,6 +166,17 @@ def _read_syntax(sampling: SuggestionOptions, file: Path) -> Syntax | None:
     return syntax_by_name(
         None if sampling.syntax or sampling.exact else str(file), members=sampling.members
     )
+
+
+def _require_analyser(sampling: SuggestionOptions, file: Path) -> None:
+    """Raises RequestError, before a model is loaded: what knows the members is not installed."""
+    from shoal.constraints.syntax.requests import language_of
+
+    language = sampling.syntax or language_of(str(file))
+    if language in SERVERS:
+        server_of(language)
+    else:
+        jedi_analyser()
 
 
 def _tell_unchecked(model: Shoal, syntax: Syntax) -> None:

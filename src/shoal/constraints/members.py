@@ -1,5 +1,5 @@
 """Members after a dot by static analysis: monitor-guided decoding (Agrawal et al., NeurIPS 2023,
-arXiv 2306.10763), for Python.
+arXiv 2306.10763), for Python, or by a language server for other languages.
 
 When the text has a dot that an attribute or module must follow, jedi (the extra `members`) is asked
 once for the possible names, and the next identifier must be one of them, up to the first character
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from shoal.constraints.protocol import Check
@@ -25,7 +25,7 @@ from shoal.types.requests import Row
 Analyser = Callable[[str, str], Collection[str]]
 """A function: source up to a dot and the text behind the new text -> the names that may follow the
 dot; no names: they are not known, or no name follows."""
-_PART = re.compile(r"\.(\w*)\Z")
+DOT, ARROW = ".", "->"
 _TAIL = re.compile(r"\w*")
 _FREE = ("self", "cls", "from", ".", "...")
 """The texts before a dot that any name may follow: methods define members by writing to them, and
@@ -58,6 +58,7 @@ class Members(Check[State]):
         right: the text behind the new text.
         analyser: asked at each dot; None = jedi.
         healing: the number of bytes of `left`'s end that the new tokens write again.
+        marks: the texts that a member follows.
 
     Attributes:
         queries: the number of calls of the analyser: one for each text that ends with a dot, for
@@ -75,7 +76,10 @@ class Members(Check[State]):
         *,
         analyser: Analyser | None = None,
         healing: int = 0,
+        marks: Sequence[str] = (DOT,),
     ) -> None:
+        self._marks = tuple(mark.encode() for mark in marks)
+        self._part = re.compile(rf"(?:{'|'.join(map(re.escape, marks))})(\w*)\Z")
         self._spelled = token_bytes(tokenizer)
         self._left, self._right, self._healing = left, right, healing
         self._analyser = analyser or jedi_analyser()
@@ -91,10 +95,10 @@ class Members(Check[State]):
         return self._start
 
     def _first(self) -> State:
-        free, part = State(b"", healing=self._healing), _PART.search(self._left)
+        free, part = State(b"", healing=self._healing), self._part.search(self._left)
         if part is None:
             return free
-        names = self._asked(self._left[: part.start() + 1])
+        names = self._asked(self._left[: part.start(1)])
         written = part[1].encode()
         return (
             free._replace(names=names, part=written) if names and _begins(names, written) else free
@@ -120,7 +124,14 @@ class Members(Check[State]):
             return State(text, state.names, part) if _begins(state.names, part) else None
         if state.names is not None and state.part not in state.names:
             return None
-        return State(text, self._members(text) if byte == b"." else None)
+        return State(text, self._members(text) if self._follows(text) else None)
+
+    def _follows(self, text: bytes) -> bool:
+        """Returns True if a member follows a new text."""
+        if text.endswith(self._marks):
+            return True
+        whole = self._left.encode()[-1:] + text
+        return len(text) == 1 and whole.endswith(self._marks)
 
     def _members(self, text: bytes) -> tuple[bytes, ...] | None:
         """Returns the names after a text that ends with a dot; the analyser is asked once."""

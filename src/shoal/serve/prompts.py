@@ -17,7 +17,8 @@ from shoal.constraints.fim import (
     nearest,
     repository,
 )
-from shoal.constraints.syntax.requests import Syntax, syntax_by_name
+from shoal.constraints.language_server import SERVERS
+from shoal.constraints.syntax.requests import Syntax, language_of, syntax_by_name
 from shoal.engine.detokenizer import special_tokens
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
@@ -256,7 +257,14 @@ class PromptEncoder:
 def _syntax_of(asked: BaseRequest | InfillRequest) -> Syntax | None:
     """Returns the syntax that a body asks for by its name, or by that of a file."""
     language, members = getattr(asked, "syntax", None), getattr(asked, "members", None) is True
+    named = getattr(asked, "filename", None)
+    if members and (language or (named and language_of(named))) in SERVERS:
+        message = (
+            "members over HTTP are those of Python: a language server would read the files of this "
+            "machine that a text names"
+        )
+        raise ApiError(400, message, param="members")
     if language is not None:
         return Syntax(language, members=members)
     weighed = getattr(asked, "exact", None)
-    return syntax_by_name(None if weighed else getattr(asked, "filename", None), members=members)
+    return syntax_by_name(None if weighed else named, members=members)

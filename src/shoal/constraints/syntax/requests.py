@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
-from shoal.constraints.members import Members
+from shoal.constraints.language_server import SERVERS, server_of
+from shoal.constraints.members import ARROW, DOT, Members
 from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.middles import GrammarMiddle
 from shoal.constraints.syntax.python import PythonMiddle
@@ -69,6 +70,10 @@ LANGUAGES: dict[str, LanguageKind] = {
 }
 
 
+MEMBERS = ("python", *SERVERS)
+"""The languages whose members can be asked for."""
+
+
 def language_of(file_name: str) -> str | None:
     """Returns the language of a file by the end of its name; None if no language is known."""
     ending = PurePath(file_name).suffix.lower()
@@ -92,7 +97,7 @@ class Syntax:
             model sees only the nearest parts of a file.
         parses: True if the whole has to parse.
         members: True if only names that jedi knows may follow a dot (`shoal.constraints.members`),
-            in Python.
+            in Python; in C and C++ names that clangd knows, after an arrow too.
         optional: True if the new text need not parse where the check cannot be made: a package is
             missing, or the texts around it do not fit the language.
     """
@@ -110,7 +115,7 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
 
     Raises:
         RequestError: an unknown language, a file that cannot be read, or members of another
-            language than Python.
+            language than Python, C and C++.
     """
     found = syntax if isinstance(syntax, Syntax) else Syntax(syntax)
     language = found.language
@@ -125,9 +130,10 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
             f"path of a .lark file, "
             f"got {language!r}"
         )
-    if found.members and language != "python":
+    if found.members and language not in MEMBERS:
         raise RequestError(
-            "members are those of Python: they do not go with the syntax of another language"
+            "members are those of Python, C or C++: they do not go with the syntax of another "
+            "language"
         )
     return found
 
@@ -137,15 +143,22 @@ def syntax_by_name(file_name: str | None, *, members: bool = False) -> Syntax | 
 
     Args:
         file_name: the file's name; None = any text may be written.
-        members: see `Syntax`; only Python has them.
+        members: see `Syntax`; where the file's language has none, it is taken for Python.
 
     Returns:
         None if nothing is to be checked.
     """
     language = None if file_name is None else language_of(file_name)
-    if members and language != "python":
+    if members and language not in MEMBERS:
         return Syntax("python", parses=False, members=True)
     return None if language is None else Syntax(language, members=members, optional=True)
+
+
+def _members(language: str, tokenizer: Any, left: str, right: str, healing: int) -> Members:
+    if language not in SERVERS:
+        return Members(tokenizer, left, right, healing=healing)
+    server = server_of(language)
+    return Members(tokenizer, left, right, analyser=server, healing=healing, marks=(DOT, ARROW))
 
 
 def _middle(language: str, tokenizer: Any, left: str, right: str, healing: int) -> Cutting:
@@ -195,5 +208,5 @@ def with_syntax(
             if not found.optional:
                 raise
     if found.members:  # behind the parser: jedi is slower, and sees only texts that parse
-        checks.append(Members(tokenizer, left, right, healing=healing))
+        checks.append(_members(found.language, tokenizer, left, right, healing))
     return replace(request, constraints=(*request.constraints, *checks))

@@ -286,10 +286,13 @@ class Launches:
         self.kernel, self.seen = kernel, []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **options: Any) -> None:
-            kept = [arg if not isinstance(arg, Tensor) else (tuple(arg.shape), arg.stride()) for arg in args]
-            self.seen.append((grid, kept, options))
-            self.kernel[grid](*args, **options)
+        def launch(**arguments: Any) -> None:
+            kept = {
+                name: arg if not isinstance(arg, Tensor) else (tuple(arg.shape), arg.stride())
+                for name, arg in arguments.items()
+            }
+            self.seen.append((grid, kept))
+            self.kernel[grid](**arguments)
 
         return launch
 
@@ -413,7 +416,7 @@ def test_the_engine_says_the_same_with_it(
     assert not spy.seen
     assert decode(architecture, drafter_seed, "fused", prefix_sharing) == (padded, counts)
     assert len(spy.seen) == len(called) > 2 * counts["target_passes"]  # two layers
-    with_shared_keys = sum(arguments[3] is not None for _, arguments, _ in spy.seen)
+    with_shared_keys = sum(arguments["shared_key"] is not None for _, arguments in spy.seen)
     assert (with_shared_keys > 2 * counts["target_passes"]) is (prefix_sharing == "shared")
     assert counts["committed"] == 8
     assert counts["drafted"] > 0

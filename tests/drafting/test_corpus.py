@@ -270,6 +270,8 @@ def test_long_texts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert "".join(text for text, _ in found) == file.read_text()
     assert max(len(text) for text, _ in found) <= 10
     assert found[0] == ("12345\n678\n", 10)
+    file.write_bytes(b"\xef\xbb\xbfab")  # a byte order mark, as editors on Windows begin a file
+    assert list(index_command.texts_of(file)) == [("ab", 2)]
 
 
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────

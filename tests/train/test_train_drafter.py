@@ -138,6 +138,9 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     command += ["--corpus", str(corpus), "--corpus-steps", "1", "--prompts", str(place / "config.json")]
     (place / "prompts.txt").write_text("def f(x):\n\nimport")
     command[-1] = str(place / "prompts.txt")
+    (tmp_path / "file").touch()
+    assert run(["train", "drafter", "-o", str(tmp_path / "file" / "drafter")]) == 2
+    assert capsys.readouterr().err == f"error: cannot make {str(tmp_path / 'file' / 'drafter')!r}: Not a directory\n"
     assert run([*command, "--layers", "1", "--width", "16"]) == 0
     printed = capsys.readouterr()
     assert "after corpus" in printed.out

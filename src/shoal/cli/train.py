@@ -16,6 +16,7 @@ from shoal.cli.option_groups import ReadableCommand, ReadableGroup, option_group
 from shoal.cli.options import JsonOption
 from shoal.drafting.draft import BUNDLED
 from shoal.errors import RequestError
+from shoal.models.sources import directory_of, quieten_transformers
 
 if TYPE_CHECKING:
     from shoal.train.stages import Figures, Stage, StagedTrainer
@@ -61,12 +62,20 @@ class TaskOptions:
         """Returns the target for `shoal.load`, and the prompts.
 
         Raises:
-            RequestError: a file cannot be read, or the output is the target's directory.
+            RequestError: a file cannot be read, the output is the target's directory, or it cannot
+                be made.
         """
+        quieten_transformers([] if self.target == BUNDLED else [self.target])
         texts = listed_prompts(self.prompts or [])
         source = None if self.target == BUNDLED else self.target
         if source is not None and Path(source).resolve() == self.out.resolve():
             raise RequestError("--output must be another directory than that of the target")
+        if source is not None:
+            directory_of(source)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"cannot make {str(self.out)!r}: {error.strerror}") from error
         return source, texts
 
 

@@ -162,6 +162,7 @@ def test_settings(talk: Chat) -> None:
     assert [len(sample["token_ids"]) for sample in found.lines[0]["samples"]] == [3]
     assert [line["samples"][0]["finish_reason"] for line in found.lines] == ["length", "stop", "stop"]
     assert "\nseed 1\n" in found.err
+    assert "\ntemperature 1.0\n" in found.err  # also where the command line does not say it
     assert len(found.answers[2]) == 2
     committed = sum(line["stats"]["committed"] for line in found.lines)
     assert f"asked 3 times: {committed} tokens, " in found.err

@@ -36,6 +36,7 @@ from shoal.cli.options import (
     display_name,
     parse_lookahead,
 )
+from shoal.config import Sampling
 from shoal.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -277,10 +278,8 @@ def chat(
     Where stdin is no terminal, each of its lines is a message or a command. Ctrl-C stops an answer,
     and what has come of it stays.
     """
-    options = sampling.given() | {
-        "lookahead": parse_lookahead(speculation.lookahead),
-        "rule": speculation.rule,
-    }
+    options = {"temperature": Sampling.temperature} | sampling.given()
+    options |= {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     if sys.stdin.isatty():
         require_foreground()
     settings = ChatSettings(sampling.n, options, turn_ends(chats.chat_template))

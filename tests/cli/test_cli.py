@@ -689,6 +689,13 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     assert ended.stderr.count("cannot read") == 1
 
 
+def test_serving_in_one_process_does_without_ray() -> None:
+    modules = "shoal.serve.app, shoal.serve.serve_config, shoal.serve.batch_lines, shoal.serve.output_file"
+    code = f"import sys; sys.modules['ray'] = None; import {modules}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_progress_bars_of_loading_are_off_before_transformers_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "HF_HUB_DISABLE_PROGRESS_BARS"
     for model, value in ((None, "1"), ("some/target", None)):

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import ray
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -28,13 +27,11 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from ray.exceptions import RayError
 
 from shoal import __version__
 from shoal.drafting.protocol import name_of
 from shoal.serve.api_errors import ApiError
 from shoal.serve.logs import Exchange
-from shoal.serve.relay import NAMESPACE
 from shoal.types.rounds import Commit
 from shoal.types.samples import Sample
 from shoal.types.stats import DraftCounts
@@ -315,7 +312,7 @@ REPORT_SECONDS = 5.0
 
 
 class Reporter:
-    """A reporter of the metrics of one replica.
+    """A reporter of the metrics of one replica, which alone needs Ray.
 
     Args:
         actor: the actor's name.
@@ -336,6 +333,10 @@ class Reporter:
             RayError: there is no actor.
             ValueError: there is no actor.
         """
+        import ray
+
+        from shoal.serve.relay import NAMESPACE
+
         actor: Any = ray.get_actor(self._actor, namespace=NAMESPACE)
         return actor.report.remote(self._replica, pickle.dumps(self._metrics.families()))
 
@@ -345,6 +346,8 @@ class Reporter:
         Each sample has the label `replica`. If the actor is gone, only this replica's metrics are
         returned.
         """
+        from ray.exceptions import RayError
+
         try:
             found = {
                 name: pickle.loads(families) for name, families in (await self.report()).items()

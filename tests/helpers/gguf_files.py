@@ -62,13 +62,7 @@ def write_gguf(
     writer.add_value_length(config.head_dim)
     write_rotary(writer, config)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([CONTROL if token.startswith("<|") else NORMAL for token in TOKENS])
-    writer.add_token_merges(list(MERGES))
-    writer.add_eos_token_id(TOKENS.index(END))
-    writer.add_add_bos_token(False)
+    write_vocabulary(writer, pre)
     for key, value in more.items():
         add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
         add(key.replace("__", "."), value)
@@ -91,6 +85,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def write_vocabulary(writer: Any, pre: str = "gpt-2") -> None:
+    """Writes the byte-level vocabulary."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([CONTROL if token.startswith("<|") else NORMAL for token in TOKENS])
+    writer.add_token_merges(list(MERGES))
+    writer.add_eos_token_id(TOKENS.index(END))
+    writer.add_add_bos_token(False)
 
 
 def write_rotary(writer: Any, config: Any) -> None:

@@ -185,7 +185,9 @@ def family(target: Runner, drafter: str | None = None) -> CheckResult:
     kind = "GGUF" if config is None else config.get_text_config().model_type
     names = () if target.mixers is None else target.mixers.modules
     layers = sorted({int(found[1]) for name in names if (found := re.search(r"\.(\d+)\.", name))})
-    states = f"layers {', '.join(map(str, layers))}" if layers else "no layer"
+    states = "some layers" if target.keeps_states else "no layer"
+    if layers:
+        states = f"layers {', '.join(map(str, layers))}"
     drafters = [MTP.name] if has_layer(target) else []
     drafters += sorted(
         (one.name for one in kinds() if one.reads_text and one.maker and not one.about),
@@ -217,8 +219,9 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
     for kind, explanation in kinds.items():
         by_answer.setdefault(str(explanation), []).append(kind)
     figure = "; ".join(f"{', '.join(names)}: {answer}" for answer, names in by_answer.items())
-    if runner.mixers is not None:
-        figure += f"; recurrent states in {runner.mixers}: chains only, no prefixes are kept"
+    if runner.keeps_states:
+        place = runner.mixers or "layers that llama.cpp knows"
+        figure += f"; recurrent states in {place}: chains only, no prefixes are kept"
     data = {
         kind: {"executor": explanation.executor, "refusals": dict(explanation.refusals)}
         for kind, explanation in kinds.items()

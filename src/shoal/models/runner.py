@@ -237,7 +237,12 @@ class Runner:
         Prompts are not copied if a drafter wants the hidden states of all tokens, or if layers keep
         recurrent states: those of earlier tokens are gone.
         """
-        return not self.hidden_layers and self.mixers is None
+        return not self.hidden_layers and not self.keeps_states
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if layers keep recurrent states, which go back to few earlier lengths."""
+        return self.mixers is not None
 
     @property
     def can_be_lean(self) -> bool:

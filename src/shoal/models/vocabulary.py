@@ -186,7 +186,7 @@ def compared(
         return None
     if same_tokens(tokenizer, draft_tokenizer):
         return None
-    if draft.mixers is not None:
+    if draft.keeps_states:
         raise PairMismatch(
             f"{draft.name} cannot draft for {target.name}: their tokenizers differ, so a text's "
             f"last tokens may change, and its layers keep recurrent states, which cannot go back"

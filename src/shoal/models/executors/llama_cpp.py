@@ -57,6 +57,7 @@ class LlamaCpp:
         ids = known_tokens(plan, batch.tokens, self._model.vocab_size).numpy()[:, : plan.q][real]
         places = plan.positions.numpy()[real]
         rows = np.repeat(plan.slots, counts)
+        cache.hear(rows.tolist(), ids.tolist())
         vocab = self._model.vocab_size
         logits = torch.empty(len(ids) if batch.want_logits else 1, vocab)
         for first in range(0, len(ids), PASS_TOKENS):

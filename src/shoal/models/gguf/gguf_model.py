@@ -83,6 +83,7 @@ class GgufModel(nn.Module):
         generation_config: facts that other code reads of a Transformers model.
         vocab_size: entries of the logits.
         context: positions that the model was trained for.
+        recurrent: True if layers keep a recurrent state.
         token_bytes: bytes of the keys and values of a token, over all layers.
         parameter_bytes: bytes of the weights.
         parameter_count: number of the weights.
@@ -90,7 +91,8 @@ class GgufModel(nn.Module):
     Raises:
         ModelError: the file is damaged, or there is no memory.
         RequestError: no such device.
-        UnsupportedModel: the model is recurrent, an encoder, or no language model.
+        UnsupportedModel: the model is an encoder, or no language model, or keeps recurrent states
+            beside sliding windows.
     """
 
     device = torch.device("cpu")
@@ -102,6 +104,9 @@ class GgufModel(nn.Module):
         lib = library()
         self.handle = _loaded(lib, file, device)
         weakref.finalize(self, lib.llama_model_free, self.handle)
+        self.recurrent = bool(
+            lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle)
+        )
         _require_rows(lib, self.handle, file, self.metadata("general.architecture"))
         if "longrope" in self.metadata(
             f"{self.metadata('general.architecture')}.rope.scaling.type"
@@ -138,11 +143,16 @@ class GgufModel(nn.Module):
     def token_bytes(self) -> int:
         """The number of bytes of a token's keys and values over all layers.
 
-        All layers are taken to be like the first.
+        All layers are taken to be like the first, unless the file tells each one's heads.
         """
-        config = self.config
-        heads = config.num_key_value_heads or config.num_attention_heads
-        return int(config.num_hidden_layers * heads * sum(self._head_sizes()) * HALF)
+        config, architecture = self.config, self.metadata("general.architecture")
+        heads = config.num_hidden_layers * (
+            config.num_key_value_heads or config.num_attention_heads
+        )
+        listed = self.metadata(f"{architecture}.attention.head_count_kv")
+        if listed.startswith("["):
+            heads = sum(map(int, listed.strip("[]").split(",")))
+        return int(heads * sum(self._head_sizes()) * HALF)
 
     def _head_sizes(self) -> tuple[int, int]:
         """Returns the features of a head's keys and of its values."""
@@ -198,10 +208,11 @@ def _loaded(lib: Any, file: Path, device: str) -> Any:
 
 
 def _require_rows(lib: Any, handle: Any, file: Path, architecture: str) -> None:
-    """Raises UnsupportedModel for a model whose rows cannot go back to an earlier length."""
+    """Raises UnsupportedModel for a model whose rows cannot be decoded alone or cannot go back."""
     reasons = {
-        "it keeps a recurrent state (SSM or hybrid) that cannot be rolled back to an earlier "
-        "length": (lib.llama_model_is_recurrent(handle) or lib.llama_model_is_hybrid(handle)),
+        "it keeps recurrent states beside sliding windows, which llama.cpp writes down together": (
+            lib.llama_model_is_hybrid(handle) and lib.llama_model_n_swa(handle)
+        ),
         f"it is an encoder; {CAUSAL_ONLY}": lib.llama_model_has_encoder(handle),
         f"it is a diffusion model; {CAUSAL_ONLY}": lib.llama_model_is_diffusion(handle),
     }

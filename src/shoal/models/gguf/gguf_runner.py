@@ -18,6 +18,7 @@ from shoal.models.executors.executor import Executor
 from shoal.models.executors.llama_cpp import LlamaCpp
 from shoal.models.gguf.gguf_model import GgufModel, library
 from shoal.models.gguf.sequences import RowState, Sequences
+from shoal.models.gguf.state_sequences import StateSequences
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.types.load_stages import StageWatch, unwatched
@@ -127,7 +128,7 @@ class GgufRunner(Runner):
 
     def new_cache(self) -> Sequences:
         """Returns an empty cache."""
-        return Sequences(self.hf)
+        return StateSequences(self.hf) if self.hf.recurrent else Sequences(self.hf)
 
     def new_kept(self, tokens: int) -> KeptSequences:
         """Returns memory for `tokens` tokens of rows that have left."""
@@ -172,6 +173,11 @@ class GgufRunner(Runner):
     def cut_obstacle(self) -> str:
         """The reason why a model cannot be cut: llama.cpp computes whole passes."""
         return "llama.cpp computes whole passes"
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if layers keep recurrent states, which llama.cpp knows of."""
+        return bool(self.hf.recurrent)
 
     @property
     def can_be_lean(self) -> bool:

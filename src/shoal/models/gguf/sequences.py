@@ -124,13 +124,15 @@ class Sequences(SlotCache):
         lib = library()
         state = (ctypes.c_uint8 * lib.llama_state_seq_get_size(self.context, slot))()
         lib.llama_state_seq_get_data(self.context, state, len(state), slot)
-        end = len(state)
-        if lib.llama_model_n_swa(self._model.handle):
+        end, recurrent = len(state), self._model.recurrent
+        if recurrent or lib.llama_model_n_swa(self._model.handle):
             partial = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
             end -= lib.llama_state_seq_get_size_ext(self.context, slot, partial) - HEAD
         data = bytes(state)
-        caches = [part for part in (data[HEAD:end], data[end:]) if part]
-        return RowState(data[:HEAD], caches, slot, self._size[0], self.lengths[slot])
+        first, last = data[HEAD:end], data[end:]
+        caches, states = ([first], last) if recurrent else ([first, last], b"")
+        caches = [part for part in caches if part]
+        return RowState(data[:HEAD], caches, states, slot, self._size[0], self.lengths[slot])
 
     def restore(self, slot: int, state: RowState, length: int) -> None:
         """Makes the first `length` tokens of a slot those of a state.
@@ -155,6 +157,9 @@ class Sequences(SlotCache):
             self._forget(slot)
             self._stored[slot] = length  # fewer tokens, if the pass fails
         self._copied = False
+
+    def hear(self, rows: Sequence[int], ids: Sequence[int]) -> None:
+        """Notes the tokens of a pass that has begun, by slots."""
 
     def _forget(self, slot: int) -> None:
         """Removes the cells of a slot beyond its length."""
@@ -234,6 +239,7 @@ class RowState:
     Attributes:
         head: bytes before the caches.
         caches: the bytes of each cache; models with sliding windows have two.
+        states: the bytes of recurrent states, which have one form in every context.
         slot: the number of the sequence.
         sequences: number of sequences that its context had.
         length: number of its tokens.
@@ -241,14 +247,15 @@ class RowState:
 
     head: bytes
     caches: Sequence[bytes]
+    states: bytes
     slot: int
     sequences: int
     length: int
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the caches."""
-        return sum(map(len, self.caches))
+        """The number of bytes of the caches and states."""
+        return sum(map(len, (*self.caches, self.states)))
 
     def for_sequences(self, count: int) -> bytes:
         """Returns the bytes as a context with another number of sequences reads them.
@@ -267,7 +274,7 @@ class RowState:
             )
         before, after = self._around(count)
         cells = (cache[len(lead) : len(cache) - len(rest)] for cache in self.caches)
-        return b"".join([self.head, *(before + part + after for part in cells)])
+        return b"".join([self.head, *(before + part + after for part in cells), self.states])
 
     def _around(self, count: int) -> tuple[bytes, bytes]:
         """Returns the bytes before and behind the cells of a sequence.

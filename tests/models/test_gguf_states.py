@@ -1,0 +1,193 @@
+"""GGUF files of recurrent and hybrid models: passes by llama.cpp, and rows that go back.
+
+Tests of: models.gguf.state_sequences. The files are tiny, with the weights of a Transformers model beside them, which is the
+reference. A state has no earlier length: whoever goes back by removing tokens decodes on with states of rejected drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from gguf_files import TOKENS, require_llama
+from shoal.cli.check_model import executors
+from shoal.drafting.draft import read_draft
+from shoal.errors import InternalError, ModelError, UnsupportedModel
+from shoal.models.gguf.gguf_runner import GgufRunner, load_gguf
+from shoal.models.gguf.state_sequences import StateSequences
+from state_files import FAMILIES, tiny_state_model, write_state_gguf
+
+PROMPTS = ([5, 9, 70, 33, 12], [7], [40, 41, 42, 40, 41, 42, 40, 41])
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "eos": ()}
+NOISE = 0.01
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The file of a family; of a model near it, if there is noise."""
+    require_llama()
+    folder = tmp_path_factory.mktemp("states")
+
+    @cache
+    def one(family: str, noise: float = 0.0) -> Path:
+        return write_state_gguf(folder / f"{family}-{noise}.gguf", tiny_state_model(family, noise), family)
+
+    return one
+
+
+@torch.inference_mode()
+def greedy(hf: Any, ids: Sequence[int], count: int) -> list[int]:
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(int(hf(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[-count:]
+
+
+def texts(result: Any) -> list[list[list[int]]]:
+    return [[list(sample.token_ids) for sample in output.samples] for output in result]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_ids_are_those_of_transformers(family: str, file: Callable[..., Path]) -> None:
+    """Plainly, and with drafts of a model near the target: both go back from rejected drafts, and siblings come later."""
+    stock = tiny_state_model(family)
+    right = [[greedy(stock, prompt, 24)] * 3 for prompt in PROMPTS]
+    with shoal.load(file(family), file(family, NOISE), max_batch=4) as pair:
+        plain = pair.generate(PROMPTS, 3, temperature=0, lookahead="off", **OPTIONS)
+        drafted = pair.generate(PROMPTS, 3, temperature=0, lookahead=3, **OPTIONS)
+    assert texts(plain) == texts(drafted) == right
+    assert 0 < drafted.stats.accepted < drafted.stats.drafted
+    assert drafted.stats.target_passes < plain.stats.target_passes
+    for role in ("target", "draft"):
+        assert set(drafted.stats.executors[role]) == {"llama.cpp"}
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba2"])
+def test_a_seed_means_the_same_tokens_alone_and_in_company(family: str, file: Callable[..., Path]) -> None:
+    sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 4}
+    with shoal.load(file(family), "recycling") as model:
+        alone = [texts(model.generate([prompt], 2, lookahead="off", **sampling, **OPTIONS)) for prompt in PROMPTS]
+        beside = model.generate(PROMPTS, 2, lookahead=3, rule="coupled", **sampling, **OPTIONS)
+    assert 0 <= beside.stats.accepted < beside.stats.drafted
+    assert alone[0][0] == texts(beside)[0]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def runner(request: pytest.FixtureRequest, file: Callable[..., Path]) -> tuple[GgufRunner, Any]:
+    family = request.param
+    return load_gguf(file(family), family), tiny_state_model(family)
+
+
+def test_memory_holds_what_its_rows_hold(runner: tuple[GgufRunner, Any]) -> None:
+    """Ragged passes, ways back, copies, growth and trims against plain forwards of Transformers."""
+    loaded, stock = runner
+    target, rng = loaded.fork(), torch.Generator().manual_seed(0)
+    cache = target.cache
+    rows: dict[int, list[int]] = {}
+
+    def feed(slots: list[int], counts: list[int]) -> None:
+        block = torch.randint(0, len(TOKENS), (len(slots), max(counts)), generator=rng)
+        logits = target.feed(slots, block, counts)
+        for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+            rows[slot] = [*rows.get(slot, []), *block[row, :count].tolist()]
+            with torch.inference_mode():
+                plain = stock(torch.tensor([rows[slot]]), use_cache=False).logits[0, -count:]
+            torch.testing.assert_close(logits[row, :count], plain, atol=5e-2, rtol=0)
+
+    def back(slot: int, length: int) -> None:
+        cache.rollback(slot, length)
+        rows[slot] = rows[slot][:length]
+
+    target.reserve(2, 16)
+    feed([0, 1], [5, 2])
+    back(0, 3)  # inside the prompt
+    feed([1, 0], [1, 4])
+    back(0, 4)
+    back(1, 3)
+    target.reserve(4, 40)  # grows with a row that has to go back
+    feed([0, 1], [3, 3])
+    for slot in (0, 1):
+        back(slot, 5)
+    cache.hold(0)
+    feed([0], [1])
+    feed([0], [1])  # steps of a draft model
+    assert cache.reaches(0, 5)
+    assert not cache.reaches(0, 6)
+    cache.copy(0, 2, 5)
+    rows[2] = rows[0][:5]
+    back(0, 6)
+    feed([0, 2, 1], [2, 3, 1])
+    back(0, 7)
+    cache.copy(0, 3, 7)
+    rows[3] = rows[0][:7]
+    feed([3, 0], [2, 1])
+    target.reserve(6, 300)
+    feed([0, 1, 2, 3], [1, 2, 1, 2])
+    cache.enter(0)
+    rows[0] = []
+    feed([0], [4])
+    target.trim(4, 20)
+    feed([0, 1, 2, 3], [1, 1, 1, 1])
+
+
+def test_states_are_written_down_once_a_round(runner: tuple[GgufRunner, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with a prompt, nor before the later steps of a draft model, which go back to the first."""
+    written: list[int] = []
+    states = StateSequences._states
+
+    def counted(self: StateSequences, slot: int) -> Any:
+        written.append(slot)
+        return states(self, slot)
+
+    monkeypatch.setattr(StateSequences, "_states", counted)
+    target = runner[0].fork()
+    target.reserve(2, 16)
+    target.feed([0, 1], torch.tensor([[1, 2, 3], [4, 5, 6]]), [3, 3])
+    for slot in (0, 1):
+        target.cache.rollback(slot, 3)
+    assert written == []
+    for _ in range(3):
+        target.feed([0, 1], torch.tensor([[7], [8]]), [1, 1])
+    assert written == [0, 1]
+    with pytest.raises(InternalError, match="no recurrent states of 2 tokens"):
+        target.cache.rollback(1, 2)
+    target.cache.rollback(1, 3)
+    target.cache.rollback(0, 5)
+    logits = target.feed([0, 1], torch.tensor([[9], [9]]), [1, 1])[:, 0]
+    assert written == [0, 1, 0, 1]
+    right = [target.plain_logits(torch.tensor([ids]))[0, -1] for ids in ([1, 2, 3, 7, 7, 9], [4, 5, 6, 9])]
+    torch.testing.assert_close(logits, torch.stack(right), atol=2e-2, rtol=0)
+
+
+def test_a_failed_pass_leaves_rows_as_they_were(runner: tuple[GgufRunner, Any]) -> None:
+    target = runner[0].fork()
+    target.reserve(2, 8)
+    target.feed([0, 1], torch.tensor([[1, 2, 3]] * 2), [3, 3])
+    for slot in (0, 1):
+        target.cache.rollback(slot, 3)
+    with pytest.raises(ModelError, match=r"llama\.cpp failed at a pass"):
+        target.feed([0, 1], torch.tensor([[-7, -7], [5, 6]]), [2, 1])
+    assert target.cache.lengths == [3, 3]
+    again = target.feed([0, 1], torch.tensor([[9], [9]]), [1, 1])[:, 0]
+    right = target.plain_logits(torch.tensor([[1, 2, 3, 9]]))[0, -1]
+    torch.testing.assert_close(again, right.expand(2, -1), atol=2e-2, rtol=0)
+
+
+def test_what_states_do_not_allow_is_refused_and_told(file: Callable[..., Path]) -> None:
+    with shoal.load(file("lfm2"), prefix_memory=1 << 20) as model:
+        target = model.target
+        assert target.keeps_states
+        assert not target.can_keep_prefixes
+        assert model.generate([PROMPTS[2]], 1, max_new_tokens=2).stats.restored_tokens == 0
+        assert "recurrent states in layers that llama.cpp knows" in executors(target, "target", 3).figure
+        for draft in ("self:exit=1", "self:window=8"):
+            drafting = read_draft(draft)
+            assert drafting is not None
+            with pytest.raises(UnsupportedModel, match=r"llama\.cpp computes whole passes"):
+                drafting.drafter(target)

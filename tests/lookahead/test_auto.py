@@ -24,7 +24,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead import safeguards
 from shoal.lookahead.acceptance import Acceptance, Record, Tried
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
-from shoal.lookahead.costs import CostCurve
+from shoal.lookahead.costs import CostCurve, rounded
 from shoal.lookahead.plan import best_plan
 from shoal.lookahead.safeguards import FIRST, MOST, SHARE, Credit, PlainRounds
 from shoal.lookahead.unfed import Unfed
@@ -81,10 +81,10 @@ def test_a_size_seen_thrice_costs_what_one_seen_often_does() -> None:
     assert np.mean(noise[:, :3].min(axis=1)) < 0.95 * np.mean(often)
 
 
-def test_a_first_pass_amid_other_work_is_believed_within_bounds() -> None:
-    """Twenty times its time, and seen once: it may still cost half more than smaller passes say, not more."""
+def test_first_passes_amid_other_work_are_believed_within_bounds() -> None:
+    """Twenty times its time, and seen thrice: it may still cost half more than smaller passes say, not more."""
     curve = CostCurve()
-    for size, seconds in ((16, 12.0), (32, 14.0), (51, 400.0), (304, 60.0)):
+    for size, seconds in ((16, 12.0), (32, 14.0), *[(51, 400.0)] * 3, (304, 60.0)):
         curve.observe(size, seconds)
     assert curve.seconds(51) == pytest.approx(1.5 * 51 * 14.0 / 32)
     assert curve.seconds(304) == 60.0
@@ -261,6 +261,47 @@ def test_a_first_slow_step_does_not_end_speculation() -> None:
         steps = max(lengths)
         controller.learn(Outcome(lengths, lengths, steps, slow * (1.0 + 0.1 * steps), slow * 0.1 * steps))
     assert max(controller.lengths(rows, 0)) > 4
+
+
+def lengths_of_rounds(rows: int, first: float, acceptance: float = 0.8) -> list[int]:
+    """The longest draft of each of 200 rounds; the first pass over each number of positions takes `first` times its seconds."""
+    controller, held = Auto(PairCosts(packed=True)), [row(10_000) for _ in range(rows)]
+    luck, seen, found = np.random.default_rng(0), set[int](), []
+    for _ in range(200):
+        ends, steps = controller.lengths(held, 0), 0
+        while steps < max(ends):
+            ends = controller.shorten(steps, [acceptance] * rows)
+            steps += steps < max(ends)
+        drafted = [min(end, steps) for end in ends]
+        accepted = [int(np.append(luck.random(d) > acceptance, True).argmax()) for d in drafted]
+        size = rows + sum(drafted)
+        seconds = (1 + 0.02 * size) * (1.0 if rounded(size) in seen else first)
+        seen.add(rounded(size))
+        controller.learn(Outcome(drafted, accepted, steps, seconds + 0.05 * steps, 0.05 * steps))
+        found.append(max(drafted))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_slow_first_passes_of_every_size_delay_the_right_length_by_a_few_rounds(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet, disturbed = (np.array(lengths_of_rounds(rows, first)[10:]) for first in (1.0, 10.0))
+    assert np.median(quiet) > 2
+    assert abs(np.median(disturbed) - np.median(quiet)) <= 3
+    assert (disturbed == 0).sum() <= (quiet == 0).sum() + 6
+    monkeypatch.setattr(CostCurve, "DOUBTED", 1)  # sabotage: a first pass is believed
+    assert (np.array(lengths_of_rounds(rows, 10.0)[10:]) == 0).sum() > 150
+
+
+def test_a_cost_beyond_that_of_smaller_sizes_is_believed_at_the_third_time() -> None:
+    """And one within it at once, as where passes cost their positions."""
+    curve, costs = CostCurve(), []
+    curve.observe(4, 1.0)
+    for _ in range(3):
+        costs.append(curve.observe(8, 9.0))
+    assert costs == [1.0, 1.0, 9.0]
+    assert curve.observe(16, 4.5) == 4.5
 
 
 def test_a_row_near_its_end_gets_no_more_than_it_may_commit() -> None:

@@ -81,7 +81,10 @@ class CostCurve:
 
     Disturbances only make a pass slower (the first of its kind, other work on the machine). So the
     median of the first passes of a size counts, the faster one of two, and later a pass counts as
-    at most twice the estimate.
+    at most twice the estimate. A first pass may take ten times as long as the later ones; a size
+    that is believed to cost that is not tried again, nor any above it. So where the first passes
+    of a size cost `MOST_TIMES` as much per position as a smaller size does, the estimate of before
+    counts until there are `DOUBTED` of them.
     """
 
     FADE, FORGOTTEN, TRUST = 0.997, 0.3, 8.0
@@ -99,6 +102,8 @@ class CostCurve:
     often observed, by the noise of a quiet machine. Plain rounds would seem that much faster,
     because few are made if drafts pay.
     """
+    DOUBTED = 3
+    """The number of observations of a size that are believed whatever smaller sizes cost."""
     MOST_TIMES = 2.0
     """The bound of an observation, as a multiple of the estimate."""
     MOST_PER_SIZE = 1.5
@@ -124,8 +129,11 @@ class CostCurve:
         value, weight = self._points.get(size, (seconds, 0.0))
         first = self._first.setdefault(size, [])
         if len(first) < self.FIRST:
+            expected, most = self.seconds(size), self._most(size)
             first.append(seconds)
             value = sorted(first)[(len(first) - 1) // 2]
+            if len(first) < self.DOUBTED and value > most:
+                value = expected
         else:
             value += self.SHARE * (min(seconds, self.MOST_TIMES * value) - value)
         self._points[size] = [value, min(weight + 1, self.TRUST)]
@@ -190,6 +198,11 @@ class CostCurve:
         """Returns the seconds of every size 0..largest, [largest + 1], never falling with size."""
         return np.interp(np.arange(largest + 1), *self._corners())
 
+    def _most(self, size: int) -> float:
+        """Returns the seconds from which on a size is doubted, by those of smaller sizes."""
+        below = (point[0] / other for other, point in self._points.items() if other < size)
+        return self.MOST_TIMES * size * min(below, default=math.inf)
+
     def _corners(self) -> tuple[list[int], list[float]]:
         if self._line is None:
             sizes = sorted(self._points)
@@ -209,7 +222,7 @@ class MixedCostCurve(CostCurve):
     Their mean counts, so every observation counts in full.
     """
 
-    FIRST, MOST_TIMES = 1, math.inf
+    FIRST, DOUBTED, MOST_TIMES = 1, 1, math.inf
 
 
 def rounded(size: int) -> int:

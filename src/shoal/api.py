@@ -18,7 +18,7 @@ from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
 from shoal.constraints.protocol import Check, Constraint
 from shoal.constraints.syntax.requests import Syntax
-from shoal.drafting.distillation import Follower, Realignment, require_rollouts
+from shoal.drafting.following import Follower, Realignment, require_rollouts
 from shoal.drafting.protocol import Drafter
 from shoal.engine.batch_size import FIRST
 from shoal.engine.engine import PREPARED_TOKENS, Engine
@@ -253,7 +253,7 @@ class Shoal(Pair):
         if before == 0 < engine.stats.updates_behind and self._follower is None:
             LOG.warning(
                 "%s was updated, and %s has weights of its own, which stay: drafts are accepted "
-                "less, samples are exact; Shoal.realign(rollouts) lets a draft model follow",
+                "less, samples are exact; Shoal.realign(rollouts) lets it follow",
                 self.target.name,
                 self.drafter_name,
             )
@@ -267,18 +267,19 @@ class Shoal(Pair):
         rows: Integer = 16,
         rate: float = 1e-3,
     ) -> Realignment:
-        """Lets the draft model follow a target that has been updated, by rollouts of the target.
+        """Lets the drafter follow a target that has been updated, by rollouts of the target.
 
-        It learns the target's distribution at each token of the samples, by the distillation of
-        `shoal train drafter`. Samples are exact before and after; drafts are accepted more. The
-        first call makes a copy of the draft model in float32, which learns, and an optimiser. Not
-        to be called while a stream runs.
+        A draft model, Medusa or EAGLE-3 heads, or the layers in the target's checkpoint (`mtp`)
+        learn the target's distribution at each token of the samples, by the distillation of `shoal
+        train`. Samples are exact before and after; drafts are accepted more. The first call makes a
+        copy of the weights in float32, which learns, and an optimiser. Not to be called while a
+        stream runs.
 
         Args:
             rollouts: samples of the target as it is now, from `Result.tensors`.
             logits: the target's logits for each token of the samples, [rows, longest sample,
-                vocabulary], which the policy's loss has computed anyway; None = the target computes
-                them.
+                vocabulary], which the policy's loss has computed anyway, for a draft model; None =
+                the target computes them.
             steps: the number of the optimiser's steps.
             rows: the number of samples in a step, chosen in turns.
             rate: the learning rate.
@@ -287,18 +288,21 @@ class Shoal(Pair):
             The share of drafts that would have been accepted, step by step.
 
         Raises:
-            RequestError: there is no draft model, or it is the guide; no sample has a token;
-                `logits` has another shape; or a number is not positive.
-            UnsupportedModel: the draft model has another tokenizer, a trimmed head or quantised
+            RequestError: the drafter has no such weights, or is the guide; no sample has a token;
+                `logits` has another shape, or is given for heads, which read hidden states of the
+                target; or a number is not positive.
+            UnsupportedModel: the drafter has another tokenizer, a trimmed head or quantised
                 weights, or one of the models is no Transformers model.
         """
         target, draft = self._open()
-        if draft is None:
+        drafter = self.new_drafter()
+        learner = None if drafter is None else drafter.learner()
+        if learner is None:
             raise RequestError(
-                f"realign is for draft models, and {self.drafter_name or 'plain decoding'} has "
-                f"none: load the pair with draft=DIR, or train heads anew by shoal train"
+                f"realign is for draft models, Medusa and EAGLE-3 heads and mtp, and "
+                f"{self.drafter_name or 'plain decoding'} is none of them"
             )
-        if draft in (self.guide, self.expert):
+        if draft is not None and draft in (self.guide, self.expert):
             raise RequestError(
                 "realign would change the distribution of samples with guidance, as the draft "
                 "model is the guide or the expert: load another one"
@@ -308,9 +312,9 @@ class Shoal(Pair):
             raise RequestError(
                 f"steps, rows and rate must be positive, got {steps!r}, {rows!r} and {rate!r}"
             )
-        require_rollouts(rollouts, logits, target)
+        require_rollouts(rollouts, logits, target, learner)
         if self._follower is None:
-            self._follower = Follower(target, draft, self.proposable)
+            self._follower = Follower(target, learner, self.drafter_name or "")
         found = self._follower.align(
             rollouts, said=logits, steps=counts[0], rows=counts[1], rate=rate
         )

@@ -1,6 +1,7 @@
-"""Updates of a target in place: what shares its weights follows, what has its own is counted as behind, a draft model is realigned.
+"""Updates of a target in place: what shares its weights follows, what has its own is counted as behind, drafters are realigned.
 
-Tests of: models.weights.versions, models.four_bits, models.first_layers, models.mtp_layer, drafting.distillation, api.
+Tests of: models.weights.versions, models.four_bits, models.first_layers, models.mtp_layer, models.drafted_passes,
+drafting.following, drafting.distillation, api.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shoal.models.weights.parameter import PackedWeight
 from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.rollouts import Rollouts
 from shoal.types.trees import DraftTree
+from trainable import learnable
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8]]
 
@@ -284,8 +286,85 @@ def test_what_cannot_be_realigned_is_refused(saved_pair: tuple[Path, Path]) -> N
         with pytest.raises(RequestError, match="at least one token"):
             pair.realign(Rollouts(**{**vars(found), "completion_mask": torch.zeros_like(found.completion_mask)}))
     pair = shoal.load(saved_pair[0], "self:exit=1", dtype="float32")
-    with pytest.raises(RequestError, match="realign is for draft models, and self:exit=1 has none"):
+    with pytest.raises(
+        RequestError, match="realign is for draft models, Medusa and EAGLE-3 heads and mtp, and self:exit=1 is none"
+    ):
         pair.realign(found)
     pair = shoal.load(*saved_pair, dtype="float32", quantize="draft=int8")
     with pytest.raises(UnsupportedModel, match="cannot be realigned: its weights are quantised"):
         pair.realign(found)
+
+
+# ── heads ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+KINDS = ["medusa", "medusa of its own head", "eagle3", "suffix+eagle3", "mtp", "mtp of two layers"]
+
+
+def with_heads(place: Path, kind: str, **options: Any) -> shoal.Shoal:
+    """A target with random heads. For those that propose no q, the target says one token after another almost surely."""
+    if kind.startswith("mtp"):
+        layers = 2 if kind.endswith("layers") else 1
+        return shoal.load(save_mtp(place, ("deepseek-v3", "qwen3.5")[layers - 1], layers=layers), "mtp", **options)
+    (place / "pair").mkdir(parents=True)
+    target = learnable(place / "pair", sharper=4)
+    if kind.startswith("medusa"):
+        heads = save_medusa(place / "heads", vocab=260 if kind.endswith("head") else None)
+        return shoal.load(target, f"medusa:{heads}", **options)
+    text = "suffix+" if kind.startswith("suffix") else ""
+    return shoal.load(target, f"{text}eagle3:{save_eagle3(place / 'heads')}", **options)
+
+
+def kept(pair: shoal.Shoal) -> list[Tensor]:
+    """The target's weights."""
+    return [one.detach().clone() for one in pair.target.hf.parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_follow_on_rollouts(kind: str, dtype: str, tmp_path: Path) -> None:
+    """More is accepted than before, samples of a seed and the target stay, the heads are no longer behind."""
+    with with_heads(tmp_path, kind, dtype=dtype) as pair:
+        update(pair.target.hf)
+        before, target = rolled(pair, max_new_tokens=24), kept(pair)
+        found = before.tensors(0)
+        done = pair.realign(found, steps=30, rows=12, rate=1e-2)
+        after = rolled(pair, max_new_tokens=24)
+        assert done.tokens == 30 * int(found.completion_mask.sum())
+        assert done.accepted[-1] > 2 * done.accepted[0]
+        shares = [one.stats.accepted / one.stats.drafted for one in (before, after)]
+        assert shares[1] > (1.5 if kind.startswith("suffix") else 2) * shares[0]
+        assert after.stats.accepted > 1.3 * before.stats.accepted
+        assert (before.stats.updates_behind, after.stats.updates_behind) == (1, 0)
+        if dtype == "float32":
+            plain = rolled(pair, max_new_tokens=24, lookahead="off")
+            texts = [[s.token_ids for o in one for s in o.samples] for one in (before, after, plain)]
+            assert texts[0] == texts[1] == texts[2]
+        now = list(pair.target.hf.parameters())
+        assert all(a.dtype is b.dtype and torch.equal(a, b.detach()) for a, b in zip(target, now, strict=True))
+        assert all(one.grad is None for one in now)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
+def test_a_copy_that_learns_reads_the_target_as_it_is(kind: str, tmp_path: Path) -> None:
+    """Made before an update of the target, or after it: embedding and head are the target's in both."""
+    shares = []
+    for name in ("before", "after"):
+        with with_heads(tmp_path / name, kind, dtype="float32") as pair:
+            rollouts = rolled(pair).tensors(0)
+            if name == "before":
+                pair.realign(rollouts, steps=1, rate=1e-30)
+            update(pair.target.hf)
+            shares.append(pair.realign(rollouts, steps=1, rows=12, rate=1e-30).accepted)
+            assert 0 < shares[-1][0] < 1
+    assert shares[0][0] == pytest.approx(shares[1][0], abs=1e-6)
+
+
+def test_heads_that_cannot_be_realigned_are_refused(tmp_path: Path) -> None:
+    with with_heads(tmp_path / "heads", "eagle3", dtype="float32") as pair:
+        found = rolled(pair).tensors(0)
+        said = by_rows(pair.target.hf, found)
+        with pytest.raises(RequestError, match=r"heads read the target's hidden states, .* leave out logits"):
+            pair.realign(found, logits=said)
+    pair = with_heads(tmp_path / "bytes", "medusa", dtype="float32", quantize="target=int8")
+    with pytest.raises(UnsupportedModel, match=r"medusa.* cannot be realigned: its weights are quantised"):
+        pair.realign(rolled(pair).tensors(0))

@@ -1,7 +1,7 @@
 """The multi-token-prediction layer of a checkpoint: its drafts are Transformers' definition in ragged batches, exact by their q,
 right where they must be, refused by name.
 
-Tests of: models.mtp_layer, drafting.mtp, drafting.eagle3, drafting.draft.
+Tests of: models.mtp_layer, models.drafted_passes, drafting.mtp, drafting.eagle3, drafting.draft.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import eagle3, hidden
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter
+from shoal.drafting.following import copy_beside
 from shoal.drafting.mtp import CascadeDrafter, MtpDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
@@ -91,6 +92,29 @@ def of_rejected_drafts(scores: Any, verdict: Any) -> list[Tensor]:
 def of_another_row(scores: Any, verdict: Any) -> list[Tensor]:
     own = hidden.kept(scores, verdict)
     return [other[: len(one)] for one, other in zip(own, hidden._hidden(scores).roll(1, dims=0), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [*((each, 1) for each in PLAIN + HYBRID), ("deepseek-v3", 2), ("deepseek-v3", 3), ("qwen3.5", 2)],
+)
+def test_layers_learn_in_passes_that_say_what_they_will_draft(architecture: str, layers: int, tmp_path: Path) -> None:
+    """Pass n of a text says of each position what a draft would say whose last n tokens are the text's."""
+    target = loaded(save_mtp(tmp_path, architecture, layers=layers))
+    learner = MtpDrafter.for_target(target).learner()
+    text = [5, 6, 7, 8, 5, 9, 11, 6, 4, 3]
+    copy = copy_beside(learner.weights, target.hf)
+    with torch.no_grad():
+        p, states = target.plain_states(torch.tensor([text]), learner.reads)
+        passes = list(learner.compared(copy, torch.tensor([text]), p, states))
+        assert len(passes) == 4
+        for number, (q, right, places) in enumerate(passes):
+            assert (places.start, places.stop) == (number + 1, len(text))
+            assert torch.equal(right, p[:, places])
+            for position in range(number + layers, places.stop):
+                known, draft = text[: position - number + 1], [*text[position - number + 1 : position + 1], 0]
+                expected = by_definition(target.hf, learner.weights.layer, known, draft)[number]
+                assert torch.allclose(q[0, position - places.start], expected, atol=2e-3), (number, position)
 
 
 @torch.inference_mode()

@@ -130,7 +130,7 @@ def test_eagle3_heads_are_trained_on_what_they_will_be_given(
     window = torch.from_numpy(trainer.samples.tokens(held_out=False)[:10].astype("int64"))
     target = SimpleNamespace(hf=trainer.target)
     with torch.no_grad():
-        for drafted, (said, right) in enumerate(trainer._passes(heads, window[None])):
+        for drafted, (said, right) in enumerate(trainer.compared(heads, window[None])):
             assert said.shape == right.shape == (1, 9 - drafted, len(heads.target_ids))  # type: ignore[arg-type]
             for place in range(9 - drafted):
                 tokens = window.tolist()

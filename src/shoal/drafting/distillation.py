@@ -1,14 +1,12 @@
-"""The distillation of a target into what drafts for it, in training and beside reinforcement.
+"""The distillation of a target into what drafts for it: losses, and what learns by them.
 
-Training (`shoal.train`) writes the texts itself and makes many steps. `Follower` makes a few steps
-on rollouts that are there anyway, so that a draft model follows a target that is being trained:
-the texts are the ones that it will draft next, and the target's logits are those of its loss.
+Training (`shoal.train`) writes the texts itself and makes many steps;
+`shoal.drafting.following` makes a few on rollouts that are there anyway.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.errors import RequestError, UnsupportedModel
-from shoal.models.runner import Runner
-from shoal.models.trimming import Proposable
-from shoal.models.weights import LINEARS
-from shoal.types.rollouts import Rollouts
-
 LABEL_WEIGHT = 0.05  # of the cross-entropy with the text itself
 OVERLAP_WEIGHT = 0.5  # of the share of drafts that the target would reject
-CLIP = 1.0  # norm of the gradient
+DECAY = 0.8  # the weight of a position's loss beside the loss of the position before
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -46,6 +38,16 @@ def acceptance(p_logits: Tensor, q_logits: Tensor, temperature: float = 1.0) -> 
     p = (p_logits / temperature).softmax(-1)
     q = (q_logits / temperature).softmax(-1)
     return torch.minimum(p, q).sum(-1)
+
+
+def chance_of_most_probable(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """Returns p of the drafter's most probable token: the chance that this draft is kept."""
+    return p_logits.softmax(-1).gather(-1, q_logits.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def decaying(losses: Sequence[Tensor]) -> Tensor:
+    """Computes the sum of the losses of drafted positions, each weighing `DECAY` of the last."""
+    return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
 
 
 def distance(p_logits: Tensor, q_logits: Tensor, tokens: Tensor) -> Tensor:
@@ -77,144 +79,62 @@ def distillation_loss(teacher: nn.Module) -> Callable[[nn.Module, Tensor], Tenso
     return loss
 
 
+Passes = Iterator[tuple[Tensor, int]]
+"""The logits [batch, places, ids] of each drafted token, and the position of the first place.
+
+Place i says what the target says at position first + i.
+"""
+
+
 @dataclass(frozen=True)
-class Realignment:
-    """The result of `Shoal.realign`.
+class Learner:
+    """A drafter's weights, and the passes over a text in which they learn.
 
     Attributes:
-        accepted: sum min(p, q) in each step, before its update: the chance that a draft of the
-            tokens of its rollouts is kept, at temperature 1.
-        tokens: the tokens of samples in all steps.
+        weights: the weights.
+        passes: a function of (the weights or a copy of them, tokens [batch, length], hidden states
+            of the target [batch, length, features]).
+        kept: a function of (the target's logits, the drafter's) that computes the chance that a
+            draft is kept, at temperature 1.
+        reads: the target's layers whose hidden states it reads; without any, it is given none.
+        ids: the target's ids that it drafts, [ids]; None = the first of all.
+        refusal: the reason why the weights cannot be trained here, if there is one.
     """
 
-    accepted: tuple[float, ...]
-    tokens: int
+    weights: nn.Module
+    passes: Callable[[Any, Tensor, Any], Passes]
+    kept: Callable[[Tensor, Tensor], Tensor] = acceptance
+    reads: Sequence[int] = ()
+    ids: Tensor | None = None
+    refusal: str | None = None
 
-
-class Follower:
-    """A draft model that follows its target, in float32, with the optimiser's state.
-
-    The draft model itself may have 16 bits, in which small updates would be lost: it is given the
-    rounded weights after each call.
-
-    Args:
-        target: the target.
-        draft: the draft model, whose weights are written in place.
-        proposable: the tokens that it may propose.
-
-    Raises:
-        UnsupportedModel: the weights of the draft model cannot be trained here.
-    """
-
-    def __init__(self, target: Runner, draft: Runner, proposable: Proposable) -> None:
-        require_trainable(target, draft, proposable)
-        self._target, self._draft = target, draft
-        with torch.inference_mode(False):
-            self._model: Any = copy.deepcopy(draft.hf).float().eval().requires_grad_(True)
-        self._width = min(target.vocab_size, draft.known_ids)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), betas=(0.9, 0.95), weight_decay=0.0
-        )
-        self._order = torch.Generator().manual_seed(0)
-
-    def align(
-        self, rollouts: Rollouts, *, said: Tensor | None, steps: int, rows: int, rate: float
-    ) -> Realignment:
-        """Makes optimiser's steps on rollouts, and writes the draft model.
+    def compared(
+        self, weights: nn.Module, tokens: Tensor, p_logits: Tensor, states: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """Yields the logits of each drafted token, the target's, and the positions of both.
 
         Args:
-            rollouts: the samples of the target as it is.
-            said: see `Shoal.realign`.
-            steps: the number of steps.
-            rows: the number of samples in a step.
-            rate: the learning rate.
+            weights: the weights, or a copy of them.
+            tokens: [batch, length].
+            p_logits: the target's logits, [batch, length, vocabulary].
+            states: the target's hidden states, [batch, length, features].
         """
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        found: list[float] = []
-        written = rollouts.completion_mask.any(1).nonzero()[:, 0].tolist()
-        tokens, order = 0, list[int]()
-        with torch.inference_mode(False), torch.enable_grad():
-            for _ in range(steps):
-                while len(order) < min(rows, len(written)):
-                    places = torch.randperm(len(written), generator=self._order).tolist()
-                    order += [written[place] for place in places]
-                chosen, order = order[:rows], order[rows:]
-                accepted, count = self._step(rollouts, chosen, said)
-                found.append(accepted)
-                tokens += count
-        with torch.no_grad():
-            for own, trained in zip(
-                self._draft.hf.parameters(), self._model.parameters(), strict=True
-            ):
-                own.copy_(trained)
-        return Realignment(tuple(found), tokens)
-
-    def _step(
-        self, rollouts: Rollouts, chosen: Sequence[int], said: Tensor | None
-    ) -> tuple[float, int]:
-        """Makes one step on some rows; returns sum min(p, q) before it, and the tokens."""
-        ids, mask = unpadded(rollouts, chosen)
-        if said is None:
-            with torch.no_grad():
-                p = self._target.plain_logits(ids[:, :-1])[mask[:, 1:]].clone()
-        else:
-            p = said[list(chosen)][rollouts.completion_mask[list(chosen)]]
-        p = p[..., : self._width].detach().float()
-        q = logits(self._model, ids)[mask[:, 1:]][..., : self._width]
-        loss = distance(p, q, ids[:, 1:][mask[:, 1:]])
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
-        self._optimizer.step()
-        return float(acceptance(p, q.detach()).mean()), len(p)
+        right = p_logits if self.ids is None else p_logits.index_select(-1, self.ids)
+        for q, first in self.passes(weights, tokens, states):
+            places = slice(first, first + q.shape[1])
+            yield q, right[:, places, : q.shape[-1]], places
 
 
-def unpadded(rollouts: Rollouts, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns prompts and samples of some rows without padding between or before them.
+def model_learner(hf: nn.Module, width: int, refusal: str | None) -> Learner:
+    """Returns a draft model with its pass.
 
-    Causal models compute such rows without a mask.
-
-    Returns:
-        ids: [rows, longest], 0 behind a row's end.
-        mask: [rows, longest] bool, True at the tokens of samples.
+    Args:
+        hf: the model.
+        width: the number of the target's first ids, which it drafts.
+        refusal: see `Learner`.
     """
-    texts, marks = [], []
-    for row in chosen:
-        prompt = rollouts.prompt_ids[row][rollouts.prompt_mask[row]]
-        sample = rollouts.completion_ids[row][rollouts.completion_mask[row]]
-        texts.append(torch.cat([prompt, sample]))
-        marks.append(torch.cat([torch.zeros_like(prompt), torch.ones_like(sample)]).bool())
-    pad = nn.utils.rnn.pad_sequence
-    return pad(texts, batch_first=True), pad(marks, batch_first=True)
 
+    def passes(model: Any, tokens: Tensor, states: None) -> Passes:
+        yield model(input_ids=tokens, use_cache=False).logits[..., :width], 0
 
-def require_trainable(target: Runner, draft: Runner, proposable: Proposable) -> None:
-    """Raises UnsupportedModel if the weights of a draft model cannot be trained here."""
-    reason = None
-    if not target.has_modules or not draft.has_modules:
-        reason = "it or its target is no Transformers model in this process"
-    elif proposable.vocabularies is not None:
-        reason = "it has another tokenizer"
-    elif proposable.shared is not None:
-        reason = "its head was trimmed to some tokens"
-    elif not all(
-        isinstance(one, LINEARS)
-        for one in draft.hf.modules()
-        if hasattr(one, "in_features") and hasattr(one, "out_features")
-    ):
-        reason = "its weights are quantised"
-    if reason is not None:
-        raise UnsupportedModel(f"{draft.name} cannot be realigned: {reason}")
-
-
-def require_rollouts(rollouts: Rollouts, said: Tensor | None, target: Runner) -> None:
-    """Raises RequestError if there are no tokens to learn from, or logits of another shape."""
-    if not bool(rollouts.completion_mask.any()):
-        raise RequestError("realign needs rollouts with at least one token")
-    wanted = [*rollouts.completion_ids.shape, target.vocab_size]
-    if said is not None and list(said.shape) != wanted:
-        raise RequestError(
-            f"logits must have the shape {wanted}, [rows, longest sample, vocabulary], got "
-            f"{list(said.shape)}"
-        )
+    return Learner(hf, passes, refusal=refusal)

@@ -25,6 +25,7 @@ from shoal.drafting.checkpoints import (
     require_width,
     whole_number,
 )
+from shoal.drafting.distillation import Learner, Passes
 from shoal.drafting.hidden import PromptStates, kept
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs, Keeps
@@ -32,6 +33,7 @@ from shoal.drafting.shapes import shape_of
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
+from shoal.models.drafted_passes import drafted_passes
 from shoal.models.eagle3_layer import (
     Eagle3Heads,
     Eagle3Model,
@@ -49,6 +51,8 @@ from shoal.types.trees import DraftTree
 FILES = ("model.safetensors", "pytorch_model.bin")
 PENDING = 64
 """The number of committed tokens of a row in a round's first pass; older ones are fed before."""
+FOLLOWED = 4
+"""The number of drafted tokens from which heads learn while they follow their target."""
 MAPS = ("d2t", "t2d")
 VARIANTS = "norm_before_fc", "fc_norm", "norm_output"
 """The entries of config.json that change the computation and are not supported."""
@@ -187,6 +191,23 @@ def _target_ids(
     return ids
 
 
+def layer_learner(heads: Any, reads: Sequence[int], count: int) -> Learner:
+    """Returns heads with their passes.
+
+    Args:
+        heads: the heads: `Eagle3Heads`, or others of their form.
+        reads: the target's layers whose hidden states they read.
+        count: the number of drafted tokens from which they learn.
+    """
+
+    def passes(weights: Any, tokens: Tensor, states: Tensor) -> Passes:
+        first = next(weights.parameters())
+        return drafted_passes(weights, tokens, states.to(first.dtype), count)
+
+    every = len(heads.target_ids) == heads.target_vocab
+    return Learner(heads, passes, reads=reads, ids=None if every else heads.target_ids)
+
+
 class Eagle3Drafter(ModelDrafter):
     """A drafter that samples k tokens per row from the heads under the row's own sampling controls.
 
@@ -233,6 +254,9 @@ class Eagle3Drafter(ModelDrafter):
         if not tree or not target.takes_trees:
             return Eagle3Drafter(heads, reads, target)
         return Eagle3TreeDrafter(heads, reads, target, shape=shape_of(tree, width, nodes))
+
+    def learner(self) -> Learner:
+        return layer_learner(self._heads, self.hidden_layers, max(FOLLOWED, self._heads.depth))
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
         self._prompts.read(chunks, hidden)

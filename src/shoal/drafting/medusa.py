@@ -30,6 +30,7 @@ from shoal.drafting.checkpoints import (
     require_width,
     whole_number,
 )
+from shoal.drafting.distillation import Learner, Passes, chance_of_most_probable
 from shoal.drafting.hidden import PromptStates, last_kept
 from shoal.drafting.paths import CHOICES, independent, most_probable
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
@@ -95,11 +96,27 @@ class MedusaHeads(nn.ModuleList):
         """Returns the logits [heads, ..., vocab] of hidden states [..., width]."""
         return torch.stack([self._logits(head, hidden) for head in self])
 
-    def _logits(self, head: nn.Module, x: Tensor) -> Tensor:
+    def _logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        # Heads that learn have more bits than the hidden states and the target's own head.
+        x = hidden.to(next(head.parameters(), hidden).dtype)
         for layer in head.children():
             x = layer(x)
         shared = self._shared[0]
-        return x if shared is None else shared(x)
+        return x if shared is None else shared(x.to(hidden.dtype))
+
+    def learner(self, layers: int) -> Learner:
+        """Returns the heads with their passes.
+
+        Args:
+            layers: the number of the target's layers.
+        """
+        return Learner(self, _passes, chance_of_most_probable, (layers,))
+
+
+def _passes(heads: MedusaHeads, tokens: Tensor, states: Tensor) -> Passes:
+    """Yields the logits of each head at all places behind which there are as many tokens."""
+    for i, said in enumerate(heads(states[:, : -len(heads)])):
+        yield said, i + 1
 
 
 def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
@@ -221,6 +238,10 @@ class MedusaDrafter(Drafter):
         self._prompts.leave(rows)
         for row in rows:
             self._last.pop(row, None)
+
+    def learner(self) -> Learner | None:
+        heads = self._heads
+        return heads.learner(*self.hidden_layers) if isinstance(heads, MedusaHeads) else None
 
     @property
     def kept_bytes(self) -> int:

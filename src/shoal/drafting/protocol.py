@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from shoal.config import MOST_NODES
+from shoal.drafting.distillation import Learner
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.sampling.distributions import RACES
@@ -301,6 +302,13 @@ class Drafter(Protocol):
         """
         self.end([row for row, _ in copies])
         self.begin([row for row, _ in copies])
+
+    def learner(self) -> Learner | None:
+        """Returns the weights that can learn from the target, by which the drafter follows it.
+
+        None = it has none of its own, or none that learn beside the target.
+        """
+        return None
 
     def releases(self) -> Sequence[Callable[[], None]]:
         """Returns functions that free memory which outlives the drafter; called once it is gone."""

@@ -7,8 +7,7 @@ text drafters' tokens need a q as well. They get a one-hot q, because they were 
 
 `use` says which of them may propose in a round: a controller that measures the costs and the
 acceptance of each (`shoal.lookahead.choosing`) leaves one, or all. If several may propose for a
-row, the outcome of the first tokens that each proposed for it decides: these are counts of past
-rounds, which depend on no uniform of a later position.
+row, the outcome of their first tokens in past rounds decides, which no later uniform changes.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import MOST_NODES
+from shoal.drafting.distillation import Learner
 from shoal.drafting.grafting import FirstTokens, grafted
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps, name_of
@@ -85,11 +85,8 @@ class SumDrafter(Drafter):
         self._used = list(range(len(self._members)))
         joined = [text.max_nodes for text in texts if text.max_nodes]
         # A chain of any length becomes a tree with nodes that are joined to it.
-        self.max_nodes = (
-            min(sum(joined) + (model.max_nodes or MOST_NODES), MOST_NODES)
-            if joined
-            else model.max_nodes
-        )
+        most = min(sum(joined) + (model.max_nodes or MOST_NODES), MOST_NODES)
+        self.max_nodes = most if joined else model.max_nodes
         self._chains = _ModelChains()
         self._first = FirstTokens(len(self._members))
 
@@ -203,6 +200,9 @@ class SumDrafter(Drafter):
 
     def releases(self) -> Sequence[Callable[[], None]]:
         return self.model.releases()
+
+    def learner(self) -> Learner | None:
+        return self.model.learner()
 
     def take_counters(self) -> DraftCounters:
         return reduce(DraftCounters.plus, (member.take_counters() for member in self._members))

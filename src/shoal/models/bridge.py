@@ -228,18 +228,23 @@ class Bridge:
         ).logits
         return logits
 
-    def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Computes the logits [rows, q, vocab] without a cache, by the model's own attention.
+    def plain_states(self, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Computes logits and hidden states without a cache, by the model's own attention.
 
-        The eager attention computes soft-capped scores (Gemma 2): Transformers 5.17 takes SDPA for
-        them, which leaves the cap out.
+        The logits are [rows, q, vocab], the states [rows, q, layers * width], or None without
+        layers. The eager attention computes soft-capped scores (Gemma 2): Transformers 5.17 takes
+        SDPA for them, which leaves the cap out.
+
+        Raises:
+            UnsupportedModel: the model does not return its hidden states.
         """
         capped = (
             getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
         )
+        options = {"output_hidden_states": True} if layers else {}
         with self._switched("eager") if capped else nullcontext():
-            logits: Tensor = self.hf(tokens, use_cache=False).logits
-        return logits
+            found = self.hf(tokens, use_cache=False, **options)
+        return found.logits, _side_by_side(found, layers) if layers else None
 
     def stepped_logits(self, tokens: Tensor, first: int) -> Tensor:
         """Computes the logits [rows, q, vocab] as Transformers' `generate` does.

@@ -87,9 +87,12 @@ class Eagle3Heads(nn.Module):
         shares: True if rows of a group may read one stored prompt.
         features: the width of the hidden states that they read, side by side.
         width: the width of their own states.
+        depth: the number of layers.
+        target_ids: the target's id of each id that they draft.
+        target_vocab: the number of the target's ids.
     """
 
-    title, shares = "EAGLE-3 heads", True
+    title, shares, depth = "EAGLE-3 heads", True, 1
 
     def __init__(
         self,
@@ -125,12 +128,17 @@ class Eagle3Heads(nn.Module):
         found: Tensor = (self.embed_tokens if embedding is None else embedding)(tokens)
         return found
 
+    def drafted(self, states: Tensor) -> Tensor:
+        """Computes logits over the ids that the heads draft, of the layer's states."""
+        found: Tensor = self.lm_head(self.norm(states))
+        return found
+
     def said(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width].
 
         The logits are -inf for ids that the heads never draft.
         """
-        logits = self.lm_head(self.norm(states))
+        logits = self.drafted(states)
         if logits.shape[-1] == self.target_vocab:
             return logits  # type: ignore[no-any-return]
         whole = logits.new_full((*logits.shape[:-1], self.target_vocab), -torch.inf)
@@ -155,7 +163,12 @@ class Eagle3Heads(nn.Module):
         return self(tokens, states, positions, attend)  # type: ignore[no-any-return]
 
     def forward(
-        self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Callable[..., Tensor]
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        attend: Callable[..., Tensor],
+        number: int = 0,
     ) -> Tensor:
         """Computes the layer's states, [rows, q, width].
 
@@ -164,6 +177,7 @@ class Eagle3Heads(nn.Module):
             states: the state of each token, [rows, q, width].
             positions: [rows, q].
             attend: queries, keys and values [rows, heads, q, dim] -> [rows, q, heads, dim].
+            number: the number of the layer: 0, as there is one.
         """
         layer: Any = self.midlayer
         normed = layer.hidden_norm(states)

@@ -31,6 +31,7 @@ from transformers.utils import cached_file
 
 from shoal.errors import ModelError, UnsupportedModel
 from shoal.models.bridge import NAME
+from shoal.models.drafted_passes import DraftedAttention, attending_by
 
 HIDING_NAME = "shoal-mtp"
 """The attention implementation of the layer."""
@@ -146,6 +147,10 @@ class MtpHeads(nn.Module):
         self.layer, self.lm_head = layer, layer.shared_head
         self.features = self.width = int(layer.config.hidden_size)
         self.depth = len(layer.layers)
+        # That of the target's head, while a copy of the layers learns in float32.
+        self._head_dtype = next(layer.layers.parameters()).dtype
+        self.target_vocab = layer.shared_head.weight.shape[0]
+        self.target_ids = range(self.target_vocab)
         layer.config._attn_implementation = HIDING_NAME
 
     def read(self, hidden: Tensor) -> Tensor:
@@ -166,9 +171,28 @@ class MtpHeads(nn.Module):
         found: Tensor = self.layer.forward_layer(number, states, positions, cache, input_ids=tokens)
         return found
 
+    def forward(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        attend: DraftedAttention,
+        number: int = 0,
+    ) -> Tensor:
+        """Computes the states of a layer over whole texts, while a copy of the layers learns."""
+        with attending_by(attend, self.layer.config):
+            found: Tensor = self.layer.forward_layer(
+                number, states, 1 + positions, None, input_ids=tokens
+            )
+        return found
+
+    def drafted(self, states: Tensor) -> Tensor:
+        """Computes the logits of `said`: the layer drafts all ids of the target."""
+        return self.said(states)
+
     def said(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width]."""
-        found: Tensor = self.layer._project_to_logits(states)
+        found: Tensor = self.layer._project_to_logits(states.to(self._head_dtype))
         return found
 
 

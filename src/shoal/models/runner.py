@@ -294,7 +294,11 @@ class Runner:
 
         The passes are checked against these logits.
         """
-        return self._bridge.plain_logits(tokens)
+        return self.plain_states(tokens, ())[0]
+
+    def plain_states(self, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Computes such logits, and the hidden states of some layers, see `hidden_layers`."""
+        return self._bridge.plain_states(tokens, layers)
 
     def stepped_logits(self, tokens: Tensor, first: int) -> Tensor:
         """Computes the logits of a prompt of `first` tokens, and of others one by one after it.

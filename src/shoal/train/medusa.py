@@ -8,15 +8,13 @@ each position in place of the token that was sampled there: it says more per pos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
+from shoal.drafting.distillation import Learner
 from shoal.drafting.medusa import FILES, MedusaHeads
-from shoal.train.stages import DECAY, HeadsTrainer
+from shoal.train.stages import HeadsTrainer
 
 
 class MedusaTrainer(HeadsTrainer):
@@ -33,27 +31,8 @@ class MedusaTrainer(HeadsTrainer):
             self.target.get_output_embeddings(),
         )
 
-    def _said(self, heads: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the logits of each head, and the target's at the same positions."""
-        with torch.no_grad():
-            found = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        for i, said in enumerate(heads(found.hidden_states[-1][:, : -self.training.heads])):
-            yield said, found.logits[:, i + 1 : i + 1 + said.shape[1]]
-
-    def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
-        passes = self._said(heads, tokens)
-        losses = [
-            F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1))
-            for said, right in passes
-        ]
-        return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
-
-    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(self._said(self.model, tokens))
-
-    def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """Returns p of a head's most probable token: the chance that this draft is accepted."""
-        return p_logits.softmax(-1).gather(-1, q_logits.argmax(-1, keepdim=True)).squeeze(-1)
+    def learner(self, heads: MedusaHeads) -> Learner:
+        return heads.learner(self.target.config.get_text_config().num_hidden_layers)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from shoal.drafting.distillation import chance_of_most_probable
 from shoal.drafting.paths import CHOICES
 from shoal.drafting.ppd import FILE, TENSOR
 from shoal.models.bridge import cache_name
-from shoal.train.stages import DECAY, HeadsTrainer, Stage
+from shoal.train.stages import HeadsTrainer, Stage
 
 LR = 10.0
 """The factor on the usual learning rate.
@@ -50,7 +50,7 @@ class PpdTrainer(HeadsTrainer):
             first: Tensor = embedding(ids_of_often)  # type: ignore[operator]
         return nn.Embedding.from_pretrained(first.clone(), freeze=False)
 
-    def _said(self, prompts: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def compared(self, prompts: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Returns each prompt token's logits at all places, and the target's at the same positions.
 
         Both are (batch, places, vocab).
@@ -81,20 +81,8 @@ class PpdTrainer(HeadsTrainer):
     def planned(self) -> Sequence[Stage]:
         return [replace(stage, lr=LR) for stage in super().planned()]
 
-    def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
-        passes = self._said(heads, tokens)
-        losses = [
-            F.cross_entropy(said.flatten(0, 1), right.softmax(-1).flatten(0, 1))
-            for said, right in passes
-        ]
-        return torch.stack([DECAY**i * loss for i, loss in enumerate(losses)]).sum()
-
-    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(self._said(self.model, tokens))
-
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        """Returns p of the most probable guess: the chance that this draft is accepted."""
-        return p_logits.softmax(-1).gather(-1, q_logits.argmax(-1, keepdim=True)).squeeze(-1)
+        return chance_of_most_probable(p_logits, q_logits)
 
     def tensors(self) -> dict[str, Tensor]:
         assert isinstance(self.model, nn.Embedding)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from shoal.drafting.distillation import Learner, decaying
 from shoal.errors import RequestError
 from shoal.models.loading import bundled
 from shoal.train.loop import Loss, Schedule, Trainer
@@ -232,10 +234,6 @@ class StagedTrainer(ABC):
         return torch.stack(rows)
 
 
-DECAY = 0.8
-"""The weight of a position's loss beside the loss of the position before."""
-
-
 @dataclass(frozen=True)
 class HeadsTraining(Training):
     """The settings of the heads' training.
@@ -263,9 +261,35 @@ class HeadsTrainer(StagedTrainer):
             )
         ]
 
-    @abstractmethod
+    def learner(self, heads: Any) -> Learner:
+        """Returns the heads with the passes in which they learn."""
+        raise NotImplementedError
+
+    def compared(self, heads: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the logits of each drafted position, and the target's at the same positions.
+
+        Both are (batch, positions, ids).
+        """
+        learner = self.learner(heads)
+        with torch.no_grad():
+            found = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+            states = torch.cat([found.hidden_states[layer] for layer in learner.reads], dim=-1)
+        for q, p, _ in learner.compared(heads, tokens, found.logits, states):
+            yield q, p
+
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:
         """Computes the loss of windows of tokens (batch, length)."""
+        losses = [
+            F.cross_entropy(q.flatten(0, 1), p.flatten(0, 1).softmax(-1))
+            for q, p in self.compared(heads, tokens)
+        ]
+        return decaying(losses)
+
+    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(self.compared(self.model, tokens))
+
+    def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
+        return self.learner(self.model).kept(p_logits, q_logits)
 
     @property
     @abstractmethod

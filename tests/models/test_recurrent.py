@@ -508,7 +508,7 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
     fork = runner.fork()
     fork.capture_rounds("eager")
     assert (fork.captures, fork.absent[CAPTURED]) == (None, STATES)
-    assert not runner.can_keep_prefixes
+    assert not target("jamba").can_keep_prefixes
 
 
 def test_a_state_that_is_gone_is_not_made_up() -> None:

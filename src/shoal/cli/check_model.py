@@ -221,7 +221,8 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
     figure = "; ".join(f"{', '.join(names)}: {answer}" for answer, names in by_answer.items())
     if runner.keeps_states:
         place = runner.mixers or "layers that llama.cpp knows"
-        figure += f"; recurrent states in {place}: chains only, no prefixes are kept"
+        figure += f"; recurrent states in {place}: chains only"
+        figure += "" if runner.can_keep_prefixes else ", no prefixes are kept"
     data = {
         kind: {"executor": explanation.executor, "refusals": dict(explanation.refusals)}
         for kind, explanation in kinds.items()

@@ -42,11 +42,13 @@ class PrefixMemory:
     """
 
     def __init__(self, target: Runner, draft_model: Runner | None, nbytes: int) -> None:
-        if draft_model is not None and not draft_model.can_keep_prefixes:
-            draft_model = None
+        if draft_model is not None and not (
+            draft_model.can_keep_prefixes and not draft_model.block
+        ):
+            draft_model = None  # a drafter keeps no states
         self.draft_model = None if draft_model is None else draft_model.hf
         self._tokens = nbytes // (
-            target.token_bytes + (0 if draft_model is None else draft_model.token_bytes)
+            target.kept_token_bytes + (0 if draft_model is None else draft_model.kept_token_bytes)
         )
         self._new_kept = target.new_kept, (target if draft_model is None else draft_model).new_kept
         self._probed: Tensor | None = None
@@ -109,6 +111,7 @@ class PrefixCache:
             _ = slots.token_bytes
             slots.keep_prefixes(memory.kept_for_drafts)
         self._kept, self._cache, self._memory = memory.kept, target.cache, memory
+        self._kept.serves(self._cache)
 
     @property
     def allocated_bytes(self) -> int:
@@ -129,7 +132,9 @@ class PrefixCache:
         """
         if row.request.owner != other.request.owner:
             return 0
-        return common(row.tokens[: row.entry_length - 1], other.request.prompt_ids)
+        prompt = other.request.prompt_ids
+        shared = common(row.tokens[: row.entry_length - 1], prompt)
+        return self._kept.reachable(shared, len(prompt) - 1)
 
     def restore(self, row: Row, count: int) -> None:
         """Copies the first `count` tokens of the row's prompt to its place in the cache.
@@ -153,3 +158,4 @@ class PrefixCache:
                 self.keep(row)
             elif row.rounds == 1 and not row.index:
                 self._kept.keep(self._cache, row.request.owner, row.request.prompt_ids, row.slot)
+            self._kept.settle(self._cache, row.slot)

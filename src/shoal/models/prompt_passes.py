@@ -55,12 +55,12 @@ def feed_prompts(
         taken = {slot for slot, _ in batch}
         todo = [pair for pair in todo if pair[0] not in taken]
         pieces: dict[int, list[Tensor]] = {}
-        for first in range(0, longest, width):
-            part = [
-                (slot, tokens[first : first + width])
-                for slot, tokens in batch
-                if len(tokens) > first
-            ]
+        first = 0
+        while first < longest:
+            left = [(slot, tokens) for slot, tokens in batch if len(tokens) > first]
+            stop = first + min(width, *(_to_end_of_block(runner, slot) for slot, _ in left))
+            part = [(slot, tokens[first:stop]) for slot, tokens in left]
+            first = stop
             most = max(len(tokens) for _, tokens in part)
             # Padding repeats a token of the row's own: a token that spoils another row's keys must
             # not come in by padding.
@@ -78,6 +78,12 @@ def feed_prompts(
         if hidden is not None:
             hidden |= {slot: torch.cat(states) for slot, states in pieces.items()}
     return sum(len(tokens) for _, tokens in prompts)
+
+
+def _to_end_of_block(runner: Runner, slot: int) -> int:
+    """Returns the most tokens of a slot's next pass, which does not go beyond a block's end."""
+    block = runner.block
+    return block - runner.cache.lengths[slot] % block if block else MAX_PASS_WIDTH
 
 
 def _free(runner: Runner, slot: int) -> int:

@@ -21,7 +21,8 @@ from shoal.models.available import explained
 from shoal.models.bridge import Bridge, Layers
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.kept_prompts import KeptPrefixes
-from shoal.models.cache.mixing import Mixers
+from shoal.models.cache.kept_rows import KeptStates
+from shoal.models.cache.mixing import BLOCK, Mixers
 from shoal.models.cache.pass_plan import PACK_FROM, Parents
 from shoal.models.cache.states import StateCache
 from shoal.models.compiled.captures import CAPTURED
@@ -146,6 +147,8 @@ class Runner:
 
     def new_kept(self, tokens: int) -> KeptPrefixes:
         """Returns memory for tokens of rows that have left (`shoal.models.cache.kept_prompts`)."""
+        if self.mixers is not None:
+            return KeptStates(tokens * self.kept_token_bytes)
         return KeptPrefixes(tokens)
 
     @property
@@ -172,6 +175,17 @@ class Runner:
         if not self.cache.measured:
             self._learn_bytes()
         return self.cache.bytes_per_token()
+
+    @property
+    def kept_token_bytes(self) -> int:
+        """The number of bytes of a token that is kept for later rows, with its share of states."""
+        own = self.token_bytes
+        return own if self.mixers is None else own + -(-self.cache.bytes_per_slot() // BLOCK)
+
+    @property
+    def block(self) -> int:
+        """The number of tokens at whose multiples passes over prompts end; 0 = anywhere."""
+        return 0 if self.mixers is None or self.mixers.stepwise else BLOCK
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Returns the number of bytes of the cache once it also has room for that size."""
@@ -234,10 +248,11 @@ class Runner:
     def can_keep_prefixes(self) -> bool:
         """True if prompts may be copied in part from tokens that earlier rows have left.
 
-        Prompts are not copied if a drafter wants the hidden states of all tokens, or if layers keep
-        recurrent states: those of earlier tokens are gone.
+        Prompts are not copied if a drafter wants the hidden states of all tokens, or if layers that
+        keep recurrent states go on from them token by token alone.
         """
-        return not self.hidden_layers and not self.keeps_states
+        goes_on = self.mixers is not None and not self.mixers.stepwise
+        return not self.hidden_layers and (goes_on or not self.keeps_states)
 
     @property
     def keeps_states(self) -> bool:

@@ -183,6 +183,21 @@ class KeptPrefixes:
         """The number of bytes of all cells, taken or not."""
         return sum(tensor.nbytes for layer in self._layers for tensor in layer)
 
+    def serves(self, cache: SlotCache) -> None:
+        """Begins to keep tokens of rows of a cache."""
+
+    def settle(self, cache: SlotCache, slot: int) -> None:
+        """Ends to look after the row in a slot, which has had a round."""
+
+    def reachable(self, count: int, tokens: int) -> int:
+        """Returns how many of the `count` first tokens of a kept prompt a later row may copy.
+
+        Args:
+            count: the number of tokens.
+            tokens: the number of tokens of the prompt.
+        """
+        return count
+
     def known(self, owner: str, tokens: Sequence[int]) -> int:
         """Returns the number of first tokens that are kept for the owner; 0 if too few to copy."""
         return len(self._found(owner, tokens))

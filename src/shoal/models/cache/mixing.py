@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from shoal.errors import InternalError
 from shoal.models.cache.pass_plan import Plan
 
+BLOCK = 256
+"""The tokens of a prompt between two states that may be kept, where its passes are parted.
+
+They are parted there whether states are kept or not, so that a prompt's tokens have the same bits.
+"""
 Mixed = Tensor | tuple[Tensor, ...]
 """The outputs of a mixer, [rows, tokens, ...] each."""
 Call = Callable[[Tensor], Mixed]
@@ -52,6 +57,39 @@ class HeldStates:
 
     length: int
     states: Mapping[Key, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the states."""
+        return sum(state.nbytes for state in self.states.values())
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """A copy of a row's first tokens, for later rows that begin alike.
+
+    Attributes:
+        layers: the keys and values of each layer that has some, [length, heads, dim] each.
+        marks: the states after some of the tokens, rising; the last one after all of them.
+    """
+
+    layers: Sequence[Sequence[Tensor]]
+    marks: Sequence[HeldStates]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of keys, values and states."""
+        keys = sum(tensor.nbytes for layer in self.layers for tensor in layer)
+        return keys + sum(mark.nbytes for mark in self.marks)
+
+
+def is_marked(number: int, blocks: int) -> bool:
+    """Returns True if the states after `number` blocks of a prompt are kept.
+
+    They are the last ones, and those of 1, 2, 4, 8 ... blocks, so that prompts that part anywhere
+    find half of what they share.
+    """
+    return number == blocks or number & (number - 1) == 0
 
 
 @dataclass(frozen=True)

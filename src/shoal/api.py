@@ -18,7 +18,13 @@ from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
 from shoal.constraints.protocol import Check, Constraint
 from shoal.constraints.syntax.requests import Syntax
-from shoal.drafting.following import Follower, Realignment, require_rollouts
+from shoal.drafting.following import (
+    Follower,
+    Realignment,
+    learner_of,
+    require_rollouts,
+    require_steps,
+)
 from shoal.drafting.protocol import Drafter
 from shoal.engine.batch_size import FIRST
 from shoal.engine.engine import PREPARED_TOKENS, Engine
@@ -295,8 +301,7 @@ class Shoal(Pair):
                 weights, or one of the models is no Transformers model.
         """
         target, draft = self._open()
-        drafter = self.new_drafter()
-        learner = None if drafter is None else drafter.learner()
+        learner = learner_of(self.new_drafter())
         if learner is None:
             raise RequestError(
                 f"realign is for draft models, Medusa and EAGLE-3 heads and mtp, and "
@@ -307,11 +312,7 @@ class Shoal(Pair):
                 "realign would change the distribution of samples with guidance, as the draft "
                 "model is the guide or the expert: load another one"
             )
-        counts = plain(steps), plain(rows)
-        if not all(isinstance(one, int) and one > 0 for one in counts) or not rate > 0:
-            raise RequestError(
-                f"steps, rows and rate must be positive, got {steps!r}, {rows!r} and {rate!r}"
-            )
+        counts = require_steps(steps, rows, rate)
         require_rollouts(rollouts, logits, target, learner)
         if self._follower is None:
             self._follower = Follower(target, learner, self.drafter_name or "")

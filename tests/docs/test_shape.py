@@ -21,8 +21,8 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 390,
-    "lines": 82_253,
+    "modules": 392,
+    "lines": 82_814,
     "short modules": 4,
     "long modules": 2,
     "long functions": 6,

@@ -21,7 +21,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixMemory
 from shoal.lookahead.bass import Fixed
 from shoal.models import runner as runners
-from shoal.models.cache import kept_rows, states
+from shoal.models.cache import kept_rows, mixing, states
 from shoal.models.cache.kept_rows import KeptStates
 from shoal.models.cache.states import StateCache
 from shoal.models.loading import wrap
@@ -39,7 +39,7 @@ SYSTEM = tuple(1 + i * i % 53 for i in range(45))
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (runners, states, kept_rows):
+    for module in (runners, states, kept_rows, mixing):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 
@@ -101,14 +101,14 @@ def test_later_prompts_have_the_bits_of_those_without_memory(family: str, k: int
 
 def test_a_state_of_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the states after the first block are taken for those after all restored ones."""
-    real = StateCache.restore
+    real = KeptStates._restore
 
-    def early(self: StateCache, slot: int, row: Any, length: int) -> None:
-        real(self, slot, row, length)
-        for key, store in self._tensors.items():
-            store[0, slot] = row.marks[0].states[key]
+    def early(self: KeptStates, cache_: StateCache, slot: int, state: Any, count: int) -> None:
+        real(self, cache_, slot, state, count)
+        for key, store in cache_._tensors.items():
+            store[0, slot] = state.marks[0].states[key]
 
-    monkeypatch.setattr(StateCache, "restore", early)
+    monkeypatch.setattr(KeptStates, "_restore", early)
     with pytest.raises(AssertionError):
         test_later_prompts_have_the_bits_of_those_without_memory("lfm2", 0)
 
@@ -140,7 +140,7 @@ def test_memory_is_counted_and_bounded(family: str) -> None:
     states_bytes, cache_ = one.target.cache.bytes_per_slot() // 3, one.target.cache
     assert size == 40 * runner.token_bytes + 4 * states_bytes
     assert isinstance(cache_, StateCache)
-    assert not any(cache_.marks.values())
+    assert not cache_.marks.nbytes
     assert cache_.nbytes() == cache_.slots * (cache_.capacity * runner.token_bytes + 3 * states_bytes)
     many = engine(family, 3 * size)
     for first in range(8):
@@ -164,7 +164,7 @@ def test_marks_of_slots_are_counted_and_go_with_their_tokens() -> None:
     KeptStates(1 << 20).serves(cache_)
     for start in (0, 8, 16):
         runner.feed([0], torch.arange(start, start + 8)[None], [8], want_logits=False)
-    lengths = lambda slot: [mark.length for mark in cache_.marks.get(slot, ())]  # noqa: E731
+    lengths = lambda slot: [mark.length for mark in cache_.marks.of(slot)]  # noqa: E731
     assert lengths(0) == [8, 16, 24]
     assert cache_.nbytes() == before + cache_.bytes_per_slot()  # three states
     runner.feed([0], torch.arange(24, 32)[None], [8], want_logits=False)

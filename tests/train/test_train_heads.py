@@ -1,6 +1,6 @@
 """`shoal train`: heads learn from the target's own samples, go on where they were stopped, and draft for it.
 
-Tests of: train.stages, train.medusa, train.eagle3, train.ppd, train.loop, cli.train.
+Tests of: train.stages, train.heads, train.ppd, train.loop, cli.train.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shoal.cli import run
 from shoal.drafting.draft import read_draft
 from shoal.drafting.medusa import MedusaHeads
 from shoal.testing import VOCABULARY, save_pair
-from shoal.train import eagle3
+from shoal.train import heads as trained
+from shoal.train.heads import MedusaTrainer
 from shoal.train.loop import Trainer
-from shoal.train.medusa import MedusaTrainer
 from shoal.train.ppd import PpdTrainer, hidden_but_own
 from shoal.train.stages import HeadsTraining
 from trainable import PROMPTS, assert_drafts, learnable, small
@@ -119,8 +119,8 @@ def test_eagle3_heads_are_trained_on_what_they_will_be_given(
 ) -> None:
     """Pass n of a window says of each position what a draft would say whose last n tokens are the window's."""
     source = save_pair(tmp_path)[0]
-    monkeypatch.setattr(eagle3, "MOST_DRAFTED", ids or 32_000)
-    trainer = eagle3.Eagle3Trainer(tmp_path / "out", str(source), PROMPTS, replace(TRAINING, heads=3, samples=16))
+    monkeypatch.setattr(trained, "MOST_DRAFTED", ids or 32_000)
+    trainer = trained.Eagle3Trainer(tmp_path / "out", str(source), PROMPTS, replace(TRAINING, heads=3, samples=16))
     trainer.prepare()
     heads = trainer.trainer.model
     for parameter in heads.parameters():

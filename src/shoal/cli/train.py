@@ -192,7 +192,7 @@ def medusa(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.medusa import MedusaTrainer
+    from shoal.train.heads import MedusaTrainer
     from shoal.train.stages import HeadsTraining
 
     training = HeadsTraining(
@@ -222,7 +222,7 @@ def eagle3(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.eagle3 import Eagle3Trainer
+    from shoal.train.heads import Eagle3Trainer
     from shoal.train.stages import HeadsTraining
 
     training = HeadsTraining(

@@ -204,8 +204,9 @@ def layer_learner(heads: Any, reads: Sequence[int], count: int) -> Learner:
         first = next(weights.parameters())
         return drafted_passes(weights, tokens, states.to(first.dtype), count)
 
-    every = len(heads.target_ids) == heads.target_vocab
-    return Learner(heads, passes, reads=reads, ids=None if every else heads.target_ids)
+    ids = getattr(heads, "target_ids", None)
+    every = ids is None or len(ids) == heads.target_vocab
+    return Learner(heads, passes, reads=reads, ids=None if every else ids)
 
 
 class Eagle3Drafter(ModelDrafter):

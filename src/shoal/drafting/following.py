@@ -15,11 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shoal.drafting.distillation import Learner, decaying, distance
+from shoal.drafting.distillation import Learner, decaying, distance, model_learner
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.other_vocabulary import OtherVocabularyDrafter
+from shoal.drafting.protocol import Drafter
+from shoal.drafting.sums import SumDrafter
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.models.weights import LINEARS, versions
 from shoal.types.rollouts import Rollouts
+from shoal.values import plain
 
 CLIP = 1.0  # norm of the gradient
 
@@ -159,6 +164,32 @@ class Follower:
         number = tokens.new_full((self._target.vocab_size,), -100)
         number[ids] = torch.arange(len(ids), device=ids.device)
         return number[tokens]
+
+
+def learner_of(drafter: Drafter | None) -> Learner | None:
+    """Returns what of a drafter learns, that of a sum's last drafter; None if nothing does."""
+    if isinstance(drafter, SumDrafter):
+        return learner_of(drafter.model)
+    own = None if drafter is None else drafter.learner()
+    if own is not None or not isinstance(drafter, ModelDrafter) or drafter.weights is None:
+        return own
+    refusal = None if drafter.shared is None else "its head was trimmed to some tokens"
+    if isinstance(drafter, OtherVocabularyDrafter):
+        refusal = "it has another tokenizer"
+    if not drafter.runner.has_modules:
+        refusal = "it is no Transformers model in this process"
+    width = min(drafter.vocab_size, drafter.runner.known_ids)
+    return model_learner(drafter.runner.hf, width, refusal)
+
+
+def require_steps(steps: object, rows: object, rate: float) -> tuple[int, int]:
+    """Returns the numbers of steps and rows. Raises RequestError if one is not positive."""
+    counts = plain(steps), plain(rows)
+    if not all(isinstance(one, int) and one > 0 for one in counts) or not rate > 0:
+        raise RequestError(
+            f"steps, rows and rate must be positive, got {steps!r}, {rows!r} and {rate!r}"
+        )
+    return counts
 
 
 def copy_beside(weights: nn.Module, target: nn.Module) -> nn.Module:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.drafting.distillation import Learner, model_learner
 from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.models.compiled.draft_functions import DraftedStep
@@ -205,12 +204,6 @@ class ModelDrafter(Drafter):
 
     def end(self, rows: Sequence[Row]) -> None:
         self._slots.leave(rows)
-
-    def learner(self) -> Learner | None:
-        cut = "its head was trimmed to some tokens" if self.shared else None
-        cut = cut if self.runner.has_modules else "it is no Transformers model in this process"
-        width = min(self.vocab_size, self.runner.known_ids)
-        return None if self.weights is None else model_learner(self.runner.hf, width, cut)
 
     def releases(self) -> Sequence[Callable[[], None]]:
         return () if self.runner.captures is None else (self.runner.captures.release,)

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from shoal.drafting.contexts import Contexts, StringDrafts
-from shoal.drafting.distillation import Learner
 from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
@@ -178,10 +177,6 @@ class OtherVocabularyDrafter(ModelDrafter):
         )
         self._passes = 0
         self._asked: set[Row] = set()
-
-    def learner(self) -> Learner | None:
-        found = super().learner()
-        return found and replace(found, refusal="it has another tokenizer")
 
     def read_as(self, row: Row) -> Row:
         return self.contexts.of(row).row

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from shoal.config import MOST_NODES
-from shoal.drafting.distillation import Learner
 from shoal.drafting.grafting import FirstTokens, grafted
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps, name_of
@@ -200,9 +199,6 @@ class SumDrafter(Drafter):
 
     def releases(self) -> Sequence[Callable[[], None]]:
         return self.model.releases()
-
-    def learner(self) -> Learner | None:
-        return self.model.learner()
 
     def take_counters(self) -> DraftCounters:
         return reduce(DraftCounters.plus, (member.take_counters() for member in self._members))

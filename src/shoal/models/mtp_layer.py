@@ -147,10 +147,6 @@ class MtpHeads(nn.Module):
         self.layer, self.lm_head = layer, layer.shared_head
         self.features = self.width = int(layer.config.hidden_size)
         self.depth = len(layer.layers)
-        # That of the target's head, while a copy of the layers learns in float32.
-        self._head_dtype = next(layer.layers.parameters()).dtype
-        self.target_vocab = layer.shared_head.weight.shape[0]
-        self.target_ids = range(self.target_vocab)
         layer.config._attn_implementation = HIDING_NAME
 
     def read(self, hidden: Tensor) -> Tensor:
@@ -188,11 +184,12 @@ class MtpHeads(nn.Module):
 
     def drafted(self, states: Tensor) -> Tensor:
         """Computes the logits of `said`: the layer drafts all ids of the target."""
-        return self.said(states)
+        # Layers that learn have more bits than the target, whose head this is.
+        return self.said(states.to(self.layer.embed_tokens.weight.dtype))
 
     def said(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width]."""
-        found: Tensor = self.layer._project_to_logits(states.to(self._head_dtype))
+        found: Tensor = self.layer._project_to_logits(states)
         return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes
 from shoal.models.cache.mixing import BLOCK, RowCopy, is_marked
@@ -63,6 +64,14 @@ class KeptRows(KeptPrefixes):
     def _usable(self, state: Any, count: int) -> int:
         """Returns the most tokens, `count` at most, that a later row can begin with."""
 
+    @abstractmethod
+    def _state_of(self, cache: Any, slot: int) -> Any:
+        """Returns a copy of a row."""
+
+    @abstractmethod
+    def _restore(self, cache: Any, slot: int, state: Any, count: int) -> None:
+        """Makes the first tokens of an empty slot those of a copy."""
+
     def _kept_tokens(self, cache: Any, slot: int, tokens: Sequence[int]) -> Sequence[int]:
         """Returns those of a row's first tokens that are to be kept; none if there is no room."""
         return tokens if MIN_TOKENS <= cache.lengths[slot] <= self._capacity else ()
@@ -82,22 +91,20 @@ class KeptRows(KeptPrefixes):
         """Copies the kept tokens to a slot of a cache; returns their number."""
         count, number = self._longest(owner, tokens)
         if count:
-            own: Any = cache
-            own.restore(slot, self._rows[number].state, count)
+            self._restore(cache, slot, self._rows[number].state, count)
             self._rows.move_to_end(number)
         return count
 
     def keep(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int) -> None:
         """Keeps tokens that the row in a cache's slot begins with, unless they are kept."""
-        own: Any = cache
-        tokens = self._kept_tokens(own, slot, tokens)
+        tokens = self._kept_tokens(cache, slot, tokens)
         count, number = self._longest(owner, tokens)
         if count >= len(tokens):
             return
         if count and count == len(self._rows[number].tokens):  # that row begins this one
             del self._rows[number]
         self._number += 1
-        self._rows[self._number] = _KeptRow(owner, np.array(tokens), own.state_of(slot))
+        self._rows[self._number] = _KeptRow(owner, np.array(tokens), self._state_of(cache, slot))
         while sum(self._size(row.state) for row in self._rows.values()) > self._capacity:
             self._rows.popitem(last=False)
 
@@ -125,13 +132,11 @@ class KeptStates(KeptRows):
 
     def serves(self, cache: SlotCache) -> None:
         """Lets a cache keep states at the ends of blocks of prompts."""
-        assert isinstance(cache, StateCache)
-        cache.marking = True
+        cache.marks.on = True
 
     def settle(self, cache: SlotCache, slot: int) -> None:
         """Lets a cache forget such states of a row that has been kept, or will not be."""
-        assert isinstance(cache, StateCache)
-        cache.marks.pop(slot, None)
+        cache.marks.forget(slot)
 
     def reachable(self, count: int, tokens: int) -> int:
         """Returns how many of the `count` first tokens of a prompt a later row may begin with."""
@@ -145,5 +150,21 @@ class KeptStates(KeptRows):
         return max((mark.length for mark in state.marks if mark.length <= count), default=0)
 
     def _kept_tokens(self, cache: StateCache, slot: int, tokens: Sequence[int]) -> Sequence[int]:
-        marks = cache.marks.get(slot, ())
+        marks = cache.marks.of(slot)
         return tokens[: marks[-1].length] if marks else ()
+
+    @torch.inference_mode()
+    def _state_of(self, cache: StateCache, slot: int) -> RowCopy:
+        marks = cache.marks.of(slot)
+        end = marks[-1].length
+        stores = (layer[:2] for layer in cache.stores())
+        return RowCopy([[one[slot, :end].clone() for one in pair] for pair in stores], marks)
+
+    @torch.inference_mode()
+    def _restore(self, cache: StateCache, slot: int, state: RowCopy, count: int) -> None:
+        marks = [mark for mark in state.marks if mark.length <= count]
+        cache.enter(slot, begun=marks[-1])
+        for layer, kept in zip(cache.stores(), state.layers, strict=True):
+            for store, own in zip(layer[:2], kept, strict=True):
+                store[slot, :count] = own[:count]
+        cache.marks.put(slot, marks)

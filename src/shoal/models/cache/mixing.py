@@ -92,6 +92,46 @@ def is_marked(number: int, blocks: int) -> bool:
     return number == blocks or number & (number - 1) == 0
 
 
+class StateMarks:
+    """The states of slots after blocks of their prompts, for `shoal.models.cache.kept_rows`.
+
+    Attributes:
+        on: True if such states are kept.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._marks: dict[int, Sequence[HeldStates]] = {}
+
+    def of(self, slot: int) -> Sequence[HeldStates]:
+        """Returns the states of a slot, by rising lengths."""
+        return self._marks.get(slot, ())
+
+    def put(self, slot: int, marks: Sequence[HeldStates]) -> None:
+        """Replaces the states of a slot."""
+        self._marks[slot] = marks
+
+    def add(self, slot: int, state: HeldStates) -> None:
+        """Adds the states after the last block of a slot, and forgets some before (`is_marked`)."""
+        number = state.length // BLOCK
+        before = (mark for mark in self.of(slot) if mark.length < state.length)
+        self.put(slot, [*(m for m in before if is_marked(m.length // BLOCK, number)), state])
+
+    def cut(self, slot: int, length: int) -> None:
+        """Forgets the states of a slot after more than `length` tokens."""
+        self.put(slot, [mark for mark in self.of(slot) if mark.length <= length])
+
+    def forget(self, slot: int) -> None:
+        """Forgets the states of a slot."""
+        self._marks.pop(slot, None)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all states; those of several slots count once."""
+        found = {id(mark): mark for marks in self._marks.values() for mark in marks}
+        return sum(mark.nbytes for mark in found.values())
+
+
 @dataclass(frozen=True)
 class RowStates:
     """The states of a slot (`shoal.models.cache.states`).
@@ -113,6 +153,13 @@ class RowStates:
     def adopted(self, length: int) -> RowStates:
         """Returns the states once the state ahead, of `length` tokens, has become the base."""
         return RowStates(length, None, 1 - self.side, held=self.held)
+
+
+def held_states(row: RowStates, stores: Mapping[Key, Tensor], slot: int) -> HeldStates:
+    """Returns a copy of the base state of a slot's row."""
+    return HeldStates(
+        row.base, {key: store[row.side, slot].clone() for key, store in stores.items()}
+    )
 
 
 @dataclass(frozen=True)

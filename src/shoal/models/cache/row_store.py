@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.errors import InternalError
 from shoal.models.cache.layer import Layer, Moves, allocated
+from shoal.models.cache.mixing import StateMarks
 from shoal.types.requests import Prefix
 
 
@@ -36,6 +37,7 @@ class RowStore:
             they lie in the slot.
         gaps: number of each row's tokens that are left out, so that its `lengths` are less than its
             positions.
+        marks: the states after blocks of prompts, of rows whose layers keep states.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,7 @@ class RowStore:
         self.lengths: list[int] = []
         self.prefixes: list[Prefix | None] = []
         self.gaps: list[int] = []
+        self.marks = StateMarks()
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Makes room for `slots` rows of `capacity` tokens in their slots, and for `cells` cells.
@@ -67,6 +70,8 @@ class RowStore:
             for layer in self._layers:
                 layer.resize(self.slots, self.capacity, self.cells, used)
             raise
+        for slot in range(slots, self.slots):
+            self.marks.forget(slot)
         self.lengths = self.lengths[:slots] + [0] * (slots - self.slots)
         self.prefixes = self.prefixes[:slots] + [None] * (slots - self.slots)
         self.gaps = self.gaps[:slots] + [0] * (slots - self.slots)
@@ -76,6 +81,7 @@ class RowStore:
         """Lets a new row take the slot, with the tokens of its prefix or none."""
         self.prefixes[slot], self.lengths[slot] = prefix, 0 if prefix is None else prefix.length
         self.gaps[slot] = 0
+        self.marks.forget(slot)
 
     def clear(self) -> None:
         """Empties all slots."""
@@ -90,6 +96,7 @@ class RowStore:
                 f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}"
             )
         self.lengths[slot] = length
+        self.marks.cut(slot, length)
 
     def keep(self, slot: int, length: int, columns: Sequence[int]) -> None:
         """Keeps some columns of the last block and forgets the others.
@@ -155,6 +162,8 @@ class RowStore:
                     tensor[target, :tail] = tensor[source, :tail]
         self.prefixes[target], self.lengths[target] = self.prefixes[source], length
         self.gaps[target] = self.gaps[source]
+        self.marks.put(target, self.marks.of(source))
+        self.marks.cut(target, length)
 
     @torch.inference_mode()
     def take(
@@ -238,7 +247,8 @@ class RowStore:
     def nbytes(self) -> int:
         """Returns the number of allocated bytes."""
         tokens = self.slots * self.capacity + self.cells
-        return tokens * self.bytes_per_token() + self.slots * self.bytes_per_slot()
+        own = tokens * self.bytes_per_token() + self.slots * self.bytes_per_slot()
+        return own + self.marks.nbytes
 
     def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
         sizes, pair = ((self.slots, self.capacity), (self.cells,)), (key_states, value_states)

@@ -33,9 +33,8 @@ from shoal.models.cache.mixing import (
     Mixed,
     Mixers,
     Passing,
-    RowCopy,
     RowStates,
-    is_marked,
+    held_states,
     joined,
 )
 from shoal.models.cache.pass_plan import Plan
@@ -51,10 +50,6 @@ class StateCache(SlotCache):
 
     Args:
         mixers: the modules that keep states.
-
-    Attributes:
-        marking: True if the states after blocks of prompts are kept.
-        marks: these states of each slot, by rising lengths (`shoal.models.cache.kept_rows`).
     """
 
     def __init__(self, mixers: Mixers) -> None:
@@ -65,8 +60,6 @@ class StateCache(SlotCache):
         self._places: dict[int, int] = {}
         self._calls: Calls | None = None
         self._passing = Passing()
-        self.marking = False
-        self.marks: dict[int, list[HeldStates]] = {}
 
     # ── for the engine ────────────────────────────────────────────────────────────────────────────
 
@@ -76,13 +69,18 @@ class StateCache(SlotCache):
         super()._resize(slots, capacity, cells)
         new = [RowStates() for _ in range(slots - len(self._row_states))]
         self._tensors, self._row_states = stores, self._row_states[:slots] + new
-        self.marks = {slot: marks for slot, marks in self.marks.items() if slot < slots}
 
-    def enter(self, slot: int, prefix: Prefix | None = None) -> None:
-        """Lets a new row take the slot, without tokens."""
+    @torch.inference_mode()
+    def enter(
+        self, slot: int, prefix: Prefix | None = None, begun: HeldStates | None = None
+    ) -> None:
+        """Lets a new row take the slot, without tokens, or with those of states to go on from."""
         super().enter(slot, prefix)
         self._row_states[slot] = RowStates()
-        self.marks.pop(slot, None)
+        if begun is not None:
+            for key, store in self._tensors.items():
+                store[0, slot] = begun.states[key]
+            self.lengths[slot], self._row_states[slot] = begun.length, RowStates(begun.length)
 
     def rollback(self, slot: int, length: int) -> None:
         """Forgets all tokens from `length` on; those before it are never taken back.
@@ -107,8 +105,6 @@ class StateCache(SlotCache):
         else:
             row = replace(row, ahead=None)
         self._row_states[slot] = row
-        if slot in self.marks:
-            self.marks[slot] = [mark for mark in self.marks[slot] if mark.length <= length]
 
     def reaches(self, slot: int, length: int) -> bool:
         """Returns True if the states after the slot's first `length` tokens can be computed."""
@@ -120,42 +116,7 @@ class StateCache(SlotCache):
     def hold(self, slot: int) -> None:
         """Keeps a copy of the base state, for rows that begin with the same tokens."""
         row = self._row_states[slot]
-        self._row_states[slot] = replace(row, held=self._base_of(slot))
-
-    def _base_of(self, slot: int) -> HeldStates:
-        """Returns a copy of a slot's base state."""
-        row = self._row_states[slot]
-        states = {key: store[row.side, slot].clone() for key, store in self._tensors.items()}
-        return HeldStates(row.base, states)
-
-    def _mark(self, slot: int) -> None:
-        """Keeps a copy of the base state at the end of a block, for `state_of`."""
-        number = self._row_states[slot].base // BLOCK
-        before = (mark for mark in self.marks.get(slot, ()) if mark.length < number * BLOCK)
-        marks = [mark for mark in before if is_marked(mark.length // BLOCK, number)]
-        self.marks[slot] = [*marks, self._base_of(slot)]
-
-    @torch.inference_mode()
-    def state_of(self, slot: int) -> RowCopy:
-        """Returns a copy of the slot's tokens up to its last mark."""
-        marks = self.marks[slot]
-        end = marks[-1].length
-        layers = [
-            [tensor[slot, :end].clone() for tensor in layer.tensors()] for layer in self._layers
-        ]
-        return RowCopy(layers, marks)
-
-    @torch.inference_mode()
-    def restore(self, slot: int, row: RowCopy, length: int) -> None:
-        """Makes the first `length` tokens of an empty slot those of a copy with such a mark."""
-        for layer, kept in zip(self._layers, row.layers, strict=True):
-            for tensor, own in zip(layer.tensors(), kept, strict=True):
-                tensor[slot, :length] = own[:length]
-        marks = [mark for mark in row.marks if mark.length <= length]
-        for key, store in self._tensors.items():
-            store[0, slot] = marks[-1].states[key]
-        self.lengths[slot], self._row_states[slot] = length, RowStates(marks[-1].length)
-        self.marks[slot] = marks
+        self._row_states[slot] = replace(row, held=held_states(row, self._tensors, slot))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -170,8 +131,6 @@ class StateCache(SlotCache):
             for store in self._tensors.values():
                 store[:, target] = store[:, source]
         self._row_states[target] = row
-        if source != target:
-            self.marks[target] = list(self.marks.get(source, ()))
         self._settle(target, length)
 
     @torch.inference_mode()
@@ -194,11 +153,6 @@ class StateCache(SlotCache):
             store.element_size() * 3 * store.shape[2:].numel() for store in self._tensors.values()
         )
 
-    def nbytes(self) -> int:
-        """Returns the number of allocated bytes, those of marks included."""
-        marks = {id(mark): mark for marks in self.marks.values() for mark in marks}
-        return super().nbytes() + sum(mark.nbytes for mark in marks.values())
-
     # ── during a pass ─────────────────────────────────────────────────────────────────────────────
 
     def begin(self, plan: Plan) -> None:
@@ -214,8 +168,8 @@ class StateCache(SlotCache):
         after = [self._calls.states_after(b) for b in range(plan.rows)]
         for slot, row in zip(plan.slots, after, strict=True):
             self._row_states[slot] = row
-            if self.marking and plan.final and row.base % BLOCK == 0:
-                self._mark(slot)
+            if self.marks.on and plan.final and row.base % BLOCK == 0:
+                self.marks.add(slot, held_states(row, self._tensors, slot))
         self._calls = None
 
     @contextmanager

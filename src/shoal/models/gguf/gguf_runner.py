@@ -40,6 +40,12 @@ class KeptSequences(KeptRows):
         whole = not self._window or state.length <= self._window or count == state.length
         return count if whole else 0
 
+    def _state_of(self, cache: Sequences, slot: int) -> RowState:
+        return cache.state_of(slot)
+
+    def _restore(self, cache: Sequences, slot: int, state: RowState, count: int) -> None:
+        cache.restore(slot, state, count)
+
 
 class GgufRunner(Runner):
     """A runner whose passes llama.cpp computes, over a cache of its own.

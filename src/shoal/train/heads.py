@@ -1,7 +1,14 @@
-"""The training of EAGLE-3 heads.
+"""The training of Medusa heads and of EAGLE-3 heads.
 
-They learn their target's distribution from its hidden states, and from their own where they will
-have no others (`shoal.models.drafted_passes`). The target's matrix to the vocabulary stays as it is.
+Medusa heads learn the target's distribution further on, from its own samples; the target stays as
+it is (Medusa-1). Cai et al. 2024 (arXiv 2401.10774), section 2.2.1, with the target's distribution
+at each position in place of the token that was sampled there: it says more per position. Head i
+counts 0.8^i of the first. Heads share the target's matrix to the vocabulary, which keeps them
+small.
+
+EAGLE-3 heads learn their target's distribution from its hidden states, and from their own where
+they will have no others (`shoal.models.drafted_passes`). The target's matrix to the vocabulary
+stays as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +21,41 @@ from torch import Tensor, nn
 
 from shoal.drafting.distillation import Learner
 from shoal.drafting.eagle3 import FILES, layer_learner
+from shoal.drafting.medusa import FILES as MEDUSA_FILES
+from shoal.drafting.medusa import MedusaHeads
 from shoal.models.eagle3_layer import Eagle3Heads, layer_config, published_layers
 from shoal.train.stages import HeadsTrainer
 
 MOST_DRAFTED = 32_000
 """The most tokens of a larger vocabulary that are drafted; the target writes them most."""
+
+
+class MedusaTrainer(HeadsTrainer):
+    """A trainer of Medusa heads; at first all heads predict the target's next position."""
+
+    file = MEDUSA_FILES[0]
+
+    def made(self) -> nn.Module:
+        return MedusaHeads(
+            self.training.heads,
+            self.training.layers,
+            self.width,
+            0,
+            self.target.get_output_embeddings(),
+        )
+
+    def learner(self, heads: MedusaHeads) -> Learner:
+        return heads.learner(self.target.config.get_text_config().num_hidden_layers)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": "medusa",
+            "medusa_num_heads": self.training.heads,
+            "medusa_num_layers": self.training.layers,
+            "hidden_size": self.width,
+            "vocab_size": self.vocab_size,
+        }
 
 
 class Eagle3Trainer(HeadsTrainer):

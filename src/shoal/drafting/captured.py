@@ -108,6 +108,11 @@ class CapturedRounds:
         # The numbers of positions that the controller was asked about, in the last rounds.
         self._looked: deque[int] = deque(maxlen=RECENT)
 
+    @property
+    def is_ahead(self) -> bool:
+        """True if a round was launched ahead."""
+        return self._ahead is not None
+
     def under_way(self, running: Sequence[Row]) -> list[Row]:
         """Returns the rows of a round that was launched ahead; none if there is none that holds.
 

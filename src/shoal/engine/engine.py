@@ -178,6 +178,8 @@ class Engine:
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
         self._drafting = not controller.adaptive  # or if the last round drafted
         self._gathered = True  # if rows could join before this round
+        self._observes = observes_plain_rounds(self.drafter)
+        self._plain: tuple[Sequence[Row], bool] = (), True  # rows, and if they all are plain
         self._clock = clock or time.perf_counter
         self._batch = Batch(
             self.target,
@@ -366,7 +368,9 @@ class Engine:
 
     def _step(self) -> list[Commit]:
         ended = self._batch.expire()
-        rows: Sequence[Row] = self._captured.under_way(self.scheduler.running)
+        rows: Sequence[Row] = ()
+        if self._captured.is_ahead:
+            rows = self._captured.under_way(self.scheduler.running)
         self._gathered = not rows
         rows = rows or self._batch.gather(ended, drafting=self._drafting)
         if not rows:
@@ -466,7 +470,7 @@ class Engine:
             self._clock()
             - self.target.seconds_building
             - (0.0 if drafter is None else drafter.seconds_preparing)
-            - sum(one.slots.seconds for one in self.guides)
+            - sum([one.slots.seconds for one in self.guides])
         )
 
     def _draft_counters(self) -> DraftCounters:
@@ -489,13 +493,15 @@ class Engine:
         rows that wait.
         """
         scheduler, controller = self.scheduler, self.lookahead
-        if self.guides or scheduler.prefilling or observes_plain_rounds(self.drafter):
+        if self.target.captures is None or self.guides or self._observes or scheduler.prefilling:
             return False
-        known = max(lengths) == 0 and getattr(controller, "plain_rounds", 1) > 1
-        if not (known or getattr(controller, "steady", False)):
+        steady = getattr(controller, "steady", False)
+        if not steady and (max(lengths) or getattr(controller, "plain_rounds", 1) < 2):
             return False
+        if self._plain[0] != rows:
+            self._plain = list(rows), all(map(is_plain, rows))
         full = len(rows) >= scheduler.capacity
-        return (full or self._gathered or not scheduler.waiting) and all(map(is_plain, rows))
+        return self._plain[1] and (full or self._gathered or not scheduler.waiting)
 
     def _noise(self, rows: Sequence[Row], positions: int, later: int = 0) -> Tensor:
         """Returns the uniforms of a round for its rule, [rows, positions, ...], on the host.

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.config import Sampling
 from shoal.drafting.captured_ahead import RoundAhead, may_follow
 from shoal.drafting.captured_check import check_drafts, check_verdict
-from shoal.drafting.captured_inputs import DraftRound, fill_drafting, fill_target
+from shoal.drafting.captured_inputs import DraftRound, Uniforms, fill_drafting, fill_target
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
 from shoal.errors import OutOfStep
@@ -40,14 +40,6 @@ RECENT = 4
 
 The round computes as many steps as the shortest of them needed before it looks at confidences.
 """
-
-
-class Uniforms(Protocol):
-    """Returns the uniforms of a round of the rows, on the host, [rows, positions, ...] float64."""
-
-    def __call__(self, positions: int, later: int = 0, /) -> Tensor:
-        """Returns those of the next `positions` positions, in the round `later` rounds from now."""
-        ...
 
 
 class Decided(NamedTuple):

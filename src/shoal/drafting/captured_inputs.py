@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,14 @@ from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.draft_functions import Style
 from shoal.models.compiled.transfer import Numbers
 from shoal.types.requests import Row
+
+
+class Uniforms(Protocol):
+    """Returns the uniforms of a round of the rows, on the host, [rows, positions, ...] float64."""
+
+    def __call__(self, positions: int, later: int = 0, /) -> Tensor:
+        """Returns those of the next `positions` positions, in the round `later` rounds from now."""
+        ...
 
 
 class DraftRound(NamedTuple):

@@ -28,7 +28,6 @@ from shoal.drafting.protocol import (
     Keeps,
     KeyValueMemory,
     name_of,
-    observes_plain_rounds,
     require_trees,
     within,
 )
@@ -39,7 +38,7 @@ from shoal.engine.commit import columns_of, commit, commit_run
 from shoal.engine.guide import Guide, Together
 from shoal.engine.joint_rows import Distinct, resample
 from shoal.engine.memory import Memory
-from shoal.engine.multi_step import MultiStep, is_plain
+from shoal.engine.multi_step import MultiStep, PlainRows
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.running_rows import Batch
@@ -177,9 +176,7 @@ class Engine:
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, self.guides)
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
         self._drafting = not controller.adaptive  # or if the last round drafted
-        self._gathered = True  # if rows could join before this round
-        self._observes = observes_plain_rounds(self.drafter)
-        self._plain: tuple[Sequence[Row], bool] = (), True  # rows, and if they all are plain
+        self._plain, self._gathered = PlainRows(self.drafter), True  # if rows could join just now
         self._clock = clock or time.perf_counter
         self._batch = Batch(
             self.target,
@@ -493,15 +490,14 @@ class Engine:
         rows that wait.
         """
         scheduler, controller = self.scheduler, self.lookahead
-        if self.target.captures is None or self.guides or self._observes or scheduler.prefilling:
+        if self.target.captures is None or self.guides or scheduler.prefilling:
             return False
         steady = getattr(controller, "steady", False)
         if not steady and (max(lengths) or getattr(controller, "plain_rounds", 1) < 2):
             return False
-        if self._plain[0] != rows:
-            self._plain = list(rows), all(map(is_plain, rows))
         full = len(rows) >= scheduler.capacity
-        return self._plain[1] and (full or self._gathered or not scheduler.waiting)
+        joins = scheduler.waiting and not (full or self._gathered)
+        return not joins and self._plain.includes(rows)
 
     def _noise(self, rows: Sequence[Row], positions: int, later: int = 0) -> Tensor:
         """Returns the uniforms of a round for its rule, [rows, positions, ...], on the host.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.drafting.protocol import observes_plain_rounds
+from shoal.drafting.protocol import Drafter, observes_plain_rounds
 from shoal.engine.running_rows import Batch
 from shoal.lookahead.controller import Controller
 from shoal.models.compiled.draft_functions import DraftedStep
@@ -177,6 +177,26 @@ class MultiStep:
         for slot, length in zip(slots, lengths, strict=True):
             cache.lengths[slot] = length
             cache.zero_non_finite(slot)
+
+
+class PlainRows:
+    """Knows if nothing but drawn tokens and their probabilities is read of the rounds of rows.
+
+    Args:
+        drafter: the drafter of the engine; one that observes plain rounds reads more.
+    """
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        self._observes = observes_plain_rounds(drafter)
+        self._rows: Sequence[Row] = ()
+        self._plain = not self._observes  # of these rows
+
+    def includes(self, rows: Sequence[Row]) -> bool:
+        """Returns True for rows of that kind."""
+        if self._rows != rows:
+            self._rows = list(rows)
+            self._plain = not self._observes and all(map(is_plain, rows))
+        return self._plain
 
 
 def is_plain(row: Row) -> bool:

@@ -1,10 +1,11 @@
 """How rows end: EOS, stop strings, limits, time, cancellation; what is cut, what is shown, and the same with speculation.
 
-Tests of: engine.detokenizer, engine.ended_rows, engine.stream.
+Tests of: engine.detokenizer, engine.stops, engine.ended_rows, engine.stream.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor
 from endings import DRAFTERS, PROMPT, TOKENIZER, assert_consistent, encode, only, pair, stream_of
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
-from shoal.engine.detokenizer import Detokenizer, Stops
+from shoal.engine.detokenizer import Detokenizer
+from shoal.engine.stops import Passages, Stops
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing.drafters import engine_of
@@ -447,3 +449,76 @@ def test_a_short_row_beside_a_long_one_is_not_asked_beyond_its_end(k: int) -> No
         pass
     assert sorted(short.tokens) == [0, 1, 2, 3, 4]
     assert long.new_tokens == 12
+
+
+# ── parts in which stop strings end nothing ─────────────────────────────────────────────────────────────────────────
+
+
+def within(unstopped: Sequence[tuple[str, str]], text: str, start: int, end: int) -> bool:
+    """By the words of `Request.unstopped`: a part begins before the place, and does not end before its end."""
+    for opening, closing in unstopped:
+        for begin in re.finditer(opening, text[:start]):
+            close = text.find(closing, begin.end()) if closing else -1
+            if not -1 < close < end:
+                return True
+    return False
+
+
+PARTS = [
+    [(r"\A", "b>")],
+    [(r"\A\s*<a", "b>")],
+    [("<a", "b>")],
+    [("<a", "")],
+    [(r"\A\s*<a", "b>"), ("<c", "d>")],
+    [("<a", "b>"), (r"\A\s*\[\w+\(", "")],
+]
+
+
+@given(
+    st.sampled_from(PARTS), st.lists(st.sampled_from(["<a", "b>", "<c", "d>", "x", " ", "[f(", "<", "a", ">"]), max_size=24)
+)
+def test_parts_without_stops_are_those_of_their_marks(parts: list[tuple[str, str]], pieces: list[str]) -> None:
+    passages, text = Passages(Stops(unstopped=tuple(parts))), ""
+    for piece in pieces:
+        text += piece
+        start = len(text) - 1
+        assert passages.cover(text, len(text), start, len(text)) == within(parts, text, start, len(text)), text
+        other = passages.copy()
+        assert other.cover(text + "x", len(text) + 1, len(text), len(text) + 1) == within(
+            parts, text + "x", len(text), len(text) + 1
+        )
+
+
+@pytest.mark.parametrize("parts", [[(r"\A", "b>")], [("<a", "b>")], [("<a", "b>"), ("<c", "")], [("<c", "d>")]], ids=str)
+def test_a_stop_string_within_a_thought_of_twice_the_length_is_twice_the_work(parts: list[tuple[str, str]]) -> None:
+    """By the characters that are looked at: each line of a thought may hold a stop string."""
+
+    class Counted(str):
+        work = 0
+
+        def find(self, what: str, start: Any = 0, end: Any = None) -> int:
+            Counted.work += len(self) - start
+            return super().find(what, start)
+
+    class CountedPattern:
+        def __init__(self, real: re.Pattern[str]) -> None:
+            self._real = real
+
+        def match(self, text: str, at: int, end: int) -> Any:
+            return self._real.match(text, at, end)
+
+        def search(self, text: str, at: int, end: int) -> Any:
+            Counted.work += end - at
+            return self._real.search(text, at, end)
+
+    counts = []
+    for lines in (200, 400):
+        passages, text, Counted.work = Passages(Stops(unstopped=tuple(parts))), "<a", 0
+        for part in passages._parts:
+            part._opening = CountedPattern(part._opening)  # type: ignore[assignment]
+        for _ in range(lines):
+            text += "a line.\n"
+            passages.cover(Counted(text), len(text), len(text) - 1, len(text))
+        counts.append(Counted.work)
+    assert counts[1] < 2.2 * counts[0], counts
+    assert counts[1] < 20 * len(text)

@@ -19,7 +19,8 @@ from shoal.api import Shoal
 from shoal.cli.conversation import ChatWriter, message
 from shoal.constraints.fim import middle_prompt, repository
 from shoal.constraints.token_bytes import token_bytes
-from shoal.engine.detokenizer import Detokenizer, Stops
+from shoal.engine.detokenizer import Detokenizer
+from shoal.engine.stops import Stops
 from shoal.errors import RequestError
 from shoal.evaluation.cuts import tokens_of
 from shoal.evaluation.sampling import spans

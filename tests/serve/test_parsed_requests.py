@@ -298,7 +298,7 @@ def test_what_is_just_allowed(fields: dict[str, Any]) -> None:
     ({"guided_grammar": "root ::= ("}, "guided_grammar"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"), ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+
 ], ids=lambda value: str(value)[:60])  # fmt: skip
 def test_what_is_just_refused(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == (param, 400)

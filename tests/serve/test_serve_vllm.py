@@ -18,7 +18,7 @@ from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.scripted import History, mixed, scripted
+from shoal.testing.scripted import History, mixed, says, scripted
 from shoal.testing.tiny import BEGIN, END
 
 TOKENIZER = tiny_tokenizer()
@@ -113,6 +113,81 @@ def test_a_token_that_stops_is_not_in_the_text(server: Served, stream: bool) -> 
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=TIMEOUT_SECONDS).json()["choices"][0]
     told = b"".join(bytes(entry["bytes"]) for entry in answer["logprobs"]["content"]).decode()
     assert (answer["finish_reason"], answer["message"]["content"]) == ("stop", told)
+
+
+def as_in_vllm(ids: list[int], stops: list[str], stop_ids: list[int], least: int, special: bool) -> tuple[list[int], str]:
+    """The tokens and the text of vLLM, where stop strings and tokens are shown: all tokens up to the end, whatever ends it."""
+    for count in range(1, len(ids) + 1):
+        text = TOKENIZER.decode(ids[:count], skip_special_tokens=special)
+        new = len(text) - len(TOKENIZER.decode(ids[: count - 1], skip_special_tokens=special))
+        ends = [
+            (at, at + len(stop))
+            for stop in stops
+            if new and (at := text.find(stop, max(len(text) - new - len(stop) + 1, 0))) >= 0
+        ]
+        if count > least and ends:
+            return ids[:count], text[: min(ends)[1]]
+        if count > least and ids[count - 1] in stop_ids:
+            return ids[:count], text
+    return ids, TOKENIZER.decode(ids, skip_special_tokens=special)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "more", [{}, {"min_tokens": 18, "ignore_eos": True}, {"skip_special_tokens": False}, {"speculation": "off"}], ids=str
+)
+def test_what_stops_a_text_is_in_it_where_asked(server: Served, path: str, stream: bool, more: dict[str, Any]) -> None:
+    """Stop strings of one token and of several, special tokens that stop, and the model's own end."""
+    body = {"n": 3, "seed": 3, "max_tokens": 60, "return_token_ids": True, **more}
+    free = [ids for ids, _, _ in choices_of(server, path, False, **body | {"ignore_eos": True})]
+    own = [] if "ignore_eos" in more else [END]
+    text = TOKENIZER.decode(free[0], skip_special_tokens=True)
+    special = more.get("skip_special_tokens", True)
+    least = more.get("min_tokens", 0)
+    letter = next(token for token in free[0][12:] if token < 90)
+    for stops, stop_ids in (
+        ([text[14:16]], []), ([text[14:16], text[20], text[9:13]], []), ([text[30], text[8:20]], [letter]), ([], [letter]),
+        ([], [BEGIN]), (["zzzz"], []), ([text[14:17], text[15:17]], []),
+    ):  # fmt: skip
+        if least and stop_ids:
+            continue  # they are not drawn before, and other tokens are
+        fields: dict[str, Any] = {"stop": stops, "stop_token_ids": stop_ids, "include_stop_str_in_output": True}
+        logprobs = {"logprobs": 0} if path == "/v1/completions" else {"logprobs": True}
+        found = choices_of(server, path, stream, **body, **fields, **logprobs)
+        expected = [as_in_vllm(ids, stops, [*stop_ids, *own], least, special) for ids in free]
+        assert [(ids, shown) for ids, shown, _ in found] == expected, (stops, stop_ids)
+        without = choices_of(server, path, stream, **body, **{**fields, "include_stop_str_in_output": False})
+        for (ids, shown, _), (cut, before, _) in zip(found, without, strict=True):
+            assert shown.startswith(before)
+            assert ids[: len(cut)] == cut
+
+
+def test_the_tokens_of_a_stop_string_that_is_shown_are_told(server: Served) -> None:
+    body = {"seed": 3, "max_tokens": 60, "logprobs": 0, "ignore_eos": True}
+    whole = server.post(**body).json()["choices"][0]
+    stop = whole["text"][20:23]
+    for stream in (False, True):
+        answer = server.post(**body, stop=stop, include_stop_str_in_output=True, stream=stream).text
+        lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")] or [answer]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        text = "".join(choice["text"] for choice in choices)
+        told = [name for choice in choices if choice["logprobs"] for name in choice["logprobs"]["tokens"]]
+        assert text == whole["text"][: whole["text"].index(stop) + 3]
+        assert told == whole["logprobs"]["tokens"][: len(told)]
+        assert "".join(name for name in told if not name.startswith("<|")) == text
+        assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_the_end_of_a_turn_is_not_shown_as_a_stop_string() -> None:
+    """It is the template's, not the request's."""
+    ids = (*TOKENIZER.encode("<user>hi<assistant>"), *TOKENIZER.encode("yes<turn>no"))
+    with served(pair(says([ids], VOCABULARY)), chat_template=TEMPLATE, turn_ends=("<turn>",)) as server:
+        asked = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "include_stop_str_in_output": True}
+        for stop, text in (([], "yes"), (["es"], "yes"), (["<t"], "yes<t")):
+            for stream in (False, True):
+                found = choices_of(server, "/v1/chat/completions", stream, **{**asked, "stop": stop})
+                assert [shown for _, shown, _ in found] == [text]
 
 
 @pytest.mark.parametrize("stream", [False, True])

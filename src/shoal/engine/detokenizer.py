@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import re
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from shoal.engine.stops import NO_STOPS, Passages, Stops
 
 CONTEXT = 8
 """The number of prompt tokens that are decoded together with new ones.
@@ -23,33 +23,6 @@ that belongs to no character.
 """
 LONGEST = 4
 """The bytes of the longest character, and so the most tokens of one character."""
-
-
-@dataclass(frozen=True)
-class Stops:
-    """The stop strings of a row.
-
-    Attributes:
-        texts: the strings.
-        least: the number of tokens before which they end nothing.
-        unstopped: see `shoal.types.requests.Request`.
-    """
-
-    texts: Sequence[str] = ()
-    least: int = 0
-    unstopped: tuple[tuple[str, str], ...] = ()
-
-    def hold(self, text: str, start: int, end: int) -> bool:
-        """Returns True if a stop string at this place of the text ends it."""
-        for opening, closing in self.unstopped:
-            for begin in re.finditer(opening, text[:start]):
-                close = text.find(closing, begin.end()) if closing else -1
-                if begin.end() <= start and not -1 < close < end:
-                    return False
-        return True
-
-
-NO_STOPS = Stops()
 
 
 class MarkedText:
@@ -109,7 +82,7 @@ class Detokenizer:
         text: the new text so far, these characters included, without incomplete characters.
         ends: the length of the text after each token pushed.
         stopped: True from the first token on whose text completes a stop string; `text` is cut
-            before the stop string.
+            before the stop string, or behind it if it is to be shown.
         kept: the number of tokens that cover the cut text, once it is stopped.
         shown: the number of characters returned by `take` so far.
     """
@@ -133,6 +106,7 @@ class Detokenizer:
         ]
         marks = any(is_marked for _, is_marked in self._stops)
         self._marked = MarkedText(special) if marks else None
+        self._unstopped = {False: Passages(stops), True: Passages(stops)}  # of the marked text, too
         self._ids = list(prompt[-CONTEXT - LONGEST + 1 :])
         self._prompt_length = len(self._ids)
         self._prefix, self._read = -1, 0  # nothing is decoded yet
@@ -148,6 +122,7 @@ class Detokenizer:
         other = copy.copy(self)
         other._ids, other.ends = list(self._ids), list(self.ends)
         other._marked = None if self._marked is None else self._marked.copy()
+        other._unstopped = {marked: one.copy() for marked, one in self._unstopped.items()}
         return other
 
     def push(self, token: int) -> None:
@@ -267,23 +242,25 @@ class Detokenizer:
             marked: the length of the marked text before the token.
             held_back: the text that is held back, because its last character is incomplete.
         """
-        found: list[int] = []
+        found: list[tuple[int, int, bool]] = []  # where the text ends, with the stop string or not
         for stop, is_marked in self._stops:
             spelled = self._marked if is_marked else None
             own, start = (self.text, before) if spelled is None else (spelled.text, marked)
-            within = own + held_back
+            within, unstopped = own + held_back, self._unstopped[is_marked]
             # No special token writes what the user has already, so `visible_from` counts alike in
             # both texts.
             at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
-            while at >= 0 and not self._rules.hold(within, at, at + len(stop)):
+            while at >= 0 and unstopped.cover(within, len(own), at, at + len(stop)):
                 at = within.find(stop, at + 1)
             if at >= 0:
-                found.append(at if spelled is None else spelled.unmarked(at))
+                ends = at, at + len(stop)
+                cut, end = ends if spelled is None else map(spelled.unmarked, ends)
+                found.append((cut, end, stop in self._rules.shown))
         if found:
-            cut = min(found)
+            cut, end, shown = min(found, key=lambda one: one[0])
             text = self.text + held_back
-            self.text, self.ends[-1] = text[:cut], len(text)
-            self.kept = self.covering(cut)
+            self.text, self.ends[-1] = text[: end if shown else cut], len(text)
+            self.kept = len(self.ends) if shown else self.covering(cut)
             self.stopped = True
 
     def covering(self, characters: int) -> int:
@@ -308,8 +285,9 @@ class Detokenizer:
         An end that may become a stop string is held back until it cannot.
         """
         safe = len(self.text)
-        if not final and self._stops:
-            safe = min(self._safe(stop, is_marked) for stop, is_marked in self._stops)
+        held = [one for one in self._stops if one[0] not in self._rules.shown]
+        if not final and held:
+            safe = min(self._safe(stop, is_marked) for stop, is_marked in held)
         taken = self.text[self.shown : safe]
         self.shown = max(self.shown, safe)
         return taken

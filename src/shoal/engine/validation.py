@@ -11,9 +11,10 @@ from shoal.constraints import calls, masks
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.filters import Filter, conjunction, matching
 from shoal.constraints.protocol import Check, Constraint, Cutting
-from shoal.engine.detokenizer import Detokenizer, Stops, characters
+from shoal.engine.detokenizer import Detokenizer, characters
 from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
+from shoal.engine.stops import Stops
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.sampling.penalties import require_ids
@@ -65,7 +66,7 @@ class RequestValidator:
         eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1
         most_new = min(model.context - len(read) for model, read, _ in self._readers(request))
-        shown = request.shown_tokens - eos  # the token that ends a row is never shown
+        shown = request.shown_tokens if request.shows_end else request.shown_tokens - eos
         visible_from = self._visible_from(request, shown)
         rows = [
             Row(
@@ -103,7 +104,10 @@ class RequestValidator:
         self, request: Request, prompt: Sequence[int], visible_from: int, shown: frozenset[int]
     ) -> Detokenizer:
         stops = Stops(
-            request.limits.stop, request.sampling.min_new_tokens, tuple(request.unstopped)
+            request.limits.stop,
+            request.sampling.min_new_tokens,
+            tuple(request.unstopped),
+            request.shown_stops,
         )
         return Detokenizer(self.tokenizer, prompt, stops, visible_from, shown, request.ends)
 

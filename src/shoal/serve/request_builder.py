@@ -185,7 +185,8 @@ class RequestBuilder:
         occurrence: int,
         seconds: float,
     ) -> Request:
-        draft = request.speculation
+        draft, shown = request.speculation, bool(request.include_stop_str_in_output)
+        limits = limits_of(request, max_tokens, self._eos, self._vocab_size, seconds)
         return Request(
             ids,
             n,
@@ -195,13 +196,17 @@ class RequestBuilder:
                 self.settings,
                 self._defaults if isinstance(request, ChatRequest) else {},
             ),
-            limits_of(request, max_tokens, self._eos, self._vocab_size, seconds),
+            limits,
             top_logprobs=top_logprobs,
             occurrence=occurrence,
             max_draft=0 if draft == "off" else draft if isinstance(draft, int) else None,
             submitted_at=time.perf_counter(),
             shown_tokens=self.encoder.shown_tokens(request),
-            ends=frozenset(request.stop_token_ids or ()),
+            shows_end=shown,
+            shown_stops=frozenset(limits.stop) - {*self.settings.turn_ends}
+            if shown
+            else frozenset(),
+            ends=frozenset() if shown else frozenset(request.stop_token_ids or ()),
         )
 
     def truncated(

@@ -235,8 +235,9 @@ class VllmFields(StrictModel):
     guided_choice: Choices | None = optional("`structured_outputs.choice`.")
     guided_grammar: Pattern | None = optional("`structured_outputs.grammar`.")
     guided_decoding_backend: Ignored = None
-    include_stop_str_in_output: Literal[False] | None = optional(
-        "Texts end before the stop string or token that ended them."
+    include_stop_str_in_output: bool | None = optional(
+        "Texts end behind the stop string or token that ended them, not before it; a special token "
+        "shows where `skip_special_tokens` is false; false."
     )
     ignore_eos: bool | None = optional(
         "The model's own end-of-text tokens end no sample; `stop_token_ids`, stop strings, "

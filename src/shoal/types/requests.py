@@ -55,8 +55,9 @@ class Request:
             another owner's.
         weight: the share of the slots beside other calls, see `shoal.engine.waiting`; > 0, equal
             for all requests of a call.
-        shown_tokens: special tokens that the text shows; the token that ends a row is always left
-            out.
+        shown_tokens: special tokens that the text shows; the token that ends a row is left out.
+        shows_end: the token that ends a row is shown as well, if it is one of `shown_tokens`.
+        shown_stops: the stop strings that the text shows where they end it.
         unstopped: parts of the text in which stop strings end nothing: regular expressions of their
             beginnings, and the texts behind them; "" = the rest of the text.
         ends: tokens that end the text beside those of its limits, and are not shown.
@@ -82,6 +83,8 @@ class Request:
     owner: str = ""
     weight: float = 1.0
     shown_tokens: frozenset[int] = frozenset()
+    shows_end: bool = False
+    shown_stops: frozenset[str] = frozenset()
     unstopped: tuple[tuple[str, str], ...] = ()
     ends: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=time.perf_counter)

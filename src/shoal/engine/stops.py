@@ -1,0 +1,91 @@
+"""Stop strings of a row, and the parts of its text in which they end nothing."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stops:
+    """The stop strings of a row.
+
+    Attributes:
+        texts: the strings.
+        least: the number of tokens before which they end nothing.
+        unstopped: see `shoal.types.requests.Request`.
+        shown: those of the strings that the text shows.
+    """
+
+    texts: Sequence[str] = ()
+    least: int = 0
+    unstopped: tuple[tuple[str, str], ...] = ()
+    shown: frozenset[str] = frozenset()
+
+
+NO_STOPS = Stops()
+
+
+class Passage:
+    """The parts between two marks of a text that grows; each character is looked at once.
+
+    Args:
+        opening: a regular expression of the text before a part.
+        closing: the text behind it; empty if the part goes on to the end.
+    """
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self._opening, self._closing = re.compile(opening), closing
+        self._first_only, self._longest = opening.startswith(r"\A"), len(opening)
+        self._inside, self._over, self._at = False, False, 0
+
+    def covers(self, text: str, sure: int, start: int, end: int) -> bool:
+        """Returns True if a place of the text is within such a part.
+
+        Args:
+            text: the text, which goes on with what was read before.
+            sure: the number of its characters that stay as they are.
+            start: the place, never before an earlier one.
+            end: the end of the place.
+        """
+        while self._inside or self._opened(text, sure, start):
+            close = text.find(self._closing, self._at) if self._closing else -1
+            if close < 0:
+                self._at = max(self._at, sure - len(self._closing) + 1)
+            if close < 0 or close >= end:
+                return True
+            self._inside, self._over, self._at = False, self._first_only, close
+        return False
+
+    def _opened(self, text: str, sure: int, start: int) -> bool:
+        """Returns True if a part begins before a place."""
+        if self._over:
+            return False
+        if self._first_only:
+            found = self._opening.match(text, 0, start)
+        else:
+            found = self._opening.search(text, self._at, start)
+        if found is None:
+            self._at = max(self._at, min(start, sure) - self._longest)
+            return False
+        self._inside, self._at = True, found.end()
+        return True
+
+
+class Passages:
+    """The parts of one text in which stop strings end nothing; see `Stops`."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._parts = [Passage(*marks) for marks in stops.unstopped]
+
+    def copy(self) -> Passages:
+        """Returns the same parts, of a text that goes on by itself."""
+        other = copy.copy(self)
+        other._parts = [copy.copy(part) for part in self._parts]
+        return other
+
+    def cover(self, text: str, sure: int, start: int, end: int) -> bool:
+        """Returns True if a place is within one of the parts; see `Passage.covers`."""
+        return any(part.covers(text, sure, start, end) for part in self._parts)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.engine.stops import NO_STOPS, Passages, Stops
+from shoal.engine.stops import NO_STOPS, RowStops, Stops
 
 CONTEXT = 8
 """The number of prompt tokens that are decoded together with new ones.
@@ -97,7 +97,7 @@ class Detokenizer:
         hidden: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer, self.visible_from = tokenizer, visible_from
-        self._rules = stops
+        self._rules = RowStops(stops)
         special = special_tokens(tokenizer) if stops.texts or shown or hidden else {}
         special = {token: name for token, name in special.items() if token not in shown}
         self._left_out = special.keys() | hidden if shown or hidden else None
@@ -106,7 +106,6 @@ class Detokenizer:
         ]
         marks = any(is_marked for _, is_marked in self._stops)
         self._marked = MarkedText(special) if marks else None
-        self._unstopped = {False: Passages(stops), True: Passages(stops)}  # of the marked text, too
         self._ids = list(prompt[-CONTEXT - LONGEST + 1 :])
         self._prompt_length = len(self._ids)
         self._prefix, self._read = -1, 0  # nothing is decoded yet
@@ -122,7 +121,7 @@ class Detokenizer:
         other = copy.copy(self)
         other._ids, other.ends = list(self._ids), list(self.ends)
         other._marked = None if self._marked is None else self._marked.copy()
-        other._unstopped = {marked: one.copy() for marked, one in self._unstopped.items()}
+        other._rules = self._rules.copy()
         return other
 
     def push(self, token: int) -> None:
@@ -136,7 +135,7 @@ class Detokenizer:
             if self._marked is not None:
                 marked = len(self._marked.text)
                 self._marked.add(self.text[before:], token)
-            if len(self.ends) > self._rules.least:
+            if len(self.ends) > self._rules.stops.least:
                 self._look_for_stop(before, marked, held_back)
 
     def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
@@ -246,7 +245,7 @@ class Detokenizer:
         for stop, is_marked in self._stops:
             spelled = self._marked if is_marked else None
             own, start = (self.text, before) if spelled is None else (spelled.text, marked)
-            within, unstopped = own + held_back, self._unstopped[is_marked]
+            within, unstopped = own + held_back, self._rules.passages[is_marked]
             # No special token writes what the user has already, so `visible_from` counts alike in
             # both texts.
             at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
@@ -255,7 +254,7 @@ class Detokenizer:
             if at >= 0:
                 ends = at, at + len(stop)
                 cut, end = ends if spelled is None else map(spelled.unmarked, ends)
-                found.append((cut, end, stop in self._rules.shown))
+                found.append((cut, end, stop in self._rules.stops.shown))
         if found:
             cut, end, shown = min(found, key=lambda one: one[0])
             text = self.text + held_back
@@ -285,7 +284,7 @@ class Detokenizer:
         An end that may become a stop string is held back until it cannot.
         """
         safe = len(self.text)
-        held = [one for one in self._stops if one[0] not in self._rules.shown]
+        held = [one for one in self._stops if one[0] not in self._rules.stops.shown]
         if not final and held:
             safe = min(self._safe(stop, is_marked) for stop, is_marked in held)
         taken = self.text[self.shown : safe]

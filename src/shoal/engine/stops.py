@@ -89,3 +89,25 @@ class Passages:
     def cover(self, text: str, sure: int, start: int, end: int) -> bool:
         """Returns True if a place is within one of the parts; see `Passage.covers`."""
         return any(part.covers(text, sure, start, end) for part in self._parts)
+
+
+class RowStops:
+    """The stop strings of a row, and the parts of its texts in which they end nothing.
+
+    Args:
+        stops: the stop strings.
+
+    Attributes:
+        stops: the stop strings.
+        passages: those parts of the text, and of the text that spells special tokens out (True).
+    """
+
+    def __init__(self, stops: Stops) -> None:
+        self.stops = stops
+        self.passages = {marked: Passages(stops) for marked in (False, True)}
+
+    def copy(self) -> RowStops:
+        """Returns the same of a row that goes on by itself."""
+        other = copy.copy(self)
+        other.passages = {marked: one.copy() for marked, one in self.passages.items()}
+        return other

@@ -489,6 +489,14 @@ def test_parts_without_stops_are_those_of_their_marks(parts: list[tuple[str, str
         )
 
 
+@pytest.mark.parametrize("text", ["<aSTOPb>", "<a STOPb> STOP", "<ab><aSTOPb>"])
+def test_a_stop_string_right_before_the_end_of_a_part_ends_nothing(text: str) -> None:
+    parts, start = [("<a", "b>")], text.index("STOP")
+    assert text[start + 4 :].startswith("b>")
+    assert Passages(Stops(unstopped=tuple(parts))).cover(text, len(text), start, start + 4)
+    assert within(parts, text, start, start + 4)
+
+
 @pytest.mark.parametrize("parts", [[(r"\A", "b>")], [("<a", "b>")], [("<a", "b>"), ("<c", "")], [("<c", "d>")]], ids=str)
 def test_a_stop_string_within_a_thought_of_twice_the_length_is_twice_the_work(parts: list[tuple[str, str]]) -> None:
     """By the characters that are looked at: each line of a thought may hold a stop string."""

@@ -40,9 +40,6 @@ LAUNCHED = {
     ),
 }  # fmt: skip
 
-SOUND, HIGHEST = 7, 8
-"""The arguments of `softmax` that mark sound rows, and say the highest probability."""
-
 
 class Launches(TorchDispatchMode):
     """Counts, by name; memory that is asked for is zero."""
@@ -73,11 +70,11 @@ class _Noted:
         self.name, self.names = name, names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **_: Any) -> None:
+        def launch(*_: Any, **arguments: Any) -> None:
             self.names[self.name] += 1
             if self.name == "softmax":  # else the round would be undone
-                arguments[SOUND].numpy()[:] = True
-                arguments[HIGHEST].numpy()[:] = 0.5
+                arguments["sound"].numpy()[:] = True
+                arguments["highest"].numpy()[:] = 0.5
 
         return launch
 

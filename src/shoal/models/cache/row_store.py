@@ -96,7 +96,8 @@ class RowStore:
                 f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}"
             )
         self.lengths[slot] = length
-        self.marks.cut(slot, length)
+        if self.marks.on:
+            self.marks.cut(slot, length)
 
     def keep(self, slot: int, length: int, columns: Sequence[int]) -> None:
         """Keeps some columns of the last block and forgets the others.

@@ -107,7 +107,7 @@ class RoundParts:
 
     def comparing(self) -> AbstractContextManager[None]:
         """Returns a context whose time is no part of a round's."""
-        return self._passes.building("the comparison of a first round")
+        return self._passes.building()
 
     @property
     def result_bytes(self) -> int:

@@ -235,15 +235,19 @@ class Captures:
         return self.generation(cache).execute(run)
 
     @contextmanager
-    def building(self, subject: str) -> Iterator[None]:
+    def building(self, subject: str = "") -> Iterator[None]:
         """Times the capture of a function or the comparison of a first round.
 
         Neither is part of any round's time: first waits for the round that is under way.
+
+        Args:
+            subject: the function, for the log; empty for a comparison.
         """
         if self.hf.device.type == "cuda":
             torch.cuda.current_stream(self.hf.device).synchronize()
         started = time.perf_counter()
-        log.info("%s: building %s (%s) ...", self.name, subject, self.executor)
+        if subject:
+            log.info("%s: building %s (%s) ...", self.name, subject, self.executor)
         yield
         self.seconds_building += time.perf_counter() - started
 

@@ -63,8 +63,8 @@ def test_a_budget_is_counted_and_called_computed(
     assert "COMPUTED, NOT MEASURED" in printed
     table = {cells[1].strip(): cells[2:-1] for cells in (line.split("│") for line in printed.splitlines()) if len(cells) > 8}
     of = {name: [float(cell) for cell in cells] for name, cells in table.items()}
-    assert of["plain"][2:5] == [1, 1, 1]
-    assert of["k = 4"][2:5] == [2, 1, 1]
+    assert of["plain"][2:5] == [2, 1, 1]  # one fills the inputs of the next round
+    assert of["k = 4"][2:5] == [3, 1, 1]
     assert of["auto, 4 drafts"][2:5] == [3, 2, 2]
     assert all(line[5] == line[6] for line in of.values())  # nothing but passes
     assert 3.0 < of["plain"][5] < of["k = 4"][5] < 5.0

@@ -145,6 +145,7 @@ def test_what_has_come_stays_after_ctrl_c(shoal: Callable[..., Any], monkeypatch
     assert whole["text"].startswith(out[:-1])
     assert len(out) > 1
     assert "cancelled, " in err
+    press_ctrl_c(monkeypatch, generate, 3)
     events = events_of(shoal(*long, "--stream", "--json"))
     assert [(event["event"], event.get("finish_reason")) for event in events[-2:]] == [
         ("sample", "cancelled"),

@@ -15,6 +15,7 @@ INLINE NAME(Sight) NAME(sight)(const Attention *a, int64_t row, int64_t column) 
         seen.last = start + count, seen.end = position + 1;
     }
     if (a->window && position - a->window + 1 > 0) seen.first = position - a->window + 1;
+    if (a->words && seen.first > start) seen.first = start; /* the word knows the window in the block */
     return seen;
 }
 

@@ -103,6 +103,16 @@ class FixedBatchSize:
         """Does nothing: the number is fixed."""
 
 
+class RoundCosts(CostCurve):
+    """The seconds of a round by its number of rows.
+
+    First rounds are believed at once: more rows that are really slower would cost every call, and a
+    size is tried again once it is forgotten.
+    """
+
+    DOUBTED = 1
+
+
 class AutoBatchSize:
     """The batch size of `max_batch="auto"`: as many rows as raise tokens per second.
 
@@ -134,7 +144,7 @@ class AutoBatchSize:
     bounds_memory = True
 
     def __init__(self) -> None:
-        self.costs = CostCurve()
+        self.costs = RoundCosts()
         self._tries: Counter[int] = Counter()
         self._size, self._against = FIRST, 0
 

@@ -163,7 +163,14 @@ class RoundParts:
                 self.built[part] = self._built(name, number)
                 for tensor, own in zip(functions.state, kept, strict=True):
                     tensor.copy_(own)
+            if name == "verify" and self._passes.replays and number in self._results:
+                self._follows(number)
         return self.built[part]
+
+    def _follows(self, drafts: int) -> None:
+        """Builds the function that fills the inputs of the next round, if there may be one."""
+        if not self.kind.looks:
+            self._part("advance", drafts)
 
     def _built(self, name: str, number: int) -> Run:
         passes, cache, functions = self._passes, self._cache, self.functions

@@ -58,7 +58,8 @@ class NextRound:
         """
         functions, drafter = self._functions, self._drafter
         block, inputs = functions.target_view(drafts).block, functions.inputs
-        accepted, following = results[:, 0], results[:, 1]
+        # Bounded, as the results hold anything when the function is built.
+        accepted, following = results[:, 0].clamp(0, drafts), results[:, 1]
         counts = block.bounds[1].clone()
         real = counts.clamp(max=1)
         starts = block.bounds[0] + (accepted + 1) * real

@@ -6,6 +6,7 @@ models.compiled.next_round, models.compiled.block.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +15,25 @@ import pytest
 import torch
 
 from captured_device import device, engine
+from captured_models import hf
+from captured_models import runner as captured_runner
 from pretend import Pretend
+from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.drafting.captured_inputs import fill_drafting, fill_target
 from shoal.engine.engine import Engine
+from shoal.lookahead.controller import Fixed
 from shoal.models.cache import Plan
+from shoal.models.compiled import captured_round
 from shoal.models.compiled.block import Block
 from shoal.models.compiled.buckets import Bucket
 from shoal.models.compiled.captured_round import CapturedRound
+from shoal.models.compiled.captures import CAPTURED
+from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.next_round import NextRound
 from shoal.sampling.acceptance import RULES
-from shoal.testing.drafters import runners_of
+from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 
 __all__ = ["device"]
@@ -52,7 +60,7 @@ def counts(made: Engine) -> dict[str, int]:
 
 
 def ahead(made: Engine) -> dict[str, int]:
-    return dict(made._captured.ahead)
+    return dict(made._captured.launched_ahead)
 
 
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +160,60 @@ def test_a_cache_that_changes_its_size_drops_the_round(device: Pretend) -> None:
             made.target.cache.reserve(made.target.cache.slots + 4, made.target.cache.capacity + 64)
         assert samples(made) == expected
     assert ahead(made)["dropped"] == 1
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_a_round_without_a_verdict_is_left_to_its_stages_also_where_a_row_has_left(
+    k: int, device: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that are left do not lie side by side then."""
+
+    def cut(unsound: bool) -> tuple[Engine, list[tuple[int, ...]]]:
+        made = engine(k, "rejection", device, SAMPLED, new=NEW)
+        for _ in range(4):
+            made.step()
+        made.cancel(made.scheduler.running[:1])
+        assert made._captured.is_ahead
+        if unsound:
+            real = captured_round.unpacked
+
+            def found(numbers: Any, logits: torch.Tensor, *seconds: float) -> Any:
+                monkeypatch.setattr(captured_round, "unpacked", real)
+                return real(numbers, logits, *seconds)._replace(sound=np.zeros(len(numbers), bool))
+
+            monkeypatch.setattr(captured_round, "unpacked", found)
+        made.step()
+        assert [row.slot for row in made.scheduler.running] == ([0, 1] if unsound else [1, 2])
+        return made, samples(made)
+
+    with device:
+        plain, expected = cut(unsound=False)
+        made, found = cut(unsound=True)
+    assert found == expected
+    assert failures(made) == []
+    stages = [one.stats.rounds - one.stats.executors["target"][CAPTURED] for one in (plain, made)]
+    assert stages[1] == stages[0] + 1
+
+
+def test_weights_that_are_replaced_while_a_round_is_under_way_count_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, as pretended tensors have no addresses."""
+    monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
+
+    def replaced() -> tuple[Engine, list[tuple[int, ...]]]:
+        made = engine_of(captured_runner(copy.deepcopy(hf()), "graphed"), None, Fixed(0), max_batch=4)
+        for i in range(2):
+            made.submit(Request((1, 2, 3 + i), 1, Sampling(temperature=0.0), Limits(max_new_tokens=NEW)))
+        for _ in range(5):
+            made.step()
+        weight = made.target.hf.lm_head.weight
+        weight.data = -weight.data
+        with pytest.warns(RuntimeWarning, match="weights or layers of the model were replaced"):
+            return made, samples(made)
+
+    made, found = replaced()
+    assert ahead(made) == {"used": 4, "dropped": 1}
+    without(monkeypatch)
+    assert replaced()[1] == found
 
 
 def test_rows_whose_logits_are_read_are_not_followed(device: Pretend) -> None:

@@ -87,8 +87,8 @@ class CapturedRounds:
         rule: the rule that decides about drafts.
 
     Attributes:
-        ahead: the number of rounds that were launched before the verdict of the round before was
-            known, "used" or "dropped".
+        launched_ahead: the number of rounds that were launched before the verdict of the round
+            before was known, "used" or "dropped".
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
@@ -96,7 +96,7 @@ class CapturedRounds:
         self._drafter = self._kinds.drafter
         self._runner = None if self._drafter is None else self._drafter.runner
         self._ahead: RoundAhead | None = None
-        self.ahead: Counter[str] = Counter()
+        self.launched_ahead: Counter[str] = Counter()
         # The numbers of positions that the controller was asked about, in the last rounds.
         self._looked: deque[int] = deque(maxlen=RECENT)
 
@@ -154,10 +154,10 @@ class CapturedRounds:
                 work = self._kinds.round_of(rows, lengths, looks=stop is not None)
                 begun = None if work is None else self._begun(work, uniforms, stop)
             else:
-                places = ahead.places(rows)
+                places = [row.slot for row in rows]
                 work = ahead.narrowed(places, self._target, self._drafter)
                 begun = Begun(ahead.round, work, ahead.launched, places, None)
-                self.ahead["used"] += 1
+                self.launched_ahead["used"] += 1
             if begun is None:
                 return None
             if goes_on and (ahead is None or len(rows) == len(ahead.work.rows)):
@@ -166,8 +166,8 @@ class CapturedRounds:
         except OutOfStep:
             raise
         except Exception as error:
-            self._ahead = None
             self._fail(error)
+            self._drop()
             if work is not None:
                 self._undo(work)
             return None
@@ -259,6 +259,7 @@ class CapturedRounds:
         This happens if logits are not finite.
         """
         target, round_, work, clock = self._target, begun.round, begun.work, begun.clock
+        round_.require_same_weights()  # while the device works
         found = round_.collect(begun.launched, begun.places)
         for runner, passes in ((target, 1), (self._runner, work.k)):
             if runner is not None and runner.captures is not None and passes:
@@ -266,6 +267,8 @@ class CapturedRounds:
         # Surplus drafts count as well: they leave keys and values.
         if not (found.sound.all() and found.drafts.min(initial=0) >= 0):
             self._drop()
+            if found.too_few:
+                round_.widen()
             self._undo(work)
             return None
         shares = (
@@ -296,7 +299,7 @@ class CapturedRounds:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return
-        self.ahead["dropped"] += 1
+        self.launched_ahead["dropped"] += 1
         found = ahead.round.collect(ahead.launched, range(len(ahead.work.rows)))
         if not found.sound.all():
             for cache in ahead.caches:

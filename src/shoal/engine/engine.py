@@ -38,7 +38,7 @@ from shoal.engine.commit import columns_of, commit, commit_run
 from shoal.engine.guide import Guide, Together
 from shoal.engine.joint_rows import Distinct, resample
 from shoal.engine.memory import Memory
-from shoal.engine.multi_step import MultiStep, PlainRows
+from shoal.engine.multi_step import MultiStep
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.running_rows import Batch
@@ -176,7 +176,7 @@ class Engine:
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, self.guides)
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
         self._drafting = not controller.adaptive  # or if the last round drafted
-        self._plain, self._gathered = PlainRows(self.drafter), True  # if rows could join just now
+        self._gathered = True  # if rows could join before this round
         self._clock = clock or time.perf_counter
         self._batch = Batch(
             self.target,
@@ -402,7 +402,7 @@ class Engine:
     def _one(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> Computed:
         """Computes a round of these draft lengths, and commits it."""
         tree, scores, verdict = self._decide(rows, lengths, watch)
-        verdict = checked(tree, scores, verdict)
+        verdict, rows = checked(tree, scores, verdict), scores.positions.rows
         commits = commit(rows, tree, scores, verdict, self._drafter_name, self._clock)
         return Computed(tree, scores, verdict, commits, 1)
 
@@ -431,7 +431,8 @@ class Engine:
         """Drafts, verifies and accepts.
 
         If the rows' settings allow it, this is one captured round; otherwise it is one stage after
-        the other.
+        the other. The stages take rows that lie side by side: those of a round that was launched
+        ahead may not, and change their order then (`Scores.positions`).
         """
         stop = self.lookahead.shorten if max(lengths) else None
         decided = self._captured.decide(
@@ -444,6 +445,10 @@ class Engine:
                 scores_of(self.target, rows, decided.tree, decided.logits),
                 decided.verdict,
             )
+        if not self._gathered:
+            wanted = dict(zip(rows, lengths, strict=True))
+            rows = self._batch.close_up()
+            lengths = [wanted[row] for row in rows]
         uniforms, tree = self._propose(rows, lengths, watch)
         watch.lap()
         tree = self._forced.joined(rows, tree)
@@ -497,7 +502,7 @@ class Engine:
             return False
         full = len(rows) >= scheduler.capacity
         joins = scheduler.waiting and not (full or self._gathered)
-        return not joins and self._plain.includes(rows)
+        return not joins and self._batch.plain.includes(rows)
 
     def _noise(self, rows: Sequence[Row], positions: int, later: int = 0) -> Tensor:
         """Returns the uniforms of a round for its rule, [rows, positions, ...], on the host.

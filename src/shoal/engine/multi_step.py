@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.drafting.protocol import Drafter, observes_plain_rounds
 from shoal.engine.running_rows import Batch
 from shoal.lookahead.controller import Controller
 from shoal.models.compiled.draft_functions import DraftedStep
@@ -82,7 +81,7 @@ class MultiStep:
         self._target, self._clock = batch.target, batch.clock
         self._lookahead, self._uniforms = lookahead, uniforms
         self._drafts = batch.drafter is not None
-        self._observes = observes_plain_rounds(batch.drafter)
+        self._plain = batch.plain
         own = isinstance(rule, Coupled | Rejection) and decides_chains(rule)
         self._race = RACES.get(rule.draw) if own else None
 
@@ -138,12 +137,12 @@ class MultiStep:
 
     def _rounds(self, rows: Sequence[Row]) -> int:
         """Returns the most rounds of a run of these rows; less than 2 = there can be none."""
-        if self._race is None or self._observes:
+        if self._race is None:
             return 0
         rounds = min(MOST_ROUNDS, MOST_TOKENS // len(rows), self._target.rounds_at_once)
         if rounds > 1 and self._drafts:
             rounds = min(rounds, getattr(self._lookahead, "plain_rounds", 1))
-        if rounds < 2 or not all(map(is_plain, rows)) or change(rows):
+        if rounds < 2 or not self._plain.includes(rows) or change(rows):
             return 0
         return min(rounds, max(row.remaining for row in rows))
 
@@ -177,38 +176,3 @@ class MultiStep:
         for slot, length in zip(slots, lengths, strict=True):
             cache.lengths[slot] = length
             cache.zero_non_finite(slot)
-
-
-class PlainRows:
-    """Knows if nothing but drawn tokens and their probabilities is read of the rounds of rows.
-
-    Args:
-        drafter: the drafter of the engine; one that observes plain rounds reads more.
-    """
-
-    def __init__(self, drafter: Drafter | None) -> None:
-        self._observes = observes_plain_rounds(drafter)
-        self._rows: Sequence[Row] = ()
-        self._plain = not self._observes  # of these rows
-
-    def includes(self, rows: Sequence[Row]) -> bool:
-        """Returns True for rows of that kind."""
-        if self._rows != rows:
-            self._rows = list(rows)
-            self._plain = not self._observes and all(map(is_plain, rows))
-        return self._plain
-
-
-def is_plain(row: Row) -> bool:
-    """Returns True if nothing but the drawn tokens and their probabilities is read of a round."""
-    request = row.request
-    return not (
-        row.checks
-        or row.cutting is not None
-        or request.sampling.guidance
-        or request.criteria
-        or request.keep_logits
-        or request.top_logprobs
-        or request.weighted
-        or request.distinct
-    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.drafting.protocol import Drafter
+from shoal.drafting.protocol import Drafter, observes_plain_rounds
 from shoal.engine.ended_rows import finish, visible_text
 from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
@@ -36,6 +36,9 @@ class Batch:
         stats: the counts of prompts and pauses.
         clock: returns seconds.
         guides: the guide of rows with guidance, and the expert.
+
+    Attributes:
+        plain: knows of which rows nothing but tokens and their probabilities is read.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Batch:
         guides: Sequence[Guide] = (),
     ) -> None:
         self.target, self.drafter, self.scheduler, self.memory = target, drafter, scheduler, memory
+        self.plain = PlainRows(drafter)
         self.kept, self.stats, self.clock, self._guides = kept, stats, clock, guides
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
@@ -80,16 +84,13 @@ class Batch:
                 ended += self._refuse(round_, failure)
                 continue
             late = self.expire()
-            rows = self._close_up() if late else round_.rows
+            rows = self.close_up() if late else round_.rows
             ended += late
             if rows or ended:
                 return rows
 
-    def _close_up(self) -> Sequence[Row]:
-        """Returns the rows of a round after some have left while prompts were computed.
-
-        The slots are adjacent again.
-        """
+    def close_up(self) -> Sequence[Row]:
+        """Returns the running rows after some have left; their slots are adjacent again."""
         round_ = self.scheduler.close_up()
         prefill(self.target, round_)
         return round_.rows
@@ -255,3 +256,38 @@ class Batch:
                 )
                 if failed:
                     self.scheduler.forget(row.slot)
+
+
+class PlainRows:
+    """Knows if nothing but tokens and their probabilities is read of the rounds of rows.
+
+    Args:
+        drafter: the drafter of the engine; one that observes plain rounds reads more.
+    """
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        self._observes = observes_plain_rounds(drafter)
+        self._rows: Sequence[Row] = ()
+        self._plain = not self._observes  # of these rows
+
+    def includes(self, rows: Sequence[Row]) -> bool:
+        """Returns True for rows of that kind."""
+        if self._rows != rows:
+            self._rows = list(rows)
+            self._plain = not self._observes and all(map(_is_plain, rows))
+        return self._plain
+
+
+def _is_plain(row: Row) -> bool:
+    """Returns True if nothing but the drawn tokens and their probabilities is read of a round."""
+    request = row.request
+    return not (
+        row.checks
+        or row.cutting is not None
+        or request.sampling.guidance
+        or request.criteria
+        or request.keep_logits
+        or request.top_logprobs
+        or request.weighted
+        or request.distinct
+    )

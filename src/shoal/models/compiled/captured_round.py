@@ -100,10 +100,9 @@ class RoundParts:
     def can_advance(self, drafts: int) -> bool:
         """Returns True if the device can fill the inputs of the round after one of `drafts` drafts.
 
-        The results of that round must always lie in the same memory, as those of a replay do, and
-        all functions must have been checked.
+        All functions of that round must have been checked.
         """
-        return self._passes.replays and drafts in self._results and not self._new
+        return self._results_stay(drafts) and not self._new
 
     def comparing(self) -> AbstractContextManager[None]:
         """Returns a context whose time is no part of a round's."""
@@ -126,7 +125,7 @@ class RoundParts:
         piece = self.kind.piece
         return -(-drafts // piece) * piece if piece else 0
 
-    def _widen(self) -> None:
+    def widen(self) -> None:
         """Ends all functions, and makes the next ones look at more candidates.
 
         The functions so far looked at fewer candidates than top_p keeps.
@@ -163,14 +162,13 @@ class RoundParts:
                 self.built[part] = self._built(name, number)
                 for tensor, own in zip(functions.state, kept, strict=True):
                     tensor.copy_(own)
-            if name == "verify" and self._passes.replays and number in self._results:
-                self._follows(number)
+            if name == "verify" and not self.kind.looks and self._results_stay(number):
+                self._part("advance", number)
         return self.built[part]
 
-    def _follows(self, drafts: int) -> None:
-        """Builds the function that fills the inputs of the next round, if there may be one."""
-        if not self.kind.looks:
-            self._part("advance", drafts)
+    def _results_stay(self, drafts: int) -> bool:
+        """Returns True if the results of a pass always lie in the same memory, as a replay's do."""
+        return self._passes.replays and drafts in self._results
 
     def _built(self, name: str, number: int) -> Run:
         passes, cache, functions = self._passes, self._cache, self.functions
@@ -206,7 +204,7 @@ class Launched(NamedTuple):
         arrival: the results on their way to the host.
         moments: begin and end of the drafter's work and of the pass.
         drafting: seconds of the drafter in this round that were waited for.
-        drafts: True if the drafter has worked since then.
+        drafted: True if the drafter has worked since then.
         replays: the buffers before the pass, if it is to be compared with its function.
     """
 
@@ -216,7 +214,7 @@ class Launched(NamedTuple):
     arrival: Arrival
     moments: Moments
     drafting: float
-    drafts: bool
+    drafted: bool
     replays: FirstReplays | None
 
 
@@ -278,11 +276,7 @@ class CapturedRound(RoundParts):
         return confidences
 
     def launch(self, drafts: int) -> Launched:
-        """Launches the target's pass over `drafts` drafts, and the decision; does not wait.
-
-        Raises:
-            ReplacedWeights: weights of either model were replaced since the functions were built.
-        """
+        """Launches the target's pass over `drafts` drafts, and the decision; does not wait."""
         columns = self.columns(drafts)
         self._part("verify", columns)
         if self.kind.looks:
@@ -292,17 +286,15 @@ class CapturedRound(RoundParts):
         results, logits = self._run("verify", columns)
         moments.note(3)
         arrival = self._download.start(results)
-        for captures in self._models:  # while the device works
-            captures.require_same_weights()
-        drafting, drafts, self._waiting = self.drafting, self._waiting, False
+        drafted, self._waiting = self._waiting, False
         return Launched(
             columns,
             results,
             logits,
             arrival,
             moments=moments,
-            drafting=drafting,
-            drafts=drafts,
+            drafting=self.drafting,
+            drafted=drafted,
             replays=replays,
         )
 
@@ -314,7 +306,6 @@ class CapturedRound(RoundParts):
             uniforms: see `NextRound.send`.
 
         Raises:
-            ReplacedWeights: see `launch`.
             ArithmeticError: the first inputs are other bits than their function computes.
         """
         drafts = before.columns
@@ -329,7 +320,7 @@ class CapturedRound(RoundParts):
         """Fills the inputs of the next round; compares the first ones with their function's."""
         part, buffer = RoundPart("advance", drafts), self.functions.inputs.buffer
         run = self._part(*part)
-        if part in self._checked or not self._passes.replays:
+        if part in self._checked:
             run()
             return
         with self.comparing():
@@ -343,6 +334,11 @@ class CapturedRound(RoundParts):
             raise ArithmeticError("a replay does not write the inputs that its function writes")
         self._checked.add(part)
 
+    def require_same_weights(self) -> None:
+        """Raises ReplacedWeights if weights of a model were replaced since functions were built."""
+        for captures in self._models:
+            captures.require_same_weights()
+
     def collect(self, launched: Launched, rows: Sequence[int]) -> Found:
         """Returns the results of these rows of a round; waits for them.
 
@@ -351,16 +347,13 @@ class CapturedRound(RoundParts):
         """
         numbers, moments = launched.arrival.wait()[rows], launched.moments
         self.logits = launched.logits
-        drafting = launched.drafting + (moments.seconds(0, 1) if launched.drafts else 0.0)
+        drafting = launched.drafting + (moments.seconds(0, 1) if launched.drafted else 0.0)
         verifying = moments.seconds(2, 3)
         if launched.replays is not None:
             run = self._function("verify", launched.columns)
             with self.comparing():
                 launched.replays.compare([run], [(launched.results, launched.logits)])
-        found = unpacked(numbers, launched.logits[: len(rows)], drafting, verifying)
-        if found.too_few:
-            self._widen()
-        return found
+        return unpacked(numbers, launched.logits[: len(rows)], drafting, verifying)
 
     def _first_replays(self, name: str, numbers: Sequence[int]) -> FirstReplays | None:
         """Returns the buffers before parts run; None if no part is to be compared."""

@@ -87,8 +87,8 @@ def count_round(
         name: the name of the engine's drafter.
         rounds: the number of rounds; of several, each row has as many as it has tokens.
     """
-    drafted, accepted = sum(map(len, tree.drafts)), sum(done.accepted for done in commits)
-    committed = sum(len(done.tokens) for done in commits)
+    drafted, accepted = sum(map(len, tree.drafts)), sum([done.accepted for done in commits])
+    committed = sum([len(done.tokens) for done in commits])
     stats.rounds += rounds
     stats.row_rounds += len(commits) if rounds == 1 else committed
     stats.drafted += drafted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,12 @@ def smollm2_gguf(folder: Path, kind: str) -> Path:
         return source
     file = folder / f"smollm2-{kind}.gguf"
     if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)  # llama.cpp makes no folder, and answers 1
+        part = file.with_suffix(f".{os.getpid()}")  # a killed run leaves no half of a file under the name
         lib = library()
         params = lib.llama_model_quantize_default_params()
         params.ftype, params.allow_requantize, params.nthread = FORMATS[kind], True, 2
-        assert lib.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)) == 0
+        status = lib.llama_model_quantize(str(source).encode(), str(part).encode(), ctypes.byref(params))
+        assert status == 0, f"llama.cpp's quantize answered {status} for {part}"
+        part.replace(file)
     return file

@@ -29,8 +29,8 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0, "eos": ()}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each format is written once."""
-    return tmp_path_factory.mktemp("formats")
+    """Where each format is written once: a folder that is not there yet, as a benchmark's cache."""
+    return tmp_path_factory.mktemp("formats") / "new"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,15 @@ def load(folder: Path) -> Iterator[Callable[[str], Shoal]]:
     yield one
     for model in opened:
         model.close()
+
+
+def test_a_format_is_written_whole_into_a_new_folder(folder: Path) -> None:
+    require_llama()
+    file = smollm2_gguf(folder, "Q8_0")
+    assert file.exists()
+    assert not list(folder.glob(f"{file.stem}.[0-9]*"))
+    written = file.stat().st_mtime_ns
+    assert smollm2_gguf(folder, "Q8_0").stat().st_mtime_ns == written  # once
 
 
 def below(model: Shoal, prompt: str, ids: Sequence[int]) -> list[float]:

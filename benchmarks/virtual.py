@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,6 +111,12 @@ def traces(pair: shoal.Shoal, tokens: int) -> list[Trace]:
     return found
 
 
+def costs_of(prices: dict[str, Any]) -> PassCosts:
+    """The costs that a file of this script has as `prices`."""
+    tables = ({int(size): seconds for size, seconds in prices[name].items()} for name in ("verify", "step"))
+    return PassCosts(*tables, prices.get("start", 0.0))
+
+
 @torch.inference_mode()
 def _distributions(runner: Runner, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """[new tokens, vocab]: of each token after the prompt."""
@@ -185,15 +191,23 @@ class _Text:
         return len(decided) if decided.all() else int(decided.argmin())
 
 
-def run(controller: Controller, facts: PassCosts, texts: Sequence[_Text], batch: int, rng: Generator) -> float:
-    """Tokens per second of decoding `texts`, `batch` at a time."""
+def run(
+    controller: Controller,
+    facts: PassCosts,
+    texts: Sequence[_Text],
+    batch: int,
+    rng: Generator,
+    clock: Callable[[], float] | None = None,
+) -> float:
+    """Tokens per second of decoding `texts`, `batch` at a time; `clock` times what the controller computes."""
+    clock = clock or thread_time
     rows, waiting = list(texts[:batch]), list(texts[batch:])
     seconds, tokens = 0.0, 0
     while rows:
-        with _processor_time() as controlling:
+        with _watch(clock) as controlling:
             lengths = list(controller.lengths(cast(Sequence[Row], rows), len(waiting)))
         preparing = _catch_up(facts, rows, lengths, rng)
-        ends, laps = _draft(controller, facts, rows, lengths, rng)
+        ends, laps = _draft(controller, facts, rows, lengths, rng, clock)
         drafting = controlling.seconds + (facts.start if laps else 0.0) + sum(laps)
         time = drafting + facts.of(facts.verify, len(rows) + sum(ends), rng)
         accepted = [row.accepted(end) for row, end in zip(rows, ends, strict=True)]
@@ -201,7 +215,7 @@ def run(controller: Controller, facts: PassCosts, texts: Sequence[_Text], batch:
             committed = min(taken + 1, row.end - row.done)
             row.done, tokens = row.done + committed, tokens + committed
             row.held = len(row.tokens) - 1 if length else row.held
-        with _processor_time() as controlling:
+        with _watch(clock) as controlling:
             controller.learn(Outcome(ends, accepted, len(laps), time, drafting, preparing, sum(laps[1:])))
         seconds += time + preparing + controlling.seconds
         rows = [row for row in rows if row.done < row.end]
@@ -216,7 +230,12 @@ def _catch_up(facts: PassCosts, rows: Sequence[_Text], lengths: Sequence[int], r
 
 
 def _draft(
-    controller: Controller, facts: PassCosts, rows: Sequence[_Text], lengths: Sequence[int], rng: Generator
+    controller: Controller,
+    facts: PassCosts,
+    rows: Sequence[_Text],
+    lengths: Sequence[int],
+    rng: Generator,
+    clock: Callable[[], float],
 ) -> tuple[list[int], list[float]]:
     """Draft lengths, and the seconds of each drafter step."""
     ends, laps = list(lengths), list[float]()
@@ -224,7 +243,7 @@ def _draft(
         seconds, steps = facts.of(facts.step, len(rows), rng), len(laps)
         if controller.shorten is not None:
             sure = [row.trace.confidence[min(row.done + steps, row.most - 1)] for row in rows]
-            with _processor_time() as controlling:
+            with _watch(clock) as controlling:
                 ends = [min(both) for both in zip(ends, controller.shorten(steps, sure), strict=True)]
             seconds += controlling.seconds
         laps.append(seconds)
@@ -232,11 +251,11 @@ def _draft(
 
 
 @contextmanager
-def _processor_time() -> Iterator[TimedBlock]:
-    """The controller's own work is measured, in processor time, as it is done here."""
-    watch, started = TimedBlock(), thread_time()
+def _watch(clock: Callable[[], float]) -> Iterator[TimedBlock]:
+    """The controller's own work is measured, by default in processor time, as it is done here."""
+    watch, started = TimedBlock(), clock()
     yield watch
-    watch.seconds = thread_time() - started
+    watch.seconds = clock() - started
 
 
 @dataclass(frozen=True)
@@ -338,9 +357,7 @@ def main(
     batches = [int(batch) for batch in batch_sizes.split(",")]
     if facts_path is not None and facts_path.exists():
         known = json.loads(facts_path.read_text(encoding="utf-8"))
-        prices = known["prices"]
-        tables = ({int(size): seconds for size, seconds in prices[name].items()} for name in ("verify", "step"))
-        facts = PassCosts(*tables, prices.get("start", 0.0))
+        facts = costs_of(known["prices"])
         texts = [Trace(**text) for text in known["texts"]]
     else:
         pair = shoal.load(max_batch=max(batches))

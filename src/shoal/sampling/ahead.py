@@ -52,8 +52,9 @@ class UniformsAhead:
         used = [first - base for (_, base), first in zip(places, firsts, strict=True)]
         if max(used) > AHEAD - width:
             # Rows that need new positions soon are computed too, or each round would compute some.
+            least = min(AHEAD - width + 1, AHEAD // 2)
             self._compute(
-                [row for row, count in zip(rows, used, strict=True) if 2 * count >= AHEAD], rows
+                [row for row, count in zip(rows, used, strict=True) if count >= least], rows
             )
             places = [self._places[row.serial] for row in rows]
             used = [first - base for (_, base), first in zip(places, firsts, strict=True)]

@@ -36,6 +36,7 @@ from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, runner, scripted
 from shoal.types.requests import Request, Row
+from shoal.types.rounds import Commit
 from shoal.types.stats import Stats
 
 ROOM = 1 << 20
@@ -488,8 +489,8 @@ def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_token_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last token of an answer is in no cell yet."""
 
-    def learn(self: PrefixCache, rows: Sequence[Row]) -> None:
-        for row in rows:
+    def learn(self: PrefixCache, commits: Sequence[Commit]) -> None:
+        for row in [done.row for done in commits]:
             self._kept.keep(self._cache, "", row.tokens, row.slot)
 
     monkeypatch.setattr(PrefixCache, "learn", learn)

@@ -100,6 +100,13 @@ def test_runs_say_and_count_what_rounds_do(case: str, dtype: torch.dtype, runs: 
     assert found[0] == found[1]
 
 
+def test_the_prompt_of_several_samples_is_kept(runs: list[int]) -> None:
+    shoal = Shoal(packed(), None, tiny_tokenizer(), prefix_memory=1 << 20)
+    restored = [generated(shoal, PROMPTS[2:])[1]["restored_tokens"] for _ in range(2)]
+    assert restored == [0, len(PROMPTS[2]) - 1]
+    assert min(runs) > 1
+
+
 @pytest.mark.parametrize("architecture", ["qwen2-sliding", "qwen3"])
 def test_runs_of_other_families(architecture: str, runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     shoal = Shoal(packed(architecture=architecture), None, tiny_tokenizer(), max_batch=8)

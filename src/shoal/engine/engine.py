@@ -541,7 +541,7 @@ class Engine:
         for one in self.guides:
             one.keep(rows, kept, scores.faults)
         if self.kept_prefixes is not None:
-            self.kept_prefixes.learn([row for row in rows if row not in scores.faults])
+            self.kept_prefixes.learn([done for done in commits if done.row not in scores.faults])
         if self.drafter is not None:
             self.drafter.observe(rows, scores, verdict)
         for done in commits:

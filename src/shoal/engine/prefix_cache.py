@@ -19,6 +19,7 @@ from shoal.models.cache.kept_prompts import common
 from shoal.models.runner import Runner
 from shoal.models.weights.versions import sums
 from shoal.types.requests import Row
+from shoal.types.rounds import Commit
 
 PROBED = 8
 """The number of tokens of the pass by which a target is recognised."""
@@ -147,15 +148,15 @@ class PrefixCache:
         """Keeps all tokens in the cache of a row that is to be paused."""
         self._kept.keep(self._cache, row.request.owner, row.tokens[:-1], row.slot)
 
-    def learn(self, rows: Sequence[Row]) -> None:
+    def learn(self, commits: Sequence[Commit]) -> None:
         """Keeps tokens with which later rows may begin.
 
         Args:
-            rows: rows that have just had a round without a fault.
+            commits: those of rows that have just had a round, or several, without a fault.
         """
-        for row in rows:
+        for row, new in ((done.row, len(done.tokens)) for done in commits):
             if row.finish_reason and row.request.n == 1:
                 self.keep(row)
-            elif row.rounds == 1 and not row.index:
+            elif row.new_tokens == new and not row.index:
                 self._kept.keep(self._cache, row.request.owner, row.request.prompt_ids, row.slot)
             self._kept.settle(self._cache, row.slot)

@@ -459,7 +459,7 @@ def beside(scaled: Scaled, pair: tuple[Path, Path], tmp_path_factory: pytest.Tem
         seen.served_at = port
         seen.statuses.append(ask(f"{url}/health").status_code)
         seen.applications.append(list(ray_serve.status().applications))
-        body = {"prompt": "wait", "max_tokens": 2}
+        body = {"prompt": "wait", "max_tokens": 2, "temperature": 0}  # drawn, it may end after one
         with ThreadPoolExecutor(24) as clients:
             asked = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=SECONDS) for _ in range(24)]
             for one in as_completed(asked):  # the first to be answered is one that was refused
@@ -517,6 +517,17 @@ def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
     ]
     assert len(answered) == beside.flood.count(200)
     assert any("prompts that are kept for later requests" in line for line in lines)
+
+
+def test_lines_that_wait_when_the_relay_is_closed_are_taken() -> None:
+    async def taken() -> list[list[str] | None]:
+        lines = relay.Relay()
+        for line in ("one", "the last"):
+            await lines.put(line)
+        await lines.close()
+        return [await lines.take(), await lines.take()]
+
+    assert asyncio.run(taken()) == [["one", "the last"], None]
 
 
 class SlowRelay:

@@ -140,5 +140,6 @@ def _print(lines: Any) -> None:
     with suppress(RayError):  # the actor has died with its lines
         while (taken := ray.get(lines.take.remote())) is not None:
             # If the disk of the log is full, these lines are lost; later ones may have room.
-            with suppress(OSError):
-                print(*taken, sep="\n", file=sys.stderr, flush=True)
+            with suppress(OSError):  # in one piece: this process writes lines of its own
+                sys.stderr.write("".join(f"{line}\n" for line in taken))
+                sys.stderr.flush()

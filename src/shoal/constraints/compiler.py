@@ -33,7 +33,7 @@ from shoal.constraints.grammar_sources import (
 from shoal.constraints.json_schemas import numbers
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
-from shoal.types.prompt_forms import encoded_inside
+from shoal.types.prompt_forms import encoded_inside, encoded_spelled, special_names
 
 _END = b"<|end of a text|>"
 PROBE = "def f(x):\n    return 'a b'"
@@ -56,12 +56,15 @@ class Alphabet:
         tokens: the bytes of each symbol; for symbols that write nothing, their names.
         special_token_ids: the ids of the symbols that write nothing.
         eos_token_id: the symbol for the end of a text.
+        backend: the tokenizer's library.
+        names: an expression of the names of special tokens, which texts may spell.
     """
 
     tokens: Sequence[bytes]
     special_token_ids: Sequence[int]
     eos_token_id: int
     backend: tokenizers.Tokenizer
+    names: re.Pattern[str]
     bos_token_id: int | None = None
 
     @staticmethod
@@ -87,7 +90,7 @@ class Alphabet:
         special = [i for i, text in enumerate(spelled) if text is None and i in names]
         end = max(len(tokens), vocab_size)
         tokens += [b""] * (end - len(tokens)) + [_END]
-        return Alphabet(tokens, [*special, end], end, backend)
+        return Alphabet(tokens, [*special, end], end, backend, special_names(tokenizer))
 
     def __call__(self, text: str) -> list[int]:
         """Returns the tokens that llguidance takes if only one text can follow."""
@@ -96,6 +99,9 @@ class Alphabet:
         return list(encoded_inside(self._encode, text))
 
     def _encode(self, text: str) -> list[int]:
+        return encoded_spelled(self._split, text, self.names)
+
+    def _split(self, text: str) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     @property

@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex, Union
 
@@ -102,15 +103,20 @@ CONTROL = re.compile(r"<[|｜].+[|｜]>|</?(?:fim|file|repo)[-_]?\w*>", re.DOTAL
 _names: weakref.WeakKeyDictionary[Any, re.Pattern[str]] = weakref.WeakKeyDictionary()
 
 
-def as_plain(tokenizer: Any, text: str) -> str:
-    """Returns a text with a mark inside each name of a special token, for `encoded_plain`."""
+def special_names(tokenizer: Any) -> re.Pattern[str]:
+    """Returns an expression of the names of special tokens, controls included."""
     if tokenizer not in _names:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         names = {str(one) for one in added if one.special or CONTROL.fullmatch(str(one))}
         names |= set(getattr(tokenizer, "all_special_tokens", ()))
         longest = sorted(map(re.escape, filter(None, names)), key=len, reverse=True)
         _names[tokenizer] = re.compile("|".join(longest) or "(?!)")
-    return _names[tokenizer].sub(lambda found: found[0][:1] + MARK + found[0][1:], text)
+    return _names[tokenizer]
+
+
+def as_plain(tokenizer: Any, text: str) -> str:
+    """Returns a text with a mark inside each name of a special token, for `encoded_plain`."""
+    return special_names(tokenizer).sub(lambda found: found[0][:1] + MARK + found[0][1:], text)
 
 
 def encoded_plain(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:
@@ -119,7 +125,25 @@ def encoded_plain(encode: Callable[[str], Sequence[int]], text: str) -> list[int
     Args:
         encode: splits a text into tokens, without special ones around it.
     """
-    first, *others = text.split(MARK)
+    return _encoded_apart(encode, text.split(MARK))
+
+
+def encoded_spelled(
+    encode: Callable[[str], Sequence[int]], text: str, names: re.Pattern[str]
+) -> list[int]:
+    """Returns the ids of a text that may have any characters, with names spelled by other tokens.
+
+    Args:
+        encode: splits a text into tokens, without special ones around it.
+        names: an expression of the names, see `special_names`.
+    """
+    cuts = [found.start() + 1 for found in names.finditer(text)]
+    return _encoded_apart(encode, [text[a:b] for a, b in pairwise([0, *cuts, len(text)])])
+
+
+def _encoded_apart(encode: Callable[[str], Sequence[int]], parts: Sequence[str]) -> list[int]:
+    """Returns the ids of the parts of a text; no token reaches across two of them."""
+    first, *others = parts
     return [*encode(first), *(token for part in others for token in encoded_inside(encode, part))]
 
 

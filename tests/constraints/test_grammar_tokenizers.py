@@ -118,9 +118,17 @@ def test_tags_may_be_named_in_a_grammar_as_special_tokens_are() -> None:
 def test_a_text_may_spell_the_names_of_special_tokens(kind: str) -> None:
     """Where it is the only text that may follow, too: it is written in the tokens of other texts."""
     name = tokenizer(kind).eos_token
-    schema = {"type": "object", "properties": {name: {"const": f"a{name}"}}, "required": [name], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {name: {"const": f"a{name}"}},
+        "required": [name],
+        "additionalProperties": False,
+    }
     only = Grammar("json_schema", json.dumps(schema), "compact")
-    for grammar, text in ((Grammar("regex", re.escape(name)), name), (only, json.dumps({name: f"a{name}"}).replace(": ", ":"))):
+    for grammar, text in (
+        (Grammar("regex", re.escape(name)), name),
+        (only, json.dumps({name: f"a{name}"}).replace(": ", ":")),
+    ):
         result = chatty(kind).generate("the text", 2, grammar=grammar, max_new_tokens=60, seed=3)
         assert [(one.text, one.finish_reason) for one in result[0].samples] == [(text, "eos")] * 2
         assert tokenizer(kind).eos_token_id not in result[0].samples[0].token_ids[:-1]

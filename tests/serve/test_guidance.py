@@ -278,6 +278,9 @@ def test_negative_prompts_over_http(server: Served) -> None:
         answers = server.post("/v1/chat/completions", **chat).json()["choices"]
         expected = own("<system>be kind<user>hi<assistant>", written)
         assert [answer["message"]["content"] for answer in answers] == expected
+        items = {"prompt": None, "instructions": "be kind", "input": "hi", "max_output_tokens": 9, "n": None}
+        answer = server.post("/v1/responses", **{**options, **items, "negative_prompt": negative}).json()
+        assert answer["output"][0]["content"][0]["text"] == expected[0]
     chat = {"prompt": None, "messages": messages, "guidance": 1, "negative_prompt": [1, 2]}
     answer = server.post("/v1/chat/completions", **chat)
     assert (answer.status_code, "negative_prompt of a chat must be a text" in answer.text) == (400, True)

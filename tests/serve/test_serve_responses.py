@@ -154,6 +154,16 @@ def test_what_was_ignored_or_lowered_is_named(server: Served) -> None:
         "user", "store", "reasoning", "text.verbosity", "stream_options.include_obfuscation",
     }  # fmt: skip
     assert answer.json()["usage"]["output_tokens"] == 100
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "phone"}}}
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    forced = {"tools": [WEATHER], "tool_choice": "required", "min_tokens": 99}
+    for more, names in (
+        ({"text": wanted}, "text.format.format=phone"),
+        ({"text": wanted, "user": "me"}, "user, text.format.format=phone"),
+        ({"user": "me", **forced}, "user, min_tokens"),
+    ):
+        answer = httpx.post(f"{server.url}/v1/responses", json={"input": "hi", "max_output_tokens": 9, **more})
+        assert answer.headers["x-shoal-ignored"] == names
 
 
 def test_log_probabilities_and_details_are_those_of_a_chat(server: Served) -> None:

@@ -184,6 +184,28 @@ def test_forced_calls_keep_to_the_schema_and_to_the_distribution(forced: tuple[S
     assert answer.usage.prompt_tokens == len(prompt)
 
 
+def test_a_forced_call_is_as_long_as_it_is(forced: tuple[Served, CallFormat]) -> None:
+    """A least number of tokens, as a client's default, neither ends it in an error nor makes more calls; it is named."""
+    server, _ = forced
+    named = {"type": "function", "function": {"name": "weather"}}
+    strict = [{**one, "function": {**one["function"], "strict": True}} for one in (WEATHER, TIME)]
+    for more in ({"tool_choice": named, "parallel_tool_calls": False}, {"tool_choice": "required"}):
+        fields: dict[str, Any] = {"messages": ASKED, "tools": strict, "seed": 3, "max_tokens": 400, "n": 2, **more}
+        free, least = (
+            server.post("/v1/chat/completions", prompt=None, **fields, **own) for own in ({}, {"min_tokens": 300})
+        )
+        assert (free.status_code, least.status_code) == (200, 200), least.text
+        said = [
+            [[call["function"] for call in one["message"]["tool_calls"]] for one in answer.json()["choices"]]
+            for answer in (free, least)
+        ]
+        assert said[0] == said[1]
+        assert "x-shoal-ignored" not in free.headers
+        assert least.headers["x-shoal-ignored"] == "min_tokens"
+    text = server.post("/v1/chat/completions", prompt=None, messages=ASKED, min_tokens=300, max_tokens=400, seed=3)
+    assert (text.headers.get("x-shoal-ignored"), text.json()["usage"]["completion_tokens"] >= 300) == (None, True)
+
+
 def test_some_tool_is_called_where_one_is_required(forced: tuple[Served, CallFormat]) -> None:
     server, _ = forced
     answer = create(server, tool_choice="required", n=8, seed=6)

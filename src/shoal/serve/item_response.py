@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -21,6 +22,8 @@ from shoal.types.samples import Sample
 
 STATUSES = {"stop": "completed", "length": "incomplete", "error": "failed"}
 """The `status` by the `finish_reason` of a chat's choice."""
+IGNORED = "x-shoal-ignored"
+"""The header that names fields without effect."""
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """The `error.code` of a failed answer by HTTP status; for other statuses it is server_error."""
 
@@ -38,8 +41,9 @@ def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequ
             message = "log-probabilities of a text behind reasoning: /v1/chat/completions has them"
             raise ApiError(400, message, param="include")
     headers = {name: _renamed(value) for name, value in parsed.headers.items()}
-    if ignored := request.ignored:
-        headers["x-shoal-ignored"] = ", ".join(ignored)
+    others = headers.pop(IGNORED, "").split(", ")  # of the chat: the schema's, the forced call's
+    if ignored := [*filter(None, dict.fromkeys([*request.ignored, *map(_renamed, others)]))]:
+        headers[IGNORED] = ", ".join(ignored)
     return replace(parsed, headers=headers)
 
 
@@ -56,7 +60,7 @@ def renamed() -> Iterator[None]:
 
 def _renamed(text: str) -> str:
     """Returns a text with the name of the field that it begins with replaced, if there is one."""
-    found = next((name for name in NAMES if text.startswith((f"{name} ", f"{name}="))), "")
+    found = next((name for name in NAMES if re.match(rf"{name}[ =.]", text)), "")
     return NAMES.get(found, "") + text[len(found) :]
 
 

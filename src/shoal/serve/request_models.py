@@ -130,6 +130,7 @@ if TYPE_CHECKING:
 
         temperature: float | None
         top_p: float | None
+        min_tokens: int | None
 else:
     SamplingFields = create_model(
         "SamplingFields",
@@ -163,6 +164,10 @@ class SampledRequest(SamplingFields):
         "The same seed and prompt give the same tokens, whoever else is served."
     )
     stream: bool | None = optional("Send what there is as it comes, as server-sent events.")
+    negative_prompt: Negative | None = optional(
+        "With guidance, what the guide reads in place of the prompt: a text or token ids; in a "
+        "chat the text of the system message, empty = no system message."
+    )
     grammar: Grammar | None = optional("What a sample must match as a whole.")
     time_budget: Annotated[float, Field(gt=0)] | None = optional(
         "Seconds; samples unfinished then are returned as they are."
@@ -185,10 +190,6 @@ class BaseRequest(VllmFields, SampledRequest):
     max_tokens: Limit | None = optional(
         "Most new tokens of a sample; clamped to what the server allows. -1, -2 = as many as it "
         "allows."
-    )
-    negative_prompt: Negative | None = optional(
-        "With guidance, what the guide reads in place of the prompt: a text or token ids; in a "
-        "chat the text of the system message, empty = no system message."
     )
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = optional(
@@ -275,3 +276,13 @@ class ChatRequest(BaseRequest):
     parallel_tool_calls: bool | None = optional(
         "A sample may call several tools; true. Otherwise its first call counts."
     )
+
+    @property
+    def forced(self) -> bool:
+        """True if each sample is a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields without effect that were sent; a forced call ends by itself."""
+        return [*super().ignored, *(["min_tokens"] if self.forced and self.min_tokens else [])]

@@ -148,10 +148,12 @@ class RequestParser:
             *((reasoning.unstopped,) if reasoning else ()),
             *(rules.unstopped if rules else ()),
         )
+        ended = {"min_new_tokens": 0} if request.forced else {}
         requests = [
-            _under(replace(one, shown_tokens=one.shown_tokens | tags, unstopped=unstopped), grammar)
+            replace(one, shown_tokens=one.shown_tokens | tags, unstopped=unstopped)
             for one in parsed.requests
         ]
+        requests = [_under(one, grammar, **ended) for one in requests]
         parsed = replace(parsed, rules=rules, requests=requests, grammar_field=field)
         if request.negative_prompt is not None:
             parsed = _led_from(parsed, self._negative(request, request.negative_prompt))
@@ -225,12 +227,12 @@ def _led_from(parsed: ParsedRequest, ids: tuple[int, ...]) -> ParsedRequest:
     return replace(parsed, requests=requests)
 
 
-def _under(request: Request, grammar: Grammar | None) -> Request:
-    """Returns the request under a grammar, if there is one."""
+def _under(request: Request, grammar: Grammar | None, **more: Any) -> Request:
+    """Returns the request under a grammar and more of its sampling, if there is a grammar."""
     return (
         request
         if grammar is None
-        else replace(request, sampling=replace(request.sampling, grammar=grammar))
+        else replace(request, sampling=replace(request.sampling, grammar=grammar, **more))
     )
 
 

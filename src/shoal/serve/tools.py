@@ -49,8 +49,7 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         return None
     if len(set(names)) < len(names):
         raise ApiError(400, "two tools have the same name", param="tools", code="invalid_value")
-    forced = choice == "required" or isinstance(choice, NamedTool)
-    found = format_of(template)
+    forced, found = request.forced, format_of(template)
     if found is None and not forced:
         message = (
             "this model's chat template writes no calls of tools in a form that is read here; one "

@@ -22,7 +22,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 393,
-    "lines": 82_972,
+    "lines": 83_047,
     "short modules": 4,
     "long modules": 2,
     "long functions": 6,

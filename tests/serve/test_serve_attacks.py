@@ -127,6 +127,18 @@ def test_half_a_surrogate_pair_is_no_fault_of_the_server(server: Served) -> None
         body = json.dumps({"prompt": "x", "guided_json": given}).encode()
         error = sent(server, body, "/v1/completions")
         assert (error.status_code, "surrogate" in error.json()["error"]["message"]) == (400, True)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"description": half}}}}
+    for path, fields, param in (
+        ("/v1/chat/completions", {**chat, half: 1}, "\\ud83d"),
+        ("/v1/chat/completions", {**chat, "stream_options": {half: 1}}, "stream_options.\\ud83d"),
+        ("/v1/responses", {"input": "hi", "metadata": {half: 1}}, "metadata.\\ud83d"),
+        ("/v1/chat/completions", {**chat, "tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
+         "tools.0.function.parameters"),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **tool}]}, "tools.0.parameters"),
+    ):  # fmt: skip
+        error = sent(server, json.dumps(fields).encode(), path)
+        assert (error.status_code, error.json()["error"]["param"]) == (400, param), error.text
 
 
 def test_of_many_errors_ten_are_reported() -> None:

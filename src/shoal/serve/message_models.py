@@ -75,12 +75,23 @@ class SentCall(OpenModel):
     function: SentFunction
 
 
+def _writable(value: Any) -> Any:
+    """Rejects a schema that no prompt can show."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds half of a surrogate pair, which no text has") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
 class Function(OpenModel):
     """A function that the model may call."""
 
     name: ToolName
     description: Text | None = None
-    parameters: dict[str, Any] | None = optional(
+    parameters: Annotated[dict[str, Any], BeforeValidator(_writable)] | None = optional(
         "A JSON schema of the arguments; none = there are no arguments."
     )
     strict: bool | None = optional(

@@ -62,8 +62,12 @@ def text_or_list(value: Any) -> str:
 
 
 def error_at(name: str, kind: str, message: str) -> PydanticCustomError:
-    """Returns an error in a field of the object that is being validated."""
-    return PydanticCustomError(kind, "{message}", {"message": message, "at": name})
+    """Returns an error in a field of the object that is being validated.
+
+    Halves of surrogate pairs in its name are written as escapes: pydantic encodes them.
+    """
+    at = name.encode(errors="backslashreplace").decode()
+    return PydanticCustomError(kind, "{message}", {"message": message, "at": at})
 
 
 def _numbers(value: Any) -> Any:

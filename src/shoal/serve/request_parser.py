@@ -132,6 +132,23 @@ class RequestParser:
             echo=None,
             headers=headers,
         )
+        parsed = self._called(parsed, request, rules, reasoning)
+        if request.negative_prompt is not None:
+            parsed = _led_from(parsed, self._negative(request, request.negative_prompt))
+        return parsed if reasoning is None else self._reasoned(parsed, reasoning, rules)
+
+    def _called(
+        self,
+        parsed: ParsedRequest,
+        request: ChatRequest,
+        rules: CallRules | None,
+        reasoning: ReasoningRules | None,
+    ) -> ParsedRequest:
+        """Returns the request with the grammar of its calls, and the marks of calls in its text.
+
+        Raises:
+            ApiError: see `grammar_with_calls`.
+        """
         special = self._encoder.special if rules else {}
         grammar = (
             grammar_with_calls(request, rules, self._settings.max_grammar, special)
@@ -154,10 +171,7 @@ class RequestParser:
             for one in parsed.requests
         ]
         requests = [_under(one, grammar, **ended) for one in requests]
-        parsed = replace(parsed, rules=rules, requests=requests, grammar_field=field)
-        if request.negative_prompt is not None:
-            parsed = _led_from(parsed, self._negative(request, request.negative_prompt))
-        return parsed if reasoning is None else self._reasoned(parsed, reasoning, rules)
+        return replace(parsed, rules=rules, requests=requests, grammar_field=field)
 
     def _conversation(
         self, request: ChatRequest

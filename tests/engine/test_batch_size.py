@@ -20,7 +20,7 @@ import batch_size as virtual
 from shoal import Shoal
 from shoal.config import Limits, Sampling
 from shoal.engine import batch_size as sizes
-from shoal.engine import engine as engine_module
+from shoal.engine import memory as memory_module
 from shoal.engine.batch_size import FIRST, MOST, AutoBatchSize, BatchSize, FixedBatchSize
 from shoal.engine.engine import Engine
 from shoal.engine.scheduler import Scheduler
@@ -332,12 +332,12 @@ def test_rows_and_draft_lengths_do_not_follow_each_other_for_ever() -> None:
 def test_rows_beyond_the_first_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what is free holds some 40 rows; none is refused, and a number that the caller gave is taken as it is."""
     row = Timed(FLAT, None, Fixed(0)).engine.target.cache_bytes(1, 2 + 24 + 1)
-    scores = VOCAB * engine_module.BYTES_PER_SCORE
-    monkeypatch.setattr(engine_module, "kv_budget", lambda device: 40 * (row + scores))
+    scores = VOCAB * memory_module.BYTES_PER_SCORE
+    monkeypatch.setattr(memory_module, "kv_budget", lambda device: 40 * (row + scores))
     timed = Timed(FLAT, None, Fixed(0))
     timed.ask(100)
     assert max(timed.finish().rows) == 40
-    monkeypatch.setattr(engine_module, "kv_budget", lambda device: 0)
+    monkeypatch.setattr(memory_module, "kv_budget", lambda device: 0)
     tight = Timed(FLAT, None, Fixed(0))
     tight.ask(40)
     assert max(tight.finish().rows) == FIRST

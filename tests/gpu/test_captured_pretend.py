@@ -242,7 +242,7 @@ def test_rounds_of_every_dense_architecture_stay_on_the_device(architecture: str
         assert len(tokens(plain)) == 2
     assert made.captures is not None
     assert made.captures.failures == []
-    ahead = plain._captured.launched_ahead  # each by a replay that fills its inputs
+    ahead = plain._stages.captured.launched_ahead  # each by a replay that fills its inputs
     assert device.counts["replay"] == plain.stats.rounds + ahead["used"] > 2
     assert ahead == {"used": plain.stats.rounds - 2}  # the first is compared with its stages; the last may end rows
 

@@ -60,7 +60,7 @@ def counts(made: Engine) -> dict[str, int]:
 
 
 def ahead(made: Engine) -> dict[str, int]:
-    return dict(made._captured.launched_ahead)
+    return dict(made._stages.captured.launched_ahead)
 
 
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_round_without_a_verdict_is_left_to_its_stages_also_where_a_row_has_le
         for _ in range(4):
             made.step()
         made.cancel(made.scheduler.running[:1])
-        assert made._captured.is_ahead
+        assert made._stages.captured.is_ahead
         if unsound:
             real = captured_round.unpacked
 

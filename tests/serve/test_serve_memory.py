@@ -80,7 +80,7 @@ class Failing:
         before: called before an engine is made.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str = "shoal.engine.engine.verify") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str = "shoal.engine.verify.verify") -> None:
         self.errors: list[Exception] = []
         self.made: list[weakref.ref[Any]] = []
         self.left: list[int] = []
@@ -115,7 +115,7 @@ def resolve(path: str) -> Any:
 STAGES = [
     "shoal.drafting.model.draws",
     "shoal.sampling.distributions.draws",
-    "shoal.engine.engine.verify",
+    "shoal.engine.verify.verify",
     "shoal.sampling.acceptance.Coupled.uniforms",
     "shoal.sampling.acceptance.Coupled.decide",
     "shoal.engine.engine.commit",

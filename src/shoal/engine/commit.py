@@ -52,7 +52,7 @@ def commit(
     failing = _reached(rows, paths, scores.faults) if scores.faults else {}
     for b, (depth, _) in failing.items():
         blocks[b] = blocks[b][:depth]
-    columns = columns_of(paths, blocks)
+    columns = verdict.columns(blocks)
     # What is reported of the tokens may depend on those before them, so it is taken before any is
     # appended.
     reported = logprobs.reported(rows, blocks, columns, scores, verdict)
@@ -92,18 +92,6 @@ def commit_run(
         appended.append((row, tokens[:taken]))
     now = clock()
     return [_commit(row, tokens, (), (), (), now) for row, tokens in appended]
-
-
-def columns_of(
-    paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
-    """Returns the columns that predict each row's committed tokens, which follow a path."""
-    return [
-        range(len(own))
-        if isinstance(path, range)
-        else [0, *(node + 1 for node in path)][: len(own)]
-        for path, own in zip(paths, tokens, strict=True)
-    ]
 
 
 def _commit(

@@ -11,47 +11,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.constraints.estimates import Estimates
-from shoal.drafting.captured import CapturedRounds
-from shoal.drafting.grafting import ForcedTokens
-from shoal.drafting.protocol import (
-    DraftCounters,
-    Drafter,
-    DraftInputs,
-    Keeps,
-    KeyValueMemory,
-    name_of,
-    require_trees,
-    within,
-)
+from shoal.drafting.protocol import DraftCounters, Drafter
 from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
 from shoal.engine.checks import checked
-from shoal.engine.commit import columns_of, commit, commit_run
-from shoal.engine.guide import Guide, Together
+from shoal.engine.commit import commit, commit_run
+from shoal.engine.guide import Guide
 from shoal.engine.joint_rows import Distinct, resample
-from shoal.engine.memory import Memory
+from shoal.engine.memory import memory_of
 from shoal.engine.multi_step import MultiStep
 from shoal.engine.prefill import policy_for
 from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
 from shoal.engine.running_rows import Batch
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
-from shoal.engine.verify import scores_of, verify
+from shoal.engine.verify import Stages, scores_of
 from shoal.engine.waiting import Fairness
 from shoal.errors import OutOfMemory
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
-from shoal.models.available import explained, kv_budget
+from shoal.models.available import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
-from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.scores import Scores
 from shoal.types.keyword_options import of_prompt
 from shoal.types.requests import Request, Row
@@ -59,11 +45,6 @@ from shoal.types.rounds import Commit, Verdict
 from shoal.types.stats import Stats
 from shoal.types.trees import DraftTree
 
-EXPECTED_DRAFT = 4
-"""The draft length for which memory is counted if many rows run.
-
-Draft lengths that follow measured costs are short then.
-"""
 PREPARED_TOKENS = 2048
 """The tokens of a row for which caches are sized before there are rows."""
 COMMON = (Sampling(), Sampling(temperature=0.0))
@@ -71,8 +52,6 @@ COMMON = (Sampling(), Sampling(temperature=0.0))
 
 Temperatures are no part of a capture.
 """
-BYTES_PER_SCORE = 16
-"""The bytes of a logit, its probability and the values computed between them."""
 
 
 class Computed(NamedTuple):
@@ -151,22 +130,24 @@ class Engine:
     ) -> None:
         controller, self.target = as_controller(lookahead), target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
-        self._drafter_name = "" if self.drafter is None else name_of(self.drafter)
         self.guides = [] if guide is None else [Guide(guide)]
         self.guides += [] if expert is None else [Guide(expert, "expert")]
-        memories = self._attached()
         self.lookahead, self.rule = controller, rule or Rejection()
-        self._uniforms = UniformsAhead(self.rule)
-        self._captured = CapturedRounds(self.target, self.drafter, self.rule)
-        self._forced = ForcedTokens(controller.limit, self.target.vocab_size, self._drafter_name)
         self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
-        self.memory = self._memory(memories, kv_bytes)
+        self.memory = memory_of(
+            self.target,
+            self.drafter,
+            self.guides,
+            controller.limit,
+            most=kv_bytes,
+            bounded=self.batch_size.bounds_memory,
+        )
         self.kept_prefixes: PrefixCache | None = None
         if prefixes is not None and self.target.can_keep_prefixes:
             self.kept_prefixes = PrefixCache(self.target, self.drafter, prefixes)
         self.scheduler = Scheduler(
             self.batch_size.most,
-            prefix_sharing=policy_for(prefix_sharing, memories),
+            prefix_sharing=policy_for(prefix_sharing, self.memory.models),
             chunk=chunk,
             fits=self.memory.fits,
             rows_now=self.batch_size.rows,
@@ -175,9 +156,6 @@ class Engine:
         )
         self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, self.guides)
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
-        self._drafting = not controller.adaptive  # or if the last round drafted
-        self._gathered = True  # if rows could join before this round
-        self._clock = clock or time.perf_counter
         self._batch = Batch(
             self.target,
             self.drafter,
@@ -185,47 +163,12 @@ class Engine:
             memory=self.memory,
             kept=self.kept_prefixes,
             stats=self.stats,
-            clock=self._clock,
+            clock=clock or time.perf_counter,
             guides=self.guides,
         )
+        self._stages = Stages(self._batch, controller, self.rule)
         self._distinct = Distinct(self._batch)
-        self._multi_step = MultiStep.of(self._batch, controller, self.rule, self._uniforms)
-
-    def _attached(self) -> list[KeyValueMemory]:
-        """Attaches the drafter to the target; returns the keys and values of all models.
-
-        Those of the target and of its guides, which hold as many tokens, are the first.
-        """
-        target, guides, drafter = self.target, self.guides, self.drafter
-        first = Together(target, [one.slots for one in guides]) if guides else target
-        if drafter is None:
-            return [first]
-        for verifier in [target, *(one.runner for one in guides)]:
-            require_trees(verifier, drafter)
-        drafter.attach(target)
-        target.hidden_layers = tuple(drafter.hidden_layers)
-        return [first] if drafter.memory is None else [first, drafter.memory]
-
-    def _memory(self, memories: Sequence[KeyValueMemory], kv_bytes: int | None) -> Memory:
-        """Returns the memory of the caches, bounded by `kv_bytes` and the device's."""
-        limit, target = self.lookahead.limit, self.target
-        available = kv_budget(target.device) if self.batch_size.bounds_memory else None
-        score_bytes = BYTES_PER_SCORE * (1 + len(self.guides))
-        return Memory(
-            memories,
-            limit + 1,
-            kv_bytes,
-            0 if self.drafter is None else self.drafter.max_nodes,
-            available=available,
-            few=FIRST,
-            row_bytes=(1 + min(limit, EXPECTED_DRAFT)) * target.vocab_size * score_bytes,
-            keeps=self._kept_on_device(),
-        )
-
-    def _kept_on_device(self) -> Keeps:
-        """Returns the bytes that the drafter keeps in the memory of the caches."""
-        keeps = Keeps() if self.drafter is None else self.drafter.keeps
-        return keeps if keeps.on_device or self.target.device.type == "cpu" else Keeps()
+        self._multi_step = MultiStep.of(self._batch, controller, self.rule, self._stages.uniforms)
 
     @property
     def context(self) -> int:
@@ -333,7 +276,9 @@ class Engine:
             return
         longest = 0 if self.drafter is None else self.lookahead.limit
         drafts = list(dict.fromkeys([longest, 0]))  # a row's last token is decoded plainly
-        self._captured.want(rows, drafts, samplings, looks=self.lookahead.shorten is not None)
+        self._stages.captured.want(
+            rows, drafts, samplings, looks=self.lookahead.shorten is not None
+        )
 
     @torch.inference_mode()
     def build_ahead(self) -> bool:
@@ -344,7 +289,7 @@ class Engine:
         Returns:
             True if there was a function to build.
         """
-        return self._captured.build_next()
+        return self._stages.captured.build_next()
 
     # ── the algorithm ─────────────────────────────────────────────────────────────────────────────
 
@@ -365,22 +310,23 @@ class Engine:
 
     def _step(self) -> list[Commit]:
         ended = self._batch.expire()
-        rows: Sequence[Row] = ()
-        if self._captured.is_ahead:
-            rows = self._captured.under_way(self.scheduler.running)
-        self._gathered = not rows
-        rows = rows or self._batch.gather(ended, drafting=self._drafting)
+        rows = self._stages.gather(ended)
         if not rows:
             return self._distinct.settled(ended)
-        watch = Stopwatch(self._now)
-        lengths = self._lengths(rows)
+        watch = Stopwatch(self._stages.now)
+        lengths = self._stages.lengths(rows)
         watch.planned()
         tree, scores, verdict, commits, rounds = self._several(rows, lengths, watch) or self._one(
             rows, lengths, watch
         )
-        self._settle(commits, scores, verdict)
+        self._batch.settle(commits, scores, verdict)
+        self.stats.resampled += resample(
+            [done.row for done in commits if not done.row.finish_reason],
+            self.target.cache,
+            [one.replace for one in (self.drafter, *self.guides) if one is not None],
+        )
         watch.lap()
-        drafter = self._draft_counters()
+        drafter = DraftCounters() if self.drafter is None else self.drafter.take_counters()
         self.stats.count_executors("target", self.target.take_executors())
         for one in self.guides:
             one.count(self.stats)
@@ -391,7 +337,7 @@ class Engine:
             laps=watch.laps,
             target=self.target.take_counters(),
             drafter=drafter,
-            name=self._drafter_name,
+            name=self._batch.drafter_name,
             rounds=rounds,
         )
         paths, _ = verdict.lists
@@ -401,9 +347,10 @@ class Engine:
 
     def _one(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> Computed:
         """Computes a round of these draft lengths, and commits it."""
-        tree, scores, verdict = self._decide(rows, lengths, watch)
+        tree, scores, verdict = self._stages.decide(rows, lengths, watch)
         verdict, rows = checked(tree, scores, verdict), scores.positions.rows
-        commits = commit(rows, tree, scores, verdict, self._drafter_name, self._clock)
+        batch = self._batch
+        commits = commit(rows, tree, scores, verdict, batch.drafter_name, batch.clock)
         return Computed(tree, scores, verdict, commits, 1)
 
     def _several(
@@ -422,138 +369,5 @@ class Engine:
         watch.lap_shares((0.0, 1.0, 0.0))
         tree = DraftTree.empty(len(rows), self.target.device)
         scores, verdict = scores_of(self.target, rows, tree, run.no_logits), run.verdict
-        commits = commit_run(rows, run, self.target.vocab_size, self._clock)
+        commits = commit_run(rows, run, self.target.vocab_size, self._batch.clock)
         return Computed(tree, scores, verdict, commits, run.rounds)
-
-    def _decide(
-        self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
-    ) -> tuple[DraftTree, Scores, Verdict]:
-        """Drafts, verifies and accepts.
-
-        If the rows' settings allow it, this is one captured round; otherwise it is one stage after
-        the other. The stages take rows that lie side by side: those of a round that was launched
-        ahead may not, and change their order then (`Scores.positions`).
-        """
-        stop = self.lookahead.shorten if max(lengths) else None
-        decided = self._captured.decide(
-            rows, lengths, partial(self._noise, rows), stop, goes_on=self._goes_on(rows, lengths)
-        )
-        if decided is not None:
-            watch.lap_shares((decided.share, 1 - decided.share, 0.0), between=decided.between)
-            return (
-                decided.tree,
-                scores_of(self.target, rows, decided.tree, decided.logits),
-                decided.verdict,
-            )
-        if not self._gathered:
-            wanted = dict(zip(rows, lengths, strict=True))
-            rows = self._batch.close_up()
-            lengths = [wanted[row] for row in rows]
-        uniforms, tree = self._propose(rows, lengths, watch)
-        watch.lap()
-        tree = self._forced.joined(rows, tree)
-        if tree.forced is not None and (depth := max(map(max, tree.depths))) >= uniforms.shape[1]:
-            uniforms = self._noise(rows, depth + 1).to(self.target.device)
-        scores = verify(self.target, rows, tree, self.guides)
-        watch.lap()
-        verdict = self.rule.decide(tree, scores, uniforms)
-        _ = verdict.lists  # waits for a device
-        watch.lap()
-        return tree, scores, verdict
-
-    def _now(self) -> float:
-        """Returns the clock of the stages.
-
-        The clock stands still while prompts are computed for the drafter or a guide, or a round
-        is captured: that time does not recur in the next round.
-        """
-        drafter = self.drafter
-        return (
-            self._clock()
-            - self.target.seconds_building
-            - (0.0 if drafter is None else drafter.seconds_preparing)
-            - sum([one.slots.seconds for one in self.guides])
-        )
-
-    def _draft_counters(self) -> DraftCounters:
-        return DraftCounters() if self.drafter is None else self.drafter.take_counters()
-
-    def _lengths(self, rows: Sequence[Row]) -> Sequence[int]:
-        """Returns the draft length of each row."""
-        lengths = (
-            [0] * len(rows)
-            if self.drafter is None
-            else self.lookahead.lengths(rows, len(self.scheduler.waiting))
-        )
-        self._drafting = max(lengths) > 0 or not self.lookahead.adaptive
-        return lengths
-
-    def _goes_on(self, rows: Sequence[Row], lengths: Sequence[int]) -> bool:
-        """Returns True if the next round may be launched before the verdict of this one is known.
-
-        Its rows are then these, unless one ends: no row joins. Every other round makes room for
-        rows that wait.
-        """
-        scheduler, controller = self.scheduler, self.lookahead
-        if self.target.captures is None or self.guides or scheduler.prefilling:
-            return False
-        steady = getattr(controller, "steady", False)
-        if not steady and (max(lengths) or getattr(controller, "plain_rounds", 1) < 2):
-            return False
-        full = len(rows) >= scheduler.capacity
-        joins = scheduler.waiting and not (full or self._gathered)
-        return not joins and self._batch.plain.includes(rows)
-
-    def _noise(self, rows: Sequence[Row], positions: int, later: int = 0) -> Tensor:
-        """Returns the uniforms of a round for its rule, [rows, positions, ...], on the host.
-
-        Args:
-            later: the number of rounds from now on to the round.
-        """
-        return self._uniforms.of_round(rows, positions, self.lookahead.adaptive, later)
-
-    def _propose(
-        self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
-    ) -> tuple[Tensor, DraftTree]:
-        """Returns the uniforms of the round, and the trees drawn by them.
-
-        The uniforms are [rows, longest draft + 1, ...].
-        """
-        uniforms = self._noise(rows, max(lengths) + 1).to(self.target.device)
-        watch.planned()
-        if self.drafter is None or not max(lengths):
-            return uniforms, DraftTree.empty(len(rows), uniforms.device)
-        stop = self.lookahead.shorten
-        inputs = DraftInputs(rows, lengths, uniforms, self.rule.draw, stop and watch.timed(stop))
-        return uniforms, within(self.drafter.propose(inputs), inputs)
-
-    def _settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
-        """Restores the invariant: the cache keeps the committed tokens of each row's tree.
-
-        Rows that have ended leave.
-        """
-        paths, _ = verdict.lists
-        kept = columns_of(paths, [done.tokens for done in commits])
-        for done, columns in zip(commits, kept, strict=True):
-            row, cache = done.row, self.target.cache
-            cache.keep(row.slot, len(row.tokens) - 1 - len(columns), columns)
-        rows = [done.row for done in commits]
-        for one in self.guides:
-            one.keep(rows, kept, scores.faults)
-        if self.kept_prefixes is not None:
-            self.kept_prefixes.learn([done for done in commits if done.row not in scores.faults])
-        if self.drafter is not None:
-            self.drafter.observe(rows, scores, verdict)
-        for done in commits:
-            self.scheduler.fairness.serve(done.row, len(done.tokens))
-        ended = [row for row in rows if row.finish_reason]
-        if ended:
-            self._batch.remove([row for row in ended if row.held_at is None])
-            self._batch.hold([row for row in ended if row.held_at is not None])
-        self._batch.zero_faults(scores)
-        self._batch.pause()
-        self.stats.resampled += resample(
-            [row for row in rows if not row.finish_reason],
-            self.target.cache,
-            [one.replace for one in (self.drafter, *self.guides) if one is not None],
-        )

@@ -13,11 +13,22 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from shoal.drafting.grafting import longest
-from shoal.drafting.protocol import Keeps, KeyValueMemory
+from shoal.drafting.protocol import Drafter, Keeps, KeyValueMemory, require_trees
+from shoal.engine.batch_size import FIRST
+from shoal.engine.guide import Guide, Together
 from shoal.errors import RequestError
+from shoal.models.available import kv_budget
+from shoal.models.runner import Runner
 from shoal.types.requests import Prefix, Request, Row, token_slots
 from shoal.types.schedule import Round
 
+EXPECTED_DRAFT = 4
+"""The draft length for which memory is counted if many rows run.
+
+Draft lengths that follow measured costs are short then.
+"""
+BYTES_PER_SCORE = 16
+"""The bytes of a logit, its probability and the values computed between them."""
 CacheSize = tuple[int, int, int]
 """The slots, the tokens per slot, and the token slots of the prefix store."""
 
@@ -47,6 +58,9 @@ class Memory:
             with `available`.
         keeps: the bytes that the drafter keeps beside its keys and values, for the rows and tokens
             that it reads.
+
+    Attributes:
+        models: see above.
     """
 
     def __init__(
@@ -61,7 +75,7 @@ class Memory:
         row_bytes: int = 0,
         keeps: Keeps | None = None,
     ) -> None:
-        self._models, self._context, self._spare, self._most = (
+        self.models, self._context, self._spare, self._most = (
             models,
             models[0].context,
             spare + nodes,
@@ -77,7 +91,7 @@ class Memory:
     @property
     def used(self) -> int:
         """The bytes that the caches take now."""
-        return sum(model.allocated_bytes for model in self._models)
+        return sum(model.allocated_bytes for model in self.models)
 
     def check(self, request: Request) -> None:
         """Checks that a single row of the request fits.
@@ -103,8 +117,8 @@ class Memory:
         They are at most its context, and at most as many as fit beside the target's keys and values
         of one such row. The target alone decides if the row is served and where it ends.
         """
-        context = min((drafter.context for drafter in self._models[1:]), default=sys.maxsize)
-        if self._most is None or (len(self._models) == 1 and self._keeps == Keeps()):
+        context = min((drafter.context for drafter in self.models[1:]), default=sys.maxsize)
+        if self._most is None or (len(self.models) == 1 and self._keeps == Keeps()):
             return context
         left = self._most - self._target_bytes(request) - self._keeps.always
         return bisect_right(
@@ -112,11 +126,11 @@ class Memory:
         )
 
     def _target_bytes(self, request: Request) -> int:
-        return self._models[0].cache_bytes(1, self._read_tokens(request) + self._beyond(1))
+        return self.models[0].cache_bytes(1, self._read_tokens(request) + self._beyond(1))
 
     def _drafter_bytes(self, tokens: int) -> int:
         caches = sum(
-            drafter.cache_bytes(1, tokens + self._beyond(1)) for drafter in self._models[1:]
+            drafter.cache_bytes(1, tokens + self._beyond(1)) for drafter in self.models[1:]
         )
         return caches + self._keeps.of_request(tokens, 1)
 
@@ -149,7 +163,7 @@ class Memory:
         if most is None:
             return True
         need = sum(
-            model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self._models
+            model.cache_bytes(*self._size(model, rows, slots, prefixes)) for model in self.models
         )
         return need + beside + self.kept_bytes(rows) <= most
 
@@ -181,7 +195,7 @@ class Memory:
         """
         if self._most is None:
             return
-        need = self._models[0].cache_bytes(1, tokens)
+        need = self.models[0].cache_bytes(1, tokens)
         if need > self._most:
             raise RequestError(
                 f"{tokens} tokens take {need} bytes of KV cache, and there are {self._most}: "
@@ -203,12 +217,12 @@ class Memory:
             OutOfMemory.
         """
         beyond = self._beyond(slots)
-        sizes = [(slots, min(tokens, model.context) + beyond, 0) for model in self._models]
+        sizes = [(slots, min(tokens, model.context) + beyond, 0) for model in self.models]
         # `_grown_bytes` measures the bytes of a token, which the limit needs.
         need, (most, beside) = (self._grown_bytes(sizes), self._limit(slots))
         if most is not None and need + beside > most // 2:
             return False
-        for model, size in zip(self._models, sizes, strict=True):
+        for model, size in zip(self.models, sizes, strict=True):
             model.reserve(*size)
         return True
 
@@ -223,7 +237,7 @@ class Memory:
         """
         sizes = [
             self._size(model, round_.in_slots, round_.slots, round_.prefixes)
-            for model in self._models
+            for model in self.models
         ]
         roomy = [(grown(slots), grown(capacity), grown(cells)) for slots, capacity, cells in sizes]
         most, beside = self._limit(round_.slots)
@@ -231,16 +245,14 @@ class Memory:
         if most is None or self._grown_bytes(roomy) + beside <= most:
             sizes = roomy
         elif self._most is not None and self._grown_bytes(sizes) + beside > most:
-            for model, size in zip(self._models, sizes, strict=True):
+            for model, size in zip(self.models, sizes, strict=True):
                 model.trim(*size)
-        for model, size in zip(self._models, sizes, strict=True):
+        for model, size in zip(self.models, sizes, strict=True):
             model.reserve(*size)
 
     def _grown_bytes(self, sizes: Sequence[CacheSize]) -> int:
         """Returns the bytes of the caches with at least these sizes; none becomes smaller."""
-        return sum(
-            model.grown_bytes(*size) for model, size in zip(self._models, sizes, strict=True)
-        )
+        return sum(model.grown_bytes(*size) for model, size in zip(self.models, sizes, strict=True))
 
     def _limit(self, slots: int) -> tuple[int | None, int]:
         """Returns the limit of caches with this number of slots, and the bytes to leave free.
@@ -256,7 +268,7 @@ class Memory:
     ) -> CacheSize:
         """Returns the size of the cache that the model needs."""
         stored, spare = list(prefixes.values()), self._beyond(slots)
-        if model is self._models[0]:
+        if model is self.models[0]:
             bound = slots > 1 and any(row.constraints for row in rows)
             spare += self._forced if bound else 0
         else:
@@ -272,10 +284,62 @@ class Memory:
         """Returns the most tokens that the row's slot will hold in the model's cache."""
         request = row.request
         most, prompt = self._tokens(request), len(request.prompt_ids)
-        if model is not self._models[0]:
+        if model is not self.models[0]:
             most = min(most, row.draft_reach)
             return most if prefix is None else max(most - prefix.length, 0)
         if prefix is None:
             return self._read_tokens(request)
         negative = len(request.sampling.negative_prompt)
         return max(most - prefix.length, negative and negative + most - prompt)
+
+
+def _attached(
+    target: Runner, drafter: Drafter | None, guides: Sequence[Guide]
+) -> list[KeyValueMemory]:
+    """Attaches a drafter to an engine's target; returns the keys and values of all models.
+
+    Those of the target and of its guides, which hold as many tokens, are the first.
+    """
+    first = Together(target, [one.slots for one in guides]) if guides else target
+    if drafter is None:
+        return [first]
+    for verifier in [target, *(one.runner for one in guides)]:
+        require_trees(verifier, drafter)
+    drafter.attach(target)
+    target.hidden_layers = tuple(drafter.hidden_layers)
+    return [first] if drafter.memory is None else [first, drafter.memory]
+
+
+def memory_of(
+    target: Runner,
+    drafter: Drafter | None,
+    guides: Sequence[Guide],
+    limit: int,
+    *,
+    most: int | None,
+    bounded: bool,
+) -> Memory:
+    """Returns the memory of an engine's caches, once the drafter is attached to the target.
+
+    Args:
+        target: the target.
+        drafter: the drafter; None = there is none.
+        guides: the guide of rows with guidance, and the expert.
+        limit: the longest draft.
+        most: see `Memory`.
+        bounded: True if the device's memory bounds the number of rows.
+    """
+    models = _attached(target, drafter, guides)
+    columns = 1 + min(limit, EXPECTED_DRAFT)
+    keeps = Keeps() if drafter is None else drafter.keeps
+    return Memory(
+        models,
+        limit + 1,
+        most,
+        0 if drafter is None else drafter.max_nodes,
+        available=kv_budget(target.device) if bounded else None,
+        few=FIRST,
+        row_bytes=columns * target.vocab_size * BYTES_PER_SCORE * (1 + len(guides)),
+        # Bytes in the host's memory count only if the caches are there, too.
+        keeps=keeps if keeps.on_device or target.device.type == "cpu" else Keeps(),
+    )

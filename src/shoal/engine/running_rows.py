@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.drafting.protocol import Drafter, observes_plain_rounds
+from shoal.drafting.protocol import Drafter, name_of, observes_plain_rounds
 from shoal.engine.ended_rows import finish, visible_text
 from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
@@ -19,7 +19,7 @@ from shoal.models.available import explained
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Commit
+from shoal.types.rounds import Commit, Verdict
 from shoal.types.schedule import PromptOrigin, Round
 from shoal.types.stats import Stats
 
@@ -38,6 +38,7 @@ class Batch:
         guides: the guide of rows with guidance, and the expert.
 
     Attributes:
+        drafter_name: the name of the drafter in counts; "" without one.
         plain: knows of which rows nothing but tokens and their probabilities is read.
     """
 
@@ -53,8 +54,9 @@ class Batch:
         guides: Sequence[Guide] = (),
     ) -> None:
         self.target, self.drafter, self.scheduler, self.memory = target, drafter, scheduler, memory
+        self.drafter_name = "" if drafter is None else name_of(drafter)
         self.plain = PlainRows(drafter)
-        self.kept, self.stats, self.clock, self._guides = kept, stats, clock, guides
+        self.kept, self.stats, self.clock, self.guides = kept, stats, clock, guides
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
@@ -124,7 +126,7 @@ class Batch:
         self.stats.prefill_tokens += computed
         self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
         self.stats.seconds_prefill += self.clock() - started
-        for one in self._guides:  # its seconds are in its own counters, as the drafter's are
+        for one in self.guides:  # its seconds are in its own counters, as the drafter's are
             one.prepare(round_.chunks)
         if self.drafter is not None:
             self._tell_drafter(self.drafter, round_, hidden, drafting)
@@ -191,7 +193,7 @@ class Batch:
 
     def _vacate(self, rows: Sequence[Row]) -> None:
         self.scheduler.remove(rows)
-        for one in self._guides:
+        for one in self.guides:
             one.leave(rows)
 
     def restart(self, row: Row, first: Row, seed: int) -> None:
@@ -219,13 +221,38 @@ class Batch:
             return
         if self.kept is not None:
             self.kept.keep(row)
-        for follower in (self.drafter, *self._guides):
+        for follower in (self.drafter, *self.guides):
             if follower is not None:
                 follower.pause([row])
         self.scheduler.pause(row)
         self.stats.pauses += 1
 
     # ── what the caches hold ──────────────────────────────────────────────────────────────────────
+
+    def settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
+        """Restores the invariant: the cache keeps the committed tokens of each row's tree.
+
+        Rows that have ended leave.
+        """
+        kept = verdict.columns([done.tokens for done in commits])
+        for done, columns in zip(commits, kept, strict=True):
+            row, cache = done.row, self.target.cache
+            cache.keep(row.slot, len(row.tokens) - 1 - len(columns), columns)
+        rows = [done.row for done in commits]
+        for one in self.guides:
+            one.keep(rows, kept, scores.faults)
+        if self.kept is not None:
+            self.kept.learn([done for done in commits if done.row not in scores.faults])
+        if self.drafter is not None:
+            self.drafter.observe(rows, scores, verdict)
+        for done in commits:
+            self.scheduler.fairness.serve(done.row, len(done.tokens))
+        ended = [row for row in rows if row.finish_reason]
+        if ended:
+            self.remove([row for row in ended if row.held_at is None])
+            self.hold([row for row in ended if row.held_at is not None])
+        self.zero_faults(scores)
+        self.pause()
 
     @torch.inference_mode()
     def trim(self) -> bool:

@@ -1,21 +1,170 @@
-"""One target pass over the last committed token and the draft tree of every row."""
+"""The stages of a round up to the verdict: drafts, one target pass over them, the rule's decision.
+
+The pass is over the last committed token and the draft tree of every row. Where the rows' settings
+allow it, a round is one captured function instead (`shoal.drafting.captured`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from shoal.drafting.captured import CapturedRounds
+from shoal.drafting.grafting import ForcedTokens
+from shoal.drafting.protocol import DraftInputs, within
+from shoal.engine.accounting import Stopwatch
 from shoal.engine.guide import Guide
+from shoal.engine.running_rows import Batch
 from shoal.errors import BadLogits, ShoalError
+from shoal.lookahead.controller import Controller
 from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Rule
+from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.drawing import finite
 from shoal.sampling.guidance import guided
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
+from shoal.types.rounds import Commit, Verdict
 from shoal.types.trees import Block, DraftTree, Positions, Probes
+
+
+class Stages:
+    """The stages of an engine's rounds: draft, verify, accept.
+
+    Args:
+        batch: the running rows, with the target, the drafter and the guides.
+        lookahead: decides draft lengths.
+        rule: the rule by which drafts are drawn and judged.
+
+    Attributes:
+        uniforms: the uniforms of the rows.
+        captured: the rounds that are one captured function.
+    """
+
+    def __init__(self, batch: Batch, lookahead: Controller, rule: Rule) -> None:
+        self._batch, self._lookahead, self._rule = batch, lookahead, rule
+        self._target, self._drafter = batch.target, batch.drafter
+        self.uniforms = UniformsAhead(rule)
+        self.captured = CapturedRounds(batch.target, batch.drafter, rule)
+        vocab_size = batch.target.vocab_size
+        self._forced = ForcedTokens(lookahead.limit, vocab_size, batch.drafter_name)
+        self._drafting = not lookahead.adaptive  # or if the last round drafted
+        self._gathered = True  # if rows could join before this round
+
+    def gather(self, ended: list[Commit]) -> Sequence[Row]:
+        """Returns the rows of this round; those of a round that was launched ahead, if one was.
+
+        Args:
+            ended: receives rows that end, see `Batch.gather`.
+        """
+        rows: Sequence[Row] = ()
+        if self.captured.is_ahead:
+            rows = self.captured.under_way(self._batch.scheduler.running)
+        self._gathered = not rows
+        return rows or self._batch.gather(ended, drafting=self._drafting)
+
+    def lengths(self, rows: Sequence[Row]) -> Sequence[int]:
+        """Returns the draft length of each row."""
+        lengths = (
+            [0] * len(rows)
+            if self._drafter is None
+            else self._lookahead.lengths(rows, len(self._batch.scheduler.waiting))
+        )
+        self._drafting = max(lengths) > 0 or not self._lookahead.adaptive
+        return lengths
+
+    def decide(
+        self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
+    ) -> tuple[DraftTree, Scores, Verdict]:
+        """Drafts, verifies and accepts.
+
+        If the rows' settings allow it, this is one captured round; otherwise it is one stage after
+        the other. The stages take rows that lie side by side: those of a round that was launched
+        ahead may not, and change their order then (`Scores.positions`).
+        """
+        stop = self._lookahead.shorten if max(lengths) else None
+        decided = self.captured.decide(
+            rows, lengths, partial(self._noise, rows), stop, goes_on=self._goes_on(rows, lengths)
+        )
+        if decided is not None:
+            watch.lap_shares((decided.share, 1 - decided.share, 0.0), between=decided.between)
+            return (
+                decided.tree,
+                scores_of(self._target, rows, decided.tree, decided.logits),
+                decided.verdict,
+            )
+        if not self._gathered:
+            wanted = dict(zip(rows, lengths, strict=True))
+            rows = self._batch.close_up()
+            lengths = [wanted[row] for row in rows]
+        uniforms, tree = self._propose(rows, lengths, watch)
+        watch.lap()
+        tree = self._forced.joined(rows, tree)
+        if tree.forced is not None and (depth := max(map(max, tree.depths))) >= uniforms.shape[1]:
+            uniforms = self._noise(rows, depth + 1).to(self._target.device)
+        scores = verify(self._target, rows, tree, self._batch.guides)
+        watch.lap()
+        verdict = self._rule.decide(tree, scores, uniforms)
+        _ = verdict.lists  # waits for a device
+        watch.lap()
+        return tree, scores, verdict
+
+    def _noise(self, rows: Sequence[Row], positions: int, later: int = 0) -> Tensor:
+        """Returns the uniforms of a round for its rule, [rows, positions, ...], on the host.
+
+        Args:
+            later: the number of rounds from now on to the round.
+        """
+        return self.uniforms.of_round(rows, positions, self._lookahead.adaptive, later)
+
+    def _propose(
+        self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
+    ) -> tuple[Tensor, DraftTree]:
+        """Returns the uniforms of the round, and the trees drawn by them.
+
+        The uniforms are [rows, longest draft + 1, ...].
+        """
+        uniforms = self._noise(rows, max(lengths) + 1).to(self._target.device)
+        watch.planned()
+        if self._drafter is None or not max(lengths):
+            return uniforms, DraftTree.empty(len(rows), uniforms.device)
+        stop = self._lookahead.shorten
+        inputs = DraftInputs(rows, lengths, uniforms, self._rule.draw, stop and watch.timed(stop))
+        return uniforms, within(self._drafter.propose(inputs), inputs)
+
+    def _goes_on(self, rows: Sequence[Row], lengths: Sequence[int]) -> bool:
+        """Returns True if the next round may be launched before the verdict of this one is known.
+
+        Its rows are then these, unless one ends: no row joins. Every other round makes room for
+        rows that wait.
+        """
+        scheduler, controller = self._batch.scheduler, self._lookahead
+        if self._target.captures is None or self._batch.guides or scheduler.prefilling:
+            return False
+        steady = getattr(controller, "steady", False)
+        if not steady and (max(lengths) or getattr(controller, "plain_rounds", 1) < 2):
+            return False
+        full = len(rows) >= scheduler.capacity
+        joins = scheduler.waiting and not (full or self._gathered)
+        return not joins and self._batch.plain.includes(rows)
+
+    def now(self) -> float:
+        """Returns the clock of the stages.
+
+        The clock stands still while prompts are computed for the drafter or a guide, or a round
+        is captured: that time does not recur in the next round.
+        """
+        drafter = self._drafter
+        return (
+            self._batch.clock()
+            - self._target.seconds_building
+            - (0.0 if drafter is None else drafter.seconds_preparing)
+            - sum([one.slots.seconds for one in self._batch.guides])
+        )
 
 
 def verify(

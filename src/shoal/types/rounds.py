@@ -64,6 +64,16 @@ class Verdict:
         table = torch.cat([self.accepted[:, None], self.token[:, None], self.path], dim=1).tolist()
         return [path[:count] for count, _, *path in table], [token for _, token, *_ in table]
 
+    def columns(self, tokens: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Returns the columns that predict each row's committed tokens, which follow its path."""
+        paths, _ = self.lists
+        return [
+            range(len(own))
+            if isinstance(path, range)
+            else [0, *(node + 1 for node in path)][: len(own)]
+            for path, own in zip(paths, tokens, strict=True)
+        ]
+
 
 @dataclass(frozen=True)
 class Outcome:

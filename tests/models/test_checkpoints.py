@@ -111,13 +111,11 @@ def test_any_of_several_eos_ids_ends_an_answer(tmp_path: Path) -> None:
 
 
 QUANTISED: dict[str, dict[str, Any]] = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
     "torchao": {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
 }
-PACKAGES = {"gptq": "optimum", "awq": "gptqmodel", "compressed-tensors": "compressed_tensors"}
+PACKAGES = {"awq": "gptqmodel"}
 """That Transformers asks for, where the method's name is not the package's."""
 
 

@@ -19,17 +19,18 @@ from shoal.models.capabilities import capabilities, keeps_states
 from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.fixed_shapes import make_strict
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
-from shoal.models.gguf.own import own_model
+from shoal.models.gguf.own import ROUNDED, own_model
 from shoal.models.lean.decoder import in_family
 from shoal.models.load_checks import KeptChecks, kept_checks
 from shoal.models.mixers import use_mixers
-from shoal.models.pretrained import causal_config, load_weights
-from shoal.models.quantize import Int8Linear, quantized
+from shoal.models.pretrained import causal_config, load_weights, no_groups
+from shoal.models.quantize import Int8Linear, cannot_save, quantized
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.models.sources import gguf_of
 from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
+from shoal.models.weights.groups import GroupLinear
 from shoal.native.build import missing
 from shoal.types.load_stages import StageWatch, unwatched
 
@@ -173,10 +174,13 @@ def load_runner(
     config = causal_config(source, **hub)
     sharding = _sharding(str(source), config, asked) if asked.tensor_parallel else {}
     kind, why = resolve_dtype(asked.dtype), f"{str(asked.dtype).removeprefix('torch.')}: as asked"
-    if asked.dtype == "auto":
+    groups = _no_groups(config, place, asked)
+    if groups is None and asked.dtype == "auto":
+        why = f"float32: {ROUNDED}"
+    elif asked.dtype == "auto":
         kind, why = _auto_dtype(config, source, place, asked, sharded=bool(sharding))
     with watch("weights"):
-        hf = load_weights(source, config, dtype=kind, **sharding, **hub)
+        hf = load_weights(source, config, groups, dtype=kind, **sharding, **hub)
         known = int(hf.get_output_embeddings().weight.shape[0])
         if asked.kept is not None:
             hf = with_head_of(hf, asked.kept, str(source))
@@ -194,11 +198,31 @@ def load_runner(
     return lead(runner) if sharding else runner
 
 
+def _no_groups(config: Any, place: torch.device, asked: LoadOptions) -> str | None:
+    """Returns the reason why no layers are taken in the groups that a checkpoint has, or None."""
+    obstacles = {
+        f"they compute on a CPU, and {place} is none": place.type != "cpu",
+        f"there are no kernels in C: {missing()}": bool(missing()),
+        f"they compute in float32, and dtype is {asked.dtype}": (
+            resolve_dtype(asked.dtype) not in ("auto", torch.float32)
+        ),
+        "strict": asked.strict,
+        "tensor_parallel": asked.tensor_parallel,
+        f"quantize={asked.quantize!r}": asked.quantize != "off",
+        "compile='off'": asked.compile == "off",
+    }
+    asked_for = next((reason for reason, stands in obstacles.items() if stands), None)
+    return asked_for or no_groups(config)
+
+
 def _packed(hf: Any, asked: LoadOptions, *, sharded: bool) -> tuple[Any, dict[str, str]]:
     """Packs and quantises weights; returns the model and the notes of both choices."""
     plain = asked.strict or not asked.pack or asked.quantize != "off"
     forms = weights.without_packing if plain else weights.by_facts
     order = "sharded" if sharded else weights.lay_out(hf, forms)
+    grouped = sum(isinstance(module, GroupLinear) for module in hf.modules())
+    if grouped:
+        order, hf.save_pretrained = f"{grouped} in groups, others {order}", cannot_save
     hf, how = quantized(hf, asked.quantize, asked.pack and not asked.strict)
     return hf, {"quantize": how, "weights": order}
 

@@ -16,6 +16,7 @@ from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
+from shoal.models.weights import LINEARS
 from shoal.models.weights.groups import GroupLinear, group_matrix_of
 from shoal.native.build import SUFFIXES, missing
 
@@ -110,7 +111,7 @@ def use_lean_passes(runner: Runner) -> None:
         decoder = (
             decoder_of(runner.hf)
             or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
-            or decoder_of(runner.hf, (GroupLinear,), group_matrix_of)
+            or decoder_of(runner.hf, (GroupLinear, *LINEARS), group_matrix_of)
         )
     if decoder is None or decoder.dim > MOST_DIM:
         runner.absent[C_DECODER] = _no_decoder(runner)
@@ -140,7 +141,10 @@ def _no_decoder(runner: Runner) -> str:
         return "the model takes padded blocks only"
     if not runner.can_be_lean:
         return "strict=True"
-    return obstacle(runner.hf) or f"its heads have more than {MOST_DIM} features"
+    return (
+        obstacle(runner.hf, (GroupLinear, *LINEARS))
+        or f"its heads have more than {MOST_DIM} features"
+    )
 
 
 def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:

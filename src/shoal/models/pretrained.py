@@ -11,10 +11,11 @@ the scales beside them. Such checkpoints are refused here by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -22,6 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.gguf.tokenizer import tokenizer_of
+from shoal.models.grouped_checkpoints import PARTS, in_groups, refusal
 from shoal.models.sources import directory_of, gguf_of
 
 INSTEAD = "take the checkpoint that it was made from, which quantize='target=int8' quantises"
@@ -38,22 +40,32 @@ def method_of(config: Any) -> str | None:
     Args:
         config: the model's config from Transformers.
     """
-    found = _quantization(config)
-    if found is None:
+    fields = _quantization(config)
+    if fields is None:
         return None
-    fields = found if isinstance(found, dict) else vars(found)
     name = fields.get("quant_method")
     if name is None and any(fields.get(f"load_in_{bits}bit") for bits in (4, 8)):
         name = "bitsandbytes"
     return str(getattr(name, "value", name or "an unnamed method"))
 
 
-def _quantization(config: Any) -> Any:
-    """Returns the entry about quantised weights, of the model or of its text half."""
+def _quantization(config: Any) -> Mapping[str, Any] | None:
+    """Returns the entry about quantised weights, of the model or of its text half, or None."""
     text = config.get_text_config(decoder=True)
-    return getattr(config, "quantization_config", None) or getattr(
+    entry = getattr(config, "quantization_config", None) or getattr(
         text, "quantization_config", None
     )
+    return entry if entry is None or isinstance(entry, dict) else vars(entry)
+
+
+def no_groups(config: Any) -> str | None:
+    """Returns the reason why the kernels in C do not take a checkpoint's weights; None if they do.
+
+    Args:
+        config: the model's config from Transformers.
+    """
+    method = method_of(config)
+    return "it is not quantised" if method is None else refusal(method, _quantization(config) or {})
 
 
 def require_known_method(source: object, config: Any) -> None:
@@ -130,8 +142,12 @@ def causal_config(source: str | Path, **hub: Any) -> Any:
     return config
 
 
-def load_weights(source: str | Path, config: Any, **options: Any) -> Any:
+def load_weights(source: str | Path, config: Any, groups: str | None = None, **options: Any) -> Any:
     """Returns the model with its weights.
+
+    Args:
+        groups: the reason why the layers of a checkpoint of `shoal.models.grouped_checkpoints` are
+            not taken in groups; None if they are. Features are rounded then if there is no `dtype`.
 
     Raises:
         RequestError: see `from_pretrained`.
@@ -141,6 +157,11 @@ def load_weights(source: str | Path, config: Any, **options: Any) -> Any:
     """
     require_known_method(source, config)
     method = method_of(config)
+    why = f"shoal's own kernels do not take it ({groups}), and " if method in PARTS else ""
+    if groups is None and method is not None:
+        why, exact = "", options["dtype"] == torch.float32
+        ours = in_groups(config, method, _quantization(config) or {}, exact)
+        options |= {"config": ours, "dtype": torch.float32}
     try:
         hf, found = from_pretrained(
             source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
@@ -150,7 +171,7 @@ def load_weights(source: str | Path, config: Any, **options: Any) -> Any:
         if method is None:
             raise
         raise UnsupportedModel(
-            f"{source} was quantised by {method}, and cannot be read here: {error}; {INSTEAD}"
+            f"{source} was quantised by {method}, and cannot be read here: {why}{error}; {INSTEAD}"
         ) from error
     require_no_scales(source, hf, found["unexpected_keys"])
     return hf

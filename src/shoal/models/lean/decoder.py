@@ -174,7 +174,7 @@ def _layer(layer: Any, window: int | None, matrix_of: MatrixOf) -> DecoderLayer:
     ]
     return DecoderLayer(
         _norm(layer.input_layernorm),
-        matrix_of([attention.q_proj, attention.k_proj, attention.v_proj]),
+        matrix_of(_inputs_of(layer)),
         norms[0],
         key_norm=norms[1],
         out=matrix_of([attention.o_proj]),
@@ -184,6 +184,12 @@ def _layer(layer: Any, window: int | None, matrix_of: MatrixOf) -> DecoderLayer:
         down=matrix_of([mlp.down_proj]),
         window=getattr(attention, "sliding_window", window),
     )
+
+
+def _inputs_of(layer: Any) -> list[Any]:
+    """Returns the linear layers of queries, keys and values, which have one matrix."""
+    attention = layer.self_attn
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
 def _norm(module: Any) -> Norm:
@@ -230,6 +236,11 @@ def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
     foreign = next((layer for layer in [*layers, hf.lm_head] if type(layer) not in linears), None)
     if foreign is not None:
         return f"a linear layer is a {type(foreign).__name__}"
+    if any(
+        len({isinstance(each, nn.Linear) for each in _inputs_of(layer)}) > 1
+        for layer in hf.model.layers
+    ):
+        return "its queries, keys and values are stored in several formats"
     if type(hf.model.embed_tokens) is not nn.Embedding:
         return f"its embedding is a {type(hf.model.embed_tokens).__name__}"
     if any(parameter.dtype != hf.dtype for parameter in _floating(hf, linears)):

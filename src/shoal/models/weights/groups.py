@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.models.weights.fusing import starts
+from shoal.models.weights.fusing import matrix_of, starts
 from shoal.models.weights.matrix import PACKED, Matrix, empty
 from shoal.models.weights.panels import PANEL, Panels, filled_up, products
 from shoal.native.build import SUFFIXES
@@ -247,8 +247,13 @@ class GroupLinear(nn.Module):
 
 
 @torch.no_grad()
-def group_matrix_of(layers: Sequence[GroupLinear]) -> GroupMatrix:
-    """Returns the common matrix of layers with the same input, of which they are parts then."""
+def group_matrix_of(layers: Sequence[Any]) -> Matrix:
+    """Returns the common matrix of layers with the same input, of which they are parts then.
+
+    Of a model with some layers in groups, others have a matrix by `fusing.matrix_of`.
+    """
+    if not isinstance(layers[0], GroupLinear):
+        return matrix_of(layers)
     first = layers[0].matrix
     if first.shape[0] == sum(layer.out_features for layer in layers) and all(
         layer.matrix is first and layer.start == start

@@ -1,0 +1,122 @@
+"""Checkpoints in groups of whole numbers, written as GPTQ and compressed-tensors do, with the model that their weights mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from shoal.testing import tiny_tokenizer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How weights are stored; `size` is the inputs of a group, 0 for a group an output."""
+
+    method: str
+    bits: int = 8
+    size: int = 32
+    symmetric: bool = True
+    form: str = "pack-quantized"
+    scales: torch.dtype = torch.float16
+
+    @property
+    def name(self) -> str:
+        zeros = "symmetric" if self.symmetric else "asymmetric"
+        return f"{self.method}-{self.form}-{self.bits}-{self.size or 'channel'}-{zeros}-{str(self.scales)[6:]}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        if self.method == "gptq":
+            return {
+                "quant_method": "gptq", "bits": self.bits, "group_size": self.size or -1, "desc_act": False, "sym": self.symmetric,
+                "checkpoint_format": self.form,
+            }  # fmt: skip
+        weights = {
+            "num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": "group" if self.size else "channel",
+            "group_size": self.size or None,
+        }  # fmt: skip
+        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors", "format": self.form, "quantization_status": "compressed", "ignore": ["lm_head"],
+            "config_groups": {"group_0": scheme},
+        }  # fmt: skip
+
+
+def in_words(numbers: Tensor, bits: int) -> Tensor:
+    """Rows of numbers in words of 32 bits, the lowest bits first; those that fill the last word up are 0."""
+    each = 32 // bits
+    filled = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % each)).unflatten(1, (-1, each))
+    return (filled << torch.arange(each) * bits).sum(-1).to(torch.int32)  # the highest bit is the sign
+
+
+def quantised(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers [out, in] and zero points [out, groups] without a sign, scales [out, groups], and the weights that they mean."""
+    wide = weight.float().view(len(weight), -1, layout.size or weight.shape[1])
+    top, middle = (1 << layout.bits) - 1, 1 << layout.bits - 1
+    if layout.symmetric:
+        scales = (wide.abs().amax(-1) / (middle - 1)).to(layout.scales)
+        zeros = torch.full_like(scales, middle, dtype=torch.long)
+    else:
+        low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
+        scales = ((high - low) / top).to(layout.scales)
+        zeros = (-low / scales.float()).round().long().clamp(0, top)
+    numbers = ((wide / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, top).long()
+    meant = (numbers - zeros[..., None]) * scales.float()[..., None]
+    return numbers.view(weight.shape), zeros, scales, meant.view(weight.shape)
+
+
+def gptq_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    inputs, less = numbers.shape[1], int(layout.form == "gptq")
+    return {
+        "qweight": in_words(numbers, layout.bits).t().contiguous(),
+        "qzeros": in_words((zeros.t() - less) % (1 << layout.bits), layout.bits),
+        "scales": scales.t().contiguous(),
+        "g_idx": (torch.arange(inputs) // (layout.size or inputs)).to(torch.int32),
+    }
+
+
+def compressed_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    middle, parts = 1 << layout.bits - 1, {"weight_scale": scales}
+    if layout.form == "pack-quantized":
+        parts |= {"weight_packed": in_words(numbers, layout.bits), "weight_shape": torch.tensor(numbers.shape)}
+    else:
+        parts["weight"] = (numbers - middle).to(torch.int8)
+    if not layout.symmetric:
+        packed = layout.form == "pack-quantized"
+        parts["weight_zero_point"] = (
+            in_words(zeros.t(), layout.bits).t().contiguous() if packed else (zeros - middle).to(torch.int8)
+        )
+    return parts
+
+
+def write_grouped(
+    place: Path, model: Any, layout: Layout, takes: Callable[[str], bool] = lambda name: "lm_head" not in name
+) -> Any:
+    """Writes the checkpoint of a model, which gets the weights that are stored. Returns the model.
+
+    Args:
+        takes: True for the names of the linear layers that are quantised.
+    """
+    write = gptq_parts if layout.method == "gptq" else compressed_parts
+    stored: dict[str, Tensor] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and takes(name):
+            numbers, zeros, scales, meant = quantised(layer.weight.detach(), layout)
+            layer.weight.data = meant
+            stored |= {f"{name}.{part}": each for part, each in write(layout, numbers, zeros, scales).items()}
+            stored |= {f"{name}.weight": stored.get(f"{name}.weight", torch.empty(0))}
+    model.save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    tensors = load_file(place / "model.safetensors") | stored
+    kept = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((place / "config.json").read_text()) | {"quantization_config": layout.config}
+    (place / "config.json").write_text(json.dumps(config))
+    return model

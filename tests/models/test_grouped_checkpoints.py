@@ -1,0 +1,249 @@
+"""GPTQ and compressed-tensors checkpoints in 8 and 4 bits on the kernels in C: weights without loss, ids and perplexity of the
+unpacked model, and what is refused.
+
+Tests of: models.grouped_checkpoints, models.pretrained, models.loading.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import shoal
+from grouped_files import Layout, write_grouped
+from native_kernels import needs_compiler
+from shoal.errors import UnsupportedModel
+from shoal.integrations.loglikelihoods import token_logprobs
+from shoal.models import formats
+from shoal.models.weights.groups import GroupLinear
+from shoal.testing import tiny_model
+from shoal.testing.tiny import fill
+
+pytestmark = needs_compiler
+by_no_package = pytest.mark.skipif(
+    any(find_spec(name) for name in ("compressed_tensors", "gptqmodel")), reason="a package of Transformers may read them"
+)
+PROMPTS = ([5, 9, 70, 33, 12], [7], [40, 41, 42, 40, 41, 42, 40, 41])
+COMPRESSED = "compressed-tensors"
+LAYOUTS = (
+    Layout(COMPRESSED),
+    Layout(COMPRESSED, size=0, scales=torch.bfloat16),
+    Layout(COMPRESSED, size=64, symmetric=False),
+    Layout(COMPRESSED, size=0, symmetric=False, form="int-quantized", scales=torch.bfloat16),
+    Layout(COMPRESSED, size=16, form="int-quantized"),
+    Layout(COMPRESSED, 4, symmetric=False),
+    Layout("gptq", size=64, form="gptq"),
+    Layout("gptq", symmetric=False, form="gptq"),
+    Layout("gptq", size=0, symmetric=False, form="gptq_v2"),
+    Layout("gptq", 4, size=16, form="gptq"),
+)
+IN_ALL = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+
+
+def model_of(family: str = "llama", **options: Any) -> Any:
+    """Weights of a size at which features in 16 bits a group move no logit past another."""
+    made = tiny_model(family, hidden_size=64, intermediate_size=128, **options)
+    fill(made, 0, std=0.2)
+    return made
+
+
+@torch.inference_mode()
+def greedy(hf: Any, ids: list[int], count: int) -> list[int]:
+    made = hf.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)
+    return made[0, len(ids) :].tolist()
+
+
+def edited(place: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(place / "model.safetensors")
+    change(tensors)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+
+
+def dense(layer: GroupLinear) -> Tensor:
+    return layer.matrix.dense()[layer.start : layer.start + layer.out_features]
+
+
+@IN_ALL
+def test_weights_ids_and_perplexity_are_those_of_the_unpacked_model(layout: Layout, tmp_path: Path) -> None:
+    stock = write_grouped(tmp_path, model_of("qwen2" if layout.bits == 4 else "llama"), layout)
+    text = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    with torch.inference_mode():
+        logprobs = stock(torch.tensor([text])).logits[0].log_softmax(-1)
+    right = logprobs[torch.arange(59), text[1:]].mean()
+    with shoal.load(tmp_path, "suffix") as model:
+        assert model.loaded["target"]["passes"] == "C layers"  # tests pack no floats
+        assert model.loaded["target"]["weights"].startswith("14 in groups")
+        layers = {n: m for n, m in model.target.hf.named_modules() if isinstance(m, GroupLinear)}
+        assert len(layers) == 14
+        for name, layer in layers.items():
+            assert torch.equal(dense(layer), stock.get_submodule(name).weight)
+        for lookahead in ("off", 3):
+            found = model.generate(PROMPTS, 3, temperature=0, max_new_tokens=24, eos=(), lookahead=lookahead)
+            assert set(found.stats.executors["target"]) == {"C layers"}
+            assert (found.stats.drafted > 0) is (lookahead == 3)
+            for prompt, output in zip(PROMPTS, found, strict=True):
+                assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 3
+        (ours,) = token_logprobs(model.target, [(text[:1], text[1:])])
+        assert sum(ours) / 59 == pytest.approx(float(right), abs=2e-4)
+
+
+def test_layers_in_groups_and_a_head_in_floats_make_one_call_of_the_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset({torch.float32})))
+    stock = write_grouped(tmp_path, model_of(), LAYOUTS[0])
+    with shoal.load(tmp_path, "self:int4") as model:
+        assert model.loaded["target"]["passes"] == "C decoder"
+        found = model.generate(PROMPTS, 3, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
+        assert set(found.stats.executors["target"]) == {"C decoder"}
+        assert 0 < found.stats.accepted < found.stats.drafted
+    for prompt, output in zip(PROMPTS, found, strict=True):
+        assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 3
+
+
+def test_a_family_of_modules_has_its_layers_in_groups(tmp_path: Path) -> None:
+    """Another family than the decoder's: its modules compute by the same groups."""
+    stock = write_grouped(tmp_path, model_of("olmo2"), LAYOUTS[2])
+    with shoal.load(tmp_path, "suffix") as model:
+        assert model.loaded["target"]["weights"].startswith("14 in groups")
+        found = model.generate(PROMPTS, 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
+    for prompt, output in zip(PROMPTS, found, strict=True):
+        assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 2
+
+
+def test_queries_in_groups_and_keys_in_floats_are_computed_by_the_modules(tmp_path: Path) -> None:
+    stock = write_grouped(tmp_path, model_of(), LAYOUTS[0], lambda name: "lm_head" not in name and "k_proj" not in name)
+    with shoal.load(tmp_path, "suffix") as model:
+        assert model.target.absent["C decoder"] == "its queries, keys and values are stored in several formats"
+        found = model.generate(PROMPTS, 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
+    for prompt, output in zip(PROMPTS, found, strict=True):
+        assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 2
+
+
+def test_features_stay_in_float32_where_that_is_asked_for(tmp_path: Path) -> None:
+    stock, logits = write_grouped(tmp_path, model_of(), LAYOUTS[0]), []
+    for options, why in (({}, "16 bits"), ({"dtype": "float32"}, "as asked")):
+        with shoal.load(tmp_path, **options) as model:
+            assert why in model.target.notes["dtype"]
+            layers = [each for each in model.target.hf.modules() if isinstance(each, GroupLinear)]
+            assert {layer.matrix.exact for layer in layers} == {bool(options)}
+            logits.append(model.target.plain_logits(torch.tensor([PROMPTS[0]])).detach())
+    assert 0 < float((logits[0] - logits[1]).abs().max()) < 1e-3
+    with torch.inference_mode():
+        torch.testing.assert_close(logits[1], stock(torch.tensor([PROMPTS[0]])).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_quantised_head_and_a_quantised_drafter(tmp_path: Path) -> None:
+    layout = Layout("gptq", form="gptq")
+    stock = write_grouped(tmp_path / "target", model_of(), layout, lambda _name: True)
+    write_grouped(tmp_path / "drafter", model_of(layers=1), layout, lambda _name: True)
+    with shoal.load(tmp_path / "target", tmp_path / "drafter") as model:
+        assert model.loaded["target"]["passes"] == model.loaded["draft"]["passes"] == "C decoder"
+        found = model.generate(PROMPTS, 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
+    assert found.stats.drafted > 0
+    for prompt, output in zip(PROMPTS, found, strict=True):
+        assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 2
+
+
+def written(place: Path, layout: Layout, **fields: Any) -> Path:
+    """A checkpoint whose quantization_config, or the only scheme of it, says something else."""
+    write_grouped(place, model_of(), layout)
+    config = json.loads((place / "config.json").read_text())
+    entry = config["quantization_config"]
+    scheme = entry.get("config_groups", {}).get("group_0", {})
+    for name, value in fields.items():
+        owner = next((each for each in (scheme.get("weights", {}), scheme) if name in each), entry)
+        owner[name] = value
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+@by_no_package
+@pytest.mark.parametrize(
+    ("layout", "fields", "reason"),
+    [
+        (0, {"input_activations": {"num_bits": 8, "type": "int"}}, "W8A8: its input_activations are quantised too"),
+        (0, {"strategy": "tensor"}, "scales are by tensor"),
+        (0, {"num_bits": 6}, "int of 6 bits"),
+        (0, {"type": "float"}, "float of 8 bits"),
+        (0, {"format": "marlin-24"}, "format is marlin-24"),
+        (0, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (0, {"quantization_status": "frozen"}, "quantization_status is frozen"),
+        (0, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        (6, {"bits": 3}, "3 bits"),
+        (6, {"checkpoint_format": "marlin"}, "marlin is another order"),
+    ],
+)
+def test_other_forms_are_refused_by_name_with_advice(
+    layout: int, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    place, method = written(tmp_path, LAYOUTS[layout], **fields), LAYOUTS[layout].method
+    with pytest.raises(UnsupportedModel, match=rf"quantised by {method}, and cannot be read here: .*{reason}.*quantize="):
+        shoal.load(place)
+
+
+@by_no_package
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "they compute in float32, and dtype"),
+        ({"strict": True}, "strict"),
+        ({"compile": "off"}, "compile='off'"),
+    ],
+)
+def test_options_that_the_groups_do_not_take_are_named(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write_grouped(tmp_path, model_of(), LAYOUTS[0])
+    with pytest.raises(UnsupportedModel, match=rf"do not take it \({reason}.*compressed"):
+        shoal.load(tmp_path, **options)
+
+
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "reason"),
+    [
+        (7, lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].flip(0).clone()), f"of its {Q} .*act-order"),
+        (6, lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:, :8].clone()}), f"of its {Q} the weights are .* scales"),
+        (6, lambda t: t.pop(f"{Q}.qzeros"), f"of its {Q} the tensors are not all there"),
+        (0, lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, :9].clone()}), "no whole number"),
+        (0, lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:1, :1].flatten()}), "by group or by channel"),
+        (0, lambda t: t.update({"model.norm.weight_scale": torch.ones(1)}), "linear layers only, and its model.norm"),
+        (0, lambda t: [t.pop(name) for name in list(t) if "scale" in name], "it holds no weight_scale"),
+    ],
+)
+def test_tensors_that_the_kernels_do_not_know_are_refused(
+    layout: int, change: Callable[[dict[str, Tensor]], None], reason: str, tmp_path: Path
+) -> None:
+    write_grouped(tmp_path, model_of(), LAYOUTS[layout])
+    edited(tmp_path, change)
+    with pytest.raises(UnsupportedModel, match=reason):
+        shoal.load(tmp_path)
+
+
+def test_groups_of_inputs_that_the_kernels_cannot_part_are_refused(tmp_path: Path) -> None:
+    write_grouped(tmp_path, model_of(), Layout(COMPRESSED, size=8))
+    with pytest.raises(UnsupportedModel, match="a group has 8 inputs, no multiple of 16"):
+        shoal.load(tmp_path)
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_refused_where_it_is_quantised(tmp_path: Path) -> None:
+    write_grouped(tmp_path, model_of(), LAYOUTS[0], lambda _name: True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="head is tied"):
+        shoal.load(tmp_path)
+
+
+def test_a_checkpoint_in_groups_cannot_be_saved(tmp_path: Path) -> None:
+    write_grouped(tmp_path, model_of(), LAYOUTS[0])
+    with shoal.load(tmp_path) as model, pytest.raises(shoal.RequestError, match="cannot be saved"):
+        model.target.hf.save_pretrained(tmp_path / "again")

@@ -22,7 +22,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 394,
-    "lines": 83_490,
+    "lines": 83_539,
     "short modules": 4,
     "long modules": 1,
     "long functions": 6,

@@ -230,3 +230,51 @@ def test_max_tokens_cuts_the_second_call_and_leaves_the_first(name: str, choice:
             assert response.count('"name":"weather"') >= 1, response
             assert '"name":"time","arguments"' not in response
             assert "incomplete" in response
+
+
+CALL = '{"name": "time", "arguments": {"zone": 1}}'
+XML = "<function=time>\n<parameter=zone>\n1\n</parameter>\n</function>"
+INVOKE = '<invoke name="time">\n<parameter name="zone">1</parameter>\n</invoke>'
+IRREGULAR = [
+    ("hermes", 'a <tool_call>{"name": "time", "arguments": "{\\"zone\\": 1}"}</tool_call>', "a", [ONE]),  # a text of JSON
+    ("hermes", '<tool_call>{"name": "time", "arguments": null}</tool_call>', "", [("time", {})]),
+    ("hermes", f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>\n<tool_call>{CALL}", "", [ONE] * 3),  # two between one pair of marks
+    ("hermes", f"<tool_call>\n{CALL}\n{CALL[:20]}", "", [ONE]),
+    ("llama json", f"{CALL}; {CALL[:20]}", "", [ONE]),
+    ("llama json", f'{CALL}\n{{"a": 1}}', '{"a": 1}', [ONE]),
+    ("qwen", f"Sure.\n{XML}\n</tool_call>", "Sure.", [ONE]),  # without its opening, as Qwen3-Coder often writes
+    ("qwen", f"Sure.\n{XML}\n{XML}", "Sure.", [ONE, ONE]),
+    ("qwen", f"<tool_call>{XML}\n</tool_call>{XML}\n</tool_ca", "", [ONE, ONE]),
+    ("qwen", f"{XML} done", " done", [ONE]),
+    ("qwen", f"{XML}\n<function=weather>\n<param", "", [ONE]),
+    ("minimax", f"Sure.\n{INVOKE}\n</minimax:tool_call>", "Sure.", [ONE]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "calls"), IRREGULAR)
+def test_calls_that_are_not_quite_as_the_template_has_them(form: str, text: str, shown: str, calls: list[Any]) -> None:
+    for size in (1, 2, 5, 1000):
+        assert read(FORMS[form], text, size) == (shown, calls), size
+
+
+@pytest.mark.parametrize(("form", "text"), [
+    ("hermes", '<tool_call>{"name": ["time"], "arguments": {}}</tool_call> x'),
+    ("llama json", '{"name": {"a": 1}, "parameters": {}}'),
+    ("hermes", '<tool_call>{"name": "time", "arguments": "1"}</tool_call> x'),
+    ("hermes", '<tool_call>{"name": "time", "arguments": "[1]"}</tool_call> x'),
+    ("qwen", "<function= is XML, and so is <function=nope>."), ("qwen", "a <function=tim"),
+])  # fmt: skip
+def test_what_looks_like_a_call_and_is_none_is_text(form: str, text: str) -> None:
+    for size in (1, 2, 5, 1000):
+        assert read(FORMS[form], text, size) == (text, []), size
+
+
+def test_stop_strings_leave_calls_without_their_opening_alone() -> None:
+    said = f"So: {XML}\n</tool_call> zone"
+    tokenizer = tokenizer_of("qwen", "text")
+    model = scripted(speaks(said, tokenizer=tokenizer), len(tokenizer), 2048)
+    with served(Shoal(model, model, tokenizer), chat_template="{# " + TEMPLATES["qwen"] + " #}" + BODY) as server:
+        body = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME], "stop": ["zone", "1"]}
+        choice = server.post("/v1/chat/completions", prompt=None, **body).json()["choices"][0]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"zone": 1}
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("So:", "tool_calls")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from shoal.serve.tool_calls import Call, CallRules
@@ -17,6 +18,7 @@ from shoal.serve.written_calls import (
     MAY_BE_LISTED,
     json_elements,
     json_members,
+    object_text,
     written_calls,
 )
 
@@ -171,6 +173,15 @@ def _elements(text: str, call: str) -> str:
     return ""
 
 
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the longest beginning of a mark that a text ends with."""
+    first, longest = {mark[0] for mark in marks}, max(map(len, marks))
+    for at in range(max(len(text) - longest + 1, 0), len(text)):
+        if text[at] in first and any(mark.startswith(text[at:]) for mark in marks):
+            return len(text) - at
+    return 0
+
+
 class CallReader:
     """A reader that takes one sample's text piece by piece, and separates calls from other text.
 
@@ -183,6 +194,8 @@ class CallReader:
 
     def __init__(self, rules: CallRules) -> None:
         self._rules, self._format = rules, rules.format
+        self._openings = (rules.format.opening, *rules.starts)
+        self._opening_of = re.compile("|".join(map(re.escape, self._openings))).search
         self._waiting, self._blank = "", ""
         self._enter("", "")
         self._inside, self._at_start = rules.forced and not rules.begins, True
@@ -210,7 +223,7 @@ class CallReader:
                 break
             done, calls = self._inside_step(ended)
             found += [*calls, done]
-            if self._inside:
+            if self._inside and not calls:
                 break
         shown: list[str | Call] = []
         for i, piece in enumerate(found):  # the last one is a text
@@ -228,22 +241,22 @@ class CallReader:
         opening, text = self._format.opening, self._waiting
         if not opening:
             return self._before_list(ended)
-        start = text.find(opening)
+        found = self._opening_of(text)
         bare = (
             self._format.bare
             and self._at_start
             and text.lstrip()[:1] == ("[" if self._format.listed else "{")
         )
-        if start >= 0 and not (bare and text.lstrip()[: len(opening)] != opening):
-            self._enter(opening, text[start + len(opening) :])
-            return text[:start]
+        if found and not (bare and text[: found.start()].strip()):
+            raw = found[0] if found[0] == opening else ""
+            self._enter(raw, text[found.start() + len(raw) :])
+            return text[: found.start()]
         if bare and (ended or not opening.startswith(text.lstrip())):
             self._enter("", text)
             return ""
         if self._at_start and not text.strip() and not ended:
             return ""
-        sizes = range(min(len(opening) - 1, len(text)), 0, -1)
-        kept = next((k for k in sizes if opening.startswith(text[-k:])), 0)
+        kept = _begun(text, self._openings)
         if ended:
             begun = kept if self._called else 0  # behind a call another one
             text, kept = text[: len(text) - begun], 0
@@ -284,6 +297,10 @@ class CallReader:
             return self._refused(size), []
         rest = text[size:]
         blanks = rest.lstrip()
+        if closing and not self._format.bare and blanks[:1] == "{":  # between the same marks
+            self._enter("", blanks)
+            self._called = True
+            return "", calls
         cut = ended and closing.startswith(blanks)  # of the closing there is the beginning at most
         self._leave("" if cut else blanks.removeprefix(closing) if closing else rest)
         return "", calls
@@ -300,7 +317,7 @@ class CallReader:
             if calls is not None:
                 self._leave("")
                 return "", calls
-        if self._rules.forced or (cut and self._raw and (body or self._called)):
+        if self._rules.forced or (cut and (self._called or (self._raw and body))):
             self._waiting, self._inside = "", False
             return "", []
         return self._refused(end or 0), []
@@ -314,7 +331,9 @@ class CallReader:
         whole = whole_calls(form, text, closing) if ends is None else text[: ends[0]]
         found = written_calls(form, whole, self._rules.schemas)
         if ends is None:
-            self._leave("")
+            bare = not (self._raw or self._rules.forced) and text.startswith(self._rules.starts)
+            rest = text[len(whole) :] if whole and bare else ""
+            self._leave("" if closing.startswith(rest.strip()) else rest)
         elif found is None:
             return self._refused(ends[1]), []
         else:
@@ -343,13 +362,15 @@ class CallReader:
         given, written = (value, json_elements(text)) if listed else ([value], [text])
         calls = []
         for one, own in zip(given, written, strict=True):
-            if not isinstance(one, dict) or one.get("name") not in self._rules.names:
+            name = one.get("name") if isinstance(one, dict) else None
+            if not isinstance(name, str) or name not in self._rules.names:
                 return None
             fields = (self._format.arguments, "arguments", "parameters")
-            field = next((name for name in fields if name in one), None)
-            if field is not None and not isinstance(one[field], dict):
+            field = next((field for field in fields if one.get(field) is not None), None)
+            arguments = None if field is None else object_text(one[field], json_members(own)[field])
+            if field is not None and arguments is None:
                 return None
-            calls.append(Call(one["name"], "{}" if field is None else json_members(own)[field]))
+            calls.append(Call(name, arguments or "{}"))
         return calls or None
 
     def _without_margins(self, shown: str, ended: bool) -> str:

@@ -30,6 +30,7 @@ class CallFormat(NamedTuple):
         behind: the text behind the last forced call; empty if there is only one.
         form: the form of the text behind the opening, see `written_calls`; empty for JSON.
         inner: further marks of the form, which may be special tokens.
+        start: the text before a tool's name where a model leaves the opening out; empty for none.
     """
 
     opening: str
@@ -42,6 +43,7 @@ class CallFormat(NamedTuple):
     behind: str = ""
     form: str = ""
     inner: str = ""
+    start: str = ""
 
 
 HERMES = CallFormat(
@@ -69,7 +71,8 @@ which stand in a channel."""
 
 
 def _written(form: str, opening: str, closing: str, inner: str = "", blank: str = "") -> CallFormat:
-    return CallFormat(opening, closing, "", False, False, opening + blank, form=form, inner=inner)
+    found = CallFormat(opening, closing, "", False, False, opening + blank, form=form, inner=inner)
+    return found._replace(start={"xml": "<function=", "invoke": '<invoke name="'}.get(form, ""))
 
 
 WRITTEN = {
@@ -137,6 +140,12 @@ class CallRules:
         return self.format.begun if self.forced and not self.reasons else ""
 
     @property
+    def starts(self) -> tuple[str, ...]:
+        """The texts that calls begin with where a model leaves the opening out."""
+        start, end = self.format.start, {"xml": ">", "invoke": '"'}.get(self.format.form, "")
+        return tuple(f"{start}{name}{end}" for name in self.names) if start else ()
+
+    @property
     def unstopped(self) -> tuple[tuple[str, str], ...]:
         """The calls of a text, as `Request.unstopped` has them."""
         own = self.format
@@ -146,7 +155,8 @@ class CallRules:
             return ((rf"\A{LISTED.pattern}", ""),)
         bare = r"\A\s*\[?\s*\{\s*\"name\""
         ends = own.closing if own is HERMES or own.form else ""  # others close calls by any mark
-        return ((re.escape(own.opening), ends), *(((bare, ""),) if own.bare else ()))
+        started = ((re.escape(one), own.closing) for one in self.starts)
+        return ((re.escape(own.opening), ends), *started, *(((bare, ""),) if own.bare else ()))
 
     @property
     def begins(self) -> str:

@@ -216,3 +216,21 @@ def _past_blanks(text: str, at: int) -> int:
     found = BLANKS.match(text, at)
     assert found is not None
     return found.end()
+
+
+def object_text(value: Any, written: str) -> str | None:
+    """Returns the text of arguments that are an object, or a text of one, as in histories of calls.
+
+    Args:
+        value: the arguments.
+        written: the arguments as the model wrote them.
+
+    Returns:
+        None for other arguments.
+    """
+    if not isinstance(value, str):
+        return written if isinstance(value, dict) else None
+    try:
+        return value if isinstance(DECODER.decode(value), dict) else None
+    except (ValueError, RecursionError):
+        return None

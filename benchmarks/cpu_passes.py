@@ -26,7 +26,7 @@ from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
 from shoal.models.loading import LoadOptions, bundled, load_runner
-from shoal.models.passes import use_lean_passes
+from shoal.models.passes import use_lean_passes, use_padded_attention
 from shoal.models.pretrained import load_tokenizer
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
@@ -41,7 +41,7 @@ def runner_for(way: str, source: str | Path, dtype: str) -> Runner:
     if way == WAYS[2]:
         use_lean_passes(made)
     else:
-        made.use_attention("pad", instead_of="auto")
+        use_padded_attention(made)
     error = largest_error(made)
     if not error <= tolerance(made):
         raise SystemExit(f"{way}: logits diverge by {error:.3g} nats; no times")

@@ -43,7 +43,7 @@ def unified(model: GgufModel, slots: int, room: int) -> Any:
 def alone(model: GgufModel, row: list[int]) -> Tensor:
     """The logits of a row's tokens behind its prompt, [tokens, vocab], a token a pass."""
     runner = GgufRunner(model, "")
-    runner.reserve(1, LENGTH + DRAFTS + 1)
+    runner.memory.reserve(1, LENGTH + DRAFTS + 1)
     runner.feed([0], torch.tensor([row[:PROMPT]]), [PROMPT], want_logits=False)
     return torch.cat([runner.feed([0], torch.tensor([[token]]), [1])[0].clone() for token in row[PROMPT:]])
 
@@ -51,7 +51,7 @@ def alone(model: GgufModel, row: list[int]) -> Tensor:
 def in_company(model: GgufModel, rows: list[list[int]]) -> list[Tensor]:
     """The same logits of all rows, from ragged passes in which some drafts are rejected."""
     runner, draw = GgufRunner(model, ""), random.Random(0)
-    runner.reserve(len(rows), LENGTH + DRAFTS + 1)
+    runner.memory.reserve(len(rows), LENGTH + DRAFTS + 1)
     runner.feed(
         list(range(len(rows))), torch.tensor([row[:PROMPT] for row in rows]), [PROMPT] * len(rows), want_logits=False
     )

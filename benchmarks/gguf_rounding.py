@@ -36,7 +36,7 @@ def logprobs(file: Path, options: dict[str, Any], tokens: int) -> tuple[Tensor, 
     with shoal.load(file, **options) as model:
         ids = torch.tensor([model.tokenizer(TEXT.read_text("utf-8"))["input_ids"][:tokens]])
         runner = model.target
-        runner.reserve(1, ids.shape[1])
+        runner.memory.reserve(1, ids.shape[1])
         blocks = [runner.feed([0], block, [block.shape[1]])[0].double() for block in ids.split(BLOCK, 1)]
         return ids[0], torch.cat(blocks).log_softmax(-1)
 

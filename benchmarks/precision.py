@@ -90,16 +90,16 @@ def product_table(repeats: int) -> Table:
 def a_pass(model: Runner, rows: int, positions: int) -> Callable[[], float]:
     """A function that makes one pass over a filled cache, leaves the cache as it was, and returns the milliseconds."""
     runner, slots = model.fork(), range(rows)
-    runner.reserve(rows, CONTEXT + positions)
+    runner.memory.reserve(rows, CONTEXT + positions)
     runner.feed(slots, torch.ones(rows, CONTEXT, dtype=torch.long), [CONTEXT] * rows, want_logits=False)
     tokens = torch.ones(rows, positions, dtype=torch.long)
 
     def run() -> float:
-        runner.take_counters()
+        runner.counts.take()
         runner.feed(slots, tokens, [positions] * rows)
         for slot in slots:
             runner.cache.rollback(slot, CONTEXT)
-        return 1000 * runner.take_counters()[1]
+        return 1000 * runner.counts.take()[1]
 
     return run
 

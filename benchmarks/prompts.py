@@ -99,10 +99,10 @@ def _filled(model: Runner, case: Case, layout: str) -> Runner:
     runner, own = model.fork(), case.tail + case.q
     prefix = Prefix(0, case.length)
     if layout == "shared":
-        runner.reserve(case.rows, own, case.length)
+        runner.memory.reserve(case.rows, own, case.length)
         _write(runner, Plan([], [0], [case.length], runner.device, into=prefix), seed=0)
     else:
-        runner.reserve(case.rows, case.length + own)
+        runner.memory.reserve(case.rows, case.length + own)
         _write(runner, Plan([0], [0], [case.length], runner.device), seed=0)
     for slot in range(case.rows):
         if layout == "shared":

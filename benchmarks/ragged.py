@@ -39,19 +39,19 @@ def mixes(rows: int) -> dict[str, list[int]]:
 def a_pass(model: Runner, lengths: list[int], positions: int) -> Callable[[], tuple[float, torch.Tensor]]:
     """A function that makes one pass over a filled cache, leaves it as it was, and returns milliseconds and logits."""
     runner, slots = model.fork(), range(len(lengths))
-    runner.reserve(len(lengths), max(lengths) + positions)
+    runner.memory.reserve(len(lengths), max(lengths) + positions)
     generator = torch.Generator().manual_seed(0)
     fill = torch.randint(runner.vocab_size, (len(lengths), max(lengths)), generator=generator)
     runner.feed(slots, fill, lengths, want_logits=False)
     tokens = fill[:, :positions]
 
     def run() -> tuple[float, torch.Tensor]:
-        runner.take_counters()
+        runner.counts.take()
         logits = runner.feed(slots, tokens, [positions] * len(lengths))
         assert logits is not None
         for slot, length in zip(slots, lengths, strict=True):
             runner.cache.rollback(slot, length)
-        return 1000 * runner.take_counters()[1], logits
+        return 1000 * runner.counts.take()[1], logits
 
     return run
 

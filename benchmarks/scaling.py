@@ -106,7 +106,7 @@ def prepared_pass(runner: Runner, rows: int, q: int, context: int, shared: bool 
     Positions beyond the model's own context are computed like its last.
     """
     prefix = Prefix(0, context) if shared else None
-    runner.reserve(rows, q + (0 if shared else context), context if shared else 0)
+    runner.memory.reserve(rows, q + (0 if shared else context), context if shared else 0)
     for slot in range(rows):
         runner.cache.enter(slot, prefix)
         runner.cache.lengths[slot] = context

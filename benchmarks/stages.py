@@ -26,7 +26,7 @@ from shoal.drafting import model as draft_model
 from shoal.engine import engine, logprobs
 from shoal.models import runner
 from shoal.models.cache import slots
-from shoal.models.lean.whole import LeanSteps
+from shoal.models.lean.steps import LeanSteps
 from shoal.models.runner import Runner
 from shoal.sampling import acceptance, scores
 from shoal.types.stats import Stats
@@ -71,13 +71,13 @@ def stopwatches(seconds: defaultdict[str, float], calls: Counter[str]) -> Iterat
 def pass_ms(model: Runner, n: int, context: int = 128, repeats: int = 40) -> float:
     """Median milliseconds of one model's forward call over one token of each of n rows."""
     runner, slots = model.fork(), range(n)
-    runner.reserve(n, context + 1)
+    runner.memory.reserve(n, context + 1)
     runner.feed(slots, torch.ones(n, context, dtype=torch.long, device=runner.device), [context] * n)
     times = []
     for _ in range(repeats):
-        runner.take_counters()
+        runner.counts.take()
         runner.feed(slots, torch.ones(n, 1, dtype=torch.long, device=runner.device), [1] * n)
-        times.append(1000 * runner.take_counters()[1])
+        times.append(1000 * runner.counts.take()[1])
         for slot in slots:
             runner.cache.rollback(slot, context)
     return median(times)

@@ -44,7 +44,7 @@ def prepared(hf: Any, attention: str, fused: bool, starts: Sequence[int], room: 
     if fused:
         use_fused_layers(runner)
     runner = runner.fork()
-    runner.reserve(len(starts), max(starts) + room)
+    runner.memory.reserve(len(starts), max(starts) + room)
     for slot, start in enumerate(starts):
         tokens = torch.randint(runner.vocab_size, (1, start), device=runner.device)
         runner.feed([slot], tokens, [start], want_logits=False)

@@ -96,12 +96,12 @@ def recorded(events: Any, device: torch.device) -> list[Interval]:
 def switch(pair: Shoal) -> Callable[[str], None]:
     """A function that lets both models of the pair compute in a way from now on."""
     models = [model for model in (pair.target, pair.draft_model) if model is not None]
-    layers = [model.fused_layers for model in models]
+    layers = [model.bridge.layers for model in models]
 
     def use(way: str) -> None:
         executor, wanted = WAYS[pair.target.device.type][way]
         for model, own in zip(models, layers, strict=True):
-            model.fused_layers = own if wanted else None
+            model.bridge.layers = own if wanted else None
             model.capture_rounds(executor)
 
     return use

@@ -596,7 +596,7 @@ def test_peak_memory_is_what_weights_and_caches_come_to() -> None:
     bundled = load(max_batch=2, quantize="off")
     runners = [bundled.target, bundled.draft_model]
     ids, weights = POOL[0], sum(runner.parameter_bytes for runner in runners if runner)
-    predicted = weights + sum(runner.cache_bytes(2, len(ids) + 32) for runner in runners if runner)
+    predicted = weights + sum(runner.memory.cache_bytes(2, len(ids) + 32) for runner in runners if runner)
     peak = weights + peak_tensor_bytes(lambda: bundled.generate([ids], 2, lookahead=4, max_new_tokens=32, eos=(), seed=0))
     assert weights < peak < 1.25 * predicted
 

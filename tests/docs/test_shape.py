@@ -21,10 +21,10 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 394,
-    "lines": 83_539,
+    "modules": 396,
+    "lines": 83_635,
     "short modules": 4,
-    "long modules": 1,
+    "long modules": 0,
     "long functions": 6,
     "long lines": 0,
     "packed statements": 0,

@@ -220,7 +220,7 @@ def test_drafts_go_as_far_as_memory_holds_the_drafters_keys(held: int, executor:
     for model in pair:
         model.capture_rounds(executor)
     lone = engine_of(*pair, Fixed(4), kv_bytes=1 << 40)
-    most = runners_of(lone)[0].cache_bytes(1, CONTEXT + 1) + runners_of(lone)[1].cache_bytes(1, held + 1)
+    most = runners_of(lone)[0].memory.cache_bytes(1, CONTEXT + 1) + runners_of(lone)[1].memory.cache_bytes(1, held + 1)
     run = Run(pair, Fixed(4), [9], temperature=0, kv_bytes=most)
     assert run.said == plain("llama", [9], temperature=0).said
     (row,) = run.rows

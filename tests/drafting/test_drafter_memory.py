@@ -235,7 +235,7 @@ def test_the_cache_of_another_vocabulary_takes_what_is_planned() -> None:
     slots = OwnSlots(runner, 1.6)
     slots.reserve(3, 50)
     assert slots.cache_bytes(3, 50) == pytest.approx(slots.allocated_bytes, rel=0.05)
-    assert slots.cache_bytes(3, 50) > 1.6 * runner.cache_bytes(3, 50)
+    assert slots.cache_bytes(3, 50) > 1.6 * runner.memory.cache_bytes(3, 50)
 
 
 # ── the plan ────────────────────────────────────────────────────────────────────────────────────────────────────────

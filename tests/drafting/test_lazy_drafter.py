@@ -285,7 +285,7 @@ def test_a_row_that_plain_rounds_left_in_a_slot_that_ends_is_drafted_for_again(p
     """Rows below it end while nothing is drafted, so that it is still in slot 2 when memory is wanted and slots are cut to one."""
     asked = [((1, 2, 3), 4), ((4, 5), 4), ((6, 7, 8, 9), 24)]
     sized = Counted(Fixed(K), real=True).engine
-    most = sum(model.cache_bytes(3, 40) for model in runners_of(sized))
+    most = sum(model.memory.cache_bytes(3, 40) for model in runners_of(sized))
     run = Counted(
         When(lambda round_: round_ == 0 or round_ > 8), real=True, right=True, max_batch=3, kv_bytes=most,
         prefix_sharing=prefix_sharing,
@@ -294,7 +294,8 @@ def test_a_row_that_plain_rounds_left_in_a_slot_that_ends_is_drafted_for_again(p
     while len(run.engine.scheduler.running) != 1 or run.engine.stats.rounds == 0:
         run.engine.step()
     assert max(drafted_by(run.engine).cache.lengths) > 0
-    assert run.engine.reserve_tokens((most - run.engine.target.cache_bytes(2, 40)) // run.engine.target.cache_bytes(1, 1))
+    of_target = run.engine.target.memory.cache_bytes
+    assert run.engine.reserve_tokens((most - of_target(2, 40)) // of_target(1, 1))
     assert len(drafted_by(run.engine).cache.lengths) == 1
     run.finish()
     assert [row.tokens for row in rows] == plain(asked, real=True)

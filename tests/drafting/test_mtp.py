@@ -105,7 +105,7 @@ def test_layers_learn_in_passes_that_say_what_they_will_draft(architecture: str,
     text = [5, 6, 7, 8, 5, 9, 11, 6, 4, 3]
     copy = copy_beside(learner.weights, target.hf)
     with torch.no_grad():
-        p, states = target.plain_states(torch.tensor([text]), learner.reads)
+        p, states = target.bridge.plain_states(torch.tensor([text]), learner.reads)
         passes = list(learner.compared(copy, torch.tensor([text]), p, states))
         assert len(passes) == 4
         for number, (q, right, places) in enumerate(passes):

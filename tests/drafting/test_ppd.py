@@ -312,14 +312,14 @@ def test_passes_are_timed_once_and_leave_nothing() -> None:
         assert found == generated(target, None, Coupled(), 1.5)[1]
         assert engine.stats.target_passes == engine.stats.rounds
     own = target.fork()
-    own.reserve(2, 64)
+    own.memory.reserve(2, 64)
     own.feed([0, 1], torch.ones(2, 3, dtype=torch.long), [3, 2])
-    own.take_counters()
+    own.counts.take()
     seconds = pass_times(own, [(0, 1, 3), (1, 1, 2)], 2, 8)
     assert all(0 < seconds(columns) < 10 for columns in range(9))
     assert pass_times(own, [(0, 1, 3), (1, 1, 2)], 2, 8)(5) == seconds(5)
     assert own.cache.lengths[:2] == [3, 2]
-    assert own.take_counters()[0] == 0
+    assert own.counts.take()[0] == 0
 
 
 # ── directories ─────────────────────────────────────────────────────────────────────────────────────────────────────

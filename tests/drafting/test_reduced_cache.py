@@ -134,7 +134,7 @@ def test_memory_is_that_of_the_part(quick: Runner) -> None:
     engine.step()
     assert drafter.memory is not None
     held = drafter.memory.allocated_bytes
-    assert held <= 4 * (8 + 2 + ROOM) * engine.target.token_bytes < engine.target.cache_bytes(4, 110)
+    assert held <= 4 * (8 + 2 + ROOM) * engine.target.memory.token_bytes < engine.target.memory.cache_bytes(4, 110)
     while engine.step():
         pass
     assert drafter.memory.allocated_bytes == held

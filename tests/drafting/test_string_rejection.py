@@ -139,9 +139,9 @@ def test_the_choice_knows_nothing_of_drafts_that_were_thrown_away(monkeypatch: p
     seen: set[int] = set()
     costs: set[int] = set()
     for _ in range(12):
-        before = drafter.runner.passes
+        before = drafter.runner.counts.passes
         _, rows = proposed(drafter, 1, 4)
-        seen.add(drafter.runner.passes - before)
+        seen.add(drafter.runner.counts.passes - before)
         costs.add(drafter._passes)
         drafter.end(rows)
     assert len(seen) > 1 == len(costs)

@@ -71,7 +71,7 @@ class Rows:
     ) -> None:
         self.runner, self.tokens = runner.fork(), [list(history) for history in histories]
         self.worst, self.columns = 0.0, 0
-        self.runner.reserve(len(histories) + 1, 70, 40)
+        self.runner.memory.reserve(len(histories) + 1, 70, 40)
         base = 3
         for slot, history in enumerate(self.tokens):
             shared = None if prompts is None else prompts[slot]
@@ -271,7 +271,7 @@ def test_what_is_no_tree(parents: list[list[int]], counts: list[int], error: typ
 
 def test_a_model_that_counts_positions_itself_takes_chains_only() -> None:
     mpt = loading.wrap(tiny_model("mpt"), "an MPT", checked=False)
-    mpt.reserve(1, 20)
+    mpt.memory.reserve(1, 20)
     assert not mpt.takes_trees
     assert runner("llama").takes_trees
     mpt.feed([0], torch.ones(1, 3, dtype=torch.int64), [3], parents=[[-1, 0]])
@@ -339,7 +339,7 @@ def test_columns_that_cannot_be_kept(columns: list[int]) -> None:
 def test_a_scripted_model_follows_trees() -> None:
     script = hashed(VOCABULARY, 3)
     made = scripted(script, VOCABULARY)
-    made.reserve(2, 30)
+    made.memory.reserve(2, 30)
     made.feed([0, 1], torch.tensor([[4, 5, 6], [7, 0, 0]]), [3, 1])
     tree, block = [-1, 0, -1, 2], [8, 9, 10, 11, 12]
     logits = made.feed([1, 0], torch.tensor([block, [1, 2, 0, 0, 0]]), [5, 2], parents=[tree, [-1]])
@@ -367,7 +367,7 @@ def test_in_strict_passes_a_path_has_the_bits_of_a_chain(architecture: str, dtyp
 
     def fed(block: Sequence[int], tree: Tree | None, others: int) -> tuple[Runner, Tensor]:
         one = made.fork()
-        one.reserve(2, 80)
+        one.memory.reserve(2, 80)
         one.feed([0], torch.tensor([history]), [37], want_logits=False)
         one.feed([1], torch.tensor([[7] * others]), [others], want_logits=False)
         trees = None if tree is None else [tree, [-1]]

@@ -331,7 +331,7 @@ def test_rows_and_draft_lengths_do_not_follow_each_other_for_ever() -> None:
 
 def test_rows_beyond_the_first_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what is free holds some 40 rows; none is refused, and a number that the caller gave is taken as it is."""
-    row = Timed(FLAT, None, Fixed(0)).engine.target.cache_bytes(1, 2 + 24 + 1)
+    row = Timed(FLAT, None, Fixed(0)).engine.target.memory.cache_bytes(1, 2 + 24 + 1)
     scores = VOCAB * memory_module.BYTES_PER_SCORE
     monkeypatch.setattr(memory_module, "kv_budget", lambda device: 40 * (row + scores))
     timed = Timed(FLAT, None, Fixed(0))

@@ -16,6 +16,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
+from shoal.models.cache_memory import CacheMemory
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model
@@ -228,7 +229,7 @@ def test_what_many_short_rows_took_is_given_back_for_a_long_one(trims: bool, mon
     finish(engine)
     assert engine.target.cache.slots == 3
     if not trims:
-        monkeypatch.setattr(Runner, "trim", lambda *_: None)
+        monkeypatch.setattr(CacheMemory, "trim", lambda *_: None)
     long = ask(engine, LONG)
     finish(engine)
     assert (engine.memory.used <= memory) is trims

@@ -263,7 +263,9 @@ def test_the_memory_of_a_long_negative_prompt() -> None:
     asked = replace(request(0, 2, new=6, guidance=0.9, negative_prompt=long), prompt_ids=(1, 2))
     rows = 0
     for tokens in (45, 46, 47, 48):
-        engine = engine_of(MADE["plain"], kv_bytes=2 * scripted(GUIDE, V).token_bytes * tokens, guide=scripted(GUIDE, V, 64))
+        engine = engine_of(
+            MADE["plain"], kv_bytes=2 * scripted(GUIDE, V).memory.token_bytes * tokens, guide=scripted(GUIDE, V, 64)
+        )
         try:
             found = engine.submit(asked)
         except RequestError as error:

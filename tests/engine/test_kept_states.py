@@ -20,7 +20,7 @@ from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixMemory
 from shoal.lookahead.bass import Fixed
-from shoal.models import runner as runners
+from shoal.models import cache_memory
 from shoal.models.cache import kept_rows, mixing, states
 from shoal.models.cache.kept_rows import KeptStates
 from shoal.models.cache.states import StateCache
@@ -39,7 +39,7 @@ SYSTEM = tuple(1 + i * i % 53 for i in range(45))
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (runners, states, kept_rows, mixing):
+    for module in (cache_memory, states, kept_rows, mixing):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 
@@ -138,10 +138,10 @@ def test_memory_is_counted_and_bounded(family: str) -> None:
     assert kept is not None
     size = kept.allocated_bytes
     states_bytes, cache_ = one.target.cache.bytes_per_slot() // 3, one.target.cache
-    assert size == 40 * runner.token_bytes + 4 * states_bytes
+    assert size == 40 * runner.memory.token_bytes + 4 * states_bytes
     assert isinstance(cache_, StateCache)
     assert not cache_.marks.nbytes
-    assert cache_.nbytes() == cache_.slots * (cache_.capacity * runner.token_bytes + 3 * states_bytes)
+    assert cache_.nbytes() == cache_.slots * (cache_.capacity * runner.memory.token_bytes + 3 * states_bytes)
     many = engine(family, 3 * size)
     for first in range(8):
         ask(many, (first + 1, *ASKED[0][0][1:]))
@@ -155,7 +155,7 @@ def test_memory_is_counted_and_bounded(family: str) -> None:
 
 def test_marks_of_slots_are_counted_and_go_with_their_tokens() -> None:
     runner = target("lfm2").fork()
-    runner.reserve(2, 64)
+    runner.memory.reserve(2, 64)
     cache_ = runner.cache
     assert isinstance(cache_, StateCache)
     runner.feed([0], torch.tensor([[1]]), [1], want_logits=False)

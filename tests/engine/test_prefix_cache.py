@@ -199,7 +199,7 @@ def test_owners_do_not_see_each_other() -> None:
 
 def test_memory_is_bounded_and_used_again() -> None:
     target, _ = pair()
-    room = 60 * target.token_bytes + 5
+    room = 60 * target.memory.token_bytes + 5
     keeping, plain = engine(prefix_bytes=room), engine(prefix_bytes=0)
     for start in range(5):
         prompt = [(start + i * 7) % 50 + 1 for i in range(25)]
@@ -273,7 +273,7 @@ def test_no_prefixes_are_kept_where_hidden_states_are_read() -> None:
 def test_kept_tokens_take_no_more_than_they_may(k: int) -> None:
     """Their cells grow by doubling, up to what there may be, and not beyond."""
     target, drafter = pair()
-    most = 100 * (target.token_bytes + (drafter.token_bytes if k else 0))
+    most = 100 * (target.memory.token_bytes + (drafter.memory.token_bytes if k else 0))
     keeping = engine(k, prefix_bytes=most) if k else engine_of(target, None, Fixed(0), rule=Coupled(), prefix_bytes=most)
     assert keeping.kept_prefixes is not None
     sizes = []

@@ -22,6 +22,7 @@ from shoal.errors import BadLogits, ModelError, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
 from shoal.models.loading import wrap
+from shoal.models.passes import use_padded_attention
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
@@ -167,7 +168,7 @@ def poisonous() -> Runner:
     model.get_input_embeddings().weight.data[POISON] = torch.nan
     model.lm_head.weight.data[POISON] = 0.0
     made = runner(model, 128, "tiny")
-    made.use_attention("pad", instead_of="auto")
+    use_padded_attention(made)
     return made
 
 

@@ -106,11 +106,16 @@ def test_auto_keeps_to_captured_rounds() -> None:
     static.capture_rounds("eager")
     assert static.captures is not None
     assert not static.captures.knows_prefixes  # without a kernel
-    assert [policy_for(p, [llama, static]) for p in POLICIES] == ["copied", "shared", "copied"]
+    models = [llama.memory, static.memory]
+    assert [policy_for(p, models) for p in POLICIES] == ["copied", "shared", "copied"]
     static.captures.knows_prefixes = True
-    assert [policy_for(p, [llama, static]) for p in POLICIES] == ["auto" if missing() else "grouped", "shared", "copied"]
+    assert [policy_for(p, models) for p in POLICIES] == [
+        "auto" if missing() else "grouped",
+        "shared",
+        "copied",
+    ]
     strict = loading.wrap(hf_of("llama"), "llama", "strict", checked=False)
-    assert [policy_for(p, [llama, strict]) for p in POLICIES] == ["copied"] * 3
+    assert [policy_for(p, [llama.memory, strict.memory]) for p in POLICIES] == ["copied"] * 3
 
 
 def test_an_unknown_policy() -> None:
@@ -131,7 +136,7 @@ def logits_of(runner: Runner, prefixes: Sequence[Prefix | None], starts: Sequenc
     """Two passes, of several and of one token, by rows that begin with two prompts; `wrong`: added to where they look for them."""
     ids = [prompt(30, 1), prompt(30, 2)]
     which = [0, 0, 1, 1, 0]
-    runner.reserve(len(which), 40, 40)
+    runner.memory.reserve(len(which), 40, 40)
     for slot, (prefix, start, of) in enumerate(zip(prefixes, starts, which, strict=True)):
         runner.cache.enter(slot)
         if prefix is None:
@@ -222,7 +227,7 @@ def test_a_stored_prompt_cannot_be_rolled_back() -> None:
 
 def test_a_prompt_that_does_not_fit() -> None:
     runner = loading.wrap(hf_of("llama"), "llama").fork()
-    runner.reserve(1, 8, 8)
+    runner.memory.reserve(1, 8, 8)
     with pytest.raises(InternalError, match="shared store of 8 cells got 3 tokens at 6"):
         runner.feed_prefix(Prefix(6, 3), 0, torch.tensor([[1, 2, 3]]))
 

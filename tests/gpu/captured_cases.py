@@ -57,7 +57,7 @@ def runner(model: Any, executor: str | None, layers: bool = False) -> Runner:
     made.capture_rounds(executor)
     if layers:
         use_fused_layers(made)
-        assert made.fused_layers is not None
+        assert made.bridge.layers is not None
     return made
 
 

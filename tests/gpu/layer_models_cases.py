@@ -51,8 +51,8 @@ def test_fused_layers_are_the_model(architecture: str) -> None:
     several: dict[str, int] = {"layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     made = runner(architecture, **(several if architecture == "llama" else {}))
     before = {name: value.clone() for name, value in made.hf.state_dict().items()}
-    made.fused_layers = fused_layers_of(made.hf)
-    assert made.fused_layers is not None
+    made.bridge.layers = fused_layers_of(made.hf)
+    assert made.bridge.layers is not None
     assert largest_error(made) < 1e-8
     assert all(torch.equal(value, before[name]) for name, value in made.hf.state_dict().items())
     layer = made.hf.model.layers[0]
@@ -125,8 +125,8 @@ def launches_per_layer(
         hf = tiny_model("llama", layers=layers).to(DEVICE, dtype)
         made = loading.wrap(_weight_only(hf, torch.int8) if quantised else hf, "tiny", "fused", checked=False)
         if fused:
-            made.fused_layers = fused_layers_of(made.hf)
-        made.reserve(2, 20)
+            made.bridge.layers = fused_layers_of(made.hf)
+        made.memory.reserve(2, 20)
         with monkeypatch.context() as patch, torch.inference_mode():
             counting = Launches(patch)
             feed(made, counting)
@@ -160,12 +160,12 @@ def test_a_layer_of_prompts_is_nine_launches(counts: list[int], most: int, monke
 def keys_and_values(made: Runner, fused: bool, feed: Callable[[Runner], None]) -> list[Tensor]:
     """What the cells of a cache hold after passes of prompts, the fused ones or those of the modules."""
     runner_ = made.fork()
-    layers, runner_.fused_layers = runner_.fused_layers, runner_.fused_layers if fused else None
+    layers, runner_.bridge.layers = runner_.bridge.layers, runner_.bridge.layers if fused else None
     try:
         with torch.inference_mode():
             feed(runner_)
     finally:
-        runner_.fused_layers = layers
+        runner_.bridge.layers = layers
     return [tensor for stores in runner_.cache.stores() for tensor in stores]
 
 
@@ -173,7 +173,7 @@ def several(made: Runner) -> None:
     """Prompts in slots that are not side by side, one in two chunks, beside one in the shared store that a row goes on from."""
     tokens = torch.arange(40, device=DEVICE).view(2, 20) * 7 % made.vocab_size
     prefix = Prefix(3, 9)
-    made.reserve(4, 40, 16)
+    made.memory.reserve(4, 40, 16)
     made.feed_prefix(prefix, 0, tokens[:1, :5])
     made.feed_prefix(prefix, 5, tokens[:1, 5:9])
     feed_prompts(made, [(2, tokens[0].tolist()), (0, tokens[1, :7].tolist())])
@@ -185,8 +185,8 @@ def several(made: Runner) -> None:
 @pytest.mark.parametrize(("architecture", "attention"), [("mistral", "pad"), ("qwen3", "fused")])
 def test_prompts_by_fused_layers_leave_the_keys_of_the_model(architecture: str, attention: str) -> None:
     made = runner(architecture, attention, layers=2)  # of the last layer of prompts only keys and values are computed
-    made.fused_layers = fused_layers_of(made.hf)
-    assert made.fused_layers is not None
+    made.bridge.layers = fused_layers_of(made.hf)
+    assert made.bridge.layers is not None
     found, right = (keys_and_values(made, fused, several) for fused in (True, False))
     for ours, theirs in zip(found, right, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -209,7 +209,7 @@ def test_wrong_prompts_are_noticed_at_load(
     monkeypatch.setattr(PlanState, attribute, wrong(getattr(PlanState, attribute)))
     made = runner("llama", layers=2)
     use_fused_layers(made)
-    assert made.fused_layers is None
+    assert made.bridge.layers is None
     assert "fused layers diverge" in caplog.text
 
 
@@ -217,12 +217,12 @@ def test_wrong_prompts_are_noticed_at_load(
 def test_padding_of_prompts_is_never_seen(counts: list[int]) -> None:
     """Whatever stands in unused columns, and in cells that are not a row's, the tokens that follow get the same logits."""
     made = runner("llama", "fused", layers=2)
-    made.fused_layers = fused_layers_of(made.hf)
+    made.bridge.layers = fused_layers_of(made.hf)
     tokens = torch.arange(18, device=DEVICE).view(2, 9) * 5 % made.vocab_size
     found = []
     for junk in (1, 90):
         one = made.fork()
-        one.reserve(3, 20)
+        one.memory.reserve(3, 20)
         one.feed([0, 2], tokens[:, :1], [1, 1])
         with torch.inference_mode():
             for tensor in [tensor for stores in one.cache.stores() for tensor in stores[:2]]:
@@ -238,12 +238,12 @@ def test_padding_of_prompts_is_never_seen(counts: list[int]) -> None:
 def test_fused_layers_read_shared_prompts_with_the_kernel() -> None:
     """Attention by the kernel of ours as well: then rows whose prompt is stored once take part."""
     made = runner("llama", "fused")
-    made.fused_layers = fused_layers_of(made.hf)
-    assert made.fused_layers is not None
+    made.bridge.layers = fused_layers_of(made.hf)
+    assert made.bridge.layers is not None
     ids, plain = _reference(made)
     with torch.inference_mode():
         assert _largest(_sharing(made, ids, plain)) < 1e-8
-    assert made.take_executors() == {TRITON_LAYERS: 2}
+    assert made.counts.take_executors() == {TRITON_LAYERS: 2}
 
 
 def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,25 +252,25 @@ def test_a_wrong_layer_is_noticed_at_load(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(triton_decoder, "silu_mul", lambda both: silu_mul(both) * 1.05)
     made = runner("llama")
     use_fused_layers(made)
-    assert made.fused_layers is None
+    assert made.bridge.layers is None
     assert "its modules compute passes: fused layers diverge" in caplog.text
 
 
 def test_writes_into_parameters_count_and_the_modules_compute_after_others() -> None:
     made = runner("llama")
-    made.fused_layers = fused_layers_of(made.hf)
+    made.bridge.layers = fused_layers_of(made.hf)
     layer = made.hf.model.layers[0].mlp
     with torch.no_grad():
         layer.up_proj.weight.mul_(3)
     assert largest_error(made) < 1e-8  # the model is compared with itself
     layer.up_proj.weight.data = layer.up_proj.weight.detach().clone()
-    assert made.fused_layers is not None
-    assert made.fused_layers.stale
+    assert made.bridge.layers is not None
+    assert made.bridge.layers.stale
     twin = made.fork()
-    twin.reserve(2, 20)
+    twin.memory.reserve(2, 20)
     tokens = torch.ones(2, 2, dtype=torch.long, device=DEVICE)
     twin.feed([0, 1], tokens, [2, 2])
-    assert twin.take_executors() == {MODULES: 1}
+    assert twin.counts.take_executors() == {MODULES: 1}
     assert f"not {TRITON_LAYERS}: weights or layers of the model were replaced" in str(twin.explain([0], [1]))
 
 
@@ -307,12 +307,12 @@ def test_fused_layers_of_bytes_are_the_unpacked_model(architecture: str, form: t
     """With tied embeddings, and with a bias (Qwen2); in rounds and for prompts. The owner's model stays as it was."""
     hf, made = quantised(architecture, form, tie_word_embeddings=architecture == "llama")
     before = {name: (value.data_ptr(), value.clone()) for name, value in hf.named_parameters()}
-    made.fused_layers = fused_layers_of(made.hf)
-    assert made.fused_layers is not None
-    right, own = unpacked(hf, made.hf), made._bridge.plain_states
-    made._bridge.plain_states = lambda tokens, layers: (right(tokens, use_cache=False).logits, None)  # type: ignore[method-assign]
+    made.bridge.layers = fused_layers_of(made.hf)
+    assert made.bridge.layers is not None
+    right, own = unpacked(hf, made.hf), made.bridge.plain_states
+    made.bridge.plain_states = lambda tokens, layers: (right(tokens, use_cache=False).logits, None)  # type: ignore[method-assign]
     assert largest_error(made) < 1e-8
-    made._bridge.plain_states = own  # type: ignore[method-assign]
+    made.bridge.plain_states = own  # type: ignore[method-assign]
     ids = torch.arange(8, device=DEVICE)[None]
     with torch.inference_mode():
         exact, found = hf(ids).logits, own(ids, ())[0]
@@ -349,27 +349,27 @@ def test_wrong_bytes_are_noticed_at_load(
     monkeypatch.setattr(layer_decoder, "matrix_of_8_bit", wrong)
     _, made = quantised("llama")
     use_fused_layers(made)
-    assert made.fused_layers is None
+    assert made.bridge.layers is None
     assert "fused layers diverge" in caplog.text
 
 
 def test_replaced_bytes_are_for_the_modules() -> None:
     _, made = quantised("llama")
-    made.fused_layers = fused_layers_of(made.hf)
-    assert made.fused_layers is not None
+    made.bridge.layers = fused_layers_of(made.hf)
+    assert made.bridge.layers is not None
     layer = made.hf.model.layers[0].mlp.down_proj
     with torch.no_grad():
         layer.scales.mul_(2)
-    assert not made.fused_layers.stale
+    assert not made.bridge.layers.stale
     layer.scales.data = layer.scales.detach().clone()
-    assert made.fused_layers.stale
+    assert made.bridge.layers.stale
 
 
 def test_some_layers_of_bytes_keep_their_modules() -> None:
     hf, made = quantised("llama", layers=2)
     made.hf.model.layers[1].mlp.up_proj = copy.deepcopy(hf.model.layers[1].mlp.up_proj)
     use_fused_layers(made)
-    assert made.fused_layers is None
+    assert made.bridge.layers is None
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "mixtral"])

@@ -227,8 +227,8 @@ def runner(seed: int) -> Runner:
     hf = tiny_model("llama", seed=seed, layers=1).to(DEVICE)
     made = loading.wrap(hf, "tiny", "pad", checked=False)
     made.capture_rounds("eager" if INTERPRETED else "graphed")
-    made.fused_layers = fused_layers_of(made.hf)
-    assert made.fused_layers is not None
+    made.bridge.layers = fused_layers_of(made.hf)
+    assert made.bridge.layers is not None
     return made
 
 

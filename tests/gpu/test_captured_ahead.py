@@ -130,7 +130,7 @@ def test_settings_that_were_used_are_built_again_first() -> None:
         made.submit(Request((1, 2, 3), 1, row, Limits(max_new_tokens=8)))
     while made.step():
         pass
-    made.target.reserve(12, 90)
+    made.target.memory.reserve(12, 90)
     assert not functions(made)
     assert made.build_ahead()
     target = made.target.captures
@@ -150,7 +150,7 @@ def test_few_functions_and_few_bytes(name: str, limit: int, monkeypatch: pytest.
 
 def test_caches_take_half_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "KEYS_OF_KERNEL", 16)
-    one = engine(Fixed(K)).target.token_bytes
+    one = engine(Fixed(K)).target.memory.token_bytes
     made = engine(Fixed(K), kv_bytes=2000 * one)
     made.prepare(8, 4096)
     assert 200 * one < made.memory.used <= 1000 * one
@@ -164,7 +164,7 @@ def test_room_is_given_back_and_passes_over_it_end() -> None:
     made = prepared(Fixed(K))
     used, slots = made.memory.used, made.target.cache.slots
     target = made.target
-    target.trim(2, TOKENS)
+    target.memory.trim(2, TOKENS)
     assert (target.cache.slots, made.memory.used < used) == (3, True)
     assert slots > 3
     assert target.captures is not None

@@ -114,7 +114,7 @@ def test_a_block_of_one_column_moves_its_real_rows_on() -> None:
 
 def test_rows_that_a_round_can_pad() -> None:
     fork = runner(hf()).fork()
-    fork.reserve(3, 60)
+    fork.memory.reserve(3, 60)
     assert fork.captures is not None
 
     def covers(slots: list[int], starts: list[int], counts: list[int], ahead: int = 0) -> bool:
@@ -294,7 +294,7 @@ def test_a_cache_that_grows_lets_go_of_its_tensors(monkeypatch: pytest.MonkeyPat
         resize(*size)
 
     monkeypatch.setattr(cache, "_resize", watched)
-    made.target.reserve(3, 400)
+    made.target.memory.reserve(3, 400)
     assert seen == [False]
     assert [ref() is None for ref in old] == [True] * len(old)
 
@@ -343,7 +343,7 @@ def test_shared_prompts_by_a_method_that_reads_bounds(monkeypatch: pytest.Monkey
     monkeypatch.setitem(METHODS, "fused", by_bounds)
     made = [loading.wrap(model, "tiny", checked=False) for model in (hf(), hf(seed=1, layers=1))]
     for one in made:
-        one.captures = Captures(one._bridge, one.name, "eager", "fused")
+        one.captures = Captures(one.bridge, one.name, "eager", "fused")
     options: dict[str, Any] = {"temperature": temperature}
     results = []
     for models_ in (made, [runner(hf(), None), runner(hf(seed=1, layers=1), None)]):
@@ -568,12 +568,12 @@ def test_the_bytes_of_a_cache_are_foretold() -> None:
     made = loading.wrap(hf(), "tiny")  # the self-check tells the size of a token
     made.capture_rounds("eager")
     fork = made.fork()
-    fork.reserve(5, 70)
+    fork.memory.reserve(5, 70)
     fork.feed([0], torch.ones(1, 4, dtype=torch.long), [4], want_logits=False)
-    assert made.cache_bytes(5, 70) == fork.cache.nbytes()
-    assert fork.grown_bytes(5, 70) == fork.cache.nbytes()  # it has that room
-    grown = fork.grown_bytes(8, 100)
-    fork.reserve(8, 100)
+    assert made.memory.cache_bytes(5, 70) == fork.cache.nbytes()
+    assert fork.memory.grown_bytes(5, 70) == fork.cache.nbytes()  # it has that room
+    grown = fork.memory.grown_bytes(8, 100)
+    fork.memory.reserve(8, 100)
     assert grown == fork.cache.nbytes()
 
 

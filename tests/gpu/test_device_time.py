@@ -19,8 +19,7 @@ from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.models import device_time
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.device_time import Moments, Spans
-from shoal.models.runner import Runner
+from shoal.models.device_time import Moments, RunnerCounts, Spans
 
 CPU = torch.device("cpu")
 SAMPLINGS = [Sampling(seed=i) for i in range(3)]
@@ -98,16 +97,16 @@ def test_the_clock_of_the_host_would_say_something_else(device: Pretend, monkeyp
 
 def test_prompts_are_waited_for_before_a_round_begins(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of them would count as bookkeeping of the round."""
-    take: Callable[[Runner], Any] = Runner.take_counters
+    take: Callable[[RunnerCounts], Any] = RunnerCounts.take
     waited: list[bool] = []
 
-    def taking(self: Runner) -> Any:
-        ends = [moments._events[1] for moments in self.spans._all[: self.spans._used][-1:]]
+    def taking(self: RunnerCounts) -> Any:
+        ends = [moments._events[1] for moments in self._spans._all[: self._spans._used][-1:]]
         taken = take(self)
         waited.extend(end.waited for end in ends)
         return taken
 
-    monkeypatch.setattr(Runner, "take_counters", taking)
+    monkeypatch.setattr(RunnerCounts, "take", taking)
     with device:
         engine(0, "rejection", device, SAMPLINGS, new=8).step()
     assert waited

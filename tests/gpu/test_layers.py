@@ -204,7 +204,7 @@ def test_without_a_device_for_the_kernels_the_modules_stay(monkeypatch: pytest.M
     weight = runner.hf.model.layers[0].mlp.gate_proj.weight
     address = weight.data_ptr()
     passes.use_fused_layers(runner)
-    assert runner.fused_layers is None
+    assert runner.bridge.layers is None
     assert weight.data_ptr() == address
 
 

@@ -76,7 +76,7 @@ def run(
 def difference_to_anew(engine: Engine, row: Row) -> float:
     """The largest difference of a running row's keys and values to those of its committed tokens computed anew."""
     own, anew, held = engine.target.cache, engine.target.fork(), len(row.tokens) - 1
-    anew.reserve(1, 64)
+    anew.memory.reserve(1, 64)
     anew.feed([0], torch.tensor([row.tokens[:-1]]), [held])
     assert own.lengths[row.slot] == held
     offset = 0 if row.prefix is None else row.prefix.length

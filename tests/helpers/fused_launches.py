@@ -125,6 +125,6 @@ def _runner(seed: int, layers: int) -> Runner:
     hf = tiny_model("llama", seed=seed, layers=layers, vocab_size=VOCABULARY).to(torch.bfloat16)
     made = loading.wrap(hf, "tiny", "fused", checked=False)
     made.capture_rounds("eager")
-    made.fused_layers = fused_layers_of(hf)
-    assert made.fused_layers is not None
+    made.bridge.layers = fused_layers_of(hf)
+    assert made.bridge.layers is not None
     return made

@@ -54,7 +54,7 @@ class Rows:
         self.generator = torch.Generator().manual_seed(seed)
         self.histories: list[list[int]] = []
         self.logits: list[Tensor] = []
-        runner.reserve(6, 150, 100)
+        runner.memory.reserve(6, 150, 100)
         runner.cache.clear()
 
     def ids(self, count: int) -> list[int]:

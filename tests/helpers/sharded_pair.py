@@ -91,7 +91,7 @@ def local_shapes(runner: Runner) -> dict[str, list[int]]:
 def tree_logits(target: Runner) -> list[list[float]]:
     """Of a draft tree, and of the token after a path of it that was kept."""
     runner = target.fork()
-    runner.reserve(1, 16)
+    runner.memory.reserve(1, 16)
     runner.feed([0], torch.tensor([[1, 2, 3]]), [3])
     tree = runner.feed([0], torch.tensor([[4, 5, 6, 7, 8]]), [5], parents=[[-1, -1, 1, 1]])[0]
     runner.cache.keep(0, 3, [0, 2, 4])
@@ -333,7 +333,7 @@ def measured(pair: shoal.Shoal) -> dict[str, Any]:
             found["prepared"] = prepared(pair, ahead=True)
         found["untold"] = untold_copies(pair)
         runner = pair.target.fork()
-        runner.reserve(1, 8)
+        runner.memory.reserve(1, 8)
         runner.feed([0], torch.tensor([[1, 2]]), [2])
         found["out_of_step"] = out_of_step(pair)
         found["lost"] = lost(pair)

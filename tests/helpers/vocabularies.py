@@ -157,7 +157,7 @@ def watched(drafter: OtherVocabularyDrafter) -> Iterator[tuple[Row, Tensor, Tens
             continue
         assert held < len(own.tokens)
         fresh = drafting.fork()
-        fresh.reserve(1, held)
+        fresh.memory.reserve(1, held)
         fresh.feed([0], torch.tensor([tokens]), [held])
         keys, again = (one.stores()[-1][0][at, :held] for one, at in ((drafting.cache, slot), (fresh.cache, 0)))
         yield row, keys, again

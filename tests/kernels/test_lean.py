@@ -415,7 +415,7 @@ def test_the_8000th_token_sees_what_it_would_see_without_us(architecture: str, o
     runner = wrap(copy.deepcopy(hf), architecture, checked=False)
     use_lean_passes(runner)
     assert runner.lean is not None
-    runner.reserve(1, 8000, 100)
+    runner.memory.reserve(1, 8000, 100)
     runner.cache.clear()
     feed_prompts(runner, [(0, ids[0, :-9].tolist())])
     block = runner.feed([0], ids[:, -9:-1], [8])[0]

@@ -31,7 +31,7 @@ def runner_of(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, pa
 
 def decoded(runner: Runner, rows: list[Tensor], steps: list[int]) -> list[Tensor]:
     """Logits of every token of each row, [length, vocab], fed together in ragged blocks: row b's r-th has steps[(b + r) % n]."""
-    runner.reserve(len(rows), 64)
+    runner.memory.reserve(len(rows), 64)
     runner.cache.clear()
     logits: list[list[Tensor]] = [[] for _ in rows]
     fed, turn = [0] * len(rows), 0

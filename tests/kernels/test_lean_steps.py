@@ -1,6 +1,6 @@
 """A drafter's steps in one call are the same steps one by one: tokens, q, confidence, counts, and what is left in the cache.
 
-Tests of: models.lean.whole, sampling.native_draws, models.passes, models.weights,
+Tests of: models.lean.steps, models.lean.whole, sampling.native_draws, models.passes, models.weights,
 models.weights.matrix.
 """
 
@@ -22,9 +22,12 @@ from mutants import wrong_ones
 from native_kernels import needs_compiler
 from shoal import Shoal
 from shoal.config import Sampling
+from shoal.drafting import model
+from shoal.engine import multi_step
 from shoal.models import formats, weights
+from shoal.models.lean import steps as lean_steps_module
 from shoal.models.lean import whole
-from shoal.models.lean.whole import Drawing, LeanSteps
+from shoal.models.lean.steps import Drawing, LeanSteps, lean_steps
 from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
@@ -97,7 +100,8 @@ def test_engines_say_and_count_the_same(
         stats = result.stats
         said = [(sample.token_ids, sample.logprobs, sample.accepted) for output in result for sample in output.samples]
         found.append((said, stats.rounds, stats.drafted, stats.accepted, stats.draft_passes, stats.target_passes))
-        monkeypatch.setattr(Runner, "lean_steps", lambda *arguments, **options: None)
+        for module in (model, multi_step):
+            monkeypatch.setattr(module, "lean_steps", lambda *arguments, **options: None)
     assert found[0] == found[1]
     assert steps["done"] == found[0][4] > 0
     assert found[0][3] > 0
@@ -113,7 +117,7 @@ STARTS, COUNTS = [7, 3, 0, 11], [2, 1, 3, 2]
 def filled(runner: Runner) -> Runner:
     """Rows of unequal lengths in slots that are not in order."""
     fork = runner.fork()
-    fork.reserve(6, 40)
+    fork.memory.reserve(6, 40)
     for slot, length in zip((3, 1, 4, 0), STARTS, strict=True):
         if length:
             fork.feed([slot], torch.arange(5, 5 + length)[None], [length])
@@ -125,7 +129,7 @@ def by_calls(runner: Runner, uniforms: Tensor, most: int = 4) -> tuple[list[Tens
     fork = filled(runner)
     pending = torch.tensor([[9, 8, 8], [200, 200, 200], [1, 2, 3], [30, 31, 31]])
     drawing = Drawing(VOCAB, SAMPLINGS, uniforms, race=False, want_q=True, want_highest=True)
-    step = fork.lean_steps([3, 1, 4, 0], pending, COUNTS, most, drawing)
+    step = lean_steps(fork, [3, 1, 4, 0], pending, COUNTS, most, drawing)
     assert step is not None
     drawn = [step() for _ in range(most)]
     if None in drawn:
@@ -182,7 +186,7 @@ def test_steps_have_the_bits_of_passes_and_draws_apart(architecture: str, dtype:
 def asked(runner: Runner, most: int = 4, vocab_size: int = VOCAB) -> Any:
     uniforms = torch.rand(1, most + 1, 3, dtype=torch.float64)
     drawing = Drawing(vocab_size, SAMPLINGS[:1], uniforms, race=False, want_q=False, want_highest=False)
-    return runner.lean_steps([3], torch.tensor([[9]]), [1], most, drawing)
+    return lean_steps(runner, [3], torch.tensor([[9]]), [1], most, drawing)
 
 
 def test_they_are_refused_where_the_kernel_cannot() -> None:
@@ -217,7 +221,7 @@ def test_a_drafter_without_a_distribution_is_asked_step_by_step(steps: Counter[s
         )
         samples = [sample for output in result for sample in output.samples]
         found.append(([sample.token_ids for sample in samples], result.stats.drafted, result.stats.accepted))
-        with patch.object(Runner, "lean_steps", lambda *arguments, **options: None):
+        with patch.object(multi_step, "lean_steps", lambda *arguments, **options: None):
             result = Shoal(*pair("llama", torch.float32), tiny_tokenizer(), max_batch=4).generate(
                 PROMPTS, 2, max_new_tokens=14, seed=3, lookahead="off"
             )
@@ -237,7 +241,7 @@ MUTANTS = wrong_ones("steps")
 def test_a_wrong_step_is_caught(name: str) -> None:
     made = wrong_kernels(MUTANTS[name])
     runner = packed("llama", torch.float32)
-    with patch.object(whole, "library", lambda: made), patch.object(whole, "library", lambda: made):
+    with patch.object(whole, "library", lambda: made), patch.object(lean_steps_module, "library", lambda: made):
         try:
             assert distance(runner) > 1e-3
         except IndexError:  # a token that is none

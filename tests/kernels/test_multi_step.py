@@ -1,6 +1,6 @@
 """Several plain rounds in one go: tokens, log-probabilities and counts are those of the same rounds one by one.
 
-Tests of: engine.multi_step, engine.commit, models.lean.whole, models.runner, sampling.ahead.
+Tests of: engine.multi_step, engine.commit, models.lean.steps, models.runner, sampling.ahead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.multi_step import MOST_ROUNDS, MOST_TOKENS, MultiStep
 from shoal.lookahead.auto import TOGETHER, Auto
 from shoal.lookahead.controller import PairCosts
-from shoal.models import formats, runner, weights
+from shoal.models import formats, weights
+from shoal.models.lean import steps
 from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
@@ -201,7 +202,7 @@ def test_the_most_tokens_and_bytes_of_a_run(runs: list[int], monkeypatch: pytest
     assert target.lean is not None
     assert target.lean.whole is not None
     runs.clear()
-    monkeypatch.setattr(runner, "BYTES_AT_ONCE", 3 * target.lean.whole.weight_bytes)
+    monkeypatch.setattr(steps, "BYTES_AT_ONCE", 3 * target.lean.whole.weight_bytes)
     finished(engine(target), 1)
     assert max(runs) == 3
 

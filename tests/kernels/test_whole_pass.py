@@ -79,7 +79,7 @@ def lived(runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the logits of all tokens of `life`, and the keys and values that the cache holds after it."""
     rows = Rows(runner.fork())
     life(rows)
-    assert rows.runner.take_executors()[C_DECODER] == (0 if runner.lean.whole is None else CALLS)
+    assert rows.runner.counts.take_executors()[C_DECODER] == (0 if runner.lean.whole is None else CALLS)
     cache = rows.runner.cache
     held = [
         tensor[slot, :length]
@@ -118,13 +118,13 @@ def test_the_bits_with_weights_of_bytes_are_those_of_the_operations(name: str, d
 def test_short_prompts_are_computed_in_narrow_passes_in_one_call() -> None:
     """Longer ones in a wide pass by operations, which is as fast."""
     runner = packed("llama").fork()
-    runner.reserve(1, 300, 300)
+    runner.memory.reserve(1, 300, 300)
     ids = [i % 40 for i in range(SHORT + 1)]
     one_call, layers = C_DECODER, "C layers"
     for count, expected in ((MOST_COLUMNS, {one_call: 2}), (MOST_COLUMNS + 11, {one_call: 4}), (SHORT + 1, {layers: 2})):
         feed_prompts(runner, [(0, ids[:count])])
         feed_prefix(runner, Prefix(0, count), 0, torch.tensor([ids[:count]]))
-        assert runner.take_executors() == expected
+        assert runner.counts.take_executors() == expected
         runner.cache.enter(0)
 
 
@@ -160,7 +160,7 @@ def test_a_prompt_without_logits_is_written() -> None:
     runner = packed("llama")
     caches = []
     for each in (runner.fork(), by_operations(runner)):
-        each.reserve(2, 20)
+        each.memory.reserve(2, 20)
         each.feed([1, 0], torch.arange(14).view(2, 7), [7, 3], want_logits=False)
         caches.append([tensor for stores in each.cache.stores() for tensor in stores[:2]])
     assert all(torch.equal(a[0, :3], b[0, :3]) and torch.equal(a[1, :7], b[1, :7]) for a, b in zip(*caches, strict=True))
@@ -170,7 +170,7 @@ def test_unused_columns_repeat_the_last_token() -> None:
     runner = packed("llama")
     logits = []
     for each in (runner.fork(), by_operations(runner)):
-        each.reserve(3, 8)
+        each.memory.reserve(3, 8)
         logits.append(each.feed([2, 0, 1], torch.arange(12).view(3, 4), [2, 4, 1]))
     assert torch.equal(*logits)
     assert torch.equal(logits[0][0, 3], logits[0][0, 1])
@@ -182,10 +182,10 @@ def test_a_cache_that_has_moved_is_followed() -> None:
     runner = packed("llama")
     logits = []
     for each in (runner.fork(), by_operations(runner)):
-        each.reserve(2, 16)
+        each.memory.reserve(2, 16)
         each.feed([0, 1], torch.arange(10).view(2, 5), [5, 5])
         old = [tensor for stores in each.cache.stores() for tensor in stores]
-        each.reserve(3, 64)
+        each.memory.reserve(3, 64)
         for tensor in old:
             tensor.fill_(torch.nan)
         logits.append(each.feed([1, 0], torch.arange(4).view(2, 2), [2, 2]))
@@ -227,7 +227,7 @@ def test_a_token_that_the_model_lacks_is_its_last() -> None:
         (runner.fork(), [[9999, 5, -1], [3, 1, -1]]),
         (by_operations(runner), [[runner.vocab_size - 1, 5], [3, 1]]),
     ):
-        each.reserve(2, 4)
+        each.memory.reserve(2, 4)
         logits.append(each.feed([0, 1], torch.tensor(tokens), [2, 1]))
     assert torch.equal(logits[0][0], logits[1][0])
     assert torch.equal(logits[0][1, 0], logits[1][1, 0])
@@ -235,7 +235,7 @@ def test_a_token_that_the_model_lacks_is_its_last() -> None:
 
 def test_a_token_that_is_not_in_the_vocabulary() -> None:
     runner = packed("llama").fork()
-    runner.reserve(1, 4)
+    runner.memory.reserve(1, 4)
     with pytest.raises(IndexError):
         runner.feed([0], torch.tensor([[-1]]), [1])
 

@@ -383,7 +383,7 @@ def test_a_cache_grows_under_a_running_model() -> None:
     assert ragged.feed([0, 1], [[5, 6, 7, 8], [9]]) < TOLERANCE
     ragged.runner.cache.reserve(SLOTS + 2, 2 * MOST)
     assert ragged.feed([1, 0], [[1, 2], [3]]) < TOLERANCE
-    assert ragged.runner.cache_bytes(SLOTS + 2, 2 * MOST) == ragged.runner.cache.nbytes()
+    assert ragged.runner.memory.cache_bytes(SLOTS + 2, 2 * MOST) == ragged.runner.cache.nbytes()
 
 
 def test_forks_share_weights_and_nothing_else() -> None:
@@ -391,7 +391,7 @@ def test_forks_share_weights_and_nothing_else() -> None:
     assert one.hf is two.hf
     one.cache.reserve(1, 8)
     one.feed([0], torch.tensor([[1, 2, 3]]), [3])
-    assert (one.passes, two.passes) == (1, 0)
+    assert (one.counts.passes, two.counts.passes) == (1, 0)
     assert (one.cache.lengths, two.cache.lengths) == ([3], [])
 
 

@@ -87,7 +87,7 @@ def runner_of(architecture: str, mode: str, owned: bool, form: str | None, dtype
 def computed(runner: Runner) -> dict[str, str]:
     """Returns the executor that computed a pass of each kind, after `explain` promised it."""
     ids = torch.arange(2 * WIDE).view(2, WIDE) % 50
-    runner.reserve(2, 200)
+    runner.memory.reserve(2, 200)
     kinds: dict[str, tuple[int, dict[str, Any]]] = {
         TOKEN: (1, {}),
         BLOCK: (5, {}),
@@ -98,7 +98,7 @@ def computed(runner: Runner) -> dict[str, str]:
     for kind, (count, options) in kinds.items():
         promise = runner.explain([0, 1], [count, count], **options).executor
         runner.feed([0, 1], ids[:, :count], [count, count], **options)
-        assert runner.take_executors() == {promise: 1}
+        assert runner.counts.take_executors() == {promise: 1}
         executors[kind] = promise
     return executors
 
@@ -117,11 +117,11 @@ def test_the_executor_of_each_kind_of_pass(
 @needs_compiler
 def test_what_a_drafter_reads_keeps_the_c_decoder_out() -> None:
     runner = runner_of("llama", "auto", True, PACKED, torch.float32)
-    runner.reserve(1, 80)
+    runner.memory.reserve(1, 80)
     runner.hidden_layers = (0, 1)
     assert str(runner.explain([0], [1])) == "C layers (not C decoder: a drafter reads hidden states)"
     runner.feed([0], torch.tensor([[3]]), [1])
-    assert runner.take_executors() == {"C layers": 1}
+    assert runner.counts.take_executors() == {"C layers": 1}
     runner.hidden_layers = ()
     assert "70 tokens of a row" in str(runner.explain([0], [70]))
 
@@ -129,7 +129,7 @@ def test_what_a_drafter_reads_keeps_the_c_decoder_out() -> None:
 @needs_compiler
 def test_replaced_weights_are_computed_by_the_modules() -> None:
     runner = runner_of("llama", "auto", True, PACKED, torch.float32)
-    runner.reserve(1, 8)
+    runner.memory.reserve(1, 8)
     norm = runner.hf.model.norm
     norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
     explanation = runner.explain([0], [1])
@@ -238,7 +238,7 @@ def test_a_server_asks_again_after_each_job(questions: Counter[int], owned: Shoa
 )
 def test_the_reason_why_there_is_no_c_decoder(architecture: str, options: dict[str, Any], reason: str) -> None:
     runner = runner_of(architecture, form=None, **{"mode": "auto", "owned": True, "dtype": torch.float32} | options)
-    runner.reserve(1, 8)
+    runner.memory.reserve(1, 8)
     (refusal,) = runner.explain([0], [1]).refusals
     assert (refusal.executor, reason in refusal.reason) == (C, True), refusal
 
@@ -290,24 +290,24 @@ def test_a_kernel_that_fails_leaves_passes_to_the_modules(monkeypatch: pytest.Mo
     """Some GPU may have too little shared memory for a shape; that is found when the pass is made, or at load."""
     with counting(monkeypatch):
         runner = on_cuda("auto", monkeypatch)
-        real = type(runner.fused_layers).ordinary
+        real = type(runner.bridge.layers).ordinary
 
         def failing(self: Any, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
             if tokens.shape[1] > 5:
                 raise ValueError("out of resource: shared memory\nand more")
             return real(self, tokens, *arguments)
 
-        monkeypatch.setattr(type(runner.fused_layers), "ordinary", failing)
-        runner.reserve(1, 80)
+        monkeypatch.setattr(type(runner.bridge.layers), "ordinary", failing)
+        runner.memory.reserve(1, 80)
         ids = torch.arange(12)[None]
         runner.feed([0], ids[:, :4], [4])
         with pytest.warns(RuntimeWarning, match="no more Triton layers, modules compute .ValueError: out of resource"):
             runner.feed([0], ids[:, :8], [8])
         runner.feed([0], ids[:, :2], [2])
-        assert runner.take_executors() == {TRITON: 1, MODULES: 2}
+        assert runner.counts.take_executors() == {TRITON: 1, MODULES: 2}
         assert runner.cache.lengths[0] == 14
         assert "not Triton layers: ValueError: out of resource: shared memory" in str(runner.explain([0], [1]))
-        assert runner.fork().fused_layers is None
+        assert runner.fork().bridge.layers is None
 
 
 @needs_triton
@@ -318,11 +318,11 @@ def test_memory_that_is_short_is_no_fault_of_a_kernel(monkeypatch: pytest.Monkey
         def failing(*_: Any) -> torch.Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(type(runner.fused_layers), "ordinary", failing)
-        runner.reserve(1, 8)
+        monkeypatch.setattr(type(runner.bridge.layers), "ordinary", failing)
+        runner.memory.reserve(1, 8)
         with pytest.raises(OutOfMemory):
             runner.feed([0], torch.tensor([[1]]), [1])
-        assert runner.fused_layers is not None
+        assert runner.bridge.layers is not None
 
 
 @needs_triton
@@ -336,7 +336,7 @@ def test_a_kernel_that_fails_at_load_leaves_the_modules(monkeypatch: pytest.Monk
     runner = wrap(copy.deepcopy(tiny_model("llama")), "llama", "pad", checked=False)
     with counting(monkeypatch), pytest.warns(RuntimeWarning, match="no more Triton layers"):
         passes.use_fused_layers(runner)
-    assert runner.fused_layers is None
+    assert runner.bridge.layers is None
     assert "out of resource" in runner.absent[TRITON]
 
 
@@ -345,7 +345,7 @@ def test_triton_layers_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch)
     with counting(monkeypatch):  # kernels that write nothing
         runner = wrap(copy.deepcopy(tiny_model("llama")), "llama", "pad", checked=False)
         passes.use_fused_layers(runner)
-    assert runner.fused_layers is None
+    assert runner.bridge.layers is None
     assert "diverge from the modules" in runner.absent[TRITON]
 
 

@@ -169,12 +169,12 @@ def test_memory_holds_what_its_rows_hold(model: Shoal) -> None:
             plain = runner.plain_logits(torch.tensor([rows[slot]]))[0, -count:]
             torch.testing.assert_close(logits[row, :count], plain, atol=2e-2, rtol=0)
 
-    runner.reserve(2, 16)
+    runner.memory.reserve(2, 16)
     feed([0, 1], [5, 2])
     runner.cache.rollback(0, 3)
     rows[0] = rows[0][:3]
     feed([1, 0], [1, 4])
-    runner.reserve(4, 40)  # grows with what is there
+    runner.memory.reserve(4, 40)  # grows with what is there
     feed([0, 1], [3, 3])
     runner.cache.copy(0, 2, 6)
     rows[2] = rows[0][:6]
@@ -183,25 +183,25 @@ def test_memory_holds_what_its_rows_hold(model: Shoal) -> None:
     rows[2] = rows[2][:6]
     runner.cache.copy(1, 3, len(rows[1]))
     rows[3] = list(rows[1])
-    runner.reserve(6, 300)  # before a pass has carried out the copy
+    runner.memory.reserve(6, 300)  # before a pass has carried out the copy
     feed([3, 2, 1], [1, 3, 2])
     room = 512 - len(rows[2])
-    runner.reserve(6, 512)
+    runner.memory.reserve(6, 512)
     runner.feed([2], torch.full((1, room), 7), [room], want_logits=False)
     runner.cache.copy(2, 4, 512)
-    runner.reserve(7, 512)  # the copied row is full: the copy is carried out all the same
+    runner.memory.reserve(7, 512)  # the copied row is full: the copy is carried out all the same
     assert runner.cache.lengths[4] == 512
     runner.cache.rollback(2, len(rows[2]))
     runner.cache.enter(0)
     rows[0] = []
     feed([0], [4])
-    runner.trim(4, 20)
+    runner.memory.trim(4, 20)
     feed([0, 1, 2, 3], [1, 1, 1, 1])
 
 
 def test_a_failed_pass_leaves_no_cells(model: Shoal) -> None:
     runner = model.target.fork()
-    runner.reserve(2, 8)
+    runner.memory.reserve(2, 8)
     runner.feed([0], torch.tensor([[1, 2, 3]]), [3])
     before = runner.feed([1], torch.tensor([[1, 2, 3]]), [3])[0, -1].clone()
     runner.cache.rollback(1, 2)
@@ -216,7 +216,7 @@ def test_hundreds_of_rows_and_no_more(model: Shoal) -> None:
     result = model.generate([PROMPTS[0]], 200, max_new_tokens=2, eos=(), temperature=0)
     assert len({tuple(sample.token_ids) for sample in result[0].samples}) == 1
     with pytest.raises(RequestError, match="at most 256 rows"):
-        model.target.fork().reserve(257, 8)
+        model.target.fork().memory.reserve(257, 8)
 
 
 def test_long_passes_are_cut_into_calls(model: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_prompts_are_kept_for_later_calls(file: Path, model: Shoal, stock: Any) 
 
 def test_kept_rows_give_way(model: Shoal) -> None:
     runner = model.target.fork()
-    runner.reserve(1, 64)
+    runner.memory.reserve(1, 64)
     kept = KeptSequences(40, window=0)
     rows = [[start + i for i in range(16)] for start in (0, 50, 100)]
     for row in rows:
@@ -269,7 +269,7 @@ def test_a_grammar_holds(model: Shoal) -> None:
 
 def test_passes_are_explained(model: Shoal) -> None:
     runner = model.target.fork()
-    runner.reserve(1, 8)
+    runner.memory.reserve(1, 8)
     assert runner.explain([0], [1]).executor == LlamaCpp.name
     assert isinstance(runner.cache, Sequences)
 

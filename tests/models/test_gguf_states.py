@@ -104,13 +104,13 @@ def test_memory_holds_what_its_rows_hold(runner: tuple[GgufRunner, Any]) -> None
         cache.rollback(slot, length)
         rows[slot] = rows[slot][:length]
 
-    target.reserve(2, 16)
+    target.memory.reserve(2, 16)
     feed([0, 1], [5, 2])
     back(0, 3)  # inside the prompt
     feed([1, 0], [1, 4])
     back(0, 4)
     back(1, 3)
-    target.reserve(4, 40)  # grows with a row that has to go back
+    target.memory.reserve(4, 40)  # grows with a row that has to go back
     feed([0, 1], [3, 3])
     for slot in (0, 1):
         back(slot, 5)
@@ -127,12 +127,12 @@ def test_memory_holds_what_its_rows_hold(runner: tuple[GgufRunner, Any]) -> None
     cache.copy(0, 3, 7)
     rows[3] = rows[0][:7]
     feed([3, 0], [2, 1])
-    target.reserve(6, 300)
+    target.memory.reserve(6, 300)
     feed([0, 1, 2, 3], [1, 2, 1, 2])
     cache.enter(0)
     rows[0] = []
     feed([0], [4])
-    target.trim(4, 20)
+    target.memory.trim(4, 20)
     feed([0, 1, 2, 3], [1, 1, 1, 1])
 
 
@@ -147,7 +147,7 @@ def test_states_are_written_down_once_a_round(runner: tuple[GgufRunner, Any], mo
 
     monkeypatch.setattr(StateSequences, "_states", counted)
     target = runner[0].fork()
-    target.reserve(2, 16)
+    target.memory.reserve(2, 16)
     target.feed([0, 1], torch.tensor([[1, 2, 3], [4, 5, 6]]), [3, 3])
     for slot in (0, 1):
         target.cache.rollback(slot, 3)
@@ -167,7 +167,7 @@ def test_states_are_written_down_once_a_round(runner: tuple[GgufRunner, Any], mo
 
 def test_a_failed_pass_leaves_rows_as_they_were(runner: tuple[GgufRunner, Any]) -> None:
     target = runner[0].fork()
-    target.reserve(2, 8)
+    target.memory.reserve(2, 8)
     target.feed([0, 1], torch.tensor([[1, 2, 3]] * 2), [3, 3])
     for slot in (0, 1):
         target.cache.rollback(slot, 3)

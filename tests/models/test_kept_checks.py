@@ -64,7 +64,7 @@ def load(source: Path, **options: Any) -> Runner:
 
 def facts(runner: Runner) -> list[Any]:
     """What the checks decide, and the logits of a pass."""
-    runner.reserve(2, 8)
+    runner.memory.reserve(2, 8)
     logits = runner.feed([0, 1], torch.tensor([[3, 4], [5, 6]]), [2, 1])
     names = (*selfcheck.RESULTS, "lean")
     return [

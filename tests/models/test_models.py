@@ -465,7 +465,7 @@ def test_bytes_known_before_the_first_token() -> None:
     hf = tiny_model("llama")
     target = runner(hf)
     assert target.parameter_bytes == 4 * sum(p.numel() for p in hf.parameters())
-    assert target.cache_bytes(3, 100) == 3 * 100 * 2 * (2 * 2 * 8) * 4  # layers, (keys and values, heads, dim), bytes
+    assert target.memory.cache_bytes(3, 100) == 3 * 100 * 2 * (2 * 2 * 8) * 4  # layers, (keys and values, heads, dim), bytes
     assert target.vocab_size == VOCABULARY
 
 

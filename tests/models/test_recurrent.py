@@ -437,13 +437,13 @@ def test_a_pass_calls_a_mixer_once_for_rows_of_equal_counts(monkeypatch: pytest.
 def test_states_are_counted_in_memory() -> None:
     runner = target("lfm2").fork()
     state = 3 * 32 * 3 * 4  # three states of 32 features and 3 inputs in float32
-    assert runner.cache_bytes(2, 10) - runner.cache_bytes(1, 10) == 10 * runner.token_bytes + state
+    assert runner.memory.cache_bytes(2, 10) - runner.memory.cache_bytes(1, 10) == 10 * runner.memory.token_bytes + state
     runner = target("mamba").fork()
-    assert runner.token_bytes == 0
+    assert runner.memory.token_bytes == 0
     state = 3 * 2 * 64 * (4 + 8) * 4  # two layers
-    assert (runner.cache_bytes(3, 10), runner.cache_bytes(3, 1000)) == (3 * state, 3 * state)
-    runner.reserve(3, 10)
-    assert runner.allocated_bytes == 3 * state
+    assert (runner.memory.cache_bytes(3, 10), runner.memory.cache_bytes(3, 1000)) == (3 * state, 3 * state)
+    runner.memory.reserve(3, 10)
+    assert runner.memory.allocated_bytes == 3 * state
 
 
 def test_the_model_is_its_owners_again_after_a_pass() -> None:
@@ -469,7 +469,7 @@ def test_check_names_the_modules() -> None:
 def test_a_copy_of_a_row_whose_drafts_were_taken_back() -> None:
     """It goes on as its source does, though neither has the state of its tokens yet."""
     runner = target("qwen3-next").fork()
-    runner.reserve(2, 12)
+    runner.memory.reserve(2, 12)
     ids = torch.tensor([list(prompt(8))])
     runner.feed([0], ids[:, :3], [3], want_logits=False)
     runner.feed([0], ids[:, 3:7], [4])
@@ -513,7 +513,7 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
 
 def test_a_state_that_is_gone_is_not_made_up() -> None:
     runner = target("lfm2").fork()
-    runner.reserve(2, 8)
+    runner.memory.reserve(2, 8)
     runner.feed([0], torch.tensor([[1, 2, 3]]), [3], want_logits=False)
     with pytest.raises(InternalError, match="states of 3 tokens and none of 2"):
         runner.cache.rollback(0, 2)

@@ -119,7 +119,7 @@ def test_linear_layers_see_one_shape_only_and_are_the_owners_again_after() -> No
     before = {name: module.__dict__.get("forward") for name, module in hf.named_modules()}
     runner = wrap(hf, "tiny", strict=True)
     seen.clear()
-    runner.reserve(3, 64)
+    runner.memory.reserve(3, 64)
     runner.feed([0, 1, 2], torch.ones(3, 7, dtype=torch.int64), [7, 7, 7])
     assert seen == [(fixed_shapes.BLOCK, 32)] * 2  # 21 tokens
     assert {name: module.__dict__.get("forward") for name, module in hf.named_modules()} == before

@@ -61,7 +61,7 @@ def below(model: Shoal, prompt: str, ids: Sequence[int]) -> list[float]:
     """How far each id's logit is below the highest, in plain decoding of the row alone, a token a pass."""
     runner = model.target.fork()
     start = model.tokenizer(prompt)["input_ids"]
-    runner.reserve(1, len(start) + len(ids))
+    runner.memory.reserve(1, len(start) + len(ids))
     runner.feed([0], torch.tensor([start[:-1]]), [len(start) - 1], want_logits=False)
     gaps = []
     for token, chosen in zip([start[-1], *ids], ids, strict=False):

@@ -30,7 +30,7 @@ SCORE: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 0}
 def budget(tokens: int) -> int:
     """Bytes of a row of so many tokens in both caches of a pair."""
     engine = pair().engine(4, RULES["coupled"](), kv_bytes=2**40)
-    return sum(model.cache_bytes(1, tokens) for model in runners_of(engine))
+    return sum(model.memory.cache_bytes(1, tokens) for model in runners_of(engine))
 
 
 def at_rest(server: Served) -> bool:
@@ -96,7 +96,7 @@ def test_caches_that_rows_have_left_make_room() -> None:
             assert engine.memory.used + beside <= most
 
     run(2, 200, 0)
-    scored = engine.target.cache_bytes(1, 500)
+    scored = engine.target.memory.cache_bytes(1, 500)
     assert engine.memory.used + scored > most
     assert engine.reserve_tokens(500)
     assert engine.memory.used + scored <= most
@@ -131,14 +131,14 @@ def test_rows_keep_their_tokens_whenever_memory_is_reserved(
             if every:
                 for _ in range(every):  # until there is room, or the rows have gone on without
                     if engine.reserve_tokens(60):
-                        scored = engine.target.cache_bytes(1, 60)
+                        scored = engine.target.memory.cache_bytes(1, 60)
                         assert engine.memory.used + scored <= most
                         trimmed.append(engine.memory.used)
                 engine.reserve_tokens(0)
         return [row.tokens for row in rows]
 
     trimmed: list[int] = []
-    most = sum(model.cache_bytes(1, room) for model in runners_of(real(2**40, prefix_sharing)))
+    most = sum(model.memory.cache_bytes(1, room) for model in runners_of(real(2**40, prefix_sharing)))
     expected = run(None, 0)
     for every in (1, 2):
         assert run(most, every) == expected
@@ -146,7 +146,7 @@ def test_rows_keep_their_tokens_whenever_memory_is_reserved(
 
 
 def test_slots_that_rows_have_left_take_no_memory() -> None:
-    most = 8 * sum(model.cache_bytes(1, 16) for model in runners_of(real(2**40, "copied")))
+    most = 8 * sum(model.memory.cache_bytes(1, 16) for model in runners_of(real(2**40, "copied")))
     engine = real(most, "copied", max_batch=8, k=8)
     rows = [
         row for i in range(8) for row in engine.submit(Request((1, 2, i), 1, Sampling(seed=1), Limits(max_new_tokens=4)))

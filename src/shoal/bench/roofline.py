@@ -87,7 +87,10 @@ class Load:
         attention = 4.0 * config.num_hidden_layers * config.num_attention_heads * channels
         unread = looked_up * embedding.element_size()
         return Load(
-            2.0 * used, attention, float(runner.parameter_bytes - unread), float(runner.token_bytes)
+            2.0 * used,
+            attention,
+            float(runner.parameter_bytes - unread),
+            float(runner.memory.token_bytes),
         )
 
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:

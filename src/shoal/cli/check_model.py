@@ -209,7 +209,7 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
     """
     fork = runner.fork()
     longest = min(PROMPT_TOKENS, runner.context)
-    fork.reserve(2, longest)
+    fork.memory.reserve(2, longest)
     kinds = {
         "a token": fork.explain([0], [1]),
         f"a block of {1 + draft_length}": fork.explain([0], [1 + draft_length]),
@@ -324,7 +324,7 @@ def memory(case: CheckCase) -> CheckResult:
     slots, drafter = min(case.n, most_rows(case.model.max_batch)), case.model.new_drafter()
     runners = [case.model.target] + ([case.model.draft_model] if case.model.draft_model else [])
     weights = sum(runner.parameter_bytes for runner in runners)
-    memories: list[KeyValueMemory] = [case.model.target]
+    memories: list[KeyValueMemory] = [case.model.target.memory]
     memories += [drafter.memory] if drafter is not None and drafter.memory is not None else []
     store = PrefixStore(policy_for(case.model.prefix_sharing, memories)).add(0, slots, longest - 1)
     shared = token_slots(store.prefixes.values())

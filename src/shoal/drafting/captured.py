@@ -283,9 +283,9 @@ class CapturedRounds:
             lengths = list(map(add, work.plan.starts, (1 + found.accepted).tolist()))
             self._ahead = self._ahead._replace(lengths=lengths)
         target.cache.wrote(work.plan)
-        target.count(1, found.verifying, CAPTURED)
+        target.counts.add(1, found.verifying, CAPTURED)
         if work.first is not None and self._drafter is not None and self._runner is not None:
-            self._runner.count(work.k, found.drafting, CAPTURED)
+            self._runner.counts.add(work.k, found.drafting, CAPTURED)
             self._runner.cache.wrote(work.first, ahead=work.k - 1)
             self._drafter.leave_out(work.rows, work.lengths, work.held)
         return _outcome(found, work, *shares)

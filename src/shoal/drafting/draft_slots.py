@@ -67,7 +67,7 @@ class DraftSlots(KeyValueMemory):
     @property
     def token_bytes(self) -> int:
         """The bytes of one token of one row."""
-        return self._runner.token_bytes
+        return self._runner.memory.token_bytes
 
     def of(self, row: Row) -> int:
         """Returns the row's slot."""
@@ -138,7 +138,7 @@ class DraftSlots(KeyValueMemory):
         """Counts the time of passes over prompts, which are no part of a round."""
         started = time.perf_counter()
         yield
-        self._runner.take_counters()
+        self._runner.counts.take()
         self.seconds += time.perf_counter() - started
 
     def _compute(self, chunk: PrefillChunk) -> None:
@@ -285,24 +285,24 @@ class DraftSlots(KeyValueMemory):
 
     @property
     def attends_in_one_call(self) -> bool:
-        return self._runner.attends_in_one_call
+        return self._runner.memory.attends_in_one_call
 
     @property
     def captures_without_prefixes(self) -> bool:
-        return self._runner.captures_without_prefixes
+        return self._runner.memory.captures_without_prefixes
 
     @property
     def allocated_bytes(self) -> int:
-        return self._runner.allocated_bytes
+        return self._runner.memory.allocated_bytes
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.cache_bytes(slots, capacity, cells)
+        return self._runner.memory.cache_bytes(slots, capacity, cells)
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.grown_bytes(slots, capacity, cells)
+        return self._runner.memory.grown_bytes(slots, capacity, cells)
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        self._runner.reserve(slots, capacity, cells)
+        self._runner.memory.reserve(slots, capacity, cells)
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Trims the cache; prompts whose rows have left may be lost.
@@ -314,7 +314,7 @@ class DraftSlots(KeyValueMemory):
         taken, groups = set(self._places.values()), {row.group for row in self._places}
         self._prompts = {slot: group for slot, group in self._prompts.items() if slot in taken}
         self._stored = {prefix: group for prefix, group in self._stored.items() if group in groups}
-        self._runner.trim(slots, capacity, cells)
+        self._runner.memory.trim(slots, capacity, cells)
 
 
 def _overlap(one: Prefix, other: Prefix) -> bool:

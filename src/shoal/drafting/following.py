@@ -149,7 +149,7 @@ class Follower:
         """
         if said is None:
             with torch.no_grad():
-                logits, states = self._target.plain_states(ids, self._learner.reads)
+                logits, states = self._target.bridge.plain_states(ids, self._learner.reads)
             return logits.clone().float(), states if states is None else states.clone()
         own = said[list(chosen)][rollouts.completion_mask[list(chosen)]].detach().float()
         logits = own.new_zeros(*ids.shape, own.shape[-1])

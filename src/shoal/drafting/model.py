@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.models.compiled.draft_functions import DraftedStep
-from shoal.models.lean.whole import Drawing
+from shoal.models.lean.steps import Drawing, lean_steps
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedIds, SharedTokens
 from shoal.sampling.controls import change
@@ -209,9 +209,9 @@ class ModelDrafter(Drafter):
         return () if self.runner.captures is None else (self.runner.captures.release,)
 
     def take_counters(self) -> DraftCounters:
-        passes, seconds = self.runner.take_counters()
+        passes, seconds = self.runner.counts.take()
         return DraftCounters(
-            passes, seconds, self._slots.take_seconds(), self.runner.take_executors()
+            passes, seconds, self._slots.take_seconds(), self.runner.counts.take_executors()
         )
 
     @property
@@ -292,8 +292,12 @@ class ModelDrafter(Drafter):
             want_q=inputs.needs_q,
             want_highest=inputs.stop is not None,
         )
-        step = self.runner.lean_steps(
-            self.slots(inputs.rows), *self.pending(inputs), max(inputs.lengths), drawing
+        step = lean_steps(
+            self.runner,
+            self.slots(inputs.rows),
+            *self.pending(inputs),
+            max(inputs.lengths),
+            drawing,
         )
         return step and (lambda uniforms, lengths: step())
 

@@ -116,7 +116,7 @@ class MultiExitDrafter(ModelDrafter):
 
     def take_counters(self) -> DraftCounters:
         exits = (
-            DraftCounters(*model.take_counters(), 0.0, model.take_executors())
+            DraftCounters(*model.counts.take(), 0.0, model.counts.take_executors())
             for model in self.models[:-1]
         )
         return reduce(DraftCounters.plus, exits, super().take_counters())

@@ -200,7 +200,9 @@ class OtherVocabularyDrafter(ModelDrafter):
             tree = super().propose(inputs)
             for row, drafts in zip(inputs.rows, tree.drafts, strict=True):
                 self.contexts.of(row).drafted = [self.contexts.same[token] for token in drafts]
-        self._passes = self.runner.passes if rejection is None else rejection.passes(inputs.lengths)
+        self._passes = (
+            self.runner.counts.passes if rejection is None else rejection.passes(inputs.lengths)
+        )
         self._asked = {
             row for row, length in zip(inputs.rows, inputs.lengths, strict=True) if length
         }

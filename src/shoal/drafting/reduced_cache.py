@@ -143,7 +143,7 @@ class _PartSlots(DraftSlots):
     def fill(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         """Copies the part of each row that is drafted for."""
         self._places = {row: slot for slot, row in enumerate(rows)}
-        self._runner.reserve(len(rows), self._window + self._sinks + max(lengths))
+        self._runner.memory.reserve(len(rows), self._window + self._sinks + max(lengths))
         slots = [row.slot if length else None for row, length in zip(rows, lengths, strict=True)]
         self._cache.take(self._source.cache, slots, self._sinks, self._window, self._layers)
 
@@ -153,14 +153,14 @@ class _PartSlots(DraftSlots):
         return slots, self._window + self._sinks + ROOM if capacity else 0
 
     def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.cache_bytes(*self._size(slots, capacity))
+        return self._runner.memory.cache_bytes(*self._size(slots, capacity))
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.grown_bytes(*self._size(slots, capacity))
+        return self._runner.memory.grown_bytes(*self._size(slots, capacity))
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        self._runner.reserve(*self._size(slots, capacity))
+        self._runner.memory.reserve(*self._size(slots, capacity))
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Trims the cache to the part, which is all that is kept between rounds."""
-        self._runner.trim(*self._size(slots, capacity))
+        self._runner.memory.trim(*self._size(slots, capacity))

@@ -327,7 +327,7 @@ class Engine:
         )
         watch.lap()
         drafter = DraftCounters() if self.drafter is None else self.drafter.take_counters()
-        self.stats.count_executors("target", self.target.take_executors())
+        self.stats.count_executors("target", self.target.counts.take_executors())
         for one in self.guides:
             one.count(self.stats)
         count_round(
@@ -335,7 +335,7 @@ class Engine:
             tree,
             commits,
             laps=watch.laps,
-            target=self.target.take_counters(),
+            target=self.target.counts.take(),
             drafter=drafter,
             name=self._batch.drafter_name,
             rounds=rounds,

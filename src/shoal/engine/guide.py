@@ -150,11 +150,11 @@ class Guide:
 
     def count(self, stats: Stats) -> None:
         """Adds the work since the last call."""
-        passes, seconds = self.runner.take_counters()
+        passes, seconds = self.runner.counts.take()
         stats.guide_passes += passes
         stats.seconds_target += seconds
         stats.seconds_prefill += self.slots.take_seconds()
-        stats.count_executors(self.role, self.runner.take_executors())
+        stats.count_executors(self.role, self.runner.counts.take_executors())
 
 
 def _is_guided(row: Row) -> bool:

@@ -300,7 +300,9 @@ def _attached(
 
     Those of the target and of its guides, which hold as many tokens, are the first.
     """
-    first = Together(target, [one.slots for one in guides]) if guides else target
+    first: KeyValueMemory = target.memory
+    if guides:
+        first = Together(first, [one.slots for one in guides])
     if drafter is None:
         return [first]
     for verifier in [target, *(one.runner for one in guides)]:

@@ -1,7 +1,7 @@
 """Several plain rounds in one go, where a pass is so short that the work around it counts.
 
 On a CPU the passes and draws of such rounds are calls of the kernels in C, each of which leaves the
-drawn tokens where the next one reads them (`shoal.models.lean.whole`). They are committed
+drawn tokens where the next one reads them (`shoal.models.lean.steps`). They are committed
 together. Tokens, log-probabilities and counts are those of the same rounds one by one: a row's
 draws depend on its own tokens and uniforms alone, and a run of rounds ends as soon as a row that
 ends would change the rows of the next round.
@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.engine.running_rows import Batch
 from shoal.lookahead.controller import Controller
 from shoal.models.compiled.draft_functions import DraftedStep
-from shoal.models.lean.whole import Drawing
+from shoal.models.lean.steps import Drawing, lean_steps, rounds_at_once
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.acceptance.rule import decides_chains
 from shoal.sampling.ahead import UniformsAhead
@@ -90,7 +90,7 @@ class MultiStep:
         cls, batch: Batch, lookahead: Controller, rule: Rule, uniforms: UniformsAhead
     ) -> MultiStep | None:
         """Returns the runs of an engine; None if its target computes no rounds in one go."""
-        if batch.target.rounds_at_once < 2:
+        if rounds_at_once(batch.target) < 2:
             return None
         return cls(batch, lookahead, rule, uniforms)
 
@@ -139,7 +139,7 @@ class MultiStep:
         """Returns the most rounds of a run of these rows; less than 2 = there can be none."""
         if self._race is None:
             return 0
-        rounds = min(MOST_ROUNDS, MOST_TOKENS // len(rows), self._target.rounds_at_once)
+        rounds = min(MOST_ROUNDS, MOST_TOKENS // len(rows), rounds_at_once(self._target))
         if rounds > 1 and self._drafts:
             rounds = min(rounds, getattr(self._lookahead, "plain_rounds", 1))
         if rounds < 2 or not self._plain.includes(rows) or change(rows):
@@ -168,7 +168,7 @@ class MultiStep:
             logprobs=raw,
         )
         last = torch.tensor([[row.tokens[-1]] for row in rows])
-        return target.lean_steps(slots, last, [1] * len(rows), rounds, drawing)
+        return lean_steps(target, slots, last, [1] * len(rows), rounds, drawing)
 
     def _give_back(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Takes the cells of a round that failed out of the cache."""

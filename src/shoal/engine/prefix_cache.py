@@ -44,12 +44,13 @@ class PrefixMemory:
 
     def __init__(self, target: Runner, draft_model: Runner | None, nbytes: int) -> None:
         if draft_model is not None and not (
-            draft_model.can_keep_prefixes and not draft_model.block
+            draft_model.can_keep_prefixes and not draft_model.memory.block
         ):
             draft_model = None  # a drafter keeps no states
         self.draft_model = None if draft_model is None else draft_model.hf
         self._tokens = nbytes // (
-            target.kept_token_bytes + (0 if draft_model is None else draft_model.kept_token_bytes)
+            target.memory.kept_token_bytes
+            + (0 if draft_model is None else draft_model.memory.kept_token_bytes)
         )
         self._new_kept = target.new_kept, (target if draft_model is None else draft_model).new_kept
         self._probed: Tensor | None = None
@@ -74,7 +75,7 @@ class PrefixMemory:
         draft model are not looked for, because they change no distribution.
         """
         runner = target.fork_for_ordinary_passes()
-        runner.reserve(1, PROBED)
+        runner.memory.reserve(1, PROBED)
         runner.cache.rollback(0, 0)
         ids = torch.arange(PROBED, device=runner.device)[None] % min(
             runner.known_ids, runner.vocab_size
@@ -103,7 +104,7 @@ class PrefixCache:
 
     def __init__(self, target: Runner, drafter: Drafter | None, memory: PrefixMemory) -> None:
         slots = None if drafter is None else drafter.memory
-        _ = target.token_bytes  # a new cache has its layers once this is known
+        _ = target.memory.token_bytes  # a new cache has its layers once this is known
         if (
             isinstance(slots, DraftSlots)
             and slots.computes_prompts

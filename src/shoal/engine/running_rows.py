@@ -117,8 +117,8 @@ class Batch:
         self.memory.allocate(round_)
         hidden: list[Tensor] = []
         computed = prefill(self.target, round_, hidden, self.kept)
-        self.target.take_counters()  # no part of a round
-        self.stats.count_executors("target", self.target.take_executors())
+        self.target.counts.take()  # no part of a round
+        self.stats.count_executors("target", self.target.counts.take_executors())
         self.stats.prefills += sum(
             admission.origin is PromptOrigin.COMPUTE for admission in round_.admissions
         )

@@ -78,7 +78,7 @@ def _scored(
     runner = target.fork_for_ordinary_passes()
     for start in range(0, len(contexts), ROWS):
         batch = contexts[start : start + ROWS]
-        runner.reserve(len(batch), max(context.cells for context in batch))
+        runner.memory.reserve(len(batch), max(context.cells for context in batch))
         for slot in range(len(batch)):
             runner.cache.rollback(slot, 0)
         for _ in _fed(runner, [context.ids[:-1] for context in batch], want_logits=False):

@@ -1,11 +1,18 @@
-"""The working time of a device, measured by events of its stream: the host does not wait."""
+"""The working time of a device, measured by events of its stream: the host does not wait.
+
+The passes of a model are timed so, and counted by the executors that computed them.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from types import TracebackType
 from typing import Any
 
 import torch
+
+from shoal.models.available import explained
 
 MOST = 256
 """The number of stretches that are stored before they are added up, more than a round has."""
@@ -102,3 +109,66 @@ class Spans:
         if used:
             used[-1].wait(1)
             self._seconds += sum(moments.seconds(0, 1) for moments in used)
+
+
+class RunnerCounts:
+    """The passes of a runner, and the time in them.
+
+    Attributes:
+        passes: the number of passes since the last call of `take`.
+        executors: the number of passes by executor since the last call of `take_executors`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.passes = 0
+        self.executors: Counter[str] = Counter()
+        self._elsewhere = 0.0
+        self._spans = Spans(device)
+
+    def timed(self, name: str) -> _TimedPass:
+        """Returns the context of one pass, which is timed and counted if it succeeds.
+
+        Args:
+            name: the name of the model, for a lack of memory.
+        """
+        return _TimedPass(self, name)
+
+    def add(self, passes: int, seconds: float, executor: str) -> None:
+        """Adds passes that were computed elsewhere, by an executor of that name."""
+        self.passes += passes
+        self._elsewhere += seconds
+        self.executors[executor] += passes
+
+    def take(self) -> tuple[int, float]:
+        """Returns the passes, and the seconds in them on the device, since the last call.
+
+        Waits for the last of the passes.
+        """
+        taken = self.passes, self._elsewhere + self._spans.take()
+        self.passes, self._elsewhere = 0, 0.0
+        return taken
+
+    def take_executors(self) -> Counter[str]:
+        """Returns the passes since the last call by executor, those of prompts included."""
+        taken, self.executors = self.executors, Counter()
+        return taken
+
+
+class _TimedPass(explained):
+    """A context of one pass, which is timed and counted if it succeeds."""
+
+    def __init__(self, counts: RunnerCounts, name: str) -> None:
+        super().__init__(name)
+        self._counts = counts
+        counts._spans.begin()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self._counts._spans.end()
+            self._counts.passes += 1

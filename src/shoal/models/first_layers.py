@@ -181,7 +181,7 @@ def _layers_passed(runner: Runner, hf: Any) -> int:
     """Returns the number of layers whose keys a pass of the model writes; 0 if the pass fails."""
     tried = runner.over_same_cache(hf, None)
     tried.cache = SlotCache()
-    tried.reserve(1, 1)
+    tried.memory.reserve(1, 1)
     try:
         tried.feed([0], torch.zeros(1, 1, dtype=torch.long, device=tried.device), [1])
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError):

@@ -149,7 +149,7 @@ def _decode(
         else list(ids)
     )
     late = min(KV_BLOCK, runner.context - len(rows[-1]))
-    runner.reserve(len(rows), KV_BLOCK + max(map(len, rows)))
+    runner.memory.reserve(len(rows), KV_BLOCK + max(map(len, rows)))
     cache = runner.cache
     cache.lengths = [0] * cache.slots
     if neighbour:

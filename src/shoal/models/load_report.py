@@ -68,7 +68,7 @@ def described(runner: Runner) -> dict[str, str]:
 def _passes(runner: Runner) -> str:
     layers = (
         TRITON_LAYERS
-        if runner.fused_layers is not None and not runner.ordinary_only
+        if runner.bridge.layers is not None and not runner.ordinary_only
         else runner.executors[-1].name
     )
     reason = runner.capture_failure or runner.absent.get(CAPTURED)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 from shoal.errors import RequestError
+from shoal.models.attention.methods import method_named
 from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.executors.transformers_models import C_DECODER, TRITON_LAYERS
@@ -61,12 +63,26 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
             f"compile='on' needs kernels in C, and they could not be built here: {missing()}"
         )
     if mode == "off" or missing():
-        runner.use_attention("pad", instead_of="auto")
+        use_padded_attention(runner)
         runner.absent[C_DECODER] = missing() or "compile='off'"
     elif not owned or mode == "modules":
         runner.absent[C_DECODER] = _not_wanted(owned)
     else:
         use_lean_passes(runner)
+
+
+def use_padded_attention(runner: Runner) -> None:
+    """Attends by the padded call, unless the caller asked for a method by name."""
+    if runner.attention == "auto" and runner.attention_path == "interface":
+        runner.attention, runner.method = "pad", method_named("pad")
+
+
+def _can_be_lean(runner: Runner) -> bool:
+    """Returns True if a pass may leave the model's modules out.
+
+    The modules are needed if the caller asked for bits that depend on them.
+    """
+    return runner.packs and runner.forward_context is nullcontext
 
 
 def _not_wanted(owned: bool) -> str:
@@ -79,20 +95,20 @@ def use_fused_layers(runner: Runner) -> None:
 
     The layers are not used if they diverge from the model's modules by more than rounding.
     """
-    layers = fused_layers_of(runner.hf) if runner.can_be_lean else None
+    layers = fused_layers_of(runner.hf) if _can_be_lean(runner) else None
     if layers is None:
         runner.absent[TRITON_LAYERS] = _no_fused_layers(runner)
         return
-    runner.fused_layers = layers
+    runner.bridge.layers = layers
     error = largest_error(runner)
-    if runner.fused_layers is not None and not _computes_the_model(runner, "fused layers", error):
-        runner.fused_layers = None
+    if runner.bridge.layers is not None and not _computes_the_model(runner, "fused layers", error):
+        runner.bridge.layers = None
         runner.absent[TRITON_LAYERS] = f"they diverge from the modules by {error:.3g} nats"
 
 
 def _no_fused_layers(runner: Runner) -> str:
     """Returns the reason why a model has no fused layers."""
-    if not runner.can_be_lean:
+    if not _can_be_lean(runner):
         return "strict=True, or the model takes padded blocks only"
     reason = obstacle(runner.hf, (WeightOnly8Bit,)) and obstacle(runner.hf)
     return (
@@ -107,7 +123,7 @@ def use_lean_passes(runner: Runner) -> None:
     The lean passes are not used if they diverge from the model's modules by more than rounding.
     """
     decoder = None
-    if runner.dtype in SUFFIXES and runner.can_be_lean and runner.attention in ("auto", "native"):
+    if runner.dtype in SUFFIXES and _can_be_lean(runner) and runner.attention in ("auto", "native"):
         decoder = (
             decoder_of(runner.hf)
             or decoder_of(runner.hf, (Int8Linear,), byte_matrix_of)
@@ -139,7 +155,7 @@ def _no_decoder(runner: Runner) -> str:
         return "the model attends by its own code"
     if not runner.packs:
         return "the model takes padded blocks only"
-    if not runner.can_be_lean:
+    if not _can_be_lean(runner):
         return "strict=True"
     return (
         obstacle(runner.hf, (GroupLinear, *LINEARS))

@@ -82,7 +82,7 @@ def feed_prompts(
 
 def _to_end_of_block(runner: Runner, slot: int) -> int:
     """Returns the most tokens of a slot's next pass, which does not go beyond a block's end."""
-    block = runner.block
+    block = runner.memory.block
     return block - runner.cache.lengths[slot] % block if block else MAX_PASS_WIDTH
 
 

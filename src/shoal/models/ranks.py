@@ -314,7 +314,7 @@ class Served:
         self._drop(list(self._built))
         self._captures = None
         if executor is not None:
-            self._captures = SharedCaptures(runner._bridge, runner.name, executor, runner.attention)
+            self._captures = SharedCaptures(runner.bridge, runner.name, executor, runner.attention)
 
     def _build(self, owner: int, cache: SlotCache, number: int, bucket: Bucket) -> None:
         error = None

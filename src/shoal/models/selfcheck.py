@@ -7,13 +7,15 @@ silence. The check finds such models in a few milliseconds, future ones included
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
+from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.load_checks import BYTES, GROUPS, LIMITS, divergences
 from shoal.models.runner import Runner
 from shoal.models.weights.groups import GroupLinear
@@ -74,10 +76,30 @@ def self_check(runner: Runner) -> float:
     return error
 
 
+@contextmanager
+def _noting_windows(runner: Runner) -> Iterator[set[int | None]]:
+    """Collects the sliding windows that the layers ask for within the context.
+
+    The window None stands for full attention.
+    """
+    method = runner.method
+    seen: set[int | None] = set()
+
+    def noting(inputs: AttentionInputs) -> Tensor:
+        seen.add(inputs.window)
+        return method(inputs)
+
+    runner.method = noting
+    try:
+        yield seen
+    finally:
+        runner.method = method
+
+
 def _self_check(runner: Runner) -> float:
     """Computes the comparison of `self_check`, and stores its results in the runner."""
     ids, plain = _reference(runner)
-    with runner.noting_windows() as windows:
+    with _noting_windows(runner) as windows:
         error = _largest(_guarded(_decode, runner, ids, plain)) if runner.packs else math.inf
         if not error <= tolerance(runner):
             runner.packs, runner.cache = False, runner.new_cache()
@@ -129,7 +151,7 @@ def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
     if runner.mixers is None or not runner.mixers.stepwise:
         return ids, runner.plain_logits(ids)
     rows = zip(ids[:, None], _firsts(ids), strict=True)
-    return ids, torch.cat([runner.stepped_logits(row, first) for row, first in rows])
+    return ids, torch.cat([runner.bridge.stepped_logits(row, first) for row, first in rows])
 
 
 def _firsts(ids: Tensor) -> tuple[int, int]:
@@ -174,7 +196,7 @@ def _sharing(runner: Runner, ids: Tensor, plain: Tensor) -> list[Tensor]:
     if split < 1:
         return [plain.new_full((1,), math.inf)]
     prefix, tail = Prefix(1, split), ids[:1, split:].expand(2, -1)
-    runner.reserve(2, 4, prefix.base + split)
+    runner.memory.reserve(2, 4, prefix.base + split)
     runner.feed_prefix(prefix, 0, ids[:1, :split])
     for slot in range(2):
         runner.cache.enter(slot, prefix)
@@ -192,7 +214,7 @@ def _prompts(runner: Runner, ids: Tensor, plain: Tensor) -> list[Tensor]:
     split = max(1, length - 8)
     if length < split + 3:
         return []  # a context too short for prompts
-    runner.reserve(2, length + 4)
+    runner.memory.reserve(2, length + 4)
     runner.feed([1], ids[:1, :split], [split], want_logits=False)
     rest = length - 2 - split
     block = torch.stack([ids[0, split : length - 2], ids[1, :rest]])
@@ -212,7 +234,7 @@ def _tree(runner: Runner, ids: Tensor, plain: Tensor) -> list[Tensor]:
     start = ids.shape[1] - 3
     if start < 1:
         return [plain.new_full((1,), math.inf)]
-    runner.reserve(1, start + 4)
+    runner.memory.reserve(1, start + 4)
     runner.feed([0], ids[:1, :start], [start])
     block = torch.cat([ids[0, start : start + 1], ids[1, :1], ids[0, start + 1 :]])
     logits = runner.feed([0], block[None], [4], parents=[[-1, -1, 1]])[0, [0, 2, 3]]
@@ -232,7 +254,7 @@ def _ragged_decode(runner: Runner, ids: Tensor) -> list[tuple[int, slice, Tensor
         (row, positions, logits [positions, vocab]) of each block's rows.
     """
     length = ids.shape[1]
-    runner.reserve(2, length + 4)
+    runner.memory.reserve(2, length + 4)
     runner.cache.clear()
     long, short = _firsts(ids)
     pairs: list[tuple[int, slice, Tensor]] = []

@@ -149,7 +149,7 @@ class _Leading(Runner):
             super().capture_rounds(executor)
 
     def _new_captures(self, executor: str) -> Captures:
-        return _LedCaptures(self._bridge, self.name, executor, self.attention, self._ranks)
+        return _LedCaptures(self.bridge, self.name, executor, self.attention, self._ranks)
 
     def _ordinary(self, batch: PassBatch) -> PassOutput:
         assert isinstance(self.cache, _LedCache)

@@ -96,7 +96,7 @@ class Scoring:
             )
         self._ids, self._top = list(ids), top
         self._runner: Runner | None = target.fork_for_ordinary_passes()
-        self._runner.reserve(1, len(ids))
+        self._runner.memory.reserve(1, len(ids))
         self._logprobs: list[float | None] = [None]  # the first token has no probability
         self._tops: list[TopLogprobs | None] = [None]
         self._ranks: list[int] = [0]

@@ -93,10 +93,23 @@ SHARING = METHODS.keys() - KV_BLOCKS.keys()
 """The methods that take rows with a prefix."""
 
 
-def method_named(name: str) -> Method:
-    """Returns the method of a name; raises RequestError for a name that is not in `METHODS`."""
+def method_named(name: str, masked: str = "") -> Method:
+    """Returns the method of a name.
+
+    Args:
+        name: the name.
+        masked: the name of a model that attends by its own code under a mask; "" for others.
+
+    Raises:
+        RequestError: the name is not in `METHODS`, or the method is none for such a model.
+    """
     if name not in METHODS:
         raise RequestError(f"attention must be one of {', '.join(METHODS)}, got {name!r}")
+    if masked and name not in ("auto", "pad"):
+        raise RequestError(
+            f"{masked} attends by its own eager code under a mask: attention must be 'auto' or "
+            f"'pad', got {name!r}"
+        )
     return METHODS[name]
 
 

@@ -7,6 +7,7 @@ No other file touches Transformers' cache classes. The rows of the cache are in
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,6 +39,27 @@ class SlotCache(RowStore, Cache):
         self.plan: Plan | None = None
         self._written: Tensor | None = None
         self._addresses: array[int] | None = None
+
+    def next_plan(
+        self, slots: Sequence[int], counts: Sequence[int], device: torch.device, **options: Any
+    ) -> Plan:
+        """Makes the plan of a pass that appends counts[b] tokens to each slot.
+
+        Args:
+            slots: the slots of the rows.
+            counts: the number of tokens of each row.
+            device: the device of the pass.
+            options: see `Plan`.
+        """
+        return Plan(
+            slots,
+            [self.lengths[slot] for slot in slots],
+            counts,
+            device,
+            prefixes=[self.prefixes[slot] for slot in slots],
+            gaps=[self.gaps[slot] for slot in slots],
+            **options,
+        )
 
     # ── the stores ────────────────────────────────────────────────────────────────────────────────
 

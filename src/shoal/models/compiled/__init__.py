@@ -18,7 +18,7 @@ that change from round to round lie in buffers.
 """
 
 from shoal.models.compiled.buckets import reservation
-from shoal.models.compiled.captures import ATTENTION, Captures
-from shoal.models.compiled.executors import executor_for, obstacle
+from shoal.models.compiled.captures import Captures
+from shoal.models.compiled.executors import attention_obstacle, executor_for, obstacle
 
-__all__ = ["ATTENTION", "Captures", "executor_for", "obstacle", "reservation"]
+__all__ = ["Captures", "attention_obstacle", "executor_for", "obstacle", "reservation"]

@@ -34,8 +34,6 @@ from shoal.models.load_checks import LIMITS, divergences
 
 log = logging.getLogger("shoal")
 
-ATTENTION = ("auto", "pad", "fused")
-"""The attention methods that ask for masks and bounds only, never for a plan."""
 CAPTURED = "captured rounds"
 """The word for passes that were parts of captured rounds, in reports and in counts by executor."""
 AT_ONCE = 1 << 24
@@ -84,7 +82,7 @@ class Captures:
         bridge: to the Transformers model.
         name: for messages.
         executor: a name in `EXECUTORS`.
-        attention: a name in `ATTENTION`.
+        attention: a name in `ATTENTION` of `shoal.models.compiled.executors`.
 
     Attributes:
         knows_prefixes: rows whose prompt is shared may take part.

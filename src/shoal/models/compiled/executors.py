@@ -166,11 +166,25 @@ def executor_for(mode: str, device: torch.device) -> str | None:
     return "graphed" if mode != "off" and device.type == "cuda" else None
 
 
+ATTENTION = ("auto", "pad", "fused")
+"""The attention methods that ask for masks and bounds only, never for a plan."""
 GROUPED_FROM = (9, 0)
 """The compute capability from which PyTorch multiplies groups of bfloat16 rows in one kernel.
 
 Elsewhere the host reads the sizes of the groups.
 """
+
+
+def attention_obstacle(path: str, method: str) -> str | None:
+    """Returns the reason why no pass with this attention can be captured; None if there is none.
+
+    Args:
+        path: "interface" or "mask" (`shoal.models.bridge`).
+        method: the name of the attention method.
+    """
+    if path != "interface":
+        return "the model attends by its own code"
+    return None if method in ATTENTION else f"attention={method!r}"
 
 
 def obstacle(hf: Any) -> str | None:

@@ -104,6 +104,22 @@ class Explanation(NamedTuple):
         return f"{self.executor} ({reasons})" if reasons else self.executor
 
 
+def first_of(
+    executors: Sequence[Executor], batch: PassBatch
+) -> tuple[Executor | None, list[Refusal]]:
+    """Returns the first executor that computes a batch, None if there is none.
+
+    The refusals are those of the executors before it.
+    """
+    refusals: list[Refusal] = []
+    for executor in executors:
+        reason = executor.refuses(batch)
+        if reason is None:
+            return executor, refusals
+        refusals.append(Refusal(executor.name, reason))
+    return None, refusals
+
+
 def embedded(ids: Tensor, table: Callable[[Tensor], Tensor], vectors: Tensor | None) -> Tensor:
     """Returns the embeddings [..., width] of ids [...] int64, some of which are vectors.
 

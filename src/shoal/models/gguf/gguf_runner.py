@@ -85,7 +85,7 @@ class GgufRunner(Runner):
         outputs = []
         for row in tokens:
             alone = self.fork()
-            alone.reserve(1, len(row))
+            alone.memory.reserve(1, len(row))
             outputs.append(alone.feed([0], row[None], [len(row)]))
         return torch.cat(outputs)
 
@@ -113,11 +113,6 @@ class GgufRunner(Runner):
     def keeps_states(self) -> bool:
         """True if layers keep recurrent states, which llama.cpp knows of."""
         return bool(self.hf.recurrent)
-
-    @property
-    def can_be_lean(self) -> bool:
-        """False: the weights are llama.cpp's."""
-        return False
 
     def use_vectors(self, vectors: Tensor) -> None:
         """Raises UnsupportedModel: llama.cpp reads only ids here."""

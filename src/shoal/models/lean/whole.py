@@ -1,24 +1,19 @@
 """A pass in one call: the kernel `decode`, for decoders with all matrices packed in panels.
 
-So are the drafting steps of a round: pass, draw, and the next block. A step feeds itself: it leaves
-the drawn tokens at the place where the next step reads them. No work remains between two calls.
+The drafting steps of a round are built from it (`shoal.models.lean.steps`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal.config import Sampling
 from shoal.models.attention.inputs import Masks
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean import decoder as decoders
 from shoal.models.lean.decoder import Angles, Decoder, DecoderLayer
 from shoal.models.weights import Matrix
@@ -26,16 +21,7 @@ from shoal.models.weights.groups import GroupMatrix
 from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.panels import PanelMatrix
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import (
-    DraftStepStruct,
-    DrawsStruct,
-    LayerStruct,
-    ModelStruct,
-    NormStruct,
-    PassStruct,
-    WeightsStruct,
-)
-from shoal.sampling.native_draws import block_of, settings_of
+from shoal.native.structs import LayerStruct, ModelStruct, NormStruct, PassStruct, WeightsStruct
 
 
 def whole_pass(decoder: Decoder, angles: Angles) -> tuple[WholePass | None, str]:
@@ -274,91 +260,3 @@ class _Structs:
             raise _Unfit(f"a weight is {tensor.dtype}, and the model {self._dtype}")
         self.held.append(tensor.detach())
         return tensor.data_ptr()
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """The settings of the draws of a round's steps, and of their results.
-
-    Attributes:
-        vocab_size: the width of q, at most the drafter's own.
-        samplings: the sampling settings of the rows.
-        uniforms: [rows, at least the number of steps, ...] float64.
-        race: True draws by an exponential race (`shoal.sampling.native_draws`).
-        want_q: True if the steps return q beside the tokens.
-        want_highest: True if the steps return the highest probabilities beside the tokens.
-        logprobs: receives the natural logs of the tokens' probabilities by the logits alone,
-            [steps, rows] float32; None = they are not computed.
-    """
-
-    vocab_size: int
-    samplings: Sequence[Sampling]
-    uniforms: Tensor
-    race: bool
-    want_q: bool
-    want_highest: bool
-    logprobs: Tensor | None = None
-
-
-class LeanSteps:
-    """The steps of one round.
-
-    Args:
-        whole: the passes of the drafter.
-        plan: the plan of the first pass.
-        pending: the tokens of the first pass, [rows, q] int64.
-        most: the largest number of steps.
-    """
-
-    def __init__(
-        self,
-        whole: WholePass,
-        cache: SlotCache,
-        plan: Plan,
-        pending: Tensor,
-        most: int,
-        drawing: Drawing,
-    ) -> None:
-        vocab_size = drawing.vocab_size
-        rows = plan.rows
-        logits = torch.empty(rows, 1, whole.decoder.head.shape[0], dtype=whole.decoder.dtype)
-        self._tokens, self._probs = (
-            torch.empty(most, rows, dtype=torch.long),
-            torch.empty(most, rows),
-        )
-        self._highest = torch.empty(most, rows) if drawing.want_highest else None
-        self._q = torch.empty(most, rows, vocab_size) if drawing.want_q else None
-        work = whole.prepared(plan, pending, cache, logits, ahead=most)
-        work.pass_.last_only = 1
-        block, drawn_from = block_of(
-            logits[..., :vocab_size], settings_of(drawing.samplings), drawing.uniforms, drawing.race
-        )
-        addresses = (
-            None if tensor is None else tensor.data_ptr()
-            for tensor in (self._highest, self._q, drawing.logprobs)
-        )
-        draws = DrawsStruct(block, self._tokens.data_ptr(), self._probs.data_ptr(), *addresses)
-        self._step = DraftStepStruct(
-            work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions
-        )
-        self._held = (
-            work.held,
-            work.bounds,
-            drawn_from,
-            drawing.logprobs,
-        )  # the step has their addresses
-        self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
-        self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0
-
-    def __call__(self) -> DraftedStep | None:
-        """Computes the next step; returns None if a row has no distribution. Raises MemoryError."""
-        result = self._draft(ctypes.byref(self._step))
-        require_done(max(0, -result))
-        for slot, count in zip(self._slots, self._counts, strict=True):
-            self._cache.lengths[slot] += count
-        self._counts = [1] * len(self._slots)
-        if result:
-            return None
-        j, self._done = self._done, self._done + 1
-        confidence = self._probs if self._highest is None else self._highest
-        return DraftedStep(None if self._q is None else self._q[j], self._tokens[j], confidence[j])

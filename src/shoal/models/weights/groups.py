@@ -246,6 +246,14 @@ class GroupLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
+def parameter_count(model: nn.Module) -> int:
+    """Returns the number of a model's weights, tied ones counted once."""
+    grouped = [module for module in model.modules() if isinstance(module, GroupLinear)]
+    return sum(layer.in_features * layer.out_features for layer in grouped) + sum(
+        each.numel() for each in model.parameters() if each.is_floating_point() or not grouped
+    )
+
+
 @torch.no_grad()
 def group_matrix_of(layers: Sequence[Any]) -> Matrix:
     """Returns the common matrix of layers with the same input, of which they are parts then.

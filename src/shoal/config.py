@@ -119,6 +119,9 @@ class Sampling:
             (`shoal.sampling.guidance`).
         plausibility: with guidance, keep tokens whose p is at least this times the highest p, both
             before guidance, in [0, 1]; 0 = off.
+        posterior: with guidance, samples are led by the posterior of the expert's class after the
+            whole new text instead of by the next token alone; its log-odds per token times this,
+            >= 0; 0 = off (`shoal.sampling.guidance`).
         negative_prompt: with guidance, the token ids that the guide reads in place of the prompt;
             empty = the prompt. (A text goes to `generate(negative_prompt=...)`.)
         repetition_penalty: > 0; scores of tokens in prompt or output divided (positive) or
@@ -167,6 +170,13 @@ class Sampling:
         least=0,
         most=1,
         api="plausibility",
+    )
+    posterior: float = declared(
+        0.0,
+        "With guidance, lead by the posterior of the expert's class after the whole new text, its "
+        "log-odds per token times this; 0 = by the next token alone.",
+        least=0,
+        api="posterior",
     )
     repetition_penalty: float = declared(
         1.0,

@@ -73,6 +73,7 @@ OPTIONS: list[tuple[str, str, list[Any]]] = [
     ("typical_p", r"in \(0, 1\]", [0.0]),
     ("guidance", "a finite number", [float("inf"), "much"]),
     ("plausibility", r"in \[0, 1\]", [-0.1, 2]),
+    ("posterior", ">= 0", [-0.1, "much"]),
     ("repetition_penalty", "> 0", [0, -1.2]),
     ("presence_penalty", "a finite number", [float("inf")]),
     ("frequency_penalty", "a finite number", ["much"]),

@@ -17,7 +17,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from guides import EXPERT, GUIDE, TARGET, V, as_decoded, by_hand, greedy_ids
+from guides import (
+    EXPERT,
+    GUIDE,
+    MADE,
+    NEGATIVE,
+    TARGET,
+    Made,
+    V,
+    as_decoded,
+    by_hand,
+    engine_of,
+    greedy_ids,
+    played,
+    request,
+)
 from laws import ALPHA, EXACT, P, Q, joint, table
 from prompt_tokens import scripted_tokens
 from shoal.config import Limits, Sampling
@@ -37,7 +51,7 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.guidance import guided
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.enumeration import chain_rule, chi_square, committed_distribution
-from shoal.testing.scripted import hashed, mixed, runner, scripted, table_model
+from shoal.testing.scripted import runner, scripted, table_model
 from shoal.types.requests import Request, Row
 from tree_laws import Tree, bushy, committed
 
@@ -169,48 +183,6 @@ def test_four_tokens_of_a_target_led_to_an_expert(rule: Rule) -> None:
 
 
 # ── what the guide holds ────────────────────────────────────────────────────────────────────────────────────────────
-
-Made = Callable[[], Drafter | None]
-MADE: dict[str, Made] = {
-    "plain": lambda: None,
-    "model": lambda: ModelDrafter(scripted(mixed(TARGET, hashed(V, 3)), V), V),
-    "trees": lambda: TreeDrafter(scripted(mixed(TARGET, hashed(V, 3)), V), V, shape_of("rsd-s", 2, 6)),
-    "suffix": lambda: SuffixDrafter("group", nodes=6),
-}
-STRENGTHS = (0.6, 0.0, -0.4, 1.2)
-
-
-def request(number: int, n: int = 3, new: int = 12, **sampling: Any) -> Request:
-    prompt = tuple((number * i + i * i) % V for i in range(1 + 5 * number))
-    settings = {"temperature": 0.8, "seed": number, "guidance": STRENGTHS[number % 4]} | sampling
-    return Request(prompt, n, Sampling(**settings), Limits(max_new_tokens=new + number))
-
-
-def engine_of(made: Made, k: int = 3, **options: Any) -> Engine:
-    drafter = made()
-    options = {"max_batch": 5, "rule": Coupled(), "guide": scripted(GUIDE, V)} | options
-    return Engine(scripted(TARGET, V), drafter, Fixed(k if drafter else 0), **options)
-
-
-NEGATIVE = {2: (6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 0, 0, 1), 3: (4, 2)}
-"""The negative prompts of two requests: one longer than the prompt, one shorter."""
-
-
-def played(
-    made: Made, numbers: Sequence[int] = (0, 2, 3, 1), negative: bool = False, **options: Any
-) -> tuple[Engine, list[Row]]:
-    """Requests of unequal prompts and strengths that join one after the other; a row is cancelled."""
-    engine, rows = engine_of(made, **options), []
-    for number in numbers:
-        settings: dict[str, Any] = {"negative_prompt": NEGATIVE.get(number, ())} if negative else {}
-        settings["plausibility"] = 0.05 if number > 1 and STRENGTHS[number % 4] else 0.0
-        rows += engine.submit(request(number, **settings))
-        engine.step()
-        engine.step()
-    engine.cancel(rows[1:2])
-    while engine.step():
-        pass
-    return engine, [*rows[:1], *rows[2:]]
 
 
 @pytest.mark.parametrize(
@@ -429,7 +401,7 @@ def of_its_neighbour(self: Guide, rows: Sequence[Row], block: Any) -> Tensor | N
     return LOGITS(self, rows, (tokens.roll(1, 0), counts, parents))
 
 
-def cut_by_the_guide(logits: Tensor, said: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def cut_by_the_guide(logits: Tensor, said: Tensor, samplings: Sequence[Sampling], *_: None) -> Tensor:
     found = guided(logits, said, [replace(one, plausibility=0.0) for one in samplings])
     own = [b for b, one in enumerate(samplings) if one.guidance]
     for place, b in enumerate(own):
@@ -438,7 +410,7 @@ def cut_by_the_guide(logits: Tensor, said: Tensor, samplings: Sequence[Sampling]
     return found
 
 
-def after_temperature(logits: Tensor, said: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def after_temperature(logits: Tensor, said: Tensor, samplings: Sequence[Sampling], *_: None) -> Tensor:
     return guided(logits / samplings[0].temperature, said, samplings) * samplings[0].temperature
 
 

@@ -203,6 +203,30 @@ def test_the_command_takes_an_expert_and_a_negative_prompt(shoal: Command, tiny:
     assert said["prompts"][0]["samples"][0]["token_ids"] == ids(written)[0][0]
 
 
+def test_a_posterior_from_the_command_line(shoal: Command, tiny: Models) -> None:
+    common = (
+        "generate",
+        "--model",
+        tiny.target,
+        "--prompt",
+        "hello",
+        "-n",
+        2,
+        "--seed",
+        3,
+        "--max-new-tokens",
+        12,
+        "--json",
+    )
+    led = ("--guide", tiny.drafter, "--expert", tiny.target, "--guidance", 5)
+    said = shoal(*common, *led, "--posterior", 4).json
+    options: dict[str, Any] = {"seed": 3, "max_new_tokens": 12, "guidance": 5}
+    with library.load(tiny.target, guide=tiny.drafter, expert=tiny.target) as model:
+        own, other = (model.generate("hello", 2, posterior=scale, **options) for scale in (4, 0))
+    assert [sample["token_ids"] for sample in said["prompts"][0]["samples"]] == ids(own)[0]
+    assert ids(own) != ids(other)
+
+
 def test_what_the_command_refuses(shoal: Command, tiny: Models) -> None:
     common = ("generate", "--model", tiny.target, "--prompt", "hello")
     for options, words in (
@@ -212,6 +236,7 @@ def test_what_the_command_refuses(shoal: Command, tiny: Models) -> None:
         (("--guide", "./nowhere"), "does not exist"),
         (("--guide", tiny.drafter, "--plausibility", 0.5), "plausibility goes with guidance"),
         (("--guide", tiny.drafter, "--negative-prompt", "no"), "negative_prompt goes with guidance"),
+        (("--guide", tiny.drafter, "--posterior", 1), "posterior goes with guidance"),
         (("--expert", tiny.drafter), "an expert needs a guide"),
         (("--guide", tiny.drafter, "--expert", "./nowhere"), "does not exist"),
     ):
@@ -286,6 +311,15 @@ def test_negative_prompts_over_http(server: Served) -> None:
     assert (answer.status_code, "negative_prompt of a chat must be a text" in answer.text) == (400, True)
 
 
+def test_a_posterior_over_http(server: Served) -> None:
+    options = {"guidance": 4.0, "posterior": 3.0, "seed": 2, "n": 2}
+    own = server.shoal.generate("hello", max_new_tokens=9, lookahead=4, **options)  # type: ignore[arg-type]
+    said = server.post(max_tokens=9, **options).json()["choices"]
+    assert [choice["text"] for choice in said] == [sample.text for sample in own[0].samples]
+    other = server.post(max_tokens=9, **options | {"posterior": 0}).json()["choices"]
+    assert [choice["text"] for choice in said] != [choice["text"] for choice in other]
+
+
 def test_what_the_server_refuses(server: Served) -> None:
     for body, words in (
         ({"negative_prompt": "no"}, "negative_prompt goes with guidance"),
@@ -294,6 +328,8 @@ def test_what_the_server_refuses(server: Served) -> None:
         ({"guidance": "much"}, "guidance"),
         ({"guidance": 1.0, "plausibility": 2}, "plausibility"),
         ({"plausibility": 0.5}, "plausibility goes with guidance"),
+        ({"posterior": 0.5}, "posterior goes with guidance"),
+        ({"guidance": 1.0, "posterior": -1}, "posterior"),
     ):
         answer = server.post(**body)  # type: ignore[arg-type]
         assert (answer.status_code, words in answer.text) == (400, True), answer.text

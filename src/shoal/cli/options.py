@@ -383,11 +383,10 @@ class GenerateSampling(SamplingOptions):
 
     guidance: GuidanceOption = Sampling.guidance
     plausibility: PlausibilityOption = Sampling.plausibility
+    posterior: Annotated[float, parameter_option("posterior")] = Sampling.posterior
     negative_prompt: Annotated[
         str | None,
-        sampling_option(
-            metavar="TEXT", help="With --guidance, a text that the guide reads for the prompt."
-        ),
+        sampling_option(metavar="TEXT", help="With --guidance, the guide's text for the prompt."),
     ] = None
     repetition_penalty: Annotated[float, parameter_option("repetition_penalty")] = (
         Sampling.repetition_penalty

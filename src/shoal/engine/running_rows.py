@@ -238,6 +238,8 @@ class Batch:
         for done, columns in zip(commits, kept, strict=True):
             row, cache = done.row, self.target.cache
             cache.keep(row.slot, len(row.tokens) - 1 - len(columns), columns)
+            if scores.odds is not None and done.tokens:
+                scores.odds.learn(row, columns, done.tokens[-1])
         rows = [done.row for done in commits]
         for one in self.guides:
             one.keep(rows, kept, scores.faults)

@@ -158,6 +158,8 @@ class RequestValidator:
                 )
             if sampling.negative_prompt:
                 raise RequestError("negative_prompt goes with guidance: set guidance")
+            if sampling.posterior:
+                raise RequestError("posterior goes with guidance: set guidance")
             return found
         if not self._guides:
             raise RequestError(

@@ -25,7 +25,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.drawing import finite
-from shoal.sampling.guidance import guided
+from shoal.sampling.guidance import ClassOdds, guided
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, Verdict
@@ -188,10 +188,15 @@ def verify(
     if guides and tree.probes is not None:
         plain = _block(target, rows, replace(tree, probes=None))
     said = [found for one in guides if (found := one.logits(rows, plain)) is not None]
+    odds = None
     if said:
-        own = guided(own, said[0], [row.request.sampling for row in rows], *said[1:])
+        samplings = [row.request.sampling for row in rows]
+        if any(one.posterior for one in samplings):
+            odds = ClassOdds(rows, tree)
+        own = guided(own, said[0], samplings, said[1] if said[1:] else None, odds)
     scores = scores_of(target, rows, tree, own)
-    scores = replace(scores, hidden=target.hidden, columns=None if tree.probes is None else logits)
+    columns = None if tree.probes is None else logits
+    scores = replace(scores, hidden=target.hidden, columns=columns, odds=odds)
     if not all(finite(one[..., 0]) for one in (logits, *said)):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must
         # be found wherever it stands.

@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.sampling import controls, distributions, native_draws
 from shoal.sampling.distributions import Draws, Sampler
+from shoal.sampling.guidance import ClassOdds
 from shoal.types.rounds import Faults, Verdict
 from shoal.types.trees import DraftTree, Positions
 
@@ -35,6 +36,7 @@ class Scores:
             None if it reads none.
         columns: the logits of all columns of a pass with probes (`shoal.types.trees.Probes`),
             [rows, columns, vocab]; None for other passes.
+        odds: the odds of the classes of rows with a posterior; None if there are none.
     """
 
     logits: Tensor
@@ -43,6 +45,7 @@ class Scores:
     named: Callable[[ShoalError], ShoalError] = lambda error: error
     hidden: Tensor | None = None
     columns: Tensor | None = None
+    odds: ClassOdds | None = None
 
     @property
     def greedy(self) -> bool:

@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     typical_p: Number
     guidance: Number
     plausibility: Number
+    posterior: Number
     repetition_penalty: Number
     presence_penalty: Number
     frequency_penalty: Number

@@ -130,6 +130,7 @@ _OF_A_TEXT = (
     "target_passes",
     "log_allowed",
     "beginning",
+    "class_odds",
 )
 """The fields of a row that belong to its text: the text's state and the counts of its rounds."""
 
@@ -181,6 +182,8 @@ class Row:
             tokens, if `Request.weighted`.
         log_weight: the natural log of the row's weight, which is that product until the row is
             resampled (`shoal.engine.joint_rows`), or its text drawn (`shoal.engine.joint_rows`).
+        class_odds: the natural log of the expert's probability of the new tokens over the guide's,
+            if `Sampling.posterior`.
         draft_context: the most tokens of the row that its drafter can read and has memory for. A
             longer row is decoded plainly.
     """
@@ -223,6 +226,7 @@ class Row:
     visible_from: int = 0
     log_allowed: float = 0.0
     log_weight: float = 0.0
+    class_odds: float = 0.0
     draft_context: int = sys.maxsize
     serial: int = field(default_factory=_serials.__next__)
     counts: TokenCounts = field(default_factory=TokenCounts, repr=False)

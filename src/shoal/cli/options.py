@@ -17,7 +17,8 @@ from shoal.cli.option_groups import (
 from shoal.config import Limits, Sampling
 from shoal.drafting.draft import BUNDLED, DRAFT_GUIDES, TARGET_GUIDES, draft_help, read_draft
 from shoal.errors import RequestError
-from shoal.models.sources import directory_of, quieten_transformers, require_source
+from shoal.models.head_start import HeadStart
+from shoal.models.sources import directory_of, quieten_transformers, weight_files
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -238,9 +239,7 @@ class ModelSource(PlacedPair):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        quieten_transformers(
-            self.models
-        )  # no command imports Transformers before its options are read
+        quieten_transformers(self.models)  # before a command imports Transformers
 
     @property
     def models(self) -> list[str]:
@@ -272,20 +271,20 @@ class ModelSource(PlacedPair):
         Args:
             prefix_memory: see `shoal.load`.
         """
+        files: list[Path] = []
         for name, revision in (
             (self.model, self.revision),
             (self.draft_model, self.draft_revision),
             *((name, None) for name in self.other_guides),
         ):
             if name not in (None, BUNDLED):
-                require_source(name, revision, self.local_files_only)
-        from shoal.loader import load
-
+                files += weight_files(name, revision, self.local_files_only)
         options = {field.name: getattr(self, field.name) for field in fields(ModelSource)}
-        with loading_shown():
-            return load(
-                options.pop("model"), options.pop("draft"), prefix_memory=prefix_memory, **options
-            )
+        pair = options.pop("model"), options.pop("draft")
+        with HeadStart(files, memory=self.device in ("auto", "cpu")), loading_shown():
+            from shoal.loader import load
+
+            return load(*pair, prefix_memory=prefix_memory, **options)
 
 
 def parse_lookahead(text: str) -> str | int:

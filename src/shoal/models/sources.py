@@ -169,6 +169,29 @@ def require_source(
     return True
 
 
+def weight_files(
+    source: str | Path, revision: str | None = None, local_files_only: bool = False
+) -> list[Path]:
+    """Checks that a model is available, and returns the files of its weights on this machine.
+
+    Raises:
+        RequestError: see `require_source`.
+    """
+    require_source(source, revision, local_files_only)
+    file = gguf_of(source, revision, local_files_only)
+    if file is not None:
+        return [file]
+    place = directory_of(source)
+    if place is None:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(str(source), "config.json", revision=revision)
+        if not isinstance(cached, str):
+            return []
+        place = Path(cached).parent
+    return sorted(place.glob("*.safetensors"))
+
+
 def quieten_transformers(models: Iterable[str]) -> None:
     """Keeps the warnings of Transformers off stderr.
 

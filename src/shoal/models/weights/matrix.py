@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
-SHARED_BYTES = 32 * 2**20
-"""The size of a mapping that matrices share."""
+from shoal.models.head_start import CHUNK, HUGE, mapping
+
 ALIGNED = 4096
 """The alignment of a matrix in bytes."""
 _lock = threading.Lock()
@@ -53,21 +52,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _place(size: int) -> tuple[mmap.mmap, int]:
     """Returns a mapping, and the offset of so many free bytes in it."""
     global _shared
-    if size > SHARED_BYTES // 4:
-        return _mapping(size), 0
+    if size > CHUNK // 4:
+        return mapping(size), 0
     with _lock:
-        if _shared is None or _shared[1] + size > SHARED_BYTES:
-            _shared = _mapping(SHARED_BYTES), 0
+        if _shared is None or _shared[1] + size > CHUNK:
+            _shared = mapping(CHUNK), 0
         made, used = _shared
         _shared = made, used + size
     return made, used
-
-
-def _mapping(size: int) -> mmap.mmap:
-    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    assert HUGE is not None
-    made.madvise(HUGE)
-    return made
 
 
 AS_IS, INPUT_MAJOR, PACKED = "as-is", "input-major", "packed"

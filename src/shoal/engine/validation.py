@@ -21,6 +21,7 @@ from shoal.sampling.penalties import require_ids
 from shoal.sampling.purity import require_pure
 from shoal.sampling.uniforms import group_seed, row_seed
 from shoal.types.requests import Request, Row
+from shoal.values import is_int
 
 
 class RequestValidator:
@@ -120,7 +121,7 @@ class RequestValidator:
         return frozenset(own) | request.ends
 
     def _check(self, request: Request) -> None:
-        if not isinstance(request.n, int) or request.n < 1:
+        if not is_int(request.n) or request.n < 1:
             raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
         self._check_prompt(request)
         if request.limits.stop and self.tokenizer is None:
@@ -135,11 +136,11 @@ class RequestValidator:
             self._device,
         )
         top, most = request.top_logprobs, request.max_draft
-        if not isinstance(top, int) or not 0 <= top <= self.vocab_size:
+        if not is_int(top) or not 0 <= top <= self.vocab_size:
             raise RequestError(
                 f"top_logprobs must be an integer in 0..{self.vocab_size}, got {top!r}"
             )
-        if most is not None and (not isinstance(most, int) or most < 0):
+        if most is not None and (not is_int(most) or most < 0):
             raise RequestError(f"max_draft must be an integer >= 0 or None, got {most!r}")
 
     def _readers(self, request: Request) -> list[tuple[Runner, Sequence[int], str]]:

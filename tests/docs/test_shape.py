@@ -22,7 +22,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 397,
-    "lines": 83_856,
+    "lines": 83_857,
     "short modules": 4,
     "long modules": 0,
     "long functions": 6,

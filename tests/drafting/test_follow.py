@@ -246,13 +246,16 @@ def test_logits_that_are_there_are_as_good(saved_pair: tuple[Path, Path]) -> Non
     """Those of each token; of a token later they are wrong."""
     found: dict[str, tuple[float, Tensor]] = {}
     for name in ("computed", "given", "late"):
-        with shoal.load(*saved_pair, dtype="float32") as pair:
+        with shoal.load(*saved_pair, dtype="float32", prefix_memory=1 << 20) as pair:
+            assert pair.prefixes is not None
             update(pair.target.hf)
             rollouts = rolled(pair).tensors(7)
+            assert pair.prefixes.allocated_bytes
             said = None if name == "computed" else by_rows(pair.target.hf, rollouts)
             if name == "late" and said is not None:
                 said = said.roll(-1, dims=1)
             done = pair.realign(rollouts, logits=said, steps=3, rows=5, rate=3e-4)
+            assert not pair.prefixes.allocated_bytes  # what the draft model had computed by its old weights
             found[name] = done.accepted[0], weights(pair)
     assert found["given"][0] == pytest.approx(found["computed"][0], abs=1e-5)
     assert (found["given"][1] - found["computed"][1]).abs().max() < 1e-4

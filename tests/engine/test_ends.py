@@ -38,8 +38,9 @@ def test_a_sample_knows_which_tokens_were_drafts(kind: str, pattern: list[bool])
     sample = only("abcdefghij", kind, k=3, max_new_tokens=8)
     assert list(sample.from_draft) == pattern
     assert sample.accepted == sum(pattern)
-    cut = only("abcdefghij", kind, k=3, stop=("e",))
+    cut = only("abcdefghij", kind, k=3, stop=("e",), top_logprobs=1)
     assert list(cut.from_draft) == pattern[:4]
+    assert [top.raw[0][0] for top in cut.top_logprobs] == list(cut.token_ids)
 
 
 # ── EOS ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -144,6 +145,7 @@ def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count() -> None:
     for token in encode("abcab"):
         text.push(token)
     assert (text.stopped, text.text) == (True, "abc")
+    assert [text.piece(index) for index in range(5)] == ["", "b", "c", "", ""]
 
 
 class Chunks:
@@ -495,6 +497,15 @@ def test_a_stop_string_right_before_the_end_of_a_part_ends_nothing(text: str) ->
     assert text[start + 4 :].startswith("b>")
     assert Passages(Stops(unstopped=tuple(parts))).cover(text, len(text), start, start + 4)
     assert within(parts, text, start, start + 4)
+
+
+def test_a_copy_of_a_text_opens_parts_of_its_own() -> None:
+    one = Detokenizer(TOKENIZER, (), Stops(["x"], unstopped=(("<a", "b>"),)))
+    other = one.copy()
+    for detokenizer, text in ((one, "<ax"), (other, "cdx")):
+        for token in encode(text):
+            detokenizer.push(token)
+    assert (one.stopped, other.stopped) == (False, True)
 
 
 @pytest.mark.parametrize("parts", [[(r"\A", "b>")], [("<a", "b>")], [("<a", "b>"), ("<c", "")], [("<c", "d>")]], ids=str)

@@ -211,10 +211,13 @@ def test_greedy_tokens_lead_the_top() -> None:
 
 
 def test_kept_logits_are_those_of_the_committed_positions() -> None:
-    engine = engine_of(runner(target(), 128), runner(drafter(), 128), Fixed(4))
-    rows = engine.submit(Request(PROMPTS[0], 2, Sampling(seed=1), Limits(max_new_tokens=NEW), keep_logits=True))
+    """Also of rows that end within a block."""
+    engine = engine_of(runner(target(), 128), runner(target(), 128), Fixed(4))
+    limits = Limits(max_new_tokens=NEW, eos=tuple(range(0, 256, 6)))
+    rows = engine.submit(Request(PROMPTS[0], 5, Sampling(seed=1), limits, keep_logits=True))
     while engine.step():
         pass
+    assert sum(row.finish_reason == "eos" for row in rows) > 2
     for row in rows:
         kept = torch.stack(row.logits).log_softmax(-1).double()
         torch.testing.assert_close(kept, from_scratch(row)[0], rtol=0, atol=5e-5)

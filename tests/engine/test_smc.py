@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,14 +70,16 @@ def test_effective_numbers_and_means_of_weights() -> None:
 
 def ran(
     constraint: Any, k: int, rule: Rule, exact: str = "smc", max_batch: int = 240, rows: int = ROWS, requests: int = REQUESTS,
-    seeds: Sequence[int] = (),
+    seeds: Sequence[int] = (), penalty: float = 0.0,
 ) -> tuple[Engine, list[list[Row]]]:  # fmt: skip
     draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
     engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=max_batch, rule=rule, eos=[EOS])
     asked = [
-        weighed(Request(PROMPT, rows, Sampling(seed=seed), Limits(max_new_tokens=NEW), constraints=(constraint,)), exact)
+        Request(PROMPT, rows, Sampling(seed=seed, frequency_penalty=penalty), Limits(max_new_tokens=NEW))
         for seed in seeds or range(requests)
     ]
+    fields = {"constraints": (constraint,), "top_logprobs": int(penalty > 0)}
+    asked = [weighed(replace(request, **fields), exact) for request in asked]
     groups = engine.submit_all(asked)
     while engine.step():
         pass
@@ -147,13 +150,16 @@ def test_errors_fall_as_rows_are_added() -> None:
 
 def test_a_copy_goes_on_as_its_source_would(often: None) -> None:
     """Its tokens have the probabilities that the script gives them, so that cache, states and reports are its source's."""
-    _, groups = ran(Masked(), 1, Rejection())
+    _, groups = ran(Masked(), 1, Rejection(), penalty=0.7)
     for rows in groups:
+        assert len({row.seed for row in rows}) == len(rows)
         for row in rows:
             assert len(row.logprobs) == len(row.processed_logprobs) == len(row.drafters) == row.new_tokens
-            p = by_script(row)
-            assert sum(row.logprobs) == pytest.approx(p, abs=1e-4)
-            assert sum(row.processed_logprobs) + row.log_allowed == pytest.approx(p, abs=1e-4)
+            assert sum(row.logprobs) == pytest.approx(by_script(row), abs=1e-4)
+            assert sum(row.processed_logprobs) + row.log_allowed == pytest.approx(by_script(row, 0.7), abs=1e-4)
+            best = [int(SCRIPT(tuple(row.tokens[:place])).argmax()) for place in range(2, len(row.tokens))]
+            assert [top.raw[0][0] for top in row.top_logprobs] == best
+            assert sum(row.drafted_by.values()) == row.drafted
 
 
 # ── what it must catch ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -121,7 +121,12 @@ def parts(text: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     return [("any", ()), ("begins", text[:2]), ("goes on", text[2:4]), ("ends", text[-1:])]
 
 
-def by_script(row: Row) -> float:
-    """What the script gives to a row's text, as a log-probability."""
-    scores = [SCRIPT(tuple(row.tokens[:place])).double().log_softmax(-1) for place in range(2, len(row.tokens))]
+def by_script(row: Row, penalty: float = 0.0) -> float:
+    """What the script gives to a row's text under a frequency penalty, as a log-probability."""
+    places = range(len(PROMPT), len(row.tokens))
+    counts = [torch.bincount(torch.tensor(row.tokens[2:place], dtype=torch.long), minlength=V) for place in places]
+    scores = [
+        (SCRIPT(tuple(row.tokens[:place])).double() - penalty * count).log_softmax(-1)
+        for place, count in zip(places, counts, strict=True)
+    ]
     return sum(float(own[token]) for own, token in zip(scores, row.tokens[2:], strict=True))

@@ -94,18 +94,19 @@ def test_the_estimate_is_unbiased_for_every_token(p: list[float], passing: set[i
 
 
 def test_the_estimator_does_not_change_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seed's tokens are those without weights, by both: their further draws come after the token is known."""
+    """A seed's tokens are those without weights, by both: their further draws come after the token is known. So with drafts."""
 
-    def texts(weighted: bool, peak: float) -> list[list[int]]:
+    def texts(weighted: bool, peak: float, k: int = 0) -> list[list[int]]:
         monkeypatch.setattr(awrs_module, "PEAK", peak)
-        engine = engine_of(scripted(SCRIPT, V), None, Fixed(0), max_batch=50, eos=[EOS])
+        draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
+        engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=50, rule=Coupled(), eos=[EOS])
         request = Request(PROMPT, 60, Sampling(seed=4), Limits(max_new_tokens=NEW), constraints=(Asked(),))
         rows = engine.submit(weighed(request) if weighted else request)
         while engine.step():
             pass
         return [row.tokens for row in rows]
 
-    assert texts(True, 0.0) == texts(True, 1.0) == texts(False, 0.5)
+    assert texts(True, 0.0) == texts(True, 1.0) == texts(False, 0.5) == texts(False, 0.5, k=2)
 
 
 def no_second(p: Tensor, first: int, passes: Any, *draws: Any, weighs: bool = True) -> tuple[int | None, float]:
@@ -223,6 +224,20 @@ def test_few_tokens_are_asked_about() -> None:
         pass
     committed = sum(row.new_tokens for row in rows)
     assert committed < asked < 8 * committed
+
+
+def test_what_is_drawn_after_many_refusals_has_the_law_of_what_passes() -> None:
+    """Each further draw has a number of its own: by one number, what passes near the first token is drawn more often."""
+
+    class Two(particles.Asked):
+        def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...] | None:
+            return state if token in (0, 10) else None
+
+    engine = engine_of(scripted(lambda _: torch.zeros(50), 50), None, Fixed(0), max_batch=250)
+    rows = engine.submit(Request(PROMPT, 200, Sampling(seed=1), Limits(max_new_tokens=1), constraints=(Two(),)))
+    while engine.step():
+        pass
+    assert 70 < sum(row.tokens[-1] == 0 for row in rows) < 130
 
 
 @pytest.mark.parametrize(

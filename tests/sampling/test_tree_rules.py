@@ -86,6 +86,17 @@ def test_more_draws_are_accepted_more_often_and_without_replacement_most_often()
     assert all(a < b for rates in by_draws for a, b in itertools.pairwise(rates))
 
 
+@pytest.mark.parametrize("choice", [accept_recursively, accept_independent])
+def test_rows_with_fewer_draws_are_decided_as_alone(choice: Choice) -> None:
+    p, q, counts = table(6, 1), table(6, 2), [1, 3, 2, 3, 1, 2]
+    tokens = torch.tensor([[(b + j) % 6 if j < count else -1 for j in range(3)] for b, count in enumerate(counts)])
+    for u in torch.linspace(0, 0.95, 9, dtype=torch.float64):
+        chosen, rest = choice(p, q, tokens, u.expand(6))
+        for b, count in enumerate(counts):
+            alone = choice(p[b, None], q[b, None], tokens[b, None, :count], u[None])
+            assert (int(chosen[b]), rest[b].tolist()) == (int(alone[0]), pytest.approx(alone[1][0].tolist(), abs=1e-12))
+
+
 def test_gamma_is_the_least_that_is_valid() -> None:
     p, q = table(6, 1), table(6, 2)
     for k in (1, 2, 3, 8):

@@ -161,6 +161,7 @@ def test_lengths_are_clamped_by_the_server_and_then_the_context() -> None:
     assert most("hello", max_tokens=20) == 20
     assert most("hello", max_tokens=500) == 20
     assert most(["a", "x" * 60], max_tokens=500) == 4  # of the longest prompt
+    assert most(["x" * 60, "a"], max_tokens=-1) == 4
     assert most("x" * 63, max_tokens=500) == 1
     assert most("x" * 63) == 16  # the row ends by the context
     assert most("x" * 44, max_tokens=20) == 20

@@ -22,9 +22,8 @@ import command
 import shoal
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.evaluation.grading import PASSED, code_grader
 from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.tasks import code_tasks, function_problems
+from shoal.evaluation.tasks import PASSED, code_grader, code_tasks, function_problems
 
 N = 8
 KINDS: dict[str, bool | str] = {"independent": False, "distinct": "distinct"}

@@ -30,7 +30,7 @@ from shoal.bench.machine import machine
 from shoal.config import Limits, Sampling
 from shoal.drafting.model import ModelDrafter
 from shoal.engine.engine import Engine
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request, Row

@@ -28,9 +28,9 @@ from shoal.drafting.following import (
 from shoal.drafting.protocol import Drafter
 from shoal.engine.batch_size import FIRST
 from shoal.engine.engine import PREPARED_TOKENS, Engine
-from shoal.engine.generate_call import GenerateCall, rule_of
 from shoal.engine.pair import Pair
 from shoal.engine.stream import Stream
+from shoal.engine.validation import GenerateCall, rule_of
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.models.weights.versions import Updates

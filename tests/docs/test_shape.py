@@ -32,7 +32,7 @@ BOUNDS = {
     "classes of many members": 7,
     "calls of many positions": 0,
     "class names used twice": 3,
-    "module names used twice": 6,
+    "module names used twice": 2,
     "docstrings without a subject": 0,
     "fields side by side": 0,
     "words of the design": 2_618,

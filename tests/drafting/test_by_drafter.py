@@ -23,7 +23,7 @@ from shoal.drafting.sums import SumDrafter
 from shoal.engine.engine import Engine
 from shoal.evaluation.sampling import BATCHED, PLAIN, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import VOCABULARY, tiny_tokenizer

@@ -19,9 +19,8 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.tree_model import ChainOrTreeDrafter
 from shoal.engine.engine import Engine
-from shoal.lookahead.bass import Fixed
 from shoal.lookahead.choosing import AutoChoice
-from shoal.lookahead.controller import Auto, Controller
+from shoal.lookahead.controller import Auto, Controller, Fixed
 from shoal.lookahead.costs import PairCosts
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing.drafters import check_drafter

@@ -18,9 +18,8 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import Guess, TextDrafter
 from shoal.engine.engine import Engine
-from shoal.lookahead.bass import Fixed
 from shoal.lookahead.choosing import AutoChoice
-from shoal.lookahead.controller import Auto, Controller, by_name
+from shoal.lookahead.controller import Auto, Controller, Fixed, by_name
 from shoal.lookahead.costs import CostCurve, MixedCostCurve, PairCosts
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.drafters import RandomTrees

@@ -26,7 +26,7 @@ from shoal.errors import PairMismatch, RequestError
 from shoal.evaluation.sampling import BATCHED, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Task
 from shoal.integrations import transformers
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees
 from shoal.testing.scripted import hashed, scripted

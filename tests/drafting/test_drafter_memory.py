@@ -38,7 +38,7 @@ from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import TextDrafter
 from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled

@@ -24,7 +24,7 @@ from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model

@@ -31,7 +31,7 @@ from shoal.drafting.mtp import CascadeDrafter, MtpDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, UnsupportedModel
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner

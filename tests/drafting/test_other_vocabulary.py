@@ -28,7 +28,7 @@ from shoal.drafting import contexts as contexts_module
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, OtherVocabularyDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.models.spelling import Spelling
 from shoal.models.trimming import proposable

@@ -20,7 +20,7 @@ from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import PairMismatch
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import VOCABULARY, tiny_model

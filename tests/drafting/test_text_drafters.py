@@ -29,7 +29,7 @@ from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
 from shoal.lookahead.auto import Auto
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.lookahead.costs import PairCosts
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule

@@ -1,6 +1,6 @@
 """Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass.
 
-Tests of: models.cache.layer, models.cache.slots, models.cache.pass_plan, models.attention.inputs.
+Tests of: models.cache.row_store, models.cache.slots, models.cache.pass_plan, models.attention.inputs.
 """
 
 from __future__ import annotations

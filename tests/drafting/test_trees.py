@@ -21,8 +21,7 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, UnsupportedModel
-from shoal.lookahead.bass import Bass, Fixed
-from shoal.lookahead.controller import by_name
+from shoal.lookahead.controller import Bass, Fixed, by_name
 from shoal.models.bridge import cache_name
 from shoal.models.cache import SlotCache, pass_plan
 from shoal.models.loading import wrap

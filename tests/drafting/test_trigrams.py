@@ -1,6 +1,6 @@
 """Tri-gram tables: counts, scopes, what they forget, playouts. Their exactness is tested in test_text_drafters.py.
 
-Tests of: drafting.paths, drafting.trigrams.
+Tests of: drafting.text, drafting.trigrams.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drafts import group, heard, leave, proposed, row
-from shoal.drafting.paths import probable
+from shoal.drafting.text import probable
 from shoal.drafting.trigrams import BACKED_OFF, UNSEEN, TrigramDrafter, explored, likeliest
 from shoal.drafting.trigrams import Trigrams as Table
 from shoal.types.requests import Request

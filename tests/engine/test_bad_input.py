@@ -246,7 +246,7 @@ def test_out_of_memory_while_the_cache_grows(monkeypatch: pytest.MonkeyPatch) ->
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return tensor
 
-    monkeypatch.setattr("shoal.models.cache.layer.resized", fail)
+    monkeypatch.setattr("shoal.models.cache.row_store.resized", fail)
     longer = engine.submit(Request((1,), 2, Sampling(seed=0), Limits(max_new_tokens=4000)))
     refused = [commit.sample for commit in engine.step() if commit.sample]
     assert [(s.finish_reason, s.token_ids) for s in refused] == [("error", ())] * 2

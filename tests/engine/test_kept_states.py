@@ -19,7 +19,7 @@ from shoal.drafting.ngram import NGramDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixMemory
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models import cache_memory
 from shoal.models.cache import kept_rows, mixing, states
 from shoal.models.cache.kept_rows import KeptStates

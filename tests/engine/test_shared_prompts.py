@@ -1,6 +1,6 @@
 """A group's prompt stored once: the same tokens as with copies, m_c + n * m_d token slots, and every one given back.
 
-Tests of: engine.prefill, engine.prefix_store, engine.memory.
+Tests of: engine.prefix_cache, engine.admission, engine.memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import prompts as bench
 from attention_paths import KINDS, UNSHARED
 from by_pairs import by_pairs
 from shoal.config import Limits, Sampling
+from shoal.engine.admission import MIN_SAVED_TOKENS, POLICIES, PrefixStore
 from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
-from shoal.engine.prefill import policy_for
-from shoal.engine.prefix_store import MIN_SAVED_TOKENS, POLICIES, PrefixStore
+from shoal.engine.prefix_cache import policy_for
 from shoal.errors import InternalError, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading

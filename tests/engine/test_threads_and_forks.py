@@ -1,6 +1,6 @@
 """One `Shoal` in several threads, beside an event loop, and in a process that was forked from one that computed.
 
-Tests of: api, engine.stream, models.forks, constraints.grammar_sources, constraints.grammar.
+Tests of: api, engine.stream, native.build, constraints.grammar_sources, constraints.grammar.
 """
 
 from __future__ import annotations

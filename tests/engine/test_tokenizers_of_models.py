@@ -1,7 +1,7 @@
 """Texts by tokenizers as real models have them: samples, streams, stop strings, special tokens, prompts that end anywhere.
 
 Tests of: engine.detokenizer, types.prompt_forms, serve.prompts, serve.api_formats, constraints.token_bytes, evaluation.cuts,
-testing.tokenizers.
+testing.tiny.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.cli.conversation import ChatWriter, message
 from shoal.constraints.fim import middle_prompt, repository
 from shoal.constraints.token_bytes import token_bytes
 from shoal.engine.detokenizer import Detokenizer
-from shoal.engine.stops import Stops
+from shoal.engine.ended_rows import Stops
 from shoal.errors import RequestError
 from shoal.evaluation.cuts import tokens_of
 from shoal.evaluation.sampling import spans
@@ -29,7 +29,7 @@ from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import one_hot, scripted
-from shoal.testing.tokenizers import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
+from shoal.testing.tiny import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
 from shoal.types.prompt_forms import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_token_ids
 from shoal.types.samples import Sample
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, saying, tokenizer, written

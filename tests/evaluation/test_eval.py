@@ -25,10 +25,9 @@ from shoal.cli.eval_options import show_table
 from shoal.engine.ended_rows import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
-from shoal.evaluation.grading import Completions, Grade, rouge_grader
 from shoal.evaluation.journal import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation, Journal
 from shoal.evaluation.sampling import BATCHED, METHODS, PLAIN, SINGLE, Sampler, SamplingConfig
-from shoal.evaluation.tasks import Document, Task, summary_tasks
+from shoal.evaluation.tasks import Completions, Document, Grade, Task, rouge_grader, summary_tasks
 from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.scripted import mixed, one_hot, scripted
 from shoal.testing.tiny import END

@@ -20,7 +20,6 @@ from shoal.evaluation.cuts import cuts, places
 from shoal.evaluation.endings import ending
 from shoal.evaluation.execution import ExecutionResult
 from shoal.evaluation.figure import columns, findings, legend, rows
-from shoal.evaluation.grading import Grade, grade_entries
 from shoal.evaluation.page import page
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sampling import Sampler, SamplingConfig
@@ -35,7 +34,7 @@ from shoal.evaluation.summary import (
     permutation_test,
     summarize,
 )
-from shoal.evaluation.tasks import Document, Task, read_documents, summary_tasks
+from shoal.evaluation.tasks import Document, Grade, Task, grade_entries, read_documents, summary_tasks
 
 INF = math.inf
 METHODS = ("plain", "single", "batched")

@@ -21,7 +21,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
-from shoal.models.compiled import buckets
+from shoal.models.compiled import block
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.failures import MOST_KINDS
@@ -110,7 +110,7 @@ def test_a_pair_that_was_prepared_captures_nothing_in_its_calls() -> None:
 def test_what_a_cache_outgrew_is_built_again_when_nothing_runs(lookahead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AHEAD", "MOST"):
         monkeypatch.setattr(captured_kinds, name, 200)
-    monkeypatch.setattr(buckets, "KEYS_OF_KERNEL", 16)  # so that short runs outgrow a cache
+    monkeypatch.setattr(block, "KEYS_OF_KERNEL", 16)  # so that short runs outgrow a cache
     made = prepared(LOOKAHEADS[lookahead](), tokens=8)
     small = made.target.cache.capacity
     assert run(made, new=80)[1]  # longer than was expected
@@ -149,7 +149,7 @@ def test_few_functions_and_few_bytes(name: str, limit: int, monkeypatch: pytest.
 
 
 def test_caches_take_half_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "KEYS_OF_KERNEL", 16)
+    monkeypatch.setattr(block, "KEYS_OF_KERNEL", 16)
     one = engine(Fixed(K)).target.memory.token_bytes
     made = engine(Fixed(K), kv_bytes=2000 * one)
     made.prepare(8, 4096)

@@ -1,6 +1,6 @@
 """Rounds as captured functions: what their stages decide, checked at the first, and left to the stages where they cannot be.
 
-Tests of: drafting.captured_check, drafting.captured_inputs, models.compiled.block,
+Tests of: drafting.captured_inputs, drafting.captured_inputs, models.compiled.block,
 models.compiled.draft_functions, drafting.captured, models.compiled.round_functions,
 models.compiled.executors.
 """
@@ -26,10 +26,9 @@ from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.compiled import draft_functions, round_functions
-from shoal.models.compiled.block import Block
+from shoal.models.compiled.block import Block, View
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind, RoundFunctions
-from shoal.models.compiled.view import View
 from shoal.models.runner import Runner
 from shoal.sampling import truncation
 from shoal.sampling.acceptance import Coupled, Rejection, Rule

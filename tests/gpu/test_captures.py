@@ -1,6 +1,6 @@
 """Captured rounds of a model: sizes and buffers, caches, whole runs, settings, and what fails.
 
-Tests of: models.compiled.executors, models.compiled.results, models.compiled.view, models.compiled,
+Tests of: models.compiled.executors, models.compiled.transfer, models.compiled.block, models.compiled,
 models.compiled.block, models.compiled.captures, models.compiled.failures, models.attention.fused.
 """
 
@@ -44,8 +44,7 @@ from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
 from shoal.models.compiled import Captures, captures, executor_for, failures, obstacle
-from shoal.models.compiled.block import MOST_LAYOUTS, Block
-from shoal.models.compiled.buckets import Bucket, keys_for, reservation, step_up
+from shoal.models.compiled.block import MOST_LAYOUTS, Block, Bucket, keys_for, reservation, step_up
 from shoal.models.compiled.captures import CAPTURED, compare
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.compiled.failures import MOST_KINDS, PATIENCE, Failures

@@ -1,7 +1,7 @@
 """Captured rounds that are launched before the host knows the verdict of the round before, on a pretended device.
 
-Tests of: drafting.captured_ahead, drafting.captured, models.compiled.captured_round,
-models.compiled.next_round, models.compiled.block.
+Tests of: drafting.captured_inputs, drafting.captured, models.compiled.captured_round,
+models.compiled.round_functions, models.compiled.block.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import Plan
 from shoal.models.compiled import captured_round
-from shoal.models.compiled.block import Block
-from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.block import Block, Bucket
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.compiled.next_round import NextRound
+from shoal.models.compiled.round_functions import NextRound
 from shoal.sampling.acceptance import RULES
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request

@@ -11,7 +11,7 @@ from rich.console import Console
 from shoal.api import Shoal
 from shoal.bench import job_runner as bench_runner
 from shoal.bench import random_pairs, report_views
-from shoal.bench.job import Job
+from shoal.bench.decoding_methods import Job
 from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.machine import QuietGate
 from shoal.bench.report import Report

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.config import Limits, Sampling
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import ScriptedModel, hashed, one_hot, scripted

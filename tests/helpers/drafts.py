@@ -14,8 +14,7 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.text import TextDrafter
 from shoal.engine.engine import Engine
-from shoal.lookahead.bass import Fixed
-from shoal.lookahead.controller import by_name
+from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores

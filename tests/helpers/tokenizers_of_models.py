@@ -1,4 +1,4 @@
-"""The tokenizers of `shoal.testing.tokenizers`, each made once, with scripted models over them."""
+"""The tokenizers of `shoal.testing.tiny`, each made once, with scripted models over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shoal.api import Shoal
 from shoal.constraints.token_bytes import fallback, token_bytes
 from shoal.testing.scripted import History, adversary, hashed, mixed, says, scripted
-from shoal.testing.tokenizers import large_tokenizer, sentence_piece_tokenizer, tagged_tokenizer
+from shoal.testing.tiny import large_tokenizer, sentence_piece_tokenizer, tagged_tokenizer
 
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": sentence_piece_tokenizer,

@@ -16,8 +16,7 @@ from laws import table
 from shoal.config import Limits, Sampling
 from shoal.drafting.other_vocabulary import MethodChoice, MethodTally, OtherVocabularyDrafter
 from shoal.engine.engine import Engine
-from shoal.lookahead.bass import Fixed
-from shoal.lookahead.controller import by_name
+from shoal.lookahead.controller import Fixed, by_name
 from shoal.lookahead.costs import PairCosts
 from shoal.models.runner import Runner
 from shoal.models.spelling import Spelling

@@ -1,6 +1,6 @@
 """Several linear layers as one matrix: the same products, and whatever is written into a layer is in the matrix.
 
-Tests of: models.weights.fusing, models.weights, models.weights.matrix.
+Tests of: models.weights.layers, models.weights, models.weights.matrix.
 """
 
 from __future__ import annotations

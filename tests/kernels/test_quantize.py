@@ -1,6 +1,6 @@
 """8-bit copies: the owner's model untouched, rows independent, the law kept whatever the drafter's precision.
 
-Tests of: models.weights.int8, models.weights.panels, models.quantize, models.formats, native.build.
+Tests of: models.weights.panels, models.weights.panels, models.quantize, models.formats, native.build.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.lookahead.controller import by_name
 from shoal.models.loading import wrap
 from shoal.models.quantize import Int8Linear, byte_matrix_of, parse, quantized
 from shoal.models.weights import panels
-from shoal.models.weights.int8 import Int8Matrix, Int8PanelMatrix
+from shoal.models.weights.panels import Int8Matrix, Int8PanelMatrix
 from shoal.testing import VOCABULARY, save_pair, tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request, Row

@@ -3,7 +3,7 @@
 Negative controls compile the sources with one thing wrong, and the same comparison must notice.
 
 Tests of: models.cache.slots, models.lean.decoder, models.lean.forward, models.lean.whole,
-models.weights.int8.
+models.weights.panels.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.prompt_passes import SHORT, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
-from shoal.models.weights.int8 import Int8PanelMatrix
 from shoal.models.weights.matrix import AS_IS, PACKED
-from shoal.models.weights.panels import PanelMatrix
+from shoal.models.weights.panels import Int8PanelMatrix, PanelMatrix
 from shoal.types.requests import Prefix
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 

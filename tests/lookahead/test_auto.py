@@ -1,6 +1,6 @@
 """Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays.
 
-Tests of: lookahead.plan, lookahead.safeguards, lookahead.unfed, lookahead.acceptance.
+Tests of: lookahead.plan, lookahead.safeguards, lookahead.plan, lookahead.acceptance.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from shoal.lookahead import safeguards
 from shoal.lookahead.acceptance import Acceptance, Record, Tried
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve, rounded
-from shoal.lookahead.plan import best_plan
+from shoal.lookahead.plan import Unfed, best_plan
 from shoal.lookahead.safeguards import FIRST, MOST, SHARE, Credit, PlainRounds
-from shoal.lookahead.unfed import Unfed
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import table_model

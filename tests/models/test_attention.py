@@ -1,6 +1,6 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
-Tests of: models.attention.bifurcated, models.attention.pad,
+Tests of: models.attention.pad, models.attention.pad,
 models.attention.methods, models.attention.pad, models.bridge, models.attention.inputs.
 """
 

@@ -1,6 +1,6 @@
 """The slot cache: tokens go where the plan says and stay there; nothing else moves.
 
-Tests of: models.cache.layer, engine.memory.
+Tests of: models.cache.row_store, engine.memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.engine.memory import grown
 from shoal.errors import InternalError
 from shoal.models import loading
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.layer import allocated
+from shoal.models.cache.row_store import allocated
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.types.requests import Prefix

@@ -1,6 +1,6 @@
 """Models in GGUF files: passes by llama.cpp under everything that is above an executor.
 
-Tests of: models.gguf, models.executors.llama_cpp, models.sources. The files are tiny, with the weights of a Transformers model
+Tests of: models.gguf, models.gguf.gguf_runner, models.sources. The files are tiny, with the weights of a Transformers model
 beside them, which is the reference. `tests/real/test_real_gguf.py` has a pretrained one.
 """
 
@@ -23,9 +23,8 @@ from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.drafting import checkpoints
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models.executors.llama_cpp import LlamaCpp
 from shoal.models.gguf.gguf_model import _loaded
-from shoal.models.gguf.gguf_runner import GgufRunner, KeptSequences
+from shoal.models.gguf.gguf_runner import GgufRunner, KeptSequences, LlamaCpp
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
 from shoal.models.sources import directory_of, gguf_of
@@ -220,11 +219,11 @@ def test_hundreds_of_rows_and_no_more(model: Shoal) -> None:
 
 
 def test_long_passes_are_cut_into_calls(model: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.models.executors import llama_cpp
+    from shoal.models.gguf import gguf_runner
 
     prompt = [int(i) for i in torch.randint(0, len(TOKENS), (90,), generator=torch.Generator().manual_seed(1))]
     whole = texts(model.generate([prompt, prompt[:30]], 2, temperature=0, **OPTIONS))
-    monkeypatch.setattr(llama_cpp, "PASS_TOKENS", 16)
+    monkeypatch.setattr(gguf_runner, "PASS_TOKENS", 16)
     assert texts(model.generate([prompt, prompt[:30]], 2, temperature=0, **OPTIONS)) == whole
 
 

@@ -15,7 +15,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.hidden import PromptStates, kept, last_kept
 from shoal.engine.engine import Engine
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner

@@ -1,6 +1,6 @@
 """Loading: what comes in through `from_pretrained`, what is refused, and how it is told.
 
-Tests of: models.capabilities, models.structure, models.dropout, models.loading, models.vocabulary,
+Tests of: models.structure, models.structure, models.drafted_passes, models.loading, models.vocabulary,
 models.sources.
 """
 

@@ -30,8 +30,7 @@ from shoal.drafting.suffix import SuffixDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, PairMismatch, UnsupportedModel
 from shoal.integrations.loglikelihoods import loglikelihoods
-from shoal.lookahead.bass import Fixed
-from shoal.lookahead.controller import by_name
+from shoal.lookahead.controller import Fixed, by_name
 from shoal.models import mixers
 from shoal.models.cache import states
 from shoal.models.cache.mixing import Calls, EqualRows, RowStates
@@ -46,8 +45,7 @@ from shoal.testing import RECURRENT, VOCABULARY, save_pair, tiny_model, tiny_tok
 from shoal.testing.architectures import NAMES
 from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import adversary, mixed, says, scripted
-from shoal.testing.tiny import fill
-from shoal.testing.tokenizers import large_tokenizer
+from shoal.testing.tiny import fill, large_tokenizer
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 

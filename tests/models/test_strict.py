@@ -4,7 +4,7 @@ What is promised, and tested here: greedy ids are those of plain decoding at any
 sampled ids of a seed do not depend on the batch, plainly decoded or with a fixed draft length, and by the coupled rule not on the
 draft length either.
 
-Tests of: models.attention.strict, models.fixed_shapes, models.attention.inputs,
+Tests of: models.attention.methods, models.fixed_shapes, models.attention.inputs,
 models.attention.methods.
 """
 
@@ -26,8 +26,7 @@ from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.models import fixed_shapes
 from shoal.models.attention.inputs import AttentionInputs, Masks
-from shoal.models.attention.methods import METHODS
-from shoal.models.attention.strict import KV_BLOCK, TILE
+from shoal.models.attention.methods import KV_BLOCK, METHODS, TILE
 from shoal.models.cache import Plan
 from shoal.models.loading import ROWWISE, LoadOptions, bundled, load_runner, wrap
 from shoal.models.runner import Runner

@@ -19,7 +19,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.model import ModelDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, RequestError
-from shoal.lookahead.bass import Fixed
+from shoal.lookahead.controller import Fixed
 from shoal.models import trimming
 from shoal.models.trimming import FILE, kept_of, most_used, proposable, save, with_head_of
 from shoal.sampling.acceptance import Rejection

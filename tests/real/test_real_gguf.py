@@ -1,6 +1,6 @@
 """SmolLM2's GGUF files: quantised ones by the kernels in C, BF16 by llama.cpp (`compile="off"`); ids, tokenizer, chats, drafts.
 
-Tests of: models.gguf, models.executors.llama_cpp. Four formats; the other three are made of the file's own by llama.cpp.
+Tests of: models.gguf, models.gguf.gguf_runner. Four formats; the other three are made of the file's own by llama.cpp.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The acceptance rules one by one: edges, raggedness, and the measure of every decision.
 
-Tests of: sampling.acceptance.rule, sampling.acceptance.rejection, sampling.drawing.
+Tests of: sampling.acceptance.one_sample, sampling.acceptance.rejection, sampling.drawing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights of samples under checks and masks: with them, samples have the law of p given that the whole text is allowed.
 
-Tests of: sampling.awrs, constraints.protocol, constraints.dressing, engine.checks.
+Tests of: sampling.drawing, constraints.protocol, constraints.dressing, engine.checks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shoal.constraints.dressing import weighed
 from shoal.engine import checks
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
-from shoal.sampling import awrs as awrs_module
+from shoal.sampling import drawing as awrs_module
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.awrs import awrs
+from shoal.sampling.drawing import awrs
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import shoal
 from shoal.bench import report_views
-from shoal.bench.job import Job
+from shoal.bench.decoding_methods import Job
 from shoal.bench.report import Report
 from shoal.cli import run
 from shoal.config import LOSSY_RULES, Sampling

@@ -23,10 +23,10 @@ from shoal.errors import BadLogits, OutOfMemory, RequestError
 from shoal.serve.api_errors import ApiError, api_error_of
 from shoal.serve.api_formats import ApiFormat, ChatFormat, CompletionFormat
 from shoal.serve.infill import InfillResponse
-from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_format import ItemFormat, ItemWriter
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import ItemResponse
+from shoal.serve.message_models import InfillRequest
 from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.reasoning import ReasoningRules
 from shoal.serve.request_builder import ParsedRequest

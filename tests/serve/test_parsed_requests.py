@@ -20,10 +20,9 @@ from shoal.serve.api_errors import ApiError, api_error_of
 from shoal.serve.batch_lines import BatchLine, LineError, digest, has_failed, read_lines
 from shoal.serve.bodies import validated
 from shoal.serve.infill import parsed_infill
-from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import parsed_items
-from shoal.serve.message_models import Message
+from shoal.serve.message_models import InfillRequest, Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_models import ChatRequest, CompletionRequest

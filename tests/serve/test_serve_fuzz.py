@@ -1,6 +1,6 @@
 """Whatever fits the server's own description of itself, or just does not, is answered as described, and never with a crash.
 
-Tests of: serve.app, serve.request_models, serve.item_models, serve.infill_models; the description at /openapi.json.
+Tests of: serve.app, serve.request_models, serve.item_models, serve.message_models; the description at /openapi.json.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from serving import Served, pair, served
 from shoal.constraints import fim
-from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_models import ResponsesRequest
+from shoal.serve.message_models import InfillRequest
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 
 CASES = [

@@ -1,6 +1,6 @@
 """/infill with the bodies of llama.cpp's clients: the texts are those of `generate`, the answers have what the clients read.
 
-Tests of: serve.infill, serve.infill_models, constraints.fim, constraints.members.
+Tests of: serve.infill, serve.message_models, constraints.fim, constraints.members.
 """
 
 from __future__ import annotations

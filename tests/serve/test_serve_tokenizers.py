@@ -23,7 +23,7 @@ from shoal.evaluation.tasks import chat_ids
 from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.testing import save_pair
-from shoal.testing.tokenizers import CHATML
+from shoal.testing.tiny import CHATML
 from shoal.types.prompt_forms import encoded
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, saying, tokenizer, written
 

@@ -1,6 +1,6 @@
 """The tokenizer's routes, the model's names, request ids, and comments that keep a quiet stream open.
 
-Tests of: serve.routes, serve.api_paths,
+Tests of: serve.routes, serve.api_errors,
 serve.responses.
 """
 

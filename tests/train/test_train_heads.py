@@ -1,6 +1,6 @@
 """`shoal train`: heads learn from the target's own samples, go on where they were stopped, and draft for it.
 
-Tests of: train.stages, train.heads, train.ppd, train.loop, cli.train.
+Tests of: train.stages, train.heads, train.heads, train.loop, cli.train.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from shoal.drafting.draft import read_draft
 from shoal.drafting.medusa import MedusaHeads
 from shoal.testing import VOCABULARY, save_pair
 from shoal.train import heads as trained
-from shoal.train.heads import MedusaTrainer
+from shoal.train.heads import MedusaTrainer, PpdTrainer, hidden_but_own
 from shoal.train.loop import Trainer
-from shoal.train.ppd import PpdTrainer, hidden_but_own
 from shoal.train.stages import HeadsTraining
 from trainable import PROMPTS, assert_drafts, learnable, small
 

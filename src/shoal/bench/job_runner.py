@@ -25,9 +25,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.api import Shoal
-from shoal.bench.decoding_methods import PLAIN, Method, baseline_method, shoal_method
+from shoal.bench.decoding_methods import PLAIN, Job, Method, baseline_method, shoal_method
 from shoal.bench.identity import IdentityCheck
-from shoal.bench.job import Job
 from shoal.bench.machine import QuietGate, machine
 from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import imposing

@@ -36,7 +36,7 @@ from shoal.errors import InternalError, RequestError
 from shoal.models.sources import name_of
 
 if TYPE_CHECKING:
-    from shoal.serve.api_paths import Json
+    from shoal.serve.api_errors import Json
     from shoal.serve.batch_lines import BatchLine
     from shoal.serve.output_file import OutputFile
     from shoal.serve.serve_config import ServeConfig

@@ -41,7 +41,7 @@ from shoal.stored_problems import stored_problems
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.bench.job import Job
+    from shoal.bench.decoding_methods import Job
     from shoal.bench.report import Report
 
 
@@ -249,7 +249,7 @@ class WorkOptions:
         Raises:
             RequestError: an option that takes a list has another text.
         """
-        from shoal.bench.job import Job
+        from shoal.bench.decoding_methods import Job
 
         return Job(
             batches=_list(self.batch_sizes, int, "--batch-sizes"),

@@ -315,9 +315,9 @@ def number_format(runner: Runner) -> CheckResult:
 def memory(case: CheckCase) -> CheckResult:
     """Compares weights and caches with the memory that is free beside the loaded weights."""
     from shoal.drafting.protocol import Keeps, KeyValueMemory
+    from shoal.engine.admission import PrefixStore
     from shoal.engine.batch_size import most_rows
-    from shoal.engine.prefill import policy_for
-    from shoal.engine.prefix_store import PrefixStore
+    from shoal.engine.prefix_cache import policy_for
     from shoal.types.requests import token_slots
 
     longest = case.longest

@@ -31,8 +31,7 @@ from shoal.cli.options import (
     parse_lookahead,
 )
 from shoal.cli.printed_samples import describe, follow, report_failures, sample_document
-from shoal.constraints.language_server import SERVERS, server_of
-from shoal.constraints.members import jedi_analyser
+from shoal.constraints.members import SERVERS, jedi_analyser, server_of
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
 from shoal.types.prompt_forms import line_end, with_line_ends

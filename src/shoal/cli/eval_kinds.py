@@ -40,7 +40,7 @@ def evaluate_cuts(
     require_solutions(eval_set)
     from shoal.evaluation import cuts as cut_programs
     from shoal.evaluation.cuts import KINDS, cuts
-    from shoal.evaluation.grading import code_grader
+    from shoal.evaluation.tasks import code_grader
 
     pair = source.load()
     if pair.tokenizer is None:

@@ -114,9 +114,9 @@ class PlannedEvaluation:
         self, directory: Path, source: ModelSource, programs: SandboxOptions, *, as_json: bool
     ) -> int:
         """Plans, filters, grades and reports; after Ctrl-C it tells how to go on."""
-        from shoal.evaluation.grading import code_grader
         from shoal.evaluation.journal import SUMMARY, Evaluation
         from shoal.evaluation.planned_runs import PlannedRuns, summary_of
+        from shoal.evaluation.tasks import code_grader
 
         evaluation = Evaluation(directory, self.eval_set.tasks, self.config, self.settings)
         missing = evaluation.missing

@@ -50,7 +50,7 @@ class EvalSet:
     @property
     def scores(self) -> Sequence[str]:
         """The names of the scores in its grades, the most important first."""
-        from shoal.evaluation.grading import PASSED, ROUGE
+        from shoal.evaluation.tasks import PASSED, ROUGE
 
         return (PASSED,) if self.problems else ROUGE
 

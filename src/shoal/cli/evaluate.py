@@ -30,8 +30,8 @@ from shoal.cli.options import ModelSource, SpeculationOptions
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
-    from shoal.evaluation.grading import Grader
     from shoal.evaluation.journal import Evaluation
+    from shoal.evaluation.tasks import Grader
 
 
 @option_groups(without={"max_batch", "tensor_parallel"})
@@ -257,7 +257,7 @@ def _evaluate(
 @contextmanager
 def _grader(eval_set: EvalSet, programs: SandboxOptions) -> Iterator[tuple[Grader, dict[str, Any]]]:
     """Yields the grader of a set, and the entries that the summary adds about it."""
-    from shoal.evaluation.grading import code_grader, rouge_grader
+    from shoal.evaluation.tasks import code_grader, rouge_grader
 
     if not eval_set.problems:
         yield rouge_grader(eval_set.documents), {}

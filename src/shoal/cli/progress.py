@@ -23,7 +23,7 @@ from rich.progress import (
 from shoal.cli.console import StatusLine, stderr
 
 if TYPE_CHECKING:
-    from shoal.serve.api_paths import Json
+    from shoal.serve.api_errors import Json
 
 
 class Bar:

@@ -253,7 +253,7 @@ def ppd(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.ppd import PpdTrainer
+    from shoal.train.heads import PpdTrainer
     from shoal.train.stages import HeadsTraining
 
     training = HeadsTraining(

@@ -9,11 +9,11 @@ allowed. Each token is drawn from p given that the token is allowed, so a text's
 divided by the product of the probabilities that p gives to the allowed tokens at each place.
 Multiplied by that product (`Sample.log_weight`) it is p's. The product is computed if constraints
 mask the vocabulary, and estimated without bias if checks judge single tokens
-(`shoal.sampling.awrs`). `exact="smc"` resamples the rows of a request by these weights while they
-run (`shoal.engine.joint_rows`); `exact="asap"` learns from each row the value of its beginnings, so
-that later tokens are drawn more nearly by p given that the text is allowed, and weights become
-equal (`shoal.constraints.estimates`). `exact="distinct"` draws whole texts without replacement
-(`shoal.engine.joint_rows`), also where nothing limits them.
+(`shoal.sampling.drawing`). `exact="smc"` resamples the rows of a request by these weights while
+they run (`shoal.engine.joint_rows`); `exact="asap"` learns from each row the value of its
+beginnings, so that later tokens are drawn more nearly by p given that the text is allowed, and
+weights become equal (`shoal.constraints.estimates`). `exact="distinct"` draws whole texts without
+replacement (`shoal.engine.joint_rows`), also where nothing limits them.
 """
 
 from __future__ import annotations

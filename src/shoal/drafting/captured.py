@@ -8,7 +8,6 @@ grammars, trees, logits that are not finite.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -19,16 +18,24 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.drafting.captured_ahead import RoundAhead, may_follow
-from shoal.drafting.captured_check import check_drafts, check_verdict
-from shoal.drafting.captured_inputs import DraftRound, Uniforms, fill_drafting, fill_target
+from shoal.drafting.captured_inputs import (
+    DraftRound,
+    LookClock,
+    RoundAhead,
+    Uniforms,
+    check_drafts,
+    check_verdict,
+    fill_drafting,
+    fill_target,
+    may_follow,
+)
 from shoal.drafting.captured_kinds import PIECE, RoundKinds
 from shoal.drafting.protocol import Drafter, Stop
 from shoal.errors import OutOfStep
 from shoal.models.compiled.captured_round import CapturedRound, Launched
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.failures import require_device
-from shoal.models.compiled.results import Found
+from shoal.models.compiled.transfer import Found
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.types.requests import Row
@@ -75,7 +82,7 @@ class Begun(NamedTuple):
     work: DraftRound
     launched: Launched
     places: Sequence[int]
-    clock: _Clock | None
+    clock: LookClock | None
 
 
 class CapturedRounds:
@@ -219,14 +226,14 @@ class CapturedRounds:
         if round_ is None:
             return None
         fill_drafting(round_, work, noise, 0 if self._runner is None else self._runner.vocab_size)
-        clock: _Clock | None = None
+        clock: LookClock | None = None
         if stop is None:
             fill_target(round_, work, target.vocab_size)
             round_.begin()
             if work.k:
                 round_.draft(work.k)
         else:
-            clock = _Clock(target, self._runner)
+            clock = LookClock(target, self._runner)
             round_.begin()
             ended = self._drafted(round_, work, stop, clock)
             if ended is None:
@@ -307,7 +314,7 @@ class CapturedRounds:
                     cache.zero_tail(slot, cache.lengths[slot])
 
     def _drafted(
-        self, round_: CapturedRound, work: DraftRound, stop: Stop, clock: _Clock
+        self, round_: CapturedRound, work: DraftRound, stop: Stop, clock: LookClock
     ) -> DraftRound | None:
         """Computes the drafts and returns the round with the draft lengths that `stop` leaves.
 
@@ -346,40 +353,6 @@ class CapturedRounds:
             for slot, own in zip(self._drafter.slots(work.rows), work.held, strict=True):
                 cache.lengths[slot] = own
                 cache.zero_non_finite(slot)
-
-
-class _Clock:
-    """A clock for a round in which the host looks at confidences, without time for building."""
-
-    def __init__(self, *runners: Runner | None) -> None:
-        self._runners = [runner for runner in runners if runner is not None]
-        self._started = self._now()
-        self._first: float | None = None  # when the first look was over
-        self._more = self._end = 0.0
-
-    def _now(self) -> float:
-        return time.perf_counter() - sum(runner.seconds_building for runner in self._runners)
-
-    def looked(self, steps: int, seconds: float) -> None:
-        """Notes that the host has the confidences of some steps.
-
-        Args:
-            steps: the number of steps.
-            seconds: the time that they took on the device.
-        """
-        if self._first is None:
-            self._first, self._more = self._now(), seconds * (steps - 1) / steps
-
-    def drafted(self) -> None:
-        """Notes that the drafts have ended."""
-        self._end = self._now()
-
-    def shares(self) -> tuple[float, float]:
-        """Returns `share` and `between` of `Decided`, for a round that is over."""
-        assert self._first is not None
-        drafting = max(self._end - self._started, 1e-12)
-        between = min(self._end - self._first + self._more, drafting)
-        return drafting / max(self._now() - self._started, drafting), between / drafting
 
 
 def _outcome(found: Found, work: DraftRound, share: float, between: float | None) -> Decided:

@@ -1,17 +1,42 @@
-"""The inputs of a captured round: the rows, their places in both caches, and uploaded numbers."""
+"""The inputs of a captured round, the comparison of first rounds, and the round that is ahead.
+
+The inputs are the rows, their places in both caches, and uploaded numbers.
+
+First captured rounds are compared with ordinary passes, and with the rule on their logits. A replay
+has been compared with its own function before (`shoal.models.compiled.replays`). This comparison
+finds functions that are wrong themselves: the code of a model may treat the cache of captured
+rounds otherwise than that of ordinary passes.
+
+The caches are those from before the round; ordinary passes write the same cells again.
+
+A device may go on with the next round while the host commits the one before (`RoundAhead`). It can
+fill the inputs of the next round by the results of the last one (`NextRound.fill`) if the rows,
+their settings and their draft lengths stay the same. So the next round is launched before the host
+waits for the verdict: no device stands still while the host appends tokens, decodes text, learns
+and streams.
+
+A row that ends in the round before has its part of the launched round computed in vain. The results
+of the other rows hold, whatever became of it: no row depends on another. Rows therefore keep their
+slots until the launched round is over, and no row joins before.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from shoal.models.cache import Plan
-from shoal.models.compiled.captured_round import CapturedRound
-from shoal.models.compiled.draft_functions import Style
-from shoal.models.compiled.transfer import Numbers
+from shoal.drafting.model import ModelDrafter
+from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled.captured_round import CapturedRound, Launched
+from shoal.models.compiled.captures import compare
+from shoal.models.compiled.draft_functions import Style, check
+from shoal.models.compiled.transfer import Found, Numbers
+from shoal.models.runner import Runner
 from shoal.types.requests import Row
 
 
@@ -102,3 +127,208 @@ def _put(
     part[len(values) :] = 0
     if most is not None:
         np.minimum(part, most, out=part)
+
+
+APART = 0.5
+"""The largest distance of two keys or values that rounding explains, as a share of their length.
+
+Bfloat16 shows a few hundredths. Keys of another token, or of none, are about 1 apart.
+"""
+
+
+def check_drafts(round_: CapturedRound, work: DraftRound, drafter: Runner) -> None:
+    """Compares the drafter's steps with ordinary passes.
+
+    Runs before the target's pass, whose function may overwrite the results of the steps.
+
+    Raises:
+        ArithmeticError: the steps differ from the ordinary passes.
+    """
+    functions, first = round_.functions, work.first
+    assert first is not None
+    steps, tokens = functions.steps[: work.k], functions.tokens[: len(work.rows)]
+    pending = [[own[min(i, len(own) - 1)] for i in range(first.q)] for own in work.pending]
+    fed = torch.tensor(pending, device=tokens.device)
+    plans = [work.later(j) if j else first for j in range(len(steps))]
+    # Unused columns of an ordinary pass write where the next pass will.
+    cells = [_written(drafter, plan) for plan in plans]
+    for j, (step, plan, ours) in enumerate(zip(steps, plans, cells, strict=True)):
+        assert step is not None
+        every = drafter.ordinary(plan, fed)
+        last = torch.tensor([count - 1 for count in plan.counts], device=tokens.device)
+        right = every[torch.arange(len(work.rows), device=tokens.device), last]
+        check(step, right, work.style, functions.temperatures)
+        _compare_cells(ours, _written(drafter, plan))
+        fed = tokens[:, j + 1 : j + 2]
+    round_.checked("draft")
+
+
+def check_verdict(round_: CapturedRound, work: DraftRound, found: Found, target: Runner) -> None:
+    """Compares the target's pass and the verdict with an ordinary pass and the rule.
+
+    Runs after the target's pass.
+
+    Raises:
+        ArithmeticError: the pass differs from an ordinary pass on the same drafts, or the verdict
+            from the rule's.
+    """
+    functions, rows, plan = round_.functions, len(work.rows), work.plan
+    assert round_.logits is not None
+    logits = found.logits.clone()
+    verdict = functions.decided(round_.logits)
+    decided = torch.stack([verdict.accepted, verdict.token])[:, :rows].tolist()
+    if decided != [found.accepted.tolist(), found.tokens.tolist()]:
+        raise ArithmeticError("a captured round does not decide what its rule decides")
+    ours = _written(target, plan)
+    right = target.ordinary(plan, functions.tokens[:rows, : plan.q].clone())
+    real = torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
+    compare(*(block[:, : plan.q][real.to(block.device)] for block in (logits, right)))
+    _compare_cells(ours, _written(target, plan))
+    round_.checked("verify")
+
+
+def _written(runner: Runner, plan: Plan) -> list[Tensor]:
+    """Returns the keys and the values in the plan's cells, of each layer [cells, numbers]."""
+    cache = runner.cache
+    firsts = (
+        slot * cache.capacity + start - offset
+        for slot, start, offset in zip(plan.slots, plan.starts, plan.offsets, strict=True)
+    )
+    of_rows = [range(first, first + n) for first, n in zip(firsts, plan.counts, strict=True)]
+    cells = torch.tensor([cell for row in of_rows for cell in row], device=runner.device)
+    return [
+        store.flatten(0, 1)[cells].flatten(1) for stores in cache.stores() for store in stores[:2]
+    ]
+
+
+def _compare_cells(ours: list[Tensor], right: list[Tensor]) -> None:
+    """Raises ArithmeticError if a key or a value is not that of an ordinary pass."""
+    for one, other in zip(ours, right, strict=True):
+        apart = torch.linalg.vector_norm((one - other).float(), dim=1)
+        if not bool((apart <= APART * torch.linalg.vector_norm(other.float(), dim=1)).all()):
+            raise ArithmeticError("keys or values are not those of an ordinary pass")
+
+
+class RoundAhead(NamedTuple):
+    """A round that was launched while the round before it was under way.
+
+    Attributes:
+        round: the functions of both rounds.
+        work: the round before, whose rows, settings and draft lengths this one has.
+        launched: the target's pass.
+        caches: the caches that the round writes to.
+        stores: the keys of the first layer of each cache, as they were.
+        lengths: the length of each row in the target's cache that the round begins at; empty until
+            the verdict of the round before is known.
+    """
+
+    round: CapturedRound
+    work: DraftRound
+    launched: Launched
+    caches: Sequence[SlotCache]
+    stores: Sequence[Tensor]
+    lengths: Sequence[int] = ()
+
+    def places(self, running: Sequence[Row]) -> list[int]:
+        """Returns the places of the rows that still run; none if the round does not hold.
+
+        It does not hold if a row has other tokens or another slot than the round was launched with,
+        or if a cache has changed its size.
+
+        Args:
+            running: the rows in slots.
+        """
+        known, target = {row: place for place, row in enumerate(self.work.rows)}, self.caches[0]
+        same = all(
+            cache.stores_of(0)[0] is keys
+            for cache, keys in zip(self.caches, self.stores, strict=True)
+        )
+        holds = same and all(
+            row.slot == known.get(row) and target.lengths[row.slot] == self.lengths[row.slot]
+            for row in running
+        )
+        return sorted(row.slot for row in running) if holds else []
+
+    def narrowed(
+        self, places: Sequence[int], target: Runner, drafter: ModelDrafter | None
+    ) -> DraftRound:
+        """Returns the round of the rows at these places, by the caches as they are now."""
+        work = self.work
+        rows, lengths = [work.rows[b] for b in places], [work.lengths[b] for b in places]
+        plan = target.plan([row.slot for row in rows], [1 + length for length in lengths])
+        if work.first is None or drafter is None:
+            return work._replace(rows=rows, lengths=lengths, plan=plan)
+        slots, cache = drafter.slots(rows), drafter.runner.cache
+        held = [cache.lengths[slot] for slot in slots]
+        pending = [drafter.read_as(row).tokens[own:] for row, own in zip(rows, held, strict=True)]
+        first = drafter.runner.plan(slots, [len(tokens) for tokens in pending])
+        return work._replace(
+            rows=rows, lengths=lengths, plan=plan, first=first, pending=pending, held=held
+        )
+
+
+def may_follow(
+    round_: CapturedRound, work: DraftRound, target: Runner, drafter: ModelDrafter | None
+) -> bool:
+    """Returns True if a round like this one can be launched before the verdict is known.
+
+    All rows must be drafted for alike, in both rounds whatever is accepted; both caches must have
+    the room; and all functions must have been checked.
+    """
+    kind, k, rows = round_.kind, work.k, len(work.rows)
+    if kind.looks or not round_.can_advance(k):
+        return False
+    room = min(target.cache.capacity, kind.target_keys) - max(work.plan.tails)
+    if work.first is not None and drafter is not None:
+        if type(drafter).observe is not ModelDrafter.observe:
+            return False  # it may read the logits, which the next round writes over
+        keys = min(drafter.runner.cache.capacity, kind.draft_keys)
+        room = min(room, keys - (max(work.first.tails) + k - 1))
+    return (
+        room > k
+        and work.plan.slots == list(range(rows))
+        and all(
+            length == k and _lasts(row, k)
+            for row, length in zip(work.rows, work.lengths, strict=True)
+        )
+    )
+
+
+def _lasts(row: Row, k: int) -> bool:
+    """Returns True if k drafts fit behind those of this round, if all of these are accepted."""
+    reach = row.draft_context - len(row.tokens) + 1
+    return row.remaining >= 2 * (k + 1) and (not k or reach >= 2 * k + 1)
+
+
+class LookClock:
+    """A clock for a round in which the host looks at confidences, without time for building."""
+
+    def __init__(self, *runners: Runner | None) -> None:
+        self._runners = [runner for runner in runners if runner is not None]
+        self._started = self._now()
+        self._first: float | None = None  # when the first look was over
+        self._more = self._end = 0.0
+
+    def _now(self) -> float:
+        return time.perf_counter() - sum(runner.seconds_building for runner in self._runners)
+
+    def looked(self, steps: int, seconds: float) -> None:
+        """Notes that the host has the confidences of some steps.
+
+        Args:
+            steps: the number of steps.
+            seconds: the time that they took on the device.
+        """
+        if self._first is None:
+            self._first, self._more = self._now(), seconds * (steps - 1) / steps
+
+    def drafted(self) -> None:
+        """Notes that the drafts have ended."""
+        self._end = self._now()
+
+    def shares(self) -> tuple[float, float]:
+        """Returns `share` and `between` of `Decided`, for a round that is over."""
+        assert self._first is not None
+        drafting = max(self._end - self._started, 1e-12)
+        between = min(self._end - self._first + self._more, drafting)
+        return drafting / max(self._now() - self._started, drafting), between / drafting

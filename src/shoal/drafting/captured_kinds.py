@@ -14,7 +14,7 @@ from shoal.config import Sampling
 from shoal.drafting.captured_inputs import DraftRound
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
-from shoal.models.compiled.buckets import keys_for
+from shoal.models.compiled.block import keys_for
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.draft_functions import Style, style_of

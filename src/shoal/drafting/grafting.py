@@ -31,8 +31,7 @@ import torch
 
 from shoal.config import MOST_NODES
 from shoal.constraints import masks
-from shoal.drafting.paths import CHOICES
-from shoal.drafting.text import Guess, with_point_masses
+from shoal.drafting.text import CHOICES, Guess, with_point_masses
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, Siblings

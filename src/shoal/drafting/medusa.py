@@ -7,7 +7,7 @@ hidden state of the deepest accepted node, from which the row's last token was d
 predicts the token that follows it.
 
 Heads are independent of each other, so a tree of their most probable tokens is as good as its paths
-are probable (`shoal.drafting.paths`). They propose point masses: the tokens of a tree say nothing
+are probable (`shoal.drafting.text`). They propose point masses: the tokens of a tree say nothing
 about a q.
 """
 
@@ -32,9 +32,8 @@ from shoal.drafting.checkpoints import (
 )
 from shoal.drafting.distillation import Learner, Passes, chance_of_most_probable
 from shoal.drafting.hidden import PromptStates, last_kept
-from shoal.drafting.paths import CHOICES, independent, most_probable
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
-from shoal.drafting.text import NOTHING, tree_of
+from shoal.drafting.text import CHOICES, NOTHING, independent, most_probable, tree_of
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row

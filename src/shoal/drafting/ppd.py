@@ -31,10 +31,17 @@ from shoal.drafting.checkpoints import (
     read_tensors,
     require_width,
 )
-from shoal.drafting.paths import CHOICES, Choices, independent, most_probable
 from shoal.drafting.probe_trees import Accuracies, TreePlan, chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
-from shoal.drafting.text import NOTHING, Guess, tree_of
+from shoal.drafting.text import (
+    CHOICES,
+    NOTHING,
+    Choices,
+    Guess,
+    independent,
+    most_probable,
+    tree_of,
+)
 from shoal.errors import ModelError, RequestError
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores

@@ -18,7 +18,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from shoal.drafting.paths import independent
+from shoal.drafting.text import independent
 
 Accuracies = tuple[tuple[float, ...], ...]
 """The accuracies of prompt tokens, measured.

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.drafting.paths import probable
 from shoal.drafting.protocol import DraftInputs, Keeps
-from shoal.drafting.text import Guess, TextDrafter
+from shoal.drafting.text import Guess, TextDrafter, probable
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row

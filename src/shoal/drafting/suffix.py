@@ -3,7 +3,7 @@
 It looks in the row's prompt, in the row itself, in the other rows of its group, in earlier answers
 and in a corpus, and follows the most frequent tokens. After Oliaro et al., "SuffixDecoding" (2024,
 arXiv 2411.04975), with suffix automata instead of trees. A draft goes on while the frequencies give
-its path a probability of `shoal.drafting.paths.FLOOR`.
+its path a probability of `shoal.drafting.text.FLOOR`.
 
 Scopes: "row", the row and its prompt; "group", also the other rows of its request, while all of
 them grow; "engine", also earlier answers of the engine, of all users; with a file, also the answers
@@ -21,9 +21,8 @@ from typing import Any, Protocol
 from shoal.drafting.answers import AnswerFile, Answers, require_answers
 from shoal.drafting.automaton import ROOT, TOKEN_BYTES, Place, SuffixAutomaton
 from shoal.drafting.corpus import Corpus, fitting_index, open_index
-from shoal.drafting.paths import probable
 from shoal.drafting.protocol import Keeps
-from shoal.drafting.text import Guess, TextDrafter
+from shoal.drafting.text import Guess, TextDrafter, probable
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.models.trimming import fingerprint

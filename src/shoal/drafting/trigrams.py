@@ -18,10 +18,9 @@ from itertools import count, islice, pairwise
 from math import log, sqrt
 from sys import getsizeof
 
-from shoal.drafting.paths import FLOOR, Following, Place, probable
 from shoal.drafting.protocol import Keeps
 from shoal.drafting.recycling import NUMBERS_BYTES, PLACE_BYTES, RecyclingDrafter
-from shoal.drafting.text import NOTHING, Guess, number_bytes
+from shoal.drafting.text import FLOOR, NOTHING, Following, Guess, Place, number_bytes, probable
 from shoal.types.requests import Request, Row
 
 UNSEEN = 0.5
@@ -179,8 +178,8 @@ def explored(
     deterministic.
 
     Args:
-        place: see `shoal.drafting.paths.probable`.
-        following: see `shoal.drafting.paths.probable`.
+        place: see `shoal.drafting.text.probable`.
+        following: see `shoal.drafting.text.probable`.
         length: the most tokens of a path.
         nodes: the most nodes of the tree.
         playouts: the number of paths that are tried.

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError
-from shoal.sampling.awrs import Following, Phantoms, awrs
 from shoal.sampling.controls import all_controlled
-from shoal.sampling.drawing import draw
+from shoal.sampling.drawing import Following, Phantoms, awrs, draw
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose, uniforms
 from shoal.types.requests import Row
@@ -156,7 +155,7 @@ def _drawn(
 ) -> tuple[int, float, float]:
     """Draws a token that passes; returns it, its probability under p, and its weight.
 
-    See `shoal.sampling.awrs`. If no token with positive p passes, the token of the highest score
+    See `shoal.sampling.drawing`. If no token with positive p passes, the token of the highest score
     that passes is taken, with weight 0.
     """
     row = scores.positions.rows[b]

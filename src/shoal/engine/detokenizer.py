@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.engine.stops import NO_STOPS, RowStops, Stops
+from shoal.engine.ended_rows import NO_STOPS, RowStops, Stops
 
 CONTEXT = 8
 """The number of prompt tokens that are decoded together with new ones.

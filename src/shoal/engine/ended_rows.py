@@ -1,9 +1,15 @@
-"""Rows that have ended -> samples, and the text of running rows that may be shown."""
+"""Rows that have ended -> samples, the text of running rows that may be shown, and stop strings.
+
+Stop strings end nothing in some parts of a row's text.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from shoal.types.requests import Row
@@ -101,3 +107,108 @@ def end_scores(logprobs: Sequence[float], ends: Sequence[float]) -> list[float]:
     """
     sums = [0.0, *accumulate(logprobs)]
     return [(sums[i] + ends[i]) / (i + 1) if i < len(ends) else -math.inf for i in range(len(sums))]
+
+
+@dataclass(frozen=True)
+class Stops:
+    """The stop strings of a row.
+
+    Attributes:
+        texts: the strings.
+        least: the number of tokens before which they end nothing.
+        unstopped: see `shoal.types.requests.Request`.
+        shown: those of the strings that the text shows.
+    """
+
+    texts: Sequence[str] = ()
+    least: int = 0
+    unstopped: tuple[tuple[str, str], ...] = ()
+    shown: frozenset[str] = frozenset()
+
+
+NO_STOPS = Stops()
+
+
+class Passage:
+    """The parts between two marks of a text that grows; each character is looked at once.
+
+    Args:
+        opening: a regular expression of the text before a part.
+        closing: the text behind it; empty if the part goes on to the end.
+    """
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self._opening, self._closing = re.compile(opening), closing
+        self._first_only, self._longest = opening.startswith(r"\A"), len(opening)
+        self._inside, self._over, self._at = False, False, 0
+
+    def covers(self, text: str, sure: int, start: int, end: int) -> bool:
+        """Returns True if a place of the text is within such a part.
+
+        Args:
+            text: the text, which goes on with what was read before.
+            sure: the number of its characters that stay as they are.
+            start: the place, never before an earlier one.
+            end: the end of the place.
+        """
+        while self._inside or self._opened(text, sure, start):
+            close = text.find(self._closing, self._at) if self._closing else -1
+            if close < 0:
+                self._at = max(self._at, sure - len(self._closing) + 1)
+            if close < 0 or close >= end:
+                return True
+            self._inside, self._over, self._at = False, self._first_only, close
+        return False
+
+    def _opened(self, text: str, sure: int, start: int) -> bool:
+        """Returns True if a part begins before a place."""
+        if self._over:
+            return False
+        if self._first_only:
+            found = self._opening.match(text, 0, start)
+        else:
+            found = self._opening.search(text, self._at, start)
+        if found is None:
+            self._at = max(self._at, min(start, sure) - self._longest)
+            return False
+        self._inside, self._at = True, found.end()
+        return True
+
+
+class Passages:
+    """The parts of one text in which stop strings end nothing; see `Stops`."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._parts = [Passage(*marks) for marks in stops.unstopped]
+
+    def copy(self) -> Passages:
+        """Returns the same parts, of a text that goes on by itself."""
+        other = copy.copy(self)
+        other._parts = [copy.copy(part) for part in self._parts]
+        return other
+
+    def cover(self, text: str, sure: int, start: int, end: int) -> bool:
+        """Returns True if a place is within one of the parts; see `Passage.covers`."""
+        return any(part.covers(text, sure, start, end) for part in self._parts)
+
+
+class RowStops:
+    """The stop strings of a row, and the parts of its texts in which they end nothing.
+
+    Args:
+        stops: the stop strings.
+
+    Attributes:
+        stops: the stop strings.
+        passages: those parts of the text, and of the text that spells special tokens out (True).
+    """
+
+    def __init__(self, stops: Stops) -> None:
+        self.stops = stops
+        self.passages = {marked: Passages(stops) for marked in (False, True)}
+
+    def copy(self) -> RowStops:
+        """Returns the same of a row that goes on by itself."""
+        other = copy.copy(self)
+        other.passages = {marked: one.copy() for marked, one in self.passages.items()}
+        return other

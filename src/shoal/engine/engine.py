@@ -26,8 +26,7 @@ from shoal.engine.guide import Guide
 from shoal.engine.joint_rows import Distinct, resample
 from shoal.engine.memory import memory_of
 from shoal.engine.multi_step import MultiStep
-from shoal.engine.prefill import policy_for
-from shoal.engine.prefix_cache import PrefixCache, PrefixMemory
+from shoal.engine.prefix_cache import PrefixCache, PrefixMemory, policy_for
 from shoal.engine.running_rows import Batch
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.validation import RequestValidator
@@ -86,7 +85,7 @@ class Engine:
         eos: the model's own EOS ids, for requests that name none.
         rule: the rule by which drafts are drawn and judged; None = rejection sampling.
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see
-            `shoal.engine.prefix_store`.
+            `shoal.engine.admission`.
         chunk: the most prompt tokens computed at once while rows run or any row has a deadline;
             deadlines are read in between.
         kv_bytes: the most bytes of the caches of all models. Rows wait until there is enough, and

@@ -22,7 +22,7 @@ from shoal.lookahead.controller import Controller
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.steps import Drawing, lean_steps, rounds_at_once
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.acceptance.rule import decides_chains
+from shoal.sampling.acceptance.one_sample import decides_chains
 from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.controls import change
 from shoal.sampling.distributions import RACES

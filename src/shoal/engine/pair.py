@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.drafting.draft import Draft
-from shoal.drafting.draft_model import DraftModel
+from shoal.drafting.pair_loading import DraftModel
 from shoal.drafting.protocol import Drafter
+from shoal.engine.admission import check_policy
 from shoal.engine.batch_size import BatchSizes, require_max_batch
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixMemory
-from shoal.engine.prefix_store import check_policy
 from shoal.engine.scheduler import CHUNK
 from shoal.errors import RequestError
 from shoal.lookahead import controller as controllers

@@ -1,9 +1,13 @@
-"""Prompts of earlier rows, kept for later rows that begin with the same tokens.
+"""Prompts -> filled caches, and prompts of earlier rows for later ones that begin alike.
 
-They serve a chat's next turn, or a common system prompt. Prompts are kept as soon as a row's first
-round has shown that their logits are finite. If a row was its prompt's only sample, all of its
-tokens are kept. An owner's tokens are not used for another's rows: otherwise one user could detect
-another user's prompt by timing.
+A group's prompt is computed once, and stored once or copied. All prompt tokens but the last are
+computed here. The last one is the first token of the row's first round, as the last committed token
+is in any other round. The tokens of a row that was paused are a prompt of its own.
+
+Kept prompts serve a chat's next turn, or a common system prompt. Prompts are kept as soon as a
+row's first round has shown that their logits are finite. If a row was its prompt's only sample, all
+of its tokens are kept. An owner's tokens are not used for another's rows: otherwise one user could
+detect another user's prompt by timing.
 """
 
 from __future__ import annotations
@@ -14,12 +18,15 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.draft_slots import DraftSlots
-from shoal.drafting.protocol import Drafter
+from shoal.drafting.protocol import Drafter, KeyValueMemory
+from shoal.engine.admission import check_policy
 from shoal.models.cache.kept_prompts import common
+from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.versions import sums
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit
+from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, Round
 
 PROBED = 8
 """The number of tokens of the pass by which a target is recognised."""
@@ -161,3 +168,105 @@ class PrefixCache:
             elif row.new_tokens == new and not row.index:
                 self._kept.keep(self._cache, row.request.owner, row.request.prompt_ids, row.slot)
             self._kept.settle(self._cache, row.slot)
+
+
+def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
+    """Returns the policy of `shoal.engine.admission` that these models allow.
+
+    It is "copied" unless all of them take shared prompts. "auto" is "copied" also if captured
+    rounds do not take them, and "grouped" if all models read them in the one call of their
+    attention: each pass then reads a prompt once for all its rows, from the processor's cache, at
+    no other cost.
+
+    Raises:
+        RequestError: the name is unknown.
+    """
+    check_policy(prefix_sharing)
+    if not all(model.shares for model in models):
+        return "copied"
+    if prefix_sharing != "auto":
+        return prefix_sharing
+    if any(model.captures_without_prefixes for model in models):
+        return "copied"
+    return "grouped" if all(model.attends_in_one_call for model in models) else "auto"
+
+
+def prefill(
+    target: Runner,
+    round_: Round,
+    hidden: list[Tensor] | None = None,
+    kept: PrefixCache | None = None,
+) -> int:
+    """Carries out a round's admissions and moves in the target's cache.
+
+    Args:
+        target: the target, with the engine's cache.
+        round_: the round.
+        hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the
+            target keeps any.
+        kept: the store of the tokens that admissions restore.
+
+    Returns:
+        The number of prompt tokens that were computed.
+    """
+    cache, admissions, chunks = target.cache, round_.admissions, round_.chunks
+    computed = _copy(target, admissions, PromptOrigin.COPY)
+    for admission in admissions:
+        if admission.origin in (PromptOrigin.COMPUTE, PromptOrigin.SHARED):
+            cache.enter(admission.row.slot, admission.row.prefix)
+        if kept is not None and admission.restored:
+            kept.restore(admission.row, admission.restored)
+    by_slot: dict[int, Tensor] = {}
+    stored: dict[int, list[Tensor]] = {}
+    computed += feed_prompts(
+        target,
+        [(chunk.slot, _tokens(chunk)) for chunk in chunks if chunk.row.prefix is None],
+        by_slot,
+    )
+    for number, chunk in enumerate(chunks):
+        if chunk.row.prefix is not None:
+            block = torch.tensor([_tokens(chunk)], device=target.device)
+            computed += feed_prefix(
+                target, chunk.row.prefix, chunk.start, block, stored.setdefault(number, [])
+            )
+    if hidden is not None and target.hidden_layers:
+        nothing = torch.empty(0, 0, device=target.device)
+        for number, chunk in enumerate(chunks):
+            pieces = stored.get(number)
+            hidden.append(
+                by_slot.get(chunk.slot, nothing)
+                if pieces is None
+                else torch.cat(pieces)
+                if pieces
+                else nothing
+            )
+    for chunk in chunks:
+        groups = [row.group for row in round_.in_slots]
+        if chunk.row.request.n > groups.count(chunk.row.group):  # the others come later
+            cache.hold(chunk.slot)
+    computed += _copy(target, admissions, PromptOrigin.COPY_AFTER_COMPUTE)
+    for move in round_.moves:
+        cache.copy(move.source, move.target, cache.lengths[move.source])
+    return computed
+
+
+def _copy(runner: Runner, admissions: Sequence[Admission], origin: PromptOrigin) -> int:
+    """Copies the prompts of the admissions with this origin.
+
+    A prompt is computed if its source cannot go back to it. Returns the number of tokens that were
+    computed.
+    """
+    cache, lacking = runner.cache, []
+    for admission in admissions:
+        if admission.origin is origin and admission.source is not None:
+            row, length = admission.row, admission.row.entry_length - 1
+            if cache.reaches(admission.source, length):
+                cache.copy(admission.source, row.slot, length)
+            else:
+                cache.enter(row.slot)
+                lacking.append((row.slot, row.tokens[:length]))
+    return feed_prompts(runner, lacking)
+
+
+def _tokens(chunk: PrefillChunk) -> Sequence[int]:
+    return chunk.row.tokens[chunk.start : chunk.stop]

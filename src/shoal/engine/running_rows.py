@@ -11,8 +11,7 @@ from shoal.drafting.protocol import Drafter, name_of, observes_plain_rounds
 from shoal.engine.ended_rows import finish, visible_text
 from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
-from shoal.engine.prefill import prefill
-from shoal.engine.prefix_cache import PrefixCache
+from shoal.engine.prefix_cache import PrefixCache, prefill
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.models.available import explained

@@ -32,8 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.engine.admission import CacheState, Decision, Fits, decide, find_prompt
-from shoal.engine.prefix_store import PrefixStore
+from shoal.engine.admission import CacheState, Decision, Fits, PrefixStore, decide, find_prompt
 from shoal.engine.waiting import Deadlines, Fairness, Waiting
 from shoal.errors import RequestError
 from shoal.types.requests import Row
@@ -79,7 +78,7 @@ class Scheduler:
         waiting: the rows without a slot.
         fairness: decides whose rows go first, and which of them pause.
         prefix_sharing: the way in which groups store their prompts, see
-            `shoal.engine.prefix_store`.
+            `shoal.engine.admission`.
         chunk: the most prompt tokens computed before a round while rows run or any row has a
             deadline.
         fits: called before a row is admitted. A row that would be the only one in a slot is

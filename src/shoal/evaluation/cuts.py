@@ -18,8 +18,8 @@ from typing import Any
 from shoal.api import Shoal
 from shoal.constraints.token_bytes import token_bytes
 from shoal.evaluation.endings import ending
-from shoal.evaluation.grading import PASSED, Grade, Grader
 from shoal.evaluation.problems import Problem
+from shoal.evaluation.tasks import PASSED, Grade, Grader
 
 KINDS = ("word", "space", "punctuation", "prefix-sep", "prefix-indent")
 """The kinds of cuts.

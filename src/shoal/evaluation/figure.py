@@ -16,8 +16,8 @@ from typing import Any
 
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
-from shoal.evaluation.grading import PASSED
 from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE
+from shoal.evaluation.tasks import PASSED
 
 COLOURS = {PLAIN: "#8a8a8a", SINGLE: "#D55E00", BATCHED: "#0072B2"}
 """The colours of the methods, from Okabe and Ito's palette.

@@ -19,13 +19,12 @@ from shoal.durable import mend, sync, sync_entry, write_synced
 from shoal.errors import RequestError
 from shoal.evaluation.execution import ExecutionResult, Solution, execute_all, pass_counts
 from shoal.evaluation.figure import png, svg
-from shoal.evaluation.grading import Grader, grade_entries
 from shoal.evaluation.page import page
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sampling import Sampler, SamplingConfig
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.summary import Results, summarize
-from shoal.evaluation.tasks import Task
+from shoal.evaluation.tasks import Grader, Task, grade_entries
 
 SETTINGS = "settings.json"
 Value = TypeVar("Value")

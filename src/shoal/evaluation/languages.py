@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.evaluation.interpreted import INTERPRETED
-from shoal.evaluation.language import MANAGED, STATEMENT, Language, Library
+from shoal.evaluation.language import INTERPRETED, MANAGED, STATEMENT, Language, Library
 
 _JAVA_MEMORY = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
 _JAVAC_OPTIONS = (*(f"-J{option}" for option in _JAVA_MEMORY), "-proc:none", "-nowarn")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shoal.evaluation.figure import LABELS, columns, findings, legend, metric_name, rows, title
-from shoal.evaluation.grading import PASSED
 from shoal.evaluation.summary import Results
+from shoal.evaluation.tasks import PASSED
 
 CONTROLS = dict.fromkeys(
     (*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd"

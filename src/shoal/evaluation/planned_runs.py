@@ -17,7 +17,6 @@ from typing import Any
 from shoal.api import Shoal
 from shoal.drafting.protocol import Drafter
 from shoal.errors import RequestError
-from shoal.evaluation.grading import PASSED
 from shoal.evaluation.planning import (
     BY_SECONDS,
     BY_TOKENS,
@@ -36,7 +35,7 @@ from shoal.evaluation.planning import (
 from shoal.evaluation.public_tests import PublicTests, Rewards
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.summary import Bootstrap, Results, permutation_test
-from shoal.evaluation.tasks import Task
+from shoal.evaluation.tasks import PASSED, Task
 
 PREFIX_BYTES = 1 << 29
 """The bytes for the keys and values of a problem's texts."""

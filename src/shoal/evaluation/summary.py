@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shoal.evaluation.grading import PASSED
+from shoal.evaluation.tasks import PASSED
 
 Floats = npt.NDArray[np.float64]
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from shoal.drafting.draft_model import Tokenizers
+from shoal.drafting.pair_loading import Tokenizers
 from shoal.errors import RequestError
 from shoal.integrations.transformers import DecodingMethod, decode
 

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerationMixin
 
 from shoal.config import LOSSY_RULES, Speculation
 from shoal.drafting.draft import BUNDLED, read_draft
-from shoal.drafting.draft_model import DraftModel, Tokenizers
+from shoal.drafting.pair_loading import DraftModel, Tokenizers
 from shoal.drafting.protocol import Drafter
 from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
@@ -36,7 +36,7 @@ from shoal.integrations.generate_batch import GenerateBatch
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts
 from shoal.models import loading, pretrained
-from shoal.models.dropout import evaluating
+from shoal.models.drafted_passes import evaluating
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.models.structure import Belongings

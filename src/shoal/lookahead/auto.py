@@ -19,9 +19,8 @@ import numpy as np
 
 from shoal.lookahead.acceptance import LIMIT, Array, Record, Tried
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.plan import Stopping, best_plan, remaining_weights, repays
+from shoal.lookahead.plan import Stopping, Unfed, best_plan, remaining_weights, repays
 from shoal.lookahead.safeguards import Backoff
-from shoal.lookahead.unfed import Unfed
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 

@@ -2,9 +2,9 @@
 
 Matrix libraries choose their order of summation by the shape of the whole product, so a row's last
 bits depend on the number of rows beside it. In 16 bit that turns ties between the two best tokens.
-Strict passes give every kernel one shape only: attention by `shoal.models.attention.strict`, linear
-layers and activations (whose loops end in scalar code, which rounds differently) in blocks of
-`BLOCK` tokens. The other parts of a decoder, norms and embeddings, take one token at a time.
+Strict passes give every kernel one shape only: attention by `shoal.models.attention.methods`,
+linear layers and activations (whose loops end in scalar code, which rounds differently) in blocks
+of `BLOCK` tokens. The other parts of a decoder, norms and embeddings, take one token at a time.
 `prove` shows on the model itself that the bits agree, or refuses the model.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from shoal.errors import UnsupportedModel
-from shoal.models.attention.strict import KV_BLOCK
+from shoal.models.attention.methods import KV_BLOCK
 from shoal.models.runner import Runner
 
 BLOCK = 16

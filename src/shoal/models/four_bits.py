@@ -19,8 +19,8 @@ from shoal.models.quantize import Int8Linear, with_layers
 from shoal.models.runner import Runner
 from shoal.models.structure import Belongings
 from shoal.models.weights import LINEARS
-from shoal.models.weights.fusing import plain
 from shoal.models.weights.groups import GROUP, GroupLinear, Groups
+from shoal.models.weights.layers import plain
 from shoal.models.weights.versions import Version, writes
 from shoal.native.build import missing
 

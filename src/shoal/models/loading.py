@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
-from shoal.models.capabilities import capabilities, keeps_states
 from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.fixed_shapes import make_strict
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
@@ -28,6 +27,7 @@ from shoal.models.quantize import Int8Linear, cannot_save, quantized
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.models.sources import gguf_of
+from shoal.models.structure import capabilities, keeps_states
 from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
 from shoal.models.weights.groups import GroupLinear
@@ -73,7 +73,7 @@ def wrap(
     Raises:
         RequestError: the model is in training mode, or strict is on an accelerator or with another
             attention.
-        UnsupportedModel: see `shoal.models.capabilities`, `selfcheck` and `fixed_shapes`.
+        UnsupportedModel: see `shoal.models.structure`, `selfcheck` and `fixed_shapes`.
     """
     require_eval(hf, name)
     attention_path, context = capabilities(hf, name)
@@ -159,7 +159,7 @@ def load_runner(
     Raises:
         RequestError: the model is not found, or the dtype or device is unknown.
         ModelError: the weights are unreadable, or the memory does not suffice.
-        UnsupportedModel: see `shoal.models.capabilities` and `selfcheck`.
+        UnsupportedModel: see `shoal.models.structure` and `selfcheck`.
     """
     asked = options or LoadOptions()
     file = gguf_of(source, asked.revision, asked.local_files_only)

@@ -20,10 +20,9 @@ from shoal.errors import RequestError
 from shoal.models.attention.fused import available
 from shoal.models.layers.eight_bit import WeightOnly8Bit
 from shoal.models.weights import LINEARS
-from shoal.models.weights.fusing import joined, starts
-from shoal.models.weights.int8 import Int8Matrix, plain_product
-from shoal.models.weights.layers import byte_packing
+from shoal.models.weights.layers import byte_packing, joined, starts
 from shoal.models.weights.matrix import PACKED
+from shoal.models.weights.panels import Int8Matrix, plain_product
 from shoal.models.weights.parameter import PackedWeight
 
 FORMATS = ("off", "int8", "fp8")

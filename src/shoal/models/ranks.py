@@ -29,8 +29,7 @@ from torch.distributed import distributed_c10d
 from shoal.errors import OutOfStep, RequestError
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled import Captures
-from shoal.models.compiled.block import Block
-from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.block import Block, Bucket
 from shoal.models.compiled.executors import Run
 from shoal.models.runner import Runner
 

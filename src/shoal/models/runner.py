@@ -33,11 +33,11 @@ from shoal.models.executors.executor import (
     require_vectors,
 )
 from shoal.models.executors.transformers_models import CDecoder, LayerLoop, Modules, TritonLayers
-from shoal.models.forks import expect_forks
 from shoal.models.lean.forward import LeanPass
 from shoal.models.load_checks import KeptChecks
 from shoal.models.weights import nbytes
 from shoal.models.weights.groups import parameter_count
+from shoal.native.build import expect_forks
 from shoal.types.requests import Prefix
 
 

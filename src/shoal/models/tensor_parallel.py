@@ -26,7 +26,7 @@ from torch import Tensor
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.cache import SlotCache
 from shoal.models.compiled import Captures
-from shoal.models.compiled.buckets import Bucket
+from shoal.models.compiled.block import Bucket
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import Run
 from shoal.models.executors.executor import PassBatch, PassOutput

@@ -5,6 +5,10 @@ of the sources, the compiler with its flags and the processor's instructions, so
 machine that shares the folder compiles its own library. The second is of the file's own bytes: a
 file that a crash has damaged would end the process. SHOAL_MARCH=x86-64-v3 (a value of a compiler's
 -march) makes kernels for other processors than this one.
+
+A process that is forked from a process that has computed has none of its parent's threads, and
+OpenMP of gcc waits for them for ever: a worker of gunicorn with --preload, or of a DataLoader. So
+the child computes on one thread (`expect_forks`).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -328,3 +332,14 @@ SIGNATURES = {
         ctypes.c_int64,
     ],
 }
+
+
+@cache
+def expect_forks() -> None:
+    """Prepares the process, once, for children that are forked from now on."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_compute_alone)
+
+
+def _compute_alone() -> None:
+    torch.set_num_threads(1)

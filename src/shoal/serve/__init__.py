@@ -18,7 +18,7 @@ request_parser.py    requests -> engine requests
 request_builder.py   requests within the limits of settings.py, and the parsed request
 prompts.py           the prompts of requests
 sampling_params.py   the sampling fields of requests, and the one grammar that any field can give
-infill.py            requests and answers of /infill; infill_models.py: their fields
+infill.py            requests and answers of /infill
 item_models.py       requests of /v1/responses as chat requests
 item_response.py     answers of /v1/responses
 item_format.py       items and typed events
@@ -28,8 +28,7 @@ engine_thread.py     the thread that owns the models
 scoring.py           scores prompts for `echo`
 compiled_grammars.py compiles grammars under limits
 grammar_probe.py     the process that tries grammars first
-api_paths.py         the paths of the API, and the answers for those that do not exist
-api_errors.py        errors as OpenAI writes them
+api_errors.py        errors as OpenAI writes them; the paths of the API
 app.py               the application; routes.py, access.py (names of hosts, keys, TLS): its parts
 logs.py              a line per request, and its record
 prometheus_metrics.py the metrics, and those of replicas

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import InternalError, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.serve.api_paths import Json
+    from shoal.serve.api_errors import Json
     from shoal.serve.handler import Offline
     from shoal.serve.serve_config import ServeConfig
 

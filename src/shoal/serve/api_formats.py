@@ -14,8 +14,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from shoal.constraints.token_bytes import byte_letters, fallback
-from shoal.serve.api_errors import public, spoken
-from shoal.serve.api_paths import CHAT, COMPLETIONS, Json
+from shoal.serve.api_errors import CHAT, COMPLETIONS, Json, public, spoken
 from shoal.serve.call_reader import CallReader
 from shoal.serve.reasoning import ReasoningReader
 from shoal.serve.request_builder import ParsedRequest

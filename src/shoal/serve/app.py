@@ -32,13 +32,12 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, logs, response_models, routes
 from shoal.serve.access import HostCheck, is_valid_key, owner_of
-from shoal.serve.api_errors import ApiError
-from shoal.serve.api_paths import CHAT, COMPLETIONS, INFILL, RESPONSES, Json, written
+from shoal.serve.api_errors import CHAT, COMPLETIONS, INFILL, RESPONSES, ApiError, Json, written
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.handler import ApiHandler
-from shoal.serve.infill_models import Infill, InfillRequest
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.logs import Exchanges
+from shoal.serve.message_models import Infill, InfillRequest
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.response_models import ItemAnswer
 from shoal.serve.routes import (

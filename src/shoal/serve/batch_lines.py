@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from shoal.errors import RequestError
-from shoal.serve.api_errors import ApiError, api_error_of
-from shoal.serve.api_paths import CHAT, COMPLETIONS, RESPONSES, Json, read_json
+from shoal.serve.api_errors import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    ApiError,
+    Json,
+    api_error_of,
+    read_json,
+)
 
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 """The fields of OpenAI's batch lines; the API has no fields of these names."""

@@ -14,8 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from shoal.serve.api_errors import ApiError
-from shoal.serve.api_paths import read_json
+from shoal.serve.api_errors import ApiError, read_json
 
 T = TypeVar("T", bound=BaseModel)
 MAX_DISCARDED_BYTES = 64 * 2**20

@@ -18,15 +18,14 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.serve import bodies
-from shoal.serve.api_errors import ApiError
+from shoal.serve.api_errors import RESPONSES, ApiError, Json
 from shoal.serve.api_formats import FORMATS
-from shoal.serve.api_paths import RESPONSES, Json
 from shoal.serve.batch_lines import BatchLine
 from shoal.serve.infill import InfillResponse, parsed_infill
-from shoal.serve.infill_models import InfillRequest
 from shoal.serve.item_format import ItemFormat
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import ItemResponse, parsed_items
+from shoal.serve.message_models import InfillRequest
 from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.prompts import PromptEncoder
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder

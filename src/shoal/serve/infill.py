@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.constraints.protocol import Cutting
-from shoal.serve.api_errors import api_error_of, naming
+from shoal.serve.api_errors import Json, api_error_of, naming
 from shoal.serve.api_formats import finite, name_and_bytes
-from shoal.serve.api_paths import Json
 from shoal.serve.bodies import validated
-from shoal.serve.infill_models import InfillRequest
+from shoal.serve.message_models import InfillRequest
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure

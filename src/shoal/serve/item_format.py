@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from shoal.serve.api_errors import Json
 from shoal.serve.api_formats import ChatFormat
-from shoal.serve.api_paths import Json
 from shoal.serve.submissions import RowUpdate
 from shoal.serve.tool_calls import Call
 

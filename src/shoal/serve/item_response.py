@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.serve.api_errors import ApiError, api_error_of
+from shoal.serve.api_errors import ApiError, Json, api_error_of
 from shoal.serve.api_formats import FINISH_REASONS
-from shoal.serve.api_paths import Json
 from shoal.serve.item_format import ItemFormat, ItemWriter
 from shoal.serve.item_models import NAMES, ResponsesRequest
 from shoal.serve.request_builder import ParsedRequest

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.durable import mend, sync, sync_entry
 from shoal.errors import RequestError
-from shoal.serve.api_paths import Json
+from shoal.serve.api_errors import Json
 from shoal.serve.batch_lines import BatchLine, has_failed, id_of
 
 SYNC_LINES, SYNC_SECONDS = 64, 1.0

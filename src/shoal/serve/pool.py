@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from shoal.errors import ModelError, ShoalError
 from shoal.serve.answerer import Answerer
-from shoal.serve.api_paths import Json
+from shoal.serve.api_errors import Json
 from shoal.serve.batch_lines import MAX_DEATHS, BatchLine, Blocks, LineBlock, LineError
 from shoal.serve.cluster import Share, connected, warn_if_too_small
 from shoal.serve.serve_config import ServeConfig

@@ -17,13 +17,12 @@ from shoal.constraints.fim import (
     nearest,
     repository,
 )
-from shoal.constraints.language_server import SERVERS
+from shoal.constraints.members import SERVERS
 from shoal.constraints.syntax.requests import Syntax, language_of, syntax_by_name
 from shoal.engine.detokenizer import special_tokens
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
-from shoal.serve.infill_models import InfillRequest
-from shoal.serve.message_models import Message
+from shoal.serve.message_models import InfillRequest, Message
 from shoal.serve.request_models import BaseRequest
 from shoal.types.prompt_forms import MARK, as_plain, chat_template_of, encoded, encoded_plain
 from shoal.types.requests import Request

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.config import Grammar
 from shoal.constraints.json_schemas import remarks
 from shoal.serve.api_errors import ApiError
-from shoal.serve.infill_models import InfillRequest
+from shoal.serve.message_models import InfillRequest
 from shoal.serve.prompts import PromptEncoder
 from shoal.serve.reasoning import ReasoningRules
 from shoal.serve.request_fields import MOST_NAMED, NOT_IN_HEADERS

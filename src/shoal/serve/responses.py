@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import BadLogits, RequestError, ShoalError
-from shoal.serve.api_errors import ApiError, api_error_of, naming, public, spoken
+from shoal.serve.api_errors import ApiError, Json, api_error_of, naming, public, spoken, written
 from shoal.serve.api_formats import ApiFormat, finite, name_and_bytes
-from shoal.serve.api_paths import Json, written
 from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.scoring import Scoring, scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from shoal.serve.api_paths import no_constant
+from shoal.serve.api_errors import no_constant
 
 DECODER = json.JSONDecoder(parse_int=float, parse_constant=no_constant)
 Written = Iterator[tuple[str, str]]

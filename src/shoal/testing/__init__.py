@@ -1,7 +1,7 @@
 """The tiny models, scripted models, tokenizer and exact distributions for tests.
 
 They test the library, drafters and constraints. Everything is built in milliseconds from configs;
-nothing is downloaded. `shoal.testing.tokenizers` has tokenizers like those of real models.
+nothing is downloaded. `shoal.testing.tiny` has tokenizers like those of real models.
 """
 
 from shoal.testing.architectures import ARCHITECTURES, RECURRENT, REFUSED

@@ -21,8 +21,7 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixMemory
-from shoal.lookahead.bass import Fixed
-from shoal.lookahead.controller import Controller, Lookahead
+from shoal.lookahead.controller import Controller, Fixed, Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores

@@ -45,7 +45,7 @@ class Verdict:
         raw_logprobs: the natural logs of the probabilities of the same tokens by the logits alone,
             shaped like `probs`; None if unknown.
         check_weights: natural logs of the weights of the kept tokens and of `token`, by the place
-            of rows whose checks are weighed (`shoal.sampling.awrs`).
+            of rows whose checks are weighed (`shoal.sampling.drawing`).
     """
 
     accepted: Tensor

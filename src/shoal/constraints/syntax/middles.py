@@ -25,8 +25,8 @@ from typing import Any
 
 from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.behind import GAP, Behind, Places
-from shoal.constraints.syntax.endings import end_places
 from shoal.constraints.syntax.grammars import SymbolGrammar, read_grammar
+from shoal.constraints.syntax.python import end_places
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row

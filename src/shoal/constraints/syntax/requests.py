@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
-from shoal.constraints.language_server import SERVERS, server_of
-from shoal.constraints.members import ARROW, DOT, Members
+from shoal.constraints.members import ARROW, DOT, SERVERS, Members, server_of
 from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.middles import GrammarMiddle
 from shoal.constraints.syntax.python import PythonMiddle

@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from shoal.constraints.protocol import Cutting
-from shoal.constraints.syntax.endings import end_places
+from shoal.constraints.syntax.python import end_places
 from shoal.constraints.token_bytes import decoded, token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row

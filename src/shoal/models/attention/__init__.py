@@ -1,4 +1,4 @@
-"""The attention over rows of unequal lengths, a method per module: functions of tensors and masks.
+"""The attention over rows of unequal lengths, functions of tensors and masks.
 
 The package does not import Transformers (`shoal.models.bridge` does), and keeps nothing that
 outlives a pass.

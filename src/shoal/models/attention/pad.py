@@ -1,17 +1,168 @@
-"""The two methods of BASS: all rows in one padded call, or a call per row at its exact length.
+"""The two methods of BASS, and bifurcated attention where rows share a prompt.
 
-BASS-PAD reads the longest row's keys for all rows and masks the tails of shorter rows. BASS-SPLIT
-reads no padding, at the price of more calls.
+BASS-PAD reads the longest row's keys for all rows in one padded call, and masks the tails of
+shorter rows. BASS-SPLIT has a call per row at its exact length: it reads no padding, at the price
+of more calls.
+
+Bifurcated attention (Athiwaratkun et al., ICML 2024, arXiv 2403.08845): a prompt's keys and values
+are read once per pass, by the queries of all rows of its group together, and never repeated. Each
+query attends to its group's prompt and to its own row's tail in two calls. Each result is a mean
+over its keys; the two are weighted by their softmax denominators (log-sum-exp). The sum is exact
+for any number of queries per row, windows and sinks.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shoal.models.attention.bifurcated import bifurcated
 from shoal.models.attention.inputs import AttentionInputs, additive
+from shoal.types.requests import Prefix
+
+Part = tuple[Tensor, Tensor]
+"""The attention to some of the keys, [..., q, value dim], and the logarithm of its denominator.
+
+The logarithm is [..., q], float32 at least.
+"""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The part of one prompt that some query of its group sees.
+
+    Attributes:
+        rows: index of the group's rows in the pass.
+        base: position p is cell base + p of the shared store.
+        first: first cell of the part.
+        end: cell behind the last cell of the part.
+    """
+
+    rows: slice | Tensor
+    base: int
+    first: int
+    end: int
+
+
+def bifurcated(inputs: AttentionInputs) -> Tensor:
+    """Attends in one call for all tails, and one for each prompt.
+
+    Returns:
+        [rows, q, heads, value dim].
+    """
+    rows, heads, q, dim = inputs.query.shape
+    kv_heads, fold = inputs.key.shape[1], inputs.group
+    query = inputs.query.reshape(rows, kv_heads, fold * q, dim)
+    out, log = _part(
+        query, inputs.key, inputs.value, inputs.masks.bias(query.dtype, inputs.window, fold), inputs
+    )
+    for shared in inputs.masks.once(("groups", inputs.window), lambda: _groups(inputs)):
+        prompt = _prompt(query[shared.rows], shared, inputs)
+        out[shared.rows], log[shared.rows] = _merged((out[shared.rows], log[shared.rows]), prompt)
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.to(log.dtype).view(1, kv_heads, fold).repeat_interleave(q, dim=2)
+        out = out * torch.sigmoid(log - sinks)[..., None].to(out.dtype)
+    return out.reshape(rows, heads, q, -1).transpose(1, 2)
+
+
+def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
+    """Computes the attention of one group's rows to their prompt.
+
+    Args:
+        query: [rows, kv heads, fold * q, dim].
+    """
+    assert inputs.shared_key is not None
+    assert inputs.shared_value is not None
+    rows, kv_heads, folded, dim = query.shape
+    fold = inputs.group
+    key, value = (
+        t[shared.first : shared.end].transpose(0, 1)[None]
+        for t in (inputs.shared_key, inputs.shared_value)
+    )
+    bias = inputs.masks.once(
+        ("prompt", shared.first, query.dtype, inputs.window, fold),
+        lambda: _prompt_bias(inputs, shared),
+    )
+    together = query.transpose(0, 1).reshape(1, kv_heads, rows * folded, dim)
+    out, log = _part(together, key, value, bias, inputs)
+    return out.view(kv_heads, rows, folded, -1).transpose(0, 1), log.view(
+        kv_heads, rows, folded
+    ).transpose(0, 1)
+
+
+def _groups(inputs: AttentionInputs) -> list[Shared]:
+    """Returns the prompts of the pass, each with its rows.
+
+    A prompt that all queries have left behind a sliding window is missing.
+    """
+    of: dict[Prefix, list[int]] = {}
+    for row, prefix in enumerate(inputs.plan.prefixes):
+        if prefix is not None:
+            of.setdefault(prefix, []).append(row)
+    found = [_shared(inputs, prefix, rows) for prefix, rows in of.items()]
+    return [shared for shared in found if shared.first < shared.end]
+
+
+def _shared(inputs: AttentionInputs, prefix: Prefix, rows: list[int]) -> Shared:
+    plan, window = inputs.plan, inputs.window
+    oldest = 0 if window is None else max(0, min(plan.starts[row] for row in rows) - window + 1)
+    side_by_side = rows[-1] - rows[0] == len(rows) - 1
+    index = slice(rows[0], rows[-1] + 1) if side_by_side else torch.tensor(rows, device=plan.device)
+    return Shared(index, prefix.base, prefix.base + oldest, prefix.base + prefix.length)
+
+
+def _prompt_bias(inputs: AttentionInputs, shared: Shared) -> Tensor | None:
+    """Returns the additive mask over a prompt for all queries of its group.
+
+    Returns:
+        [1, 1, rows * group * q, end - first], 0 where visible; None when every query sees the whole
+        prompt, as without a window.
+    """
+    if inputs.window is None:
+        return None
+    positions = inputs.plan.positions[shared.rows]  # [rows, q]
+    keys = torch.arange(
+        shared.first - shared.base, shared.end - shared.base, device=positions.device
+    )
+    seen = keys > positions[..., None] - inputs.window
+    together = seen.repeat(1, inputs.group, 1).flatten(0, 1)[None]
+    return None if bool(seen.all()) else additive(together, inputs.query.dtype)
+
+
+def _merged(one: Part, other: Part) -> Part:
+    (out, log), (other_out, other_log) = one, other
+    weight = torch.sigmoid(other_log - log)[..., None].to(out.dtype)
+    return torch.lerp(out, other_out, weight), torch.logaddexp(log, other_log)
+
+
+def _part(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs
+) -> Part:
+    """Attends to some of the keys.
+
+    Args:
+        query: [b, kv heads, q, dim].
+        key: [b, kv heads, kv, dim].
+        value: [b, kv heads, kv, value dim].
+        bias: [b, 1, q, kv] or None.
+    """
+    if query.device.type == "cpu" and inputs.softcap is None and key.shape[-1] == value.shape[-1]:
+        # `scaled_dot_product_attention` calls this on a CPU, but does not return the denominator.
+        part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=bias, scale=inputs.scale
+        )
+        return part
+    scores = (query @ key.transpose(-1, -2)).to(
+        torch.promote_types(query.dtype, torch.float32)
+    ) * inputs.scale
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+    if bias is not None:
+        scores = scores + bias
+    log = scores.logsumexp(dim=-1)
+    return (scores - log[..., None]).exp().to(value.dtype) @ value, log
 
 
 def pad(inputs: AttentionInputs) -> Tensor:

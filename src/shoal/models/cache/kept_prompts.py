@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.cache.layer import Moves
+from shoal.models.cache.row_store import Moves
 from shoal.models.cache.slots import SlotCache
 from shoal.types.requests import Prefix
 

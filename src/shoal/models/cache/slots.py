@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from shoal.errors import InternalError
-from shoal.models.cache.layer import Layer
 from shoal.models.cache.pass_plan import Plan
-from shoal.models.cache.row_store import RowStore
+from shoal.models.cache.row_store import Layer, RowStore
 from shoal.types.requests import Prefix
 
 LayerStores = tuple[Tensor, Tensor, Tensor, Tensor]

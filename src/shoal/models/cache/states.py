@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InternalError
-from shoal.models.cache.layer import resized, zeros
 from shoal.models.cache.mixing import (
     BLOCK,
     Call,
@@ -38,6 +37,7 @@ from shoal.models.cache.mixing import (
     joined,
 )
 from shoal.models.cache.pass_plan import Plan
+from shoal.models.cache.row_store import resized, zeros
 from shoal.models.cache.slots import SlotCache
 from shoal.types.requests import Prefix
 

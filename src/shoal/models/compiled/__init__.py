@@ -5,19 +5,18 @@ On a GPU, launching the kernels of a small pass takes longer than running them. 
 the same computation, drafter and verdict included, padded up to few sizes and replayed; the values
 that change from round to round lie in buffers.
 
-    buckets          the sizes there are
-    block            the buffers of one pass: tokens, positions, cells
-    view             the cache that a model meets inside
+    block            the sizes, the buffers of one pass, the cache that a model meets inside
     executors        eager (to test), graphed (CUDA); models that cannot be captured
     captures         the captured rounds of a model, by cache
     failures         rounds that are left to their stages
-    drafting         a drafter's step with its draw
-    round_functions  the functions of a round
+    draft_functions  a drafter's step with its draw
+    round_functions  the functions of a round, and of the inputs of the next one
+    transfer         the uploads of a round, and its results
     replays          compares first replays with the functions
-    rounds           builds and runs the functions
+    captured_round   builds and runs the functions
 """
 
-from shoal.models.compiled.buckets import reservation
+from shoal.models.compiled.block import reservation
 from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.executors import attention_obstacle, executor_for, obstacle
 

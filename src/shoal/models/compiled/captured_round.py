@@ -22,17 +22,16 @@ import torch
 from torch import Tensor
 
 from shoal.models.compiled.executors import Run
-from shoal.models.compiled.next_round import NextRound
 from shoal.models.compiled.replays import FirstReplays
-from shoal.models.compiled.results import Found, unpacked
 from shoal.models.compiled.round_functions import (
     DRAFTING,
     VERIFYING,
     Kind,
+    NextRound,
     RoundFunctions,
     RoundModel,
 )
-from shoal.models.compiled.transfer import Arrival, Download
+from shoal.models.compiled.transfer import Arrival, Download, Found, unpacked
 from shoal.models.device_time import Moments
 
 

@@ -25,11 +25,9 @@ from shoal.errors import InternalError
 from shoal.models.attention.methods import METHODS, resolved
 from shoal.models.bridge import Bridge
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.compiled.block import Block
-from shoal.models.compiled.buckets import Bucket, step_up
+from shoal.models.compiled.block import Block, Bucket, Stores, View, step_up
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.compiled.failures import Failures
-from shoal.models.compiled.view import Stores, View
 from shoal.models.load_checks import LIMITS, divergences
 
 log = logging.getLogger("shoal")

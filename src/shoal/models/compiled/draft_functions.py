@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.models.compiled.block import Block
+from shoal.models.compiled.block import Block, View
 from shoal.models.compiled.captures import Captures, compare
-from shoal.models.compiled.view import View
 from shoal.models.layers import gpu_draws
 from shoal.models.layers.gpu_draws import Softmax, on_device
 from shoal.sampling.distributions import pure_probabilities

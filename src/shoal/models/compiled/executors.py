@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoal.models.capabilities import ROPES_BY_LENGTH, rope_parameters
+from shoal.models.structure import ROPES_BY_LENGTH, rope_parameters
 
 Run = Callable[[], Any]
 Executor = Callable[[Run], Run]

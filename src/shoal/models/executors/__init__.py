@@ -5,5 +5,6 @@ order, and the first that does not refuse a batch computes it; `Modules`, the la
 batch. `Runner.explain` returns the executor of a batch and the reasons of those that refuse it;
 `Stats.executors` counts passes by executor.
 
-An executor for another kind of model is a module here: it needs nothing from the others.
+An executor for another kind of model needs nothing from the others, and may stand beside its
+models, as llama.cpp's does (`shoal.models.gguf.gguf_runner`).
 """

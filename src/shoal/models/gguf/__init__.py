@@ -6,7 +6,5 @@ gguf_model       finds llama.cpp, and gives it the file
 sequences        the cache: a row is a sequence of llama.cpp's memory
 state_sequences  the cache of models with recurrent states
 tokenizer        makes a tokenizer of the file's vocabulary
-gguf_runner      joins them, and keeps rows for later rows
-
-The executor is `shoal.models.executors.llama_cpp`.
+gguf_runner      joins them, with the executor, and keeps rows for later rows
 """

@@ -182,7 +182,7 @@ class GgufModel(nn.Module):
         return SimpleNamespace(weight=torch.empty(self.vocab_size, 0))
 
     def forward(self, tokens: Tensor, past_key_values: Any = None, position_ids: Any = None) -> Any:
-        """Raises UnsupportedModel: `shoal.models.executors.llama_cpp` computes the passes."""
+        """Raises UnsupportedModel: `shoal.models.gguf.gguf_runner` computes the passes."""
         raise UnsupportedModel(f"{self.file} is computed by llama.cpp, and not by modules")
 
 

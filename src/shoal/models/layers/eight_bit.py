@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.models.weights.fusing import joined, starts
+from shoal.models.weights.layers import joined, starts
 from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
 
 MOST_TOKENS = 256

@@ -18,8 +18,7 @@ from shoal.models.lean import decoder as decoders
 from shoal.models.lean.decoder import Angles, Decoder, DecoderLayer
 from shoal.models.weights import Matrix
 from shoal.models.weights.groups import GroupMatrix
-from shoal.models.weights.int8 import Int8PanelMatrix
-from shoal.models.weights.panels import PanelMatrix
+from shoal.models.weights.panels import Int8PanelMatrix, PanelMatrix
 from shoal.native.build import SUFFIXES, library
 from shoal.native.structs import LayerStruct, ModelStruct, NormStruct, PassStruct, WeightsStruct
 

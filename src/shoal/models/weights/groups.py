@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.models.weights.fusing import matrix_of, starts
+from shoal.models.weights.layers import matrix_of, starts
 from shoal.models.weights.matrix import PACKED, Matrix, empty
 from shoal.models.weights.panels import PANEL, Panels, filled_up, products
 from shoal.native.build import SUFFIXES

@@ -22,7 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.sampling.acceptance.by_q import Rejection
-from shoal.sampling.acceptance.one_sample import Coupled, accepted_lengths, by_samples, exact_match
+from shoal.sampling.acceptance.one_sample import (
+    ChainRule,
+    Coupled,
+    Rule,
+    accepted_lengths,
+    by_samples,
+    decides_chains,
+    exact_match,
+)
 from shoal.sampling.acceptance.rejection import (
     acceptance_mask,
     by_rejection,
@@ -30,7 +38,6 @@ from shoal.sampling.acceptance.rejection import (
     rejection_by_tensors,
     residual,
 )
-from shoal.sampling.acceptance.rule import ChainRule, Rule, decides_chains
 from shoal.sampling.acceptance.typical import Typical
 
 RULES: dict[str, Callable[[], Rule]] = {

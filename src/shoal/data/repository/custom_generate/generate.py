@@ -1,4 +1,5 @@
-"""The repository form of `custom_generate`: Transformers loads this file by path and passes it every argument of `generate`."""
+"""The repository form of `custom_generate`: Transformers loads this file by path and passes it every
+argument of `generate`."""
 
 from shoal.integrations.repository import generate
 

@@ -1,4 +1,4 @@
-"""The distillation of a target into what drafts for it: losses, and what learns by them.
+"""The distillation of a target into its drafter: the losses, and the weights that learn by them.
 
 Training (`shoal.train`) writes the texts itself and makes many steps;
 `shoal.drafting.following` makes a few on rollouts that are there anyway.

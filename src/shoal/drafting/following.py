@@ -167,7 +167,7 @@ class Follower:
 
 
 def learner_of(drafter: Drafter | None) -> Learner | None:
-    """Returns what of a drafter learns, that of a sum's last drafter; None if nothing does."""
+    """Returns the learning part of a drafter, of a sum's last drafter; None if there is none."""
     if isinstance(drafter, SumDrafter):
         return learner_of(drafter.model)
     own = None if drafter is None else drafter.learner()
@@ -193,7 +193,7 @@ def require_steps(steps: object, rows: object, rate: float) -> tuple[int, int]:
 
 
 def copy_beside(weights: nn.Module, target: nn.Module) -> nn.Module:
-    """Copies a drafter's weights in float32; what is the target's in them stays the target's."""
+    """Copies a drafter's weights in float32; those of the target stay the target's."""
     theirs = {id(one): one for one in (*target.modules(), *versions.tensors(target))}
     found = copy.deepcopy(weights, dict(theirs)).eval().requires_grad_(False)
     for module in found.modules():

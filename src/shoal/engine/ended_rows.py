@@ -146,7 +146,7 @@ class Passage:
         """Returns True if a place of the text is within such a part.
 
         Args:
-            text: the text, which goes on with what was read before.
+            text: the text, which goes on with the text read before.
             sure: the number of its characters that stay as they are.
             start: the place, never before an earlier one.
             end: the end of the place.

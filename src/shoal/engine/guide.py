@@ -32,7 +32,7 @@ from shoal.types.trees import Block
 class AfterNegative:
     """A row as its guide reads it: the negative prompt, then the row's new tokens.
 
-    It has what slots ask of a row. Two of one row are equal.
+    It has all that slots ask of a row. Two of one row are equal.
     """
 
     row: Row

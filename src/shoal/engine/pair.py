@@ -1,4 +1,4 @@
-"""A loaded pair, and the engines that it gives: what `generate` runs on, and `shoal serve`."""
+"""A loaded pair, and the engines that it gives to `generate` and `shoal serve`."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _braces(prompt: str, text: str, stopped: bool, *, language: str) -> str:
 
 
 def _closing_brace(language: str, prompt: str, text: str) -> tuple[int | None, int]:
-    """Returns the end of the brace that closes what the prompt begins, and the braces missing.
+    """Returns the end of the brace that closes the block of the prompt, and the braces missing.
 
     That is all of it, or the function alone where the tests stand in the class around it.
     """

@@ -1,4 +1,4 @@
-"""Planning beside sampling plus filter, problem by problem, and what both come to.
+"""Planning beside sampling plus filter, problem by problem, and the results of both.
 
 Both methods may spend the same new tokens on a problem. Planning goes first. The seconds that it
 took are the budget of the second comparison: the filter goes on until it has spent both, and its
@@ -94,7 +94,7 @@ class PlannedRuns:
                 yield {**common, "error": str(error), "attempts": {}}
 
     def _begin(self, task: Task, drafter: Drafter | None) -> ProblemRun:
-        """Begins a run that knows nothing of earlier ones but what its drafter has read."""
+        """Begins a run that knows of earlier ones only the texts that its drafter has read."""
         if self.pair.prefixes is not None:
             self.pair.prefixes.clear()
         rewards = Rewards(self._tests[task.task_id], self._sandbox, self._workers)

@@ -98,7 +98,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class TriedProgram:
-    """A program, and what had been spent when it was tested.
+    """A program, and the costs spent when it was tested.
 
     Attributes:
         token_ids: its tokens.
@@ -118,7 +118,7 @@ class TriedProgram:
 def best_of(
     programs: Sequence[TriedProgram], tokens: float = math.inf, seconds: float = math.inf
 ) -> tuple[TriedProgram | None, Spent]:
-    """Returns the best of the programs that a budget allows, and what these have spent.
+    """Returns the best of the programs that a budget allows, and the costs of these.
 
     The best one passes most public tests; of several it is the one with the best mean
     log-probability. None if the budget allows no program.
@@ -216,7 +216,7 @@ class ProblemRun:
         return rewards
 
     def roll_out(self, leaves: Sequence[TokenNode]) -> None:
-        """Evaluates leaves: writes what is not known of their texts, as rows of one batch.
+        """Evaluates leaves: writes the unknown rest of their texts, as rows of one batch.
 
         A text that has ended takes no row. Without a horizon the programs are tested.
         """

@@ -130,7 +130,7 @@ def _call(text: str, start: int) -> str | None:
 
 
 def _literal(line: str) -> str | None:
-    """Returns the literal that a line begins with, without what explains it; None without one."""
+    """Returns the literal that a line begins with, without its explanation; None without one."""
     line = line.strip()
     for text in (line, line.split(" #")[0], line.rstrip(".,;"), re.split(r"\s{2,}|, ", line)[0]):
         with suppress(ValueError, TypeError, SyntaxError):

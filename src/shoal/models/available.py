@@ -1,6 +1,6 @@
 """The memory of a device: how much is free, and the errors that mean a lack of it.
 
-By default keys and values may take a part of what is free. Exceptions that mean a lack of memory
+By default keys and values may take a part of the free memory. Exceptions that mean a lack of memory
 become one error.
 """
 

@@ -1,4 +1,4 @@
-"""The passes over a text in which layers that draft from states learn what they will be given.
+"""The passes over a text in which layers that draft from states learn by those they will get.
 
 Li et al. 2025 (arXiv 2503.01840), section 3.2: "training-time test". A window is passed n times. In
 the first pass all states are the target's. In each further pass a token's state is the layer's

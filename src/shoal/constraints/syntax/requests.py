@@ -80,7 +80,7 @@ def language_of(file_name: str) -> str | None:
 
 
 def installed_languages() -> list[str]:
-    """Returns the names of the languages whose checks have what they need."""
+    """Returns the names of the languages whose checks have all that they need."""
     return [name for name, kind in LANGUAGES.items() if all(map(find_spec, kind.modules))]
 
 

@@ -281,7 +281,7 @@ class CursorTrees:
         return Fault((first, last), *offsets)
 
     def _completing(self) -> Iterator[bytes]:
-        """Yields short texts that may complete what is open at the cursor."""
+        """Yields short texts that may complete the constructs that are open at the cursor."""
         sides = (side.decode(errors="replace") for side in (self._left, self._right))
         brackets = _brackets(*sides)
         for one in dict.fromkeys((brackets, brackets.replace("}", ";}"))):

@@ -58,7 +58,7 @@ class KeptRows(KeptPrefixes):
 
     @abstractmethod
     def _size(self, state: Any) -> int:
-        """Returns what a row counts against the capacity."""
+        """Returns the share of the capacity that a row counts."""
 
     @abstractmethod
     def _usable(self, state: Any, count: int) -> int:

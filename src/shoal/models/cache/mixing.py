@@ -87,7 +87,7 @@ def is_marked(number: int, blocks: int) -> bool:
     """Returns True if the states after `number` blocks of a prompt are kept.
 
     They are the last ones, and those of 1, 2, 4, 8 ... blocks, so that prompts that part anywhere
-    find half of what they share.
+    find half of the prompt that they share.
     """
     return number == blocks or number & (number - 1) == 0
 

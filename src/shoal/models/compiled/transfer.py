@@ -49,7 +49,7 @@ class Upload:
         return self._parts[name].view(torch.float64)
 
     def on_host(self, name: str) -> Numbers:
-        """Returns a part on the host, [size] int64; what is written there stays until `send`."""
+        """Returns a part on the host, [size] int64; values written there stay until `send`."""
         return self._host_parts[name]
 
     def reals_on_host(self, name: str) -> npt.NDArray[np.float64]:

@@ -3,7 +3,7 @@
 Its rotary positions are told in the terms of Transformers. llama.cpp divides all frequencies by one
 factor ("linear"), mixes divided and undivided ones and makes cosines larger ("yarn"; Peng et al.
 2023, arXiv 2309.00071), or divides each by a factor of its own, a tensor of the file (Llama 3.1).
-Transformers computes the same of the same numbers. What else a file may ask for goes to llama.cpp.
+Transformers computes the same of the same numbers. A file that asks for more goes to llama.cpp.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Header:
         self.size = len(self._bytes)
 
     def value(self, key: str) -> Any:
-        """Returns a number or text of the file; None for what is not there, or is a list."""
+        """Returns a number or text of the file; None for a key that is not there, or has a list."""
         lib = _ggml()
         place = lib.gguf_find_key(self._handle, key.encode())
         kind = lib.gguf_get_kv_type(self._handle, place) if place >= 0 else None

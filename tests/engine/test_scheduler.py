@@ -26,7 +26,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row, token_slots
-from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Round
+from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, ScheduledRound
 
 
 def group(number: int, n: int, deadline: float | None = None, length: int = 1) -> list[Row]:
@@ -34,7 +34,7 @@ def group(number: int, n: int, deadline: float | None = None, length: int = 1) -
     return [Row(request, number, i, 0, list(request.prompt_ids), frozenset(), 1 << 20, deadline) for i in range(n)]
 
 
-def said(round_: Round) -> tuple[list[Row], list[Admission], list[Move]]:
+def said(round_: ScheduledRound) -> tuple[list[Row], list[Admission], list[Move]]:
     """Who runs, who is admitted, who moves."""
     return list(round_.rows), list(round_.admissions), list(round_.moves)
 
@@ -53,7 +53,7 @@ class Slots:
         self.done: dict[Row, int] = {}
         self.computed: list[int] = []
 
-    def carry_out(self, round_: Round) -> None:
+    def carry_out(self, round_: ScheduledRound) -> None:
         """Old copies, then chunks of prompts, then copies of those, then moves: each from a slot that holds what it claims to."""
         copies = [admission for admission in round_.admissions if admission.source is not None]
         for admission in copies:

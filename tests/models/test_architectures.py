@@ -21,7 +21,7 @@ from attention_paths import KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
 from shoal.engine import running_rows
-from shoal.engine.scheduler import Round
+from shoal.engine.scheduler import ScheduledRound
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.models import bridge, loading
@@ -134,12 +134,12 @@ def wavering(hf: Any, amount: float = 0.15) -> Any:
 
 
 @pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[ScheduledRound]:
     """The rounds in which rows joined or moved."""
-    seen: list[Round] = []
+    seen: list[ScheduledRound] = []
     real = running_rows.prefill
 
-    def spy(runner: Runner, round_: Round, *rest: Any) -> int:
+    def spy(runner: Runner, round_: ScheduledRound, *rest: Any) -> int:
         seen.append(round_)
         return real(runner, round_, *rest)
 
@@ -160,7 +160,7 @@ def test_self_check_passes(architecture: str) -> None:
     assert runner.takes_trees is (architecture in ARCHITECTURES.keys() - {"mpt"})
 
 
-def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[Round]) -> None:
+def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[ScheduledRound]) -> None:
     hf, expected = tiny_model(architecture), expected_ids(architecture)
     assert len(set(expected[1])) > 4  # it wanders: equality says something
     target = unchecked(hf)

@@ -20,7 +20,7 @@ from shoal.errors import RequestError
 from shoal.models.available import kv_budget
 from shoal.models.runner import Runner
 from shoal.types.requests import Prefix, Request, Row, token_slots
-from shoal.types.schedule import Round
+from shoal.types.schedule import ScheduledRound
 
 EXPECTED_DRAFT = 4
 """The draft length for which memory is counted if many rows run.
@@ -226,7 +226,7 @@ class Memory:
             model.reserve(*size)
         return True
 
-    def allocate(self, round_: Round) -> None:
+    def allocate(self, round_: ScheduledRound) -> None:
         """Sizes the caches for the rows that a round has in its slots.
 
         The caches keep the size they had, unless that would be too much. If there is enough memory,

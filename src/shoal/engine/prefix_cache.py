@@ -26,7 +26,7 @@ from shoal.models.runner import Runner
 from shoal.models.weights.versions import sums
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit
-from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, Round
+from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, ScheduledRound
 
 PROBED = 8
 """The number of tokens of the pass by which a target is recognised."""
@@ -193,7 +193,7 @@ def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:
 
 def prefill(
     target: Runner,
-    round_: Round,
+    round_: ScheduledRound,
     hidden: list[Tensor] | None = None,
     kept: PrefixCache | None = None,
 ) -> int:

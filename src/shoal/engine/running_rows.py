@@ -19,7 +19,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, Verdict
-from shoal.types.schedule import PromptOrigin, Round
+from shoal.types.schedule import PromptOrigin, ScheduledRound
 from shoal.types.stats import Stats
 
 
@@ -96,7 +96,7 @@ class Batch:
         prefill(self.target, round_)
         return round_.rows
 
-    def _refuse(self, round_: Round, error: ModelError) -> list[Commit]:
+    def _refuse(self, round_: ScheduledRound, error: ModelError) -> list[Commit]:
         """Ends the rows that a round was to admit, because their prompts could not be computed.
 
         Raises the error if there are none.
@@ -105,10 +105,10 @@ class Batch:
         if not refused:
             raise error
         moves = [move for move in round_.moves if move.row not in refused]
-        prefill(self.target, Round(round_.rows, moves=moves))
+        prefill(self.target, ScheduledRound(round_.rows, moves=moves))
         return self.cut(refused, "error", error)
 
-    def _prefill(self, round_: Round, drafting: bool) -> None:
+    def _prefill(self, round_: ScheduledRound, drafting: bool) -> None:
         started = self.clock()
         for admission in round_.admissions:
             if admission.row.started_at is None:
@@ -131,7 +131,7 @@ class Batch:
             self._tell_drafter(self.drafter, round_, hidden, drafting)
 
     def _tell_drafter(
-        self, drafter: Drafter, round_: Round, hidden: Sequence[Tensor], drafting: bool
+        self, drafter: Drafter, round_: ScheduledRound, hidden: Sequence[Tensor], drafting: bool
     ) -> None:
         """Tells the drafter of the rows that joined and of their prompts.
 

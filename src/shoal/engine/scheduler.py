@@ -36,7 +36,7 @@ from shoal.engine.admission import CacheState, Decision, Fits, PrefixStore, deci
 from shoal.engine.waiting import Deadlines, Fairness, Waiting
 from shoal.errors import RequestError
 from shoal.types.requests import Row
-from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, Round
+from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, ScheduledRound
 
 NO_GROUP = -1
 """The group of a slot that holds no complete prompt."""
@@ -200,7 +200,7 @@ class Scheduler:
         """Notes that the slot no longer holds a complete prompt."""
         self._slot_groups[slot] = NO_GROUP
 
-    def refuse(self, round_: Round) -> list[Row]:
+    def refuse(self, round_: ScheduledRound) -> list[Row]:
         """Removes the rows that a round admits or goes on prefilling, with their prompts.
 
         Returns:
@@ -225,7 +225,7 @@ class Scheduler:
         self.remove(due)
         return due
 
-    def next_round(self) -> Round:
+    def next_round(self) -> ScheduledRound:
         """Returns the next round.
 
         It continues the prompt that is not complete, fills free slots from the queue, then closes
@@ -269,11 +269,11 @@ class Scheduler:
 
     def close_up(
         self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()
-    ) -> Round:
+    ) -> ScheduledRound:
         """Returns a round of the running rows, with the moves that close the gaps between them."""
         slots = len(self._slots)
         moves = self._compact()
-        return Round(
+        return ScheduledRound(
             self.running,
             admissions,
             chunks,
@@ -283,7 +283,7 @@ class Scheduler:
             prefixes=self._store.prefixes,
         )
 
-    def release_free_slots(self) -> Round:
+    def release_free_slots(self) -> ScheduledRound:
         """Closes the gaps between rows, and gives up the prompts in free slots.
 
         The caches may then be trimmed to the size of the rows in slots. Returns the round of
@@ -293,7 +293,7 @@ class Scheduler:
             if row is None:
                 self.forget(slot)
         moves = self.close_up().moves
-        return Round(
+        return ScheduledRound(
             self.running,
             moves=moves,
             prefilling=self._prefilling,

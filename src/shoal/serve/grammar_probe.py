@@ -34,7 +34,7 @@ def main() -> None:
     import llguidance
 
     alphabet = llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(Alphabet(setup)), eos_token=setup["end"]
+        llguidance.TokenizerWrapper(ProbedAlphabet(setup)), eos_token=setup["end"]
     )
     limits = llguidance.LLParserLimits(verbose_errors=False, **setup["limits"])
 
@@ -49,7 +49,7 @@ def main() -> None:
         print(json.dumps(probed(read, **request)), flush=True)
 
 
-class Alphabet:
+class ProbedAlphabet:
     """The vocabulary of `shoal.constraints.compiler.Alphabet`, without its tokenizer.
 
     Args:

@@ -13,8 +13,8 @@ class PromptOrigin(Enum):
     """The origin of the prompt of a row that enters a slot."""
 
     COMPUTE = auto()
-    """The row computes the prompt, in `Round.chunks` of this round and maybe of later ones: into
-    the prefix store if the row has a prefix, else into its slot."""
+    """The row computes the prompt, in `ScheduledRound.chunks` of this round and maybe of later
+    ones: into the prefix store if the row has a prefix, else into its slot."""
     COPY = auto()
     """The prompt is copied from another slot, before prompts are computed."""
     COPY_AFTER_COMPUTE = auto()
@@ -63,7 +63,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Round:
+class ScheduledRound:
     """The work of the caches before a round, in this order.
 
     Copies (COPY), other admissions, chunks of prompts, copies of the prompts that the chunks

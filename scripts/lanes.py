@@ -7,7 +7,8 @@
                                    has time for
 
 An environment of its own is made under .lanes by scripts/setup.sh. Where a Python has no CPU build
-of torch, its lane says so and runs what can be run without: every command's --help.
+of torch, its lane says so and runs what can be run without: every command's --help. Where the
+processor lacks the instructions of a lane's kernels, the lane says so and runs nothing.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ LANES = {
     "no-compiler": Lane("", {}, {"CC": "/bin/false"}, f"{ROOMS} {KERNELS}", QUICK),
     "x86-64-v2": Lane("", {}, {"SHOAL_MARCH": "x86-64-v2"}, KERNELS, "kernels/test_native.py"),
     "x86-64-v3": Lane("", {}, {"SHOAL_MARCH": "x86-64-v3", "ONEDNN_MAX_CPU_ISA": "AVX2"}, KERNELS, "kernels/test_native.py"),
+    "x86-64-v4": Lane(
+        "", {}, {"SHOAL_MARCH": "x86-64-v4", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, KERNELS, "kernels/test_native.py"
+    ),
     "locale-c": Lane("", {}, {"LC_ALL": "C", "PYTHONUTF8": "0"}, LANGUAGES, "cli/test_cli.py"),
 }
 
@@ -124,6 +128,17 @@ def interpreter(version: str) -> str | None:
         if not subprocess.run(works, stderr=subprocess.DEVNULL).returncode:
             return str(place)
     return None
+
+
+def lacking(lane: Lane) -> str:
+    """The instructions that a lane's kernels need and this processor lacks; empty if it has them.
+
+    Without them there are no kernels, and most of the tests skip themselves.
+    """
+    from shoal.native import build
+
+    needed = build.NEEDED.get(lane.variables.get("SHOAL_MARCH", ""), "")
+    return "" if needed in {"", *build.instructions()} else needed
 
 
 def installed(name: str, lane: Lane, python: str) -> bool:
@@ -183,6 +198,8 @@ def try_commands(python: Path, demo: bool) -> None:
 def run_lane(name: str, quick: bool) -> str:
     """Runs one lane; returns the sentence that sums it up. Raises Failed."""
     lane, python = LANES[name], Path(sys.executable)
+    if lacked := lacking(lane):
+        return f"not run: this processor has no {lacked}"
     if lane.python:
         base = interpreter(lane.python)
         if base is None:

@@ -15,6 +15,7 @@ import pytest
 
 import lanes
 from lanes import LANES, Failed, Lane
+from shoal.native import build
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,15 @@ def test_a_lane_that_fails_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys
     assert "lane broken: FAILED: " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         answer(monkeypatch, "run", "unheard-of")
+
+
+def test_a_lane_of_another_processor_is_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    began: list[list[str]] = []
+    monkeypatch.setattr(lanes, "run", lambda command, **_: began.append(command))
+    monkeypatch.setattr(build, "instructions", lambda: frozenset({"sse42", "avx2"}))
+    assert answer(monkeypatch, "turn", "x86-64-v2", "x86-64-v3", "x86-64-v4", "no-compiler") == 0
+    assert "x86-64-v4: not run: this processor has no avx512bw" in capsys.readouterr().out
+    assert len(began) == 3
 
 
 def fails(command: list[str], check: bool = False, **_: object) -> subprocess.CompletedProcess[str]:

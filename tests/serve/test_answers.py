@@ -512,6 +512,9 @@ def test_rounds_say_where_they_began() -> None:
         assert [len(update.by_round) for update in updates] == ([1, 1] if stream else [2])
         assert cut is not None
         assert cut.by_round == ()
+    run = submission(rounds=True, detailed=False).update(0, Commit(row, [*ids("cd")], 0))
+    assert run is not None
+    assert [(one.committed, one.start) for one in run.by_round] == [(1, 2), (1, 3)]
     refused = submission(rounds=True, detailed=False).update(0, Commit(row, [], 0, "", None, (5,), ("m",)))
     assert refused is not None
     assert [(one.committed, one.start) for one in refused.by_round] == [(0, 4)]

@@ -220,7 +220,12 @@ class Submission:
             start = commit.row.new_tokens - len(commit.tokens)
             if not start:  # a row that began again
                 waiting.clear()
-            waiting.append(RoundUpdate(start, len(commit.tokens), commit.accepted, commit.rejected))
+            # Without drafts a round has one token: several are those of a run of rounds.
+            counts = [len(commit.tokens)] if commit.drafts else [1] * len(commit.tokens)
+            waiting += [
+                RoundUpdate(start + place, count, commit.accepted, commit.rejected)
+                for place, count in enumerate(counts)
+            ]
         if not self.stream and commit.sample is None:
             return ()
         self._rounds[index] = []

@@ -482,6 +482,8 @@ def test_a_row_that_has_ended_shows_text_to_its_last_line() -> None:
     board.console.print(board.render())
     shown = board.console.file.getvalue()  # type: ignore[attr-defined]
     assert re.findall("one|two|three|four", shown) == ["two", "three", "four"]
+    assert board.rows[0].rounds == 2  # plain ones, computed together
+    assert [Increment(0, 0, "", (1,) * tokens, kept).rounds for tokens, kept in ((3, 2), (3, 3), (0, 0))] == [1, 1, 0]
 
 
 def test_the_header_of_a_sample_fits_a_terminal() -> None:

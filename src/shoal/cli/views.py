@@ -72,7 +72,7 @@ class BoardRow:
         """Appends a round's text."""
         self.text.append(tinted(increment, self.ids, decode))
         self.ids += increment.token_ids
-        self.rounds += 1
+        self.rounds += increment.rounds
         self.finish_reason = increment.finish_reason
 
     @property

@@ -269,7 +269,7 @@ class Increment:
         sample: the index of the row in its group.
         text: the new text, maybe "". It never ends inside a UTF-8 character or inside the beginning
             of a stop string.
-        token_ids: the tokens committed in this round.
+        token_ids: the tokens committed in this round, or in several plain ones.
         accepted: the number of these tokens, the first ones, that were drafted.
         finish_reason: set on the row's last increment.
         result: the `Sample`, set on the row's last increment.
@@ -282,6 +282,14 @@ class Increment:
     accepted: int
     finish_reason: str | None = None
     result: Sample | None = None
+
+    @property
+    def rounds(self) -> int:
+        """The rounds that these tokens took: each has one that was not drafted, or ends the row.
+
+        There may be several (`shoal.engine.multi_step`).
+        """
+        return max(len(self.token_ids) - self.accepted, min(len(self.token_ids), 1))
 
 
 def _short(value: Any) -> str:

@@ -24,6 +24,7 @@ from medusa_heads import guessing
 from shoal.config import Limits, Sampling
 from shoal.drafting.answers import AnswerFile, require_answers
 from shoal.drafting.corpus import Corpus, IndexWriter, open_index
+from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.hidden import PromptStates
 from shoal.drafting.medusa import MedusaDrafter
@@ -236,6 +237,15 @@ def test_the_cache_of_another_vocabulary_takes_what_is_planned() -> None:
     slots.reserve(3, 50)
     assert slots.cache_bytes(3, 50) == pytest.approx(slots.allocated_bytes, rel=0.05)
     assert slots.cache_bytes(3, 50) > 1.6 * runner.memory.cache_bytes(3, 50)
+
+
+def test_rows_whose_slots_are_given_back_are_forgotten() -> None:
+    slots = DraftSlots(wrap(tiny_model("llama"), "tiny"))
+    rows = [Row(Request((1, 2, i), 1), i, 0, 0, [1, 2, i], frozenset(), 99) for i in range(3)]
+    slots.reserve(3, 8)
+    slots.place(rows, [True] * 3)
+    slots.trim(2, 8)
+    assert slots.known(rows) == rows[:2]
 
 
 # ── the plan ────────────────────────────────────────────────────────────────────────────────────────────────────────

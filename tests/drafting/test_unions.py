@@ -298,6 +298,23 @@ def test_unions_have_the_joint_distribution(shape: str, rule: Rule, lookahead: i
     assert all(counts.accepted > 0 for counts in engine.stats.by_drafter.values())
 
 
+def test_no_two_rounds_draw_chains_by_the_same_numbers() -> None:
+    """A node may be joined for the sake of tokens that are rejected: their numbers must not come back (`_of_rounds`)."""
+    numbers: list[float] = []
+
+    class Noting(ModelDrafter):
+        def propose(self, inputs: DraftInputs) -> DraftTree:
+            numbers.extend(inputs.uniforms[0, :, 0].tolist())
+            return super().propose(inputs)
+
+    made = SumDrafter([SuffixDrafter("group", nodes=4)], Noting(table_model(Q), 4))
+    engine = Engine(table_model(P), made, by_name(3), rule=Rejection())
+    engine.submit(Request((0, 0), 1, Sampling(seed=3), Limits(max_new_tokens=30)))
+    while engine.step():
+        pass
+    assert len(set(numbers)) == len(numbers) > 30
+
+
 def test_what_is_joined_as_if_it_was_drawn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = grafting._extended
     monkeypatch.setattr(grafting, "_extended", lambda siblings, rows: replace(real(siblings, rows), sampled=None))

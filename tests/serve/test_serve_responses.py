@@ -294,6 +294,24 @@ def test_a_conversation_goes_on_with_what_the_function_returned(caller: Served) 
     assert alone.usage.input_tokens == len("<user>hi<assistant>weather:Rome<tool>21<assistant>")
 
 
+def test_tools_that_are_no_functions_are_passed_over(server: Served) -> None:
+    """Codex sends its own beside functions, and its instructions in two messages."""
+    others: list[Any] = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}]
+    own = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]}
+    body = {"input": [own, {"role": "user", "content": "hi"}], "instructions": "be kind", "tools": [*others, WEATHER],
+            "client_metadata": {"a": "b"}, "seed": 3, "max_output_tokens": 30}  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    ignored = "client_metadata, tools.type=custom, tools.type=web_search"
+    assert answer.headers["x-shoal-ignored"] == ignored
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["weather"]
+    messages = [{"role": "system", "content": "be kind\n\nbe brief"}, {"role": "user", "content": "hi"}]
+    same = chat(server, messages, tools=[NESTED], seed=3, max_tokens=30)
+    assert same["usage"]["prompt_tokens"] == answer.json()["usage"]["input_tokens"]
+    apart = [messages[1], {"role": "developer", "content": "be brief"}, messages[1]]
+    assert chat(server, apart, max_tokens=1)["usage"]["prompt_tokens"] == len("<user>hi<system>be brief<user>hi<assistant>")
+
+
 def test_a_forced_call_is_that_of_the_same_chat(server: Served) -> None:
     named = {"type": "function", "name": "weather"}
     answer = create(server, tools=[WEATHER], tool_choice=named, seed=3)
@@ -342,7 +360,7 @@ def test_a_call_is_told_whole() -> None:
     ({"background": True}, "background", "keeps no answers"),
     ({"prompt": {"id": "x"}}, "prompt", "keeps no prompts"),
     ({"n": 2}, "n", "/v1/chat/completions takes n"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "functions"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "'other', which is not among"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type", "text"),

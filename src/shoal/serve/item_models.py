@@ -11,8 +11,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shoal.serve.api_errors import ApiError
 from shoal.serve.message_models import (
+    AnyTool,
     Function,
     FunctionName,
+    FunctionTool,
     Message,
     NamedTool,
     SentCall,
@@ -198,21 +200,6 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Function):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_other(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("type") != "function":
-            raise error_at(
-                "type", "unknown_tool", "This server has no tools of its own: it takes functions"
-            )
-        return given
-
-
 class NamedFunction(StrictModel):
     """The one function that has to be called."""
 
@@ -254,8 +241,8 @@ class ResponsesRequest(SampledRequest):
         "Most new tokens; clamped to what the server allows. -1, -2 = as many as it allows."
     )
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = optional(
-        "What the model may call."
+    tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = optional(
+        "What the model may call: functions. Tools of other types are passed over."
     )
     tool_choice: (
         Annotated[
@@ -290,6 +277,7 @@ class ResponsesRequest(SampledRequest):
     )
     reasoning: Ignored = None
     max_tool_calls: Ignored = None
+    client_metadata: Ignored = None
 
     @model_validator(mode="before")
     @classmethod
@@ -299,6 +287,11 @@ class ResponsesRequest(SampledRequest):
             if given.get(name) not in (None, False):
                 raise error_at(name, "absent_field", why)
         return given
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that the model may call."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
     def ignored(self) -> list[str]:
@@ -350,14 +343,14 @@ class ResponsesRequest(SampledRequest):
         logprobs = LOGPROBS in (self.include or ())
         if self.top_logprobs and not logprobs:
             raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
-        if logprobs and self.tools and self.tool_choice != "none":
+        if logprobs and self.functions and self.tool_choice != "none":
             raise ApiError(
                 400,
                 "log-probabilities of a text with calls: /v1/chat/completions has them",
                 param="include",
             )
         common = {name: getattr(self, name) for name in SampledRequest.model_fields}
-        tools = [Tool(type="function", function=_function(tool)) for tool in self.tools or ()]
+        tools = [Tool(type="function", function=_function(tool)) for tool in self.functions]
         return ChatRequest(
             **common,
             messages=self.messages(),

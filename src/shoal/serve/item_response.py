@@ -156,7 +156,7 @@ class ItemResponse(ApiResponse):
 
     def _answer(self, writer: ItemWriter, status: str) -> Json:
         asked = self.request
-        choice, tools = asked.tool_choice or "auto", asked.tools or ()
+        choice, tools = asked.tool_choice or "auto", asked.functions
         sampling = self.parsed.requests[0].sampling
         wanted = asked.text.format if asked.text and asked.text.format else None
         return {

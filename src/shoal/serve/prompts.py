@@ -233,8 +233,7 @@ class PromptEncoder:
             )
         plain = [message.plain() for message in messages]
         if "developer" not in template:  # which would leave them out, or refuse them
-            for message in plain:
-                message["role"] = message["role"].replace("developer", "system")
+            plain = _without_developers(plain)
         for message in plain:
             if message["role"] in ("user", "tool") and not special:
                 message["content"] = as_plain(self._tokenizer, message["content"])
@@ -251,6 +250,21 @@ class PromptEncoder:
             raise ApiError(
                 400, f"the chat template refused the messages: {error}", param="messages"
             ) from error
+
+
+def _without_developers(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages in which developers speak as the system.
+
+    They go on with the system's first message where they follow it: many templates take one.
+    """
+    found = list[dict[str, Any]]()
+    for message in messages:
+        developer = message["role"] == "developer"
+        if developer and len(found) == 1 and found[0]["role"] == "system":
+            found[0]["content"] += f"\n\n{message['content']}"
+        else:
+            found.append({**message, "role": "system"} if developer else message)
+    return found
 
 
 def _syntax_of(asked: BaseRequest | InfillRequest) -> Syntax | None:

@@ -48,6 +48,7 @@ TOOLS: list[dict[str, Any]] = [
     {"f": args(a={"type": "string", "pattern": "^[a-c]+$"}, b={**TEXT, "minLength": 1, "maxLength": 4}, c={**WHOLE, "minimum": 5})},
     {"f": {"type": "object", "properties": {}}, "g": args()},
     {"f": args("a", "b", "d", a=TEXT, b=WHOLE, c={"type": "boolean"}, d=NULL)},
+    {"f": args(a={**TEXT, "maxLength": 40}, b={"type": ["string", "null"], "minLength": 2, "maxLength": 5})},
 ]  # fmt: skip
 
 

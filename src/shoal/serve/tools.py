@@ -10,7 +10,8 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.filters import matching
-from shoal.serve.api_errors import ApiError
+from shoal.constraints.schema_checks import require_levels
+from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.call_grammars import own_calls
 from shoal.serve.message_models import Function, Message, NamedTool
 from shoal.serve.reasoning import opened
@@ -178,9 +179,13 @@ def _calls(request: ChatRequest, rules: CallRules, max_characters: int) -> Gramm
     """Returns the grammar of calls, of several if the choice and the format leave them possible.
 
     Raises:
-        ApiError: the grammar is too long.
+        ApiError: the grammar is too long, or a schema nested too deeply.
     """
-    schema = forced_schema(rules, _parameters(request, rules))
+    parameters = _parameters(request, rules)
+    with naming("tools"):
+        for one in parameters.values():
+            require_levels(one)
+    schema = forced_schema(rules, parameters)
     text = json.dumps(schema)
     require_size(text, max_characters, "tools")
     if _several(request, rules):

@@ -330,6 +330,8 @@ def test_an_unknown_field_is_told_before_all_others() -> None:
     ({"grammar": {"type": "regex", "text": "a+"}}, "grammar", Grammar("regex", "a+")),
     ({"response_format": {"type": "json_object"}}, "response_format", Grammar("json_object")),
     ({"response_format": {"type": "json_object", "whitespace": "any"}}, "response_format", Grammar("json_object", "", "any")),
+    ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, "response_format",
+     Grammar("json_schema", '{"const": 1}')),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format",
      Grammar("json_schema", '{"const": 1}')),
     ({"structured_outputs": {"choice": ["é", 'a"']}}, "structured_outputs.choice", Grammar("lark", 'start: "é" | "a\\""')),

@@ -5,6 +5,7 @@ Tests of: serve.tools, serve.tool_calls, serve.written_calls, serve.message_mode
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from serving import Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.serve.call_reader import CallReader
+from shoal.serve.message_models import Message
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallRules, forced_schema, format_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import scripted
@@ -368,12 +370,16 @@ def test_a_conversation_goes_on_with_what_the_tool_said(free: Served) -> None:
     assert answer.usage.prompt_tokens == len(prompt)
 
 
+DEEP = functools.reduce(lambda inner, _: {"items": inner}, range(400), dict[str, Any]())
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tool_choice": "required", "tools": None}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tools": [TIME, TIME]}, "tools"),
     ({"tools": [tool("bad name")]}, "tools.0.function.name"),
     ({"tools": [tool("f", x={"not": {}})], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool("f", x=DEEP)], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [
@@ -439,6 +445,30 @@ def test_an_answer_may_be_sent_back_with_all_that_it_has(free: Served) -> None:
     back = httpx.post(f"{free.url}/v1/responses", json={"input": [thought, item]})
     assert back.status_code == 200, back.text
     assert back.headers["x-shoal-ignored"] == "input.at, input.content.cache_control, input.encrypted_content"
+
+
+def test_messages_of_other_apis_mean_what_they_mean_here(free: Served) -> None:
+    """Parts by other names, texts in lists, thoughts in parts, calls without ids, citations."""
+    thought, said = {"type": "thinking", "thinking": "Hm", "signature": "x"}, {"type": "output_text", "text": "d"}
+    other = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]}
+    messages = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, "b", {"text": "c"}]},
+        {"role": "assistant", "content": [thought, said]},
+        {"role": "assistant", "content": [other, {"type": "text", "text": "e"}], "annotations": [{"type": "url_citation"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
+        {"role": "tool", "content": "1"},
+    ]
+    prompt, ignored = prompt_of(free, messages)
+    assert prompt == "<user>abc<assistant>d<assistant>e<assistant>f:<tool>1<assistant>"
+    assert ignored == "messages.content.signature"
+    assert Message.model_validate(messages[1]).plain()["reasoning_content"] == "Hm"
+    assert Message.model_validate(messages[2]).plain()["reasoning_content"] == "Hm"
+    cited = {"type": "output_text", "text": "x", "annotations": [{"type": "url_citation"}]}
+    back = httpx.post(
+        f"{free.url}/v1/responses",
+        json={"input": [{"role": "assistant", "content": [cited]}, {"role": "user", "content": "y"}]},
+    )
+    assert back.status_code == 200, back.text
 
 
 def test_a_template_that_knows_developers_sees_them() -> None:

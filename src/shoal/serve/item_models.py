@@ -24,11 +24,11 @@ from shoal.serve.message_models import (
 )
 from shoal.serve.request_fields import (
     MOST_NAMED,
-    EmptyList,
     Ignored,
     Limit,
     NonNegative,
     OpenModel,
+    Passed,
     StrictModel,
     Text,
     error_at,
@@ -86,8 +86,8 @@ class ContentPart(OpenModel):
 
     type: Literal["input_text", "output_text"]
     text: Text
-    annotations: EmptyList | None = None
-    logprobs: Annotated[list[Any] | None, Field(description="Passed over.")] = None
+    annotations: Passed = None
+    logprobs: Passed = None
 
     @model_validator(mode="before")
     @classmethod
@@ -167,7 +167,7 @@ class ReasoningItem(OpenModel):
 
     type: Literal["reasoning"]
     content: Annotated[list[SentReasoning], Field(fail_fast=True)] | None = None
-    summary: Annotated[list[Any] | None, Field(description="Passed over.")] = None
+    summary: Passed = None
     id: Text | None = None
     status: Status | None = None
 

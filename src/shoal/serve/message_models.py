@@ -26,10 +26,10 @@ from shoal.serve.api_errors import ApiError, read_json
 from shoal.serve.request_fields import (
     NOT_IN_HEADERS,
     CheckedFields,
-    EmptyList,
     Limit,
     NonNegative,
     OpenModel,
+    Passed,
     Stop,
     StrictModel,
     Text,
@@ -41,26 +41,37 @@ from shoal.serve.request_fields import (
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class TextPart(OpenModel):
-    """A piece of a message."""
+PARTS = {"input_text": "text", "output_text": "text", "reasoning": "thinking"}
+"""The types of parts in other APIs by those that mean the same here."""
 
-    type: Literal["text", "refusal"]
+
+class TextPart(OpenModel):
+    """A piece of a message; thinking is reasoning of the assistant."""
+
+    type: Literal["text", "refusal", "thinking"]
     text: Text
 
     @model_validator(mode="before")
     @classmethod
-    def _refusal(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("type") == "refusal":
-            return {"type": "refusal", "text": given.get("refusal", given.get("text"))}
-        if isinstance(given, dict) and given.get("type", "text") != "text":
+    def _as_text(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"type": "text", "text": given}
+        if not isinstance(given, dict) or not isinstance(given.get("type", "text"), str):
+            return given
+        kind = given.get("type", "text")
+        kind = PARTS.get(kind, kind)
+        if kind not in ("text", "refusal", "thinking"):
             message = "This server takes text, no images, sounds or files: leave this part out"
             raise error_at("type", "unknown_part", message)
-        return given
+        text = given.get(kind, given.get("text"))
+        if isinstance(text, list):  # as Mistral has its thoughts
+            text = "".join(str(one.get("text")) for one in text if isinstance(one, dict))
+        return {k: v for k, v in given.items() if k != kind} | {"type": kind, "text": text}
 
 
 def _written(arguments: Any) -> Any:
-    """Returns arguments that came as an object as a text."""
-    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+    """Returns arguments that are no text as one."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 class SentFunction(OpenModel):
@@ -87,7 +98,7 @@ class SentFunction(OpenModel):
 class SentCall(OpenModel):
     """A call of a tool, as an answer has it."""
 
-    id: Text
+    id: Text | None = None
     type: Literal["function"] = "function"
     function: SentFunction
 
@@ -185,7 +196,7 @@ class Message(OpenModel):
         "Reasoning of the assistant; templates show it where their models want it."
     )
     reasoning: Text | None = optional("Another name of reasoning_content.")
-    annotations: EmptyList | None = None
+    annotations: Passed = None
     prefix: bool | None = optional(
         "True in the last message, of the assistant: it goes on, as with continue_final_message."
     )
@@ -200,15 +211,21 @@ class Message(OpenModel):
 
     @property
     def reasoned(self) -> str | None:
-        """The reasoning, from whichever field has it."""
-        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        """The reasoning, from whichever field has it, or from parts of the content."""
+        thoughts = "".join(part.text for part in self._parts if part.type == "thinking")
+        fields = (self.reasoning_content, self.reasoning, thoughts or None)
+        return next((field for field in fields if field is not None), None)
+
+    @property
+    def _parts(self) -> list[TextPart]:
+        return self.content if isinstance(self.content, list) else []
 
     def plain(self) -> dict[str, Any]:
         """Returns the message in the form of chat templates: the arguments of calls are objects."""
         content = (
             self.content
             if isinstance(self.content, str)
-            else "".join(part.text for part in self.content or ())
+            else "".join(part.text for part in self._parts if part.type != "thinking")
         )
         fields = {
             "name": self.name,
@@ -217,7 +234,7 @@ class Message(OpenModel):
         }
         calls = [
             {
-                "id": call.id,
+                "id": call.id or "",
                 "type": "function",
                 "function": {"name": call.function.name, "arguments": call.function.parsed},
             }

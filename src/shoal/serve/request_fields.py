@@ -114,7 +114,7 @@ Prompts = Annotated[
 Negative = Annotated[
     Annotated[Text, Tag("text")] | Annotated[Ids, Tag("list")], Discriminator(text_or_list)
 ]
-EmptyList = Annotated[list[Any], Field(max_length=0)]
+Passed = Annotated[list[Any] | None, Field(description="Passed over.")]
 Ignored = Annotated[Any, Field(description=IGNORED)]
 
 

@@ -88,6 +88,9 @@ class JsonFormat(JsonText):
     """Some JSON object."""
 
     type: Literal["json_object"]
+    json_schema: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="A schema that it fits, as llama.cpp's server takes it."
+    )
 
 
 class SchemaFormat(JsonText):

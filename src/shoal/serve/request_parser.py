@@ -97,7 +97,7 @@ class RequestParser:
         return parsed, given
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         given = {request.max_tokens, request.max_completion_tokens} - {None, *LIMITLESS}
         if len(given) > 1:

@@ -37,10 +37,10 @@ def given_grammar(request: BaseRequest) -> tuple[str, Grammar] | None:
 def _given(request: BaseRequest) -> Iterator[tuple[str, Grammar]]:
     wanted = request.response_format
     if wanted is not None and not isinstance(wanted, TextFormat):
-        schema = (
-            "" if isinstance(wanted, JsonFormat) else json.dumps(wanted.json_schema.json_schema)
-        )
-        yield "response_format", Grammar(wanted.type, schema, wanted.whitespace or "bounded")
+        held = wanted if isinstance(wanted, JsonFormat) else wanted.json_schema
+        given = held.json_schema is not None
+        kind, text = ("json_schema", json.dumps(held.json_schema)) if given else ("json_object", "")
+        yield "response_format", Grammar(kind, text, wanted.whitespace or "bounded")
     if request.grammar is not None:
         yield "grammar", Grammar(request.grammar.type, request.grammar.text)
     yield from _structured(request)

@@ -95,6 +95,34 @@ def test_texts_are_those_of_the_library(server: tuple[str, Served]) -> None:
     assert written(kind, (*encoded(tokenizer(kind), "the text"), *own.token_ids)).endswith(own.text)
 
 
+def test_texts_of_others_spell_no_special_tokens() -> None:
+    """Of users, of tools, of their descriptions, and in the arguments of calls; where asked they do."""
+    end, kept = tokenizer("tagged").eos_token, "<think>"
+    template = "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    template += (
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}{# <tool_call> #}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({end: [end, kept]})}}
+    messages = [{"role": "user", "content": end}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": end, "tool_call_id": "1"}]  # fmt: skip
+    function = {"name": "f", "description": end, "parameters": {"type": "object", "description": end}}
+    body = {
+        "messages": messages,
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 1,
+        "return_token_ids": True,
+    }
+    with served(chatty("tagged"), chat_template=template) as running:
+        texts = []
+        for split, count in ((None, 0), (True, 0), (False, 6)):
+            answer = running.post("/v1/chat/completions", prompt=None, split_special_tokens=split, **body).json()
+            ids = answer["prompt_token_ids"]
+            assert ids.count(tokenizer("tagged").eos_token_id) == count
+            texts.append(tokenizer("tagged").decode(ids))
+        assert texts[0] == texts[1] == texts[2]
+        assert texts[0].count(end) == 6
+
+
 # ── chats ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

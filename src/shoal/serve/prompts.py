@@ -24,7 +24,7 @@ from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.message_models import InfillRequest, Message
 from shoal.serve.request_models import BaseRequest
-from shoal.types.prompt_forms import MARK, as_plain, chat_template_of, encoded, encoded_plain
+from shoal.types.prompt_forms import MARK, as_plain_within, chat_template_of, encoded, encoded_plain
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
@@ -234,9 +234,9 @@ class PromptEncoder:
         plain = [message.plain() for message in messages]
         if "developer" not in template:  # which would leave them out, or refuse them
             plain = _without_developers(plain)
-        for message in plain:
-            if message["role"] in ("user", "tool") and not special:
-                message["content"] = as_plain(self._tokenizer, message["content"])
+        if not special:
+            plain = [self._as_text(message) for message in plain]
+            variables = {**variables, "tools": self._spelled(variables.get("tools"))}
         try:
             text = self._tokenizer.apply_chat_template(
                 plain,
@@ -250,6 +250,16 @@ class PromptEncoder:
             raise ApiError(
                 400, f"the chat template refused the messages: {error}", param="messages"
             ) from error
+
+    def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns a message whose content, if it is of users or tools, and calls are texts."""
+        fields = (
+            ("content", "tool_calls") if message["role"] in ("user", "tool") else ("tool_calls",)
+        )
+        return message | {name: self._spelled(message[name]) for name in fields if name in message}
+
+    def _spelled(self, value: Any) -> Any:
+        return as_plain_within(self._tokenizer, value)
 
 
 def _without_developers(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,6 +118,23 @@ def special_names(tokenizer: Any) -> re.Pattern[str]:
 def as_plain(tokenizer: Any, text: str) -> str:
     """Returns a text with a mark inside each name of a special token, for `encoded_plain`."""
     return special_names(tokenizer).sub(lambda found: found[0][:1] + MARK + found[0][1:], text)
+
+
+def as_plain_within(tokenizer: Any, value: Any) -> Any:
+    """Returns a copy of a JSON value with the marks of `as_plain` in its texts and names."""
+    copy = [json.loads(json.dumps(value))]
+    waiting: list[Any] = [copy]
+    while waiting:  # however deep it is
+        held = waiting.pop()
+        pairs = list(held.items()) if isinstance(held, dict) else list(enumerate(held))
+        if isinstance(held, dict):
+            held.clear()
+        for name, inner in pairs:
+            name = as_plain(tokenizer, name) if isinstance(name, str) else name
+            held[name] = as_plain(tokenizer, inner) if isinstance(inner, str) else inner
+            if isinstance(inner, (dict, list)):
+                waiting.append(inner)
+    return copy[0]
 
 
 def encoded_plain(encode: Callable[[str], Sequence[int]], text: str) -> list[int]:

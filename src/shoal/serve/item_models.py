@@ -11,10 +11,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shoal.serve.api_errors import ApiError
 from shoal.serve.message_models import (
-    AnyTool,
     Function,
     FunctionName,
-    FunctionTool,
     Message,
     NamedTool,
     SentCall,
@@ -37,7 +35,9 @@ from shoal.serve.request_fields import (
     text_or_list,
 )
 from shoal.serve.request_models import (
+    AnyTool,
     ChatRequest,
+    FunctionTool,
     JsonFormat,
     JsonSchema,
     JsonText,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,7 +24,6 @@ from pydantic import (
 
 from shoal.serve.api_errors import ApiError, read_json
 from shoal.serve.request_fields import (
-    NOT_IN_HEADERS,
     CheckedFields,
     Limit,
     NonNegative,
@@ -125,33 +124,6 @@ class Function(OpenModel):
     strict: bool | None = optional(
         "Forced calls keep to the schema in any case; other calls are not forced to."
     )
-
-
-class FunctionTool(Function):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-
-
-class OtherTool(OpenModel):
-    """A tool that is no function: the model is not told of it."""
-
-    type: Text
-
-    def passed_over(self, path: str) -> Iterator[str]:
-        """Yields the path of the tool's type, with the type."""
-        yield f"{path}.type={NOT_IN_HEADERS.sub('?', self.type)[:64]}"
-
-
-def _tool(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return "other" if isinstance(kind, str) and kind != "function" else "function"
-
-
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
-    Discriminator(_tool),
-]
 
 
 class Tool(OpenModel):

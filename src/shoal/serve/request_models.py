@@ -6,20 +6,23 @@ Docstrings and descriptions of the models are part of `/openapi.json`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
 from shoal.config import PARAMETERS, Sampling
-from shoal.serve.message_models import Message, NamedTool, Tool
+from shoal.serve.message_models import Function, Message, NamedTool, Tool
 from shoal.serve.request_fields import (
     MOST_NAMED,
+    NOT_IN_HEADERS,
     Bias,
     CheckedFields,
     Ignored,
     Limit,
     Negative,
     NonNegative,
+    OpenModel,
     Positive,
     Prompts,
     Stops,
@@ -239,6 +242,33 @@ class CompletionRequest(CheckedFields, BaseRequest):
     logprobs: NonNegative | None = optional(
         "Log-probabilities, and of that many most probable tokens."
     )
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class OtherTool(OpenModel):
+    """A tool that is no function: the model is not told of it."""
+
+    type: Text
+
+    def passed_over(self, path: str) -> Iterator[str]:
+        """Yields the path of the tool's type, with the type."""
+        yield f"{path}.type={NOT_IN_HEADERS.sub('?', self.type)[:64]}"
+
+
+def _tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "other" if isinstance(kind, str) and kind != "function" else "function"
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(_tool),
+]
 
 
 class ChatRequest(BaseRequest):

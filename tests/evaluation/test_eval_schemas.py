@@ -88,6 +88,16 @@ def test_texts_are_validated(text: str, ended: bool, schema: Any, expected: str)
     assert verdict(text, ended, schema) == expected
 
 
+def test_a_verdict_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema of an evaluation set may name any address."""
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("an address was asked for"))
+    elsewhere = {"properties": {"a": {"$ref": "https://example.org/a"}}}
+    assert verdict('{"a": 1}', True, elsewhere) == "invalid"
+    assert verdict('{"b": 1}', True, elsewhere) == "valid"
+    assert verdict('{"type": 5}', True, {"$ref": "http://json-schema.org/draft-07/schema#"}) == "invalid"
+    assert verdict('{"type": "null"}', True, {"$ref": "http://json-schema.org/draft-07/schema#"}) == "valid"
+
+
 def test_the_measures_are_those_of_the_benchmark() -> None:
     found = [
         TriedSchema("a", "x", "", ("valid", "valid"), 10, 0.002, 0.01),

@@ -45,7 +45,8 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Prefix, Request, Row
+from shoal.types.schedule import PrefillChunk
 from shoal.types.trees import Positions
 
 TOKENS, NEW = 4_000, 1_000
@@ -246,6 +247,46 @@ def test_rows_whose_slots_are_given_back_are_forgotten() -> None:
     slots.place(rows, [True] * 3)
     slots.trim(2, 8)
     assert slots.known(rows) == rows[:2]
+
+
+def test_a_prompt_is_copied_from_a_row_that_begins_with_it() -> None:
+    """Not from one that has moved to where such a row was: its keys are those that a row has alone."""
+    runner = wrap(tiny_model("llama"), "tiny")
+    slots, pair, other = DraftSlots(runner), Request((1, 2, 3, 4), 2), Request((5, 6, 7, 8), 1)
+    first, second = (Row(pair, 0, i, i, [*pair.prompt_ids], frozenset(), 99) for i in range(2))
+    third = Row(other, 1, 0, 0, [*other.prompt_ids], frozenset(), 99)
+    slots.reserve(2, 16)
+    keys = []
+    for rows in ([first, third], [third], [third, second], [second]):
+        slots.leave(set(slots.known([first, second, third])) - set(rows) if rows != [second] else None)
+        slots.place(rows, [True] * len(rows))
+        keys.append(runner.cache.stores()[0][0][slots.of(rows[-1]), :3].clone())
+    torch.testing.assert_close(keys[2], keys[3])
+    assert not torch.allclose(keys[1], keys[3])
+
+
+def test_a_stored_prompt_that_another_overlaps_is_computed_again() -> None:
+    runner = wrap(tiny_model("llama"), "tiny")
+    slots = DraftSlots(runner)
+    slots.reserve(1, 16, 8)
+    rows = [Row(Request((i, 2, 3, 4, 5), 1), i, 0, 0, [i, 2, 3, 4, 5], frozenset(), 99) for i in range(2)]
+    keys = []
+    for place in (0, 1, 0):
+        rows[place].prefix = Prefix(2 * (1 - place), 4)
+        slots.place([rows[place]], [True])
+        keys.append(runner.cache.stores()[0][2][2:6].clone())
+        slots.leave([rows[place]])
+    torch.testing.assert_close(keys[2], keys[0])
+    assert not torch.allclose(keys[1], keys[0])
+
+
+def test_a_chunk_that_does_not_follow_is_left_out() -> None:
+    runner = wrap(tiny_model("llama"), "tiny")
+    slots, row = DraftSlots(runner), Row(Request((1,) * 12, 1), 0, 0, 0, [1] * 12, frozenset(), 99)
+    slots.reserve(1, 16)
+    for start, stop in ((0, 4), (8, 11)):
+        slots.keep_pace([PrefillChunk(row, 0, start, stop)])
+    assert runner.cache.lengths[0] == 4
 
 
 # ── the plan ────────────────────────────────────────────────────────────────────────────────────────────────────────

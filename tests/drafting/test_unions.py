@@ -224,6 +224,9 @@ def test_tokens_are_those_of_plain_decoding(name: str) -> None:
         plain = run(target, None, 0, rule, 33, n=11, temperature=temperature)[1]
         engine, rows = run(target, UNIONS[name](), 4, rule, 33, n=11, temperature=temperature)
         assert [row.tokens for row in rows] == [row.tokens for row in plain]
+        for one, other in zip(rows, plain, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.processed_logprobs == pytest.approx(other.processed_logprobs, abs=1e-5)
         assert engine.stats.accepted > engine.stats.row_rounds / 2
         assert sum(counts.drafted for counts in engine.stats.by_drafter.values()) == engine.stats.drafted
 

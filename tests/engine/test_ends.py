@@ -146,6 +146,11 @@ def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count() -> None:
         text.push(token)
     assert (text.stopped, text.text) == (True, "abc")
     assert [text.piece(index) for index in range(5)] == ["", "b", "c", "", ""]
+    text, stopped = Detokenizer(TOKENIZER, (), Stops(["c"], least=3)), []
+    for token in encode("abcdc"):
+        text.push(token)
+        stopped.append(text.stopped)
+    assert stopped == [False] * 4 + [True]  # the third token is one of the least
 
 
 class Chunks:

@@ -515,6 +515,11 @@ def test_rounds_say_where_they_began() -> None:
     run = submission(rounds=True, detailed=False).update(0, Commit(row, [*ids("cd")], 0))
     assert run is not None
     assert [(one.committed, one.start) for one in run.by_round] == [(1, 2), (1, 3)]
+    sub = submission(stream=False, rounds=True, detailed=False)
+    sub.update(0, Commit(row_of("ab"), [*ids("ab")], 1, "", None, (7,), ("m",)))
+    begun_again = sub.update(0, Commit(row_of("c"), [*ids("c")], 0, "c", sample("c")))
+    assert begun_again is not None
+    assert [(one.committed, one.start) for one in begun_again.by_round] == [(1, 0)]
     refused = submission(rounds=True, detailed=False).update(0, Commit(row, [], 0, "", None, (5,), ("m",)))
     assert refused is not None
     assert [(one.committed, one.start) for one in refused.by_round] == [(0, 4)]

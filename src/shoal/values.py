@@ -59,6 +59,20 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+MOST_SAMPLES = 1_000_000
+"""The most samples of a prompt: each takes some 3 kB before it begins."""
+
+
+def require_samples(n: object, name: str = "n") -> None:
+    """Checks a number of samples of a prompt. Raises RequestError: it is none, or too large."""
+    require(
+        is_int(n) and 1 <= n <= MOST_SAMPLES,  # type: ignore[operator]
+        name,
+        f"an integer in [1, {MOST_SAMPLES}]",
+        n,
+    )
+
+
 def require_bytes(name: str, value: object) -> int:
     """Returns the number of bytes. Raises RequestError if the value is none."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:

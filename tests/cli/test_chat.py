@@ -180,7 +180,7 @@ def test_settings(talk: Chat) -> None:
         ("/choose x", "/choose needs a number behind it, got 'x'"),
         ("/choose", "/choose needs K behind it"),
         ("/reset all", "/reset takes nothing behind it"),
-        ("/n 0", "n must be an integer >= 1, got 0"),
+        ("/n 0", "n must be an integer in [1, 1000000], got 0"),
         ("/set colour red", "there is no option 'colour'; there are n, temperature, "),
         ("/set top_p 2", "top_p must be in (0, 1], got 2"),
         ("/set seed", "/set seed needs a value behind it"),

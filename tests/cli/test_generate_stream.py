@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from rich.console import Console
 from commands import press_ctrl_c
 from shoal import load
 from shoal.api import Shoal
-from shoal.cli import generate, run
+from shoal.cli import generate, printed_samples, run
 from shoal.cli.console import printable
+from shoal.testing.scripted import hashed, scripted
+from shoal.types.samples import Increment
 
 Lines = list[dict[str, Any]]
 
@@ -155,6 +159,26 @@ def test_what_has_come_stays_after_ctrl_c(shoal: Callable[..., Any], monkeypatch
     assert 0 < len(events[-2]["token_ids"]) < 60
 
 
+def test_ctrl_c_cancels_once_however_many_rows_wait() -> None:
+    """Each cancelled row is an increment: with 100,000 of them the command did not end."""
+    model = Shoal(scripted(hashed(9), 9), max_batch=2)
+    stream, cancels = model.stream([[1, 2]], 200, max_new_tokens=8, temperature=0), Counter[str]()
+    cancel = stream.cancel
+    stream.cancel = lambda: cancels.update(["all"]) or cancel()  # type: ignore[method-assign]
+    seen: list[Increment] = []
+
+    def show(increment: Increment) -> None:
+        if not seen:
+            signal.raise_signal(signal.SIGINT)
+        seen.append(increment)
+
+    result, interrupted = printed_samples.follow(stream, show)
+    assert interrupted
+    assert cancels["all"] == 1
+    assert [sample.finish_reason for sample in result[0].samples] == ["cancelled"] * 200
+    assert len(seen) > 200
+
+
 def test_a_terminal_keeps_cut_samples_after_ctrl_c(
     shoal: Callable[..., Any], terminal: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +238,7 @@ def test_lines_have_parameters_of_their_own(shoal: Callable[..., Any], pair: tup
     [
         ('{"prompt": "a", "temprature": 1}', "lines.jsonl:2: unknown field 'temprature'; did you mean 'temperature'?"),
         ('{"prompt": "a", "top_p": 3}', "lines.jsonl:2: top_p must be"),
-        ('{"prompt": "a", "n": 0}', "lines.jsonl:2: n must be an integer >= 1, got 0"),
+        ('{"prompt": "a", "n": 0}', "lines.jsonl:2: n must be an integer in [1, 1000000], got 0"),
         ('{"prompt": ""}', "the prompt of "),
         ('{"text": "a"}', 'lines.jsonl:2 must be a text or an object with a text "prompt"'),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "lines.jsonl:2: the keys of logit_bias must be token ids"),

@@ -44,6 +44,16 @@ def ids_of(result: shoal.Result) -> list[list[tuple[int, ...]]]:
     return [[sample.token_ids for sample in output.samples] for output in result]
 
 
+def test_a_row_that_is_cut_before_it_began_costs_no_text(pair: Shoal) -> None:
+    decodes: list[object] = []
+    decode = pair.tokenizer.decode
+    pair.tokenizer.decode = lambda ids, **options: decodes.append(ids) or decode(ids, **options)
+    stream = pair.stream(PROMPT, 60, max_new_tokens=4)
+    stream.cancel()
+    assert [(sample.text, sample.token_ids) for sample in stream.result()[0].samples] == [("", ())] * 60
+    assert not decodes
+
+
 # ── names and types ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -206,8 +216,9 @@ def test_generators_of_bad_words_and_processors(pair: Shoal) -> None:
 def test_numbers_of_the_wrong_kind(pair: Shoal, wrong: Any) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(wrong))} must be"):
         pair.generate(PROMPT, **wrong)
-    with pytest.raises(RequestError, match="n must be an integer"):
-        pair.generate(PROMPT, np.float64(2.0))
+    for number in (np.float64(2.0), True, 1_000_001):
+        with pytest.raises(RequestError, match=r"n must be an integer in \[1, 1000000\], got"):
+            pair.generate(PROMPT, number)
 
 
 # ── whole settings ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -553,7 +564,7 @@ def test_one_seed_for_all_counts_repeated_prompts(pair: Shoal) -> None:
         ({"sampling": EACH[:2]}, "sampling= has 2 entries for 3 prompts"),
         ({"limits": []}, "limits= has 0 entries for 3 prompts"),
         ({"n": [1, 2]}, "n= has 2 entries for 3 prompts"),
-        ({"n": [1, 0, 1]}, "prompt 2 of 3: n must be an integer >= 1, got 0"),
+        ({"n": [1, 0, 1]}, r"prompt 2 of 3: n must be an integer in \[1, 1000000\], got 0"),
         ({"sampling": [EACH[0], {"seed": 1}, EACH[2]]}, r"prompt 2 of 3: sampling must be a shoal\.Sampling, got \{'seed': 1\}"),
         ({"sampling": EACH, "temperature": 1}, "prompt 1 of 3: temperature given beside sampling="),
         ({"sampling": [EACH[0], EACH[0], shoal.Sampling(bad_words=[[999]])]}, "prompt 3 of 3: .*999"),

@@ -17,7 +17,7 @@ from shoal.cli.prompt_lines import OPTIONS, with_ends
 from shoal.cli.views import decoder
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
-from shoal.values import require_text
+from shoal.values import require_samples, require_text
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -83,8 +83,7 @@ class ChatSettings:
             values |= {name: self._first[name]} if name in self._first else {}
         else:
             values[name] = parse_lookahead(text) if name == "lookahead" else _value(text)
-        if not isinstance(values["n"], int) or isinstance(values["n"], bool) or values["n"] < 1:
-            raise RequestError(f"n must be an integer >= 1, got {values['n']!r}")
+        require_samples(values["n"])
         split_options(
             {name: value for name, value in values.items() if name not in ("n", "bad_words")}
         )

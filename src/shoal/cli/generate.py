@@ -35,6 +35,7 @@ from shoal.cli.prompt_lines import GrammarOptions, PromptLine, lines_of, merged
 from shoal.cli.views import BESIDE_ROWS, Board, Events, RunningText, RunView, decoder, show_end
 from shoal.errors import RequestError
 from shoal.types.samples import Result, Sample
+from shoal.values import counted
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -225,6 +226,7 @@ class Generation:
         make_view = self.shown.view(self.counts)
         with Progress() as progress:
             model = source.load()
+            progress.say(f"preparing {counted(sum(self.counts), 'sample')} ...")
             stream = self._stream(model)
             if make_view is None:
                 progress.expect(rows=sum(self.counts))

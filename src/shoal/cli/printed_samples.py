@@ -130,10 +130,12 @@ def catch_interrupt() -> Iterator[Interrupt]:
 
 def follow(stream: Stream, show: Callable[[Increment], None]) -> tuple[Result, bool]:
     """Shows every increment and returns the result, and whether Ctrl-C cut it short."""
+    cancelled = False
     with catch_interrupt() as interrupt:
         for increment in stream:
             show(increment)
-            if interrupt:
+            if interrupt and not cancelled:  # once: each row that is cancelled is an increment
+                cancelled = True
                 stream.cancel()
         return stream.result(), bool(interrupt)
 

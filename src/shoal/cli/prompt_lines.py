@@ -18,7 +18,7 @@ from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.grammar_sources import as_lark, llguidance_or_refuse, require_readable
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
-from shoal.values import require_text
+from shoal.values import require_samples, require_text
 
 OWN = ("prompt", "n", "id")
 OPTIONS = tuple(
@@ -90,8 +90,8 @@ def _of_line(row: str, where: str) -> PromptLine:
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise RequestError(f"{where}: unknown field {name!r}; {hint}")
     n = line.get("n")
-    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-        raise RequestError(f"{where}: n must be an integer >= 1, got {n!r}")
+    if n is not None:
+        require_samples(n, f"{where}: n")
     require_text(line["prompt"], f"the prompt of {where}")
     options = {name: value for name, value in line.items() if name in OPTIONS and value is not None}
     try:
@@ -131,6 +131,7 @@ def merged(
     Raises:
         RequestError: with file and line, for options out of range.
     """
+    require_samples(n)
     if not any(one.options or one.n is not None for one in asked):
         split_options(_without_texts(options))
         return {"n": n, **with_ends(options, ends)}

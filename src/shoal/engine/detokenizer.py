@@ -146,7 +146,7 @@ class Detokenizer:
                 shown as the tokenizer shows it.
             count: the number of the row's tokens.
         """
-        if not self.stopped:
+        if not self.stopped and (tokens or self.ends):  # many rows may be cut before they begin
             self._finish(tokens)
         return self.text[self.visible_from :], count if self.kept is None else self.kept
 

@@ -26,11 +26,11 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.sampling.penalties import require_ids
 from shoal.sampling.purity import require_pure
-from shoal.sampling.uniforms import group_seed, row_seed
+from shoal.sampling.uniforms import group_seed, row_seeds
 from shoal.types.keyword_options import Integer, list_of, split_for_each
 from shoal.types.prompt_forms import Prompts, read_prompts, with_token_ids
 from shoal.types.requests import Request, Row, occurrences
-from shoal.values import is_int, plain
+from shoal.values import is_int, plain, require_samples
 
 
 def rule_of(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
@@ -180,25 +180,25 @@ class RequestValidator:
         group, self._groups = self._groups, self._groups + 1
         most_new = min(model.context - len(read) for model, read, _ in self._readers(request))
         shown = request.shown_tokens if request.shows_end else request.shown_tokens - eos
-        visible_from = self._visible_from(request, shown)
+        visible_from, stops = self._visible_from(request, shown), self._stops(request)
         rows = [
             Row(
                 request,
                 group,
                 i,
-                seed=row_seed(seed, i),
+                seed=own,
                 tokens=list(prompt),
                 eos=eos,
                 max_length=len(prompt) + most_new,
                 deadline=deadline,
-                detokenizer=self._detokenizer(request, prompt, visible_from, shown)
-                if self.tokenizer
-                else None,
+                detokenizer=None
+                if self.tokenizer is None
+                else Detokenizer(self.tokenizer, prompt, stops, visible_from, shown, request.ends),
                 needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
                 visible_from=visible_from,
                 draft_context=draft_context,
             )
-            for i in range(request.n)
+            for i, own in enumerate(row_seeds(seed, 0, request.n))
         ]
         for row in rows:
             masks.begin(row, constraints)
@@ -213,16 +213,14 @@ class RequestValidator:
         self._require_a_beginning(rows[0])
         return rows
 
-    def _detokenizer(
-        self, request: Request, prompt: Sequence[int], visible_from: int, shown: frozenset[int]
-    ) -> Detokenizer:
-        stops = Stops(
+    @staticmethod
+    def _stops(request: Request) -> Stops:
+        return Stops(
             request.limits.stop,
             request.sampling.min_new_tokens,
             tuple(request.unstopped),
             request.shown_stops,
         )
-        return Detokenizer(self.tokenizer, prompt, stops, visible_from, shown, request.ends)
 
     def _visible_from(self, request: Request, shown: frozenset[int]) -> int:
         before = request.prompt_ids[: request.removed_from]
@@ -233,8 +231,7 @@ class RequestValidator:
         return frozenset(own) | request.ends
 
     def _check(self, request: Request) -> None:
-        if not is_int(request.n) or request.n < 1:
-            raise RequestError(f"n must be an integer >= 1, got {request.n!r}")
+        require_samples(request.n)
         self._check_prompt(request)
         if request.limits.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none")

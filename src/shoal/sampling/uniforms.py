@@ -186,8 +186,12 @@ def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
 
 def row_seed(group: int, row: int) -> int:
     """Returns the seed of row `row` of the group with the seed `group`, in [0, 2**63)."""
+    return row_seeds(group, row, row + 1)[0]
+
+
+def row_seeds(group: int, first: int, end: int) -> list[int]:
+    """Returns the seeds of the rows `first` to `end - 1` of a group, see `row_seed`."""
     with np.errstate(over="ignore"):
-        mixed = int(
-            _mix(_mix(np.array([group], dtype=np.uint64)) + np.uint64(row + 1) * _GOLDEN)[0]
-        )
-    return mixed >> 1  # non-negative int64
+        numbers = np.arange(first + 1, end + 1, dtype=np.uint64)
+        mixed = _mix(_mix(np.array([group], dtype=np.uint64)) + numbers * _GOLDEN)
+    return [int(one) for one in mixed >> np.uint64(1)]  # non-negative int64

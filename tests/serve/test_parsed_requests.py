@@ -312,6 +312,57 @@ def test_temperatures_of_noise_are_refused(temperature: float, taken: bool) -> N
         assert refused(temperature=temperature) == ("temperature", 400)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"n": 0}, "Invalid 'n': integer below minimum value. Expected a value >= 1, but got 0 instead."),
+        ({"top_p": 1.5}, "Invalid 'top_p': decimal above maximum value. Expected a value <= 1, but got 1.5 instead."),
+        ({"n": "3"}, "Invalid type for 'n': expected an integer, but got a string instead."),
+        ({"logit_bias": {"7": "x"}}, "Invalid type for 'logit_bias.7': expected a number, but got a string instead."),
+        (
+            {"prompt": []},
+            "Invalid 'prompt': array too short. Expected an array with minimum length 1, but got one with length 0",
+        ),
+        (
+            {"stop": "a" * 513},
+            "Invalid 'stop': string too long. Expected a string with maximum length 512, but got one with",
+        ),
+        ({"response_format": {}}, "Missing required parameter: 'response_format.type'."),
+        ({"response_format": {"type": "x"}}, "Invalid value for 'response_format': 'x'. Supported values are: 'text', "),
+        (
+            {"speculation": "x"},
+            "Invalid value for 'speculation': 'x'. Supported values are: 'auto' or 'off'. Or: Invalid type",
+        ),
+        ({"max_tokens": -3}, "Invalid 'max_tokens': must be 1 or more, or -1 or -2"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_words_of_openai(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestValidationError) as raised:
+        parse(**fields)
+    assert api_error_of(raised.value).detail.startswith(said)
+
+
+def test_there_is_one_limit_of_samples() -> None:
+    """The smaller one of `--max-n` and of the samples that a server holds, for one prompt; the latter for several."""
+
+    def said(**fields: Any) -> tuple[str | None, str]:
+        with pytest.raises(ApiError) as raised:
+            RequestParser(few).parse(validated(CompletionRequest, {"prompt": "x", **fields}))
+        return raised.value.param, raised.value.detail
+
+    few = RequestBuilder(
+        PromptEncoder(TOKENIZER, VOCABULARY, TEMPLATE), (END,), VOCABULARY, CONTEXT, 5, Settings("tiny", max_n=4)
+    )
+    for n in (5, 6, 600):
+        beyond = f"Invalid 'n': integer above maximum value. Expected a value <= 4 on this server, but got {n} instead."
+        assert said(n=n) == ("n", beyond)
+    assert said(n=2, best_of=5)[0] == "best_of"
+    assert said(prompt=["x", "y"], n=3) == (
+        "n",
+        "Invalid 'n': 2 prompts of 3 samples are 6 samples at once. Expected at most 5 on this server.",
+    )
+
+
 def test_seeds_where_they_cannot_be_kept() -> None:
     assert refused(CompletionRequest, {"seeds": False}, seed=1) == ("seed", 400)
     assert parse(CompletionRequest, {"seeds": False}, seed=1, temperature=0)
@@ -405,9 +456,10 @@ def test_other_limits_are_refused_in_one_sentence_by_their_names() -> None:
     for model, body, name in [*asked, *((ChatRequest, chat, name) for name in named)]:
         reason = "must be 1 or more, or -1 or -2 for as many as the server allows, got -3"
         param, message = said(model, {**body, name: -3})
-        assert (param, message.startswith(f"{name}: "), message.endswith(reason)) == (name, True, True)
+        assert (param, message.startswith(f"Invalid '{name}': "), message.endswith(reason)) == (name, True, True)
         param, message = said(model, {**body, name: 0})
-        assert (param, message) == (name, f"{name} must be in 1..20 on this server, got 0")
+        least = "Expected a value >= 1 on this server, but got 0 instead."
+        assert (param, message) == (name, f"Invalid '{name}': integer below minimum value. {least}")
 
 
 def test_minus_one_means_any_seed() -> None:

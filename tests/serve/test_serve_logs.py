@@ -84,7 +84,7 @@ def lines_of_requests(kept: Kept) -> None:
         assert re.fullmatch(TIME, line["time"])
     assert stream["request_id"] not in ("", "mine")
     assert wrong["status"] == 400
-    assert wrong["reason"] == "n: Input should be greater than or equal to 1"
+    assert wrong["reason"] == "Invalid 'n': integer below minimum value. Expected a value >= 1, but got 0 instead."
     assert "completion_tokens" not in wrong
     assert (closed["status"], "API key" in closed["reason"]) == (401, True)
     assert (probe["path"], probe["level"], whole["level"]) == ("/health", "debug", "info")

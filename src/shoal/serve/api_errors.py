@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from shoal.config import PARAMETERS
 from shoal.errors import OutOfMemory, RequestError, ShoalError
+from shoal.values import is_int
 
 COMPLETIONS, CHAT, RESPONSES, INFILL = (
     "/v1/completions",
@@ -145,6 +146,22 @@ PATH = re.compile(
 )
 PLACE = re.compile(r"^row \d+ of request \d+, draft position \d+: ")
 NAME = re.compile(rf"\b({'|'.join(name for name, one in PARAMETERS.items() if one.api)})=")
+QUOTE = "'"
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+TYPES = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "string_type": "a string",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+"""The types of fields by the kind of Pydantic's error."""
+MAX_VALUE = 60
+"""The length to which a value in a message is cut."""
 ERROR_TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -257,13 +274,78 @@ def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         return ApiError(
             400, "the body must be a JSON object, sent as application/json", code="invalid_json"
         )
-    found = [(_path(error, body), error["msg"]) for error in errors[:MAX_REPORTED_ERRORS]]
+    found = [(_path(error, body), error) for error in errors[:MAX_REPORTED_ERRORS]]
     reasons = dict.fromkeys(
-        f"{cut(path, MAX_PARAM_CHARACTERS)}: {what}"
-        for path, what in found
+        sentence(cut(path, MAX_PARAM_CHARACTERS), error)
+        for path, error in found
         if f"{path}.".startswith(f"{param}.")
     )
-    return ApiError(400, "; or: ".join(reasons), param=param, code="invalid_value")
+    return ApiError(400, " Or: ".join(reasons), param=param, code="invalid_value")
+
+
+def sentence(path: str, error: Mapping[str, Any]) -> str:
+    """Returns Pydantic's error of a field in the words of OpenAI's API."""
+    kind, given, context = error["type"], error.get("input"), error.get("ctx", {})
+    if isinstance(given, dict) and context.get("at") in given:
+        given = given[context["at"]]
+    bound = next((name for name in BOUNDS if name in context), None)
+    if bound is not None:
+        return out_of_range(path, given, bound, context[bound])
+    if kind == "missing":
+        return f"Missing required parameter: '{path}'."
+    if kind == "union_tag_not_found":
+        return f"Missing required parameter: '{path}.{context['discriminator'].strip(QUOTE)}'."
+    if kind in ("literal_error", "union_tag_invalid"):
+        allowed = context.get("expected", context.get("expected_tags"))
+        value = cut(repr(context.get("tag", given)), MAX_VALUE)
+        return f"Invalid value for '{path}': {value}. Supported values are: {allowed}."
+    if kind.endswith(("too_long", "too_short")):
+        return _length(path, kind, given, context)
+    if kind in TYPES:
+        return (
+            f"Invalid type for '{path}': expected {TYPES[kind]}, but got {_type_of(given)} instead."
+        )
+    why = error["msg"].removeprefix("Value error, ").replace("Input should", "it should", 1)
+    return f"Invalid '{path}': {why}"
+
+
+def out_of_range(path: str, given: Any, bound: str, limit: Any, where: str = "") -> str:
+    """Returns the sentence about a number beyond a bound, `ge`, `gt`, `le` or `lt`."""
+    beyond = "below minimum" if bound in ("ge", "gt") else "above maximum"
+    kind = "integer" if is_int(given) else "decimal"
+    shown = f"{limit:g}" if isinstance(limit, float) else limit
+    return (
+        f"Invalid '{path}': {kind} {beyond} value. "
+        f"Expected a value {BOUNDS[bound]} {shown}{where}, "
+        f"but got {cut(str(given), MAX_VALUE)} instead."
+    )
+
+
+def _length(path: str, kind: str, given: Any, context: Mapping[str, Any]) -> str:
+    noun = "string" if isinstance(given, str) else "array"
+    side, most = ("long", "maximum") if kind.endswith("long") else ("short", "minimum")
+    return (
+        f"Invalid '{path}': {noun} too {side}. Expected {_article(noun)} with {most} length "
+        f"{context[f'{most[:3]}_length']}, but got one with length {len(given)} instead."
+    )
+
+
+def _type_of(value: Any) -> str:
+    """Returns the word of JSON for a value's type."""
+    names = (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "decimal"),
+        (str, "string"),
+        (list, "array"),
+        (dict, "object"),
+    )
+    found = next((name for kind, name in names if isinstance(value, kind)), None)
+    return "null" if found is None else _article(found)
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:

@@ -64,7 +64,7 @@ def validated(model: type[T], fields: dict[str, Any]) -> T:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
+        found = error.errors(include_url=False)
         raise RequestValidationError(
             [{**one, "loc": ("body", *one["loc"])} for one in found], body=fields
         ) from error

@@ -46,6 +46,10 @@ def parsed_items(parser: RequestParser, request: ResponsesRequest) -> ParsedRequ
     return replace(parsed, headers=headers)
 
 
+FIRST_NAME = re.compile(rf"^([A-Z][a-z ]*'|)({'|'.join(NAMES)})(?=[' =.])")
+"""The field that a message is about."""
+
+
 @contextmanager
 def renamed() -> Iterator[None]:
     """Renames the fields in the block's errors as /v1/responses names them."""
@@ -58,9 +62,8 @@ def renamed() -> Iterator[None]:
 
 
 def _renamed(text: str) -> str:
-    """Returns a text with the name of the field that it begins with replaced, if there is one."""
-    found = next((name for name in NAMES if re.match(rf"{name}[ =.]", text)), "")
-    return NAMES.get(found, "") + text[len(found) :]
+    """Returns a text with the name of the field that it begins with, or quotes first, replaced."""
+    return FIRST_NAME.sub(lambda found: found[1] + NAMES[found[2]], text)
 
 
 @dataclass

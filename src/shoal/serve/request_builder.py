@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.json_schemas import remarks
-from shoal.serve.api_errors import ApiError
+from shoal.serve.api_errors import ApiError, out_of_range
 from shoal.serve.message_models import InfillRequest
 from shoal.serve.prompts import PromptEncoder
 from shoal.serve.reasoning import ReasoningRules
@@ -126,7 +126,6 @@ class RequestBuilder:
             RequestError: a value is not allowed.
         """
         require_range("max_tokens", max_tokens, 1 if echo is None else 0, self.settings.max_tokens)
-        require_range("n" if drawn == returned else "best_of", drawn, 1, self.settings.max_n)
         self._require_logprobs(request, top_logprobs)
         seconds = min(request.time_budget or self.settings.timeout, self.settings.timeout)
         requests = [
@@ -261,19 +260,22 @@ class RequestBuilder:
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def require_capacity(self, drawn: int, prompts: int) -> None:
+    def require_capacity(self, drawn: int, prompts: int, name: str = "n") -> None:
         """Raises ApiError: the server takes fewer samples.
 
         It is called before the prompts are encoded.
+
+        Args:
+            name: the field that `drawn` comes from.
         """
-        rows = drawn * prompts
-        if rows > self._capacity:
-            param = "prompt" if prompts > drawn else "n"
-            raise ApiError(
-                400,
-                f"{rows} samples were asked for at once; this server takes {self._capacity}",
-                param=param,
+        require_range(name, drawn, 1, min(self.settings.max_n, self._capacity))
+        if drawn * prompts > self._capacity:
+            param = "prompt" if prompts > drawn else name
+            message = (
+                f"Invalid '{param}': {prompts} prompts of {drawn} samples are {drawn * prompts} "
+                f"samples at once. Expected at most {self._capacity} on this server."
             )
+            raise ApiError(400, message, param=param, code="invalid_value")
 
     def require_members(self, request: CompletionRequest | InfillRequest) -> None:
         if request.members and not self.settings.members:
@@ -291,6 +293,8 @@ def _passed_over(given: tuple[str, Grammar] | None) -> list[str]:
 
 
 def require_range(name: str, value: int, least: int, most: int) -> None:
+    """Raises ApiError: a number is beyond what this server takes."""
+    bound, limit = ("ge", least) if value < least else ("le", most)
     if not least <= value <= most:
-        message = f"{name} must be in {least}..{most} on this server, got {value}"
+        message = out_of_range(name, value, bound, limit, " on this server")
         raise ApiError(400, message, param=name, code="invalid_value")

@@ -60,7 +60,7 @@ class RequestParser:
         drawn = n if request.best_of is None else request.best_of
         _require_compatible(request, n, drawn)
         given = _as_list(request.prompt)
-        self._builder.require_capacity(drawn, len(given))
+        self._builder.require_capacity(drawn, len(given), "n" if drawn == n else "best_of")
         encoded = [self._encoder.encode(prompt, request.suffix) for prompt in given]
         limitless = request.max_tokens in LIMITLESS
         wanted = self._settings.max_tokens if limitless else request.max_tokens

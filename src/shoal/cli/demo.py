@@ -170,7 +170,8 @@ def show_live(job: DemoJob, console: Console) -> Result | None:
 
     console.print(Text(printable(job.prompt.rstrip()), style="dim"))
     stream = job.model.stream(job.prompt, job.n, lookahead=job.lookahead, **job.options)
-    with Board(console, [job.n], decode) as board:
+    # The table below has the acceptance length, of runs whose draft lengths may be others.
+    with Board(console, [job.n], decode, acceptance=False) as board:
         result, interrupted = follow(stream, board.add)
     return None if interrupted else result
 

@@ -90,6 +90,7 @@ class Board:
     Args:
         counts: the number of rows of each prompt.
         transient: the picture is removed in the end.
+        acceptance: show the acceptance length so far.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Board:
         decode: Callable[[list[int]], str],
         *,
         transient: bool = False,
+        acceptance: bool = True,
     ) -> None:
+        self.acceptance = acceptance
         self.rows = [BoardRow() for _ in range(sum(counts))]
         self.first = [0, *accumulate(counts)]
         self.console = console
@@ -183,12 +186,11 @@ class Board:
             sum(row.rounds for row in self.rows),
         )
         seconds = time.perf_counter() - self.started_at
-        return Text(
-            f"round {max(row.rounds for row in self.rows)}   acceptance length "
-            f"{tokens / max(1, rounds):.2f}   "
-            f"{tokens} tokens   {tokens / seconds:.0f} tokens/s",
-            style="bold",
-        )
+        said = [f"round {max(row.rounds for row in self.rows)}"]
+        if self.acceptance:
+            said.append(f"acceptance length {tokens / max(1, rounds):.2f}")
+        said += [f"{tokens} tokens", f"{tokens / seconds:.0f} tokens/s"]
+        return Text("   ".join(said), style="bold")
 
     def _legend(self) -> Text:
         return Text.assemble(

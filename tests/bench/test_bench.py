@@ -509,7 +509,8 @@ def test_plots_without_matplotlib_are_refused_at_once(
         (["--guidance", "0.5"], "give --guide"),
         (["--guide", "draft", "--guidance", "0.5"], "Transformers' own methods take no guide"),
         (["--guide", "draft", "--guidance", "0.5", "--baselines", ""], "--shape makes no guide"),
-        (["--replay", "no-such-file"], "cannot replay"),
+        (["--replay", "no-such-file"], "cannot replay 'no-such-file': No such file or directory"),
+        (["--replay", __file__], "it is no report, the .json that shoal bench wrote"),
     ],
 )
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -10,8 +10,10 @@ transformers are imported inside commands.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -104,6 +106,10 @@ def run(arguments: Sequence[str]) -> int:
         return _report(type(error).__name__, f"{error}{hint}", arguments, EXIT_FAILURE)
 
 
+BRACES = str.maketrans("", "", "{}")  # around arguments
+NO_COMMAND = re.compile(r"No such command '(.*?)'\..*")
+
+
 def _usage(error: TyperException) -> str:
     """Returns the message of a wrong command line, in words of ours where typer's are none.
 
@@ -116,6 +122,16 @@ def _usage(error: TyperException) -> str:
         if shown == wanted and one.param_type_name == "argument":
             return f"{name} is no option: give {wanted} itself, without a name"
     message = str(error.format_message())
+    if context is not None and (unknown := NO_COMMAND.fullmatch(message)):
+        names = list(context.command.commands)
+        near = [name for name in names if name.startswith(unknown[1])] or difflib.get_close_matches(
+            unknown[1], names, n=1, cutoff=0.5
+        )
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+        return f"there is no command {unknown[1]!r}; {hint}"
+    if context is not None and message.startswith("Missing argument"):
+        usage = " ".join(context.command.collect_usage_pieces(context)).translate(BRACES)
+        message = f"{message.rstrip('.')}; usage: {context.command_path} {usage}"
     for theirs, ours in ((": Value error, ", ": "), (": Input should be ", ": it must be ")):
         message = message.replace(theirs, ours, 1)
     return message or "a command is missing, see the list above"

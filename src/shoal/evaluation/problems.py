@@ -93,7 +93,8 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = content.decode("utf-8").split("\n")  # not splitlines: U+2028 may stand in a string
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise RequestError(f"cannot read {path}: {reason}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield f"{path}, line {number}", _object(line, f"{path}, line {number}")

@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 from commands import SAMPLE_KEYS, Answer, Command, Models, press_ctrl_c, shoal, tiny
 from shoal import cli
 from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
+from shoal.cli import console as console_module
 from shoal.cli import generate
 from shoal.cli import option_groups as option_groups_module
 from shoal.cli.console import plain_table, printable, stdout
@@ -104,6 +105,23 @@ def test_generate_ranked_puts_the_most_probable_first(shoal: Command, tiny: Mode
     answer = shoal("generate", *tiny.pair, "-p", "x", "-n", 5, "--max-new-tokens", 6, "--json", "--ranked", "--seed", 1)
     means = [sample["mean_logprob"] for sample in answer.json["prompts"][0]["samples"]]
     assert means == sorted(means, reverse=True)
+
+
+def test_a_terminal_is_told_once_of_drafters_that_need_no_training(
+    shoal: Command, tiny: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(console_module, "stderr", lambda: Console(file=screen, force_terminal=True, width=80))
+    ask = ["-p", "def f", "-n", 2, "--max-new-tokens", 4]
+    for given in (["--model", tiny.target, "--k", "off"], tiny.pair, ["--model", tiny.target, "--draft", "auto"]):
+        assert shoal("generate", *given, *ask).code == 0
+    assert "hint" not in screen.getvalue()
+    assert shoal("generate", "--model", tiny.target, *ask).code == 0
+    assert re.findall("hint: .*--draft auto.*", screen.getvalue()) != []
+    assert screen.getvalue().count("hint") == 1
+    monkeypatch.setattr(console_module, "stderr", lambda: Console(file=screen))
+    assert shoal("generate", "--model", tiny.target, *ask).code == 0
+    assert screen.getvalue().count("hint") == 1
 
 
 def test_generate_prints_a_header_and_the_text(shoal: Command, tiny: Models) -> None:
@@ -283,6 +301,33 @@ def test_an_argument_is_no_option(capsys: pytest.CaptureFixture[str], command: s
     assert capsys.readouterr().err == f"error: --{name} is no option: give {name.upper()} itself, without a name\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["gen"], "there is no command 'gen'; did you mean 'generate'?"),
+        (["benhc"], "there is no command 'benhc'; did you mean 'bench'?"),
+        (["xyz"], "there is no command 'xyz'; there are demo, generate, "),
+        (["train", "draft"], "there is no command 'draft'; did you mean 'drafter'?"),
+        (["eval", "--data", "f"], "jsonschema; usage: shoal eval [OPTIONS] SET"),
+        (["batch", "x"], "Missing argument 'OUTPUT'; usage: shoal batch [OPTIONS] INPUT OUTPUT"),
+    ],
+)
+def test_a_wrong_command_line_is_told_the_nearest(capsys: pytest.CaptureFixture[str], given: list[str], said: str) -> None:
+    assert cli.run(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_batch_without_ray_makes_no_output(shoal: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text('{"id": "a", "prompt": "x"}\n')
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "shoal.serve.cluster", raising=False)
+    answer = shoal("batch", asked, answers, "--ray")
+    assert (answer.code, answers.exists()) == (2, False)
+    assert "--ray needs more packages" in answer.err
+    assert "pip install '.[ray]'" in answer.err
+
+
 def test_a_group_without_one_of_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train"]) == 2
     said = capsys.readouterr()
@@ -456,6 +501,16 @@ def test_board_colours_accepted_tokens_and_shows_all_text(tiny: Models) -> None:
         assert row.text.plain == printable(sample.text)
         assert {span.style for span in row.text.spans} == {"green", "yellow"}
         assert row.rounds == sample.rounds
+    length = f"acceptance length {result.stats.acceptance_length:.2f}"
+    assert length in str(board._counters())
+
+
+def test_a_board_beside_a_table_of_other_runs_shows_no_acceptance_length() -> None:
+    board = Board(Console(width=60, height=9, file=io.StringIO()), [1], lambda ids: "")
+    board.add(Increment(0, 0, "x", (1,) * 4, 0))
+    assert "round 4   acceptance length 1.00   4 tokens" in str(board._counters())
+    board.acceptance = False
+    assert "acceptance" not in str(board._counters())
 
 
 def test_a_narrow_terminal_loses_words_before_figures() -> None:

@@ -149,6 +149,10 @@ def test_a_pipe_gets_a_line_of_the_innermost_display_every_so_often(monkeypatch:
         outer.expect(rows=2)
         lines_until("reading the prompts")
         assert list(with_progress("executing", iter([lines_until]), 1)) == [lines_until]
+    with console.StatusLine() as line:
+        line.say("the next check")
+        line.clear()  # before a result on stdout
+        assert line.text == "the next check"
     with progress.progress_bar() as bar:
         bar.expect(3)
         bar.step("plain")

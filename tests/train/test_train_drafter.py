@@ -6,6 +6,7 @@ Tests of: train.drafter, train.own_samples, train.loop, cli.train.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from shoal.cli import run
 from shoal.cli.check import checks_of
+from shoal.cli.console import StatusLine
 from shoal.errors import RequestError
 from shoal.testing import tiny_model
 from shoal.train import own_samples
@@ -130,7 +132,11 @@ def test_what_is_written_loads_in_transformers(whole: DrafterTrainer, place: Pat
     assert_drafts(place, whole.out)
 
 
-def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(StatusLine, "say", lambda _line, text, now=True: said.append(text))
     out = tmp_path / "drafter"
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": CORPUS[0] * 8}) + "\n" + json.dumps(CORPUS[1] * 8))
@@ -144,6 +150,15 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run([*command, "--layers", "1", "--width", "16"]) == 0
     printed = capsys.readouterr()
     assert "after corpus" in printed.out
+    told = [text for text in said if re.search("writes|step|measuring", text)]  # in a pipe, too
+    assert [re.sub(r"\d\.\d+", "x", text) for text in dict.fromkeys(told)] == [
+        "the target writes: 0 of 16 samples",
+        "the target writes: 8 of 16 samples",
+        "corpus: step 1 of 1, loss x",
+        "corpus: measuring what is accepted ...",
+        "distillation: step 1 of 1, loss x",
+        "distillation: measuring what is accepted ...",
+    ]
     assert "after distillation" in printed.out
     assert f"--draft {out}" in printed.err
     assert run([*command, "--layers", "1", "--width", "16", "--json"]) == 0  # nothing is left to do

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, stderr, stdout
+from shoal.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, imports_shown, stderr, stdout
 from shoal.cli.files import read_template, turn_ends
 from shoal.cli.option_groups import (
     limits_option,
@@ -151,12 +151,9 @@ def batch(
     '.\\[ray]'[/].
     """
     controller = parse_lookahead(speculation.lookahead)
-    try:
-        from shoal.serve import batch_lines, output_file, serve_config, settings
-    except ImportError as error:
-        raise RequestError(
-            f"shoal batch needs more packages ({error}): pip install '.[serve]'"
-        ) from error
+    _require_packages(machines.ray)
+    from shoal.serve import batch_lines, output_file, serve_config, settings
+
     lines = list(batch_lines.read_lines(files.requests))
     if files.answers.exists() and files.answers.samefile(files.requests):
         raise RequestError(f"INPUT and OUTPUT are one file, {str(files.answers)!r}")
@@ -192,6 +189,20 @@ def batch(
     else:
         stdout().print(str(progress), markup=False, soft_wrap=True)
     return EXIT_FAILURE if lines and len(output.failed) == len(lines) else 0
+
+
+def _require_packages(ray: bool) -> None:
+    """Imports what answers requests. Raises RequestError: packages are missing."""
+    try:
+        with imports_shown():
+            import shoal.serve.handler  # noqa: F401
+    except ImportError as error:
+        raise RequestError(
+            f"shoal batch needs more packages ({error}): "
+            f"pip install '.[{'ray' if ray else 'serve'}]'"
+        ) from error
+    if ray:
+        ray_cluster()  # before there is an output
 
 
 def _rule(asked: str, lines: Sequence[BatchLine]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 from rich.console import Console
 
 from shoal.bench.machine import TIMEOUT, QuietGate
-from shoal.cli.console import EXIT_INTERRUPTED, StatusLine
+from shoal.cli.console import EXIT_INTERRUPTED, StatusLine, imports_shown
 from shoal.cli.files import listed_prompts, require_writable, write_whole
 from shoal.cli.option_groups import (
     models_option,
@@ -134,8 +134,13 @@ def read_report(file: Path) -> Report:
 
     try:
         return Report.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"cannot replay {str(file)!r}: {error}") from error
+    except OSError as error:
+        raise RequestError(f"cannot replay {str(file)!r}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"cannot replay {str(file)!r}: it is no report, the .json that shoal bench wrote into "
+            f"the directory of --output"
+        ) from error
 
 
 POOL = 64  # held-out problems that are the default prompts
@@ -249,7 +254,8 @@ class WorkOptions:
         Raises:
             RequestError: an option that takes a list has another text.
         """
-        from shoal.bench.decoding_methods import Job
+        with imports_shown():
+            from shoal.bench.decoding_methods import Job
 
         return Job(
             batches=_list(self.batch_sizes, int, "--batch-sizes"),

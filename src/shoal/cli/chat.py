@@ -25,7 +25,7 @@ from shoal.cli.chat_input import (
 )
 from shoal.cli.chat_session import SHORT, ChatSession, ChatSettings
 from shoal.cli.chat_views import ChatView, JsonView, TextView, counts, say
-from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress
+from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, hint_drafter
 from shoal.cli.conversation import ChatOptions, Conversation, read_conversation
 from shoal.cli.files import require_writable, turn_ends, write_whole
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
@@ -286,6 +286,7 @@ def chat(
     conversation = Conversation() if chats.messages is None else read_conversation(chats.messages)
     if chats.system is not None:
         conversation.system = chats.system
+    hint_drafter(source, settings.values["lookahead"])
     with Progress():
         model = source.load(prefix_memory=int(prefix_memory * GIB))
         writer = chats.writer(model.tokenizer)

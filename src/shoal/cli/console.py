@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from shoal.cli.options import PairNames
     from shoal.types.samples import Increment
 
 
@@ -42,9 +44,17 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
     """Tells whether the process is the first of torchrun's, which alone tells of progress."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def hint_drafter(source: PairNames, lookahead: str | int) -> None:
+    """Prints in a terminal that there are drafters which need no training, if none was given."""
+    console, plain = stderr(), source.model is not None and source.draft is None
+    if plain and lookahead not in ("off", 0) and console.is_terminal and is_first():
+        text = "hint: decoding is plain; --draft auto drafts without training, and is exact"
+        console.print(text, style="dim", highlight=False, soft_wrap=True)
 
 
 def _dim(text: str) -> Text:
@@ -56,28 +66,38 @@ class StatusLine:
     """A line on stderr that is overwritten.
 
     Where stderr is no terminal, the line is printed every `PACE` seconds with the seconds since the
-    first one was opened: a command that ends sooner prints nothing.
+    first one was opened: a command that ends sooner prints nothing. Lines that follow each other
+    have one clock.
     """
 
     shown: ClassVar[list[Live]] = []
     """The displays that are open on stderr, bars included; the last one is shown."""
     printed: ClassVar[list[StatusLine]] = []
     """The lines that are open where stderr is no terminal; the last one is printed."""
+    began_at: ClassVar[float] = 0.0
+    """The time when the first of them was opened."""
+    quiet_since: ClassVar[float] = 0.0
+    """The time when one was last printed, or the first was opened."""
+    ended_at: ClassVar[float] = -math.inf
+    """The time when one was last closed."""
 
     def __init__(self) -> None:
         self.console = stderr()
         self.live = Live(console=self.console, auto_refresh=False, transient=True)
-        self.shown_at, self.opened_at = 0.0, time.monotonic()
+        self.shown_at = 0.0
         self.text = ""
         self.ended = threading.Event()
 
     def __enter__(self) -> StatusLine:
-        if not _is_first():
+        if not is_first():
             return self
         if self.console.is_terminal:
             self.live.start()
             self.shown.append(self.live)
             return self
+        now = time.monotonic()
+        if not self.printed and now - StatusLine.ended_at > PACE:
+            StatusLine.began_at = StatusLine.quiet_since = now
         self.printed.append(self)
         threading.Thread(target=self._print, daemon=True).start()
         return self
@@ -91,6 +111,7 @@ class StatusLine:
         self.ended.set()
         if self in self.printed:
             self.printed.remove(self)
+            StatusLine.ended_at = time.monotonic()
         self.live.stop()
         if self.live in self.shown:
             self.shown.remove(self.live)
@@ -100,10 +121,12 @@ class StatusLine:
 
         After the first minute the lines come more and more slowly, as a job may take days.
         """
-        seconds = 0.0
-        while not self.ended.wait(max(PACE, seconds / 30)):
-            if self.text and self.printed[-1:] == [self]:
-                seconds = time.monotonic() - self.printed[0].opened_at
+        due = 0.0
+        while not self.ended.wait(max(due - time.monotonic(), min(PACE, 0.1))):
+            seconds = time.monotonic() - StatusLine.began_at
+            due = StatusLine.quiet_since + max(PACE, seconds / 30)
+            if time.monotonic() >= due and self.text and self.printed[-1:] == [self]:
+                StatusLine.quiet_since = time.monotonic()
                 self.console.print(f"{seconds:.0f} s: {self.text}", markup=False, soft_wrap=True)
 
     @classmethod
@@ -136,8 +159,12 @@ class StatusLine:
             self.live.update(_dim(text), refresh=True)
 
     def clear(self) -> None:
-        """Empties the line, so that stdout can be printed to on the same screen."""
-        self.say("")
+        """Empties the line, so that stdout can be printed to on the same screen.
+
+        Where stderr is no terminal, the line goes on being printed: a command is never silent.
+        """
+        if self.live.is_started:
+            self.say("")
 
 
 class _Notes(logging.Handler):
@@ -173,7 +200,7 @@ def loading_shown() -> Iterator[None]:
     written already, as by a server.
     """
     console, handlers = stderr(), logging.getLogger("shoal").handlers
-    if not _is_first() or any(not isinstance(handler, _Notes) for handler in handlers):
+    if not is_first() or any(not isinstance(handler, _Notes) for handler in handlers):
         yield
     elif not console.is_terminal:
         with StatusLine() as line, _Notes(line.say).attached():
@@ -187,6 +214,13 @@ def loading_shown() -> Iterator[None]:
             _Notes(lambda text: shown.update(_dim(text))).attached(),
         ):
             yield
+
+
+@contextmanager
+def imports_shown() -> Iterator[None]:
+    """Shows on stderr that packages are imported, which takes seconds the first time."""
+    with nullcontext() if "transformers" in sys.modules else loading_shown():
+        yield
 
 
 class Progress(StatusLine):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from rich.console import Console
 
-from shoal.cli.console import plain_table, printable, stderr, stdout
+from shoal.cli.console import imports_shown, plain_table, printable, stderr, stdout
 from shoal.cli.eval_set import EvalSet
 from shoal.cli.files import require_writable, write_whole
 from shoal.cli.option_groups import output_option, sampling_option, speed_option
@@ -217,7 +217,8 @@ class EvalSampling(SampleOptions):
         Raises:
             RequestError: the options cannot be sampled with.
         """
-        from shoal.evaluation.sampling import METHODS, PLAIN, SamplingConfig
+        with imports_shown():
+            from shoal.evaluation.sampling import METHODS, PLAIN, SamplingConfig
 
         lookahead = parse_lookahead(speculation.lookahead or "auto")
         speculative = (source.model is None or source.draft is not None) and lookahead not in (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.console import EXIT_INTERRUPTED, stderr
+from shoal.cli.console import EXIT_INTERRUPTED, imports_shown, stderr
 from shoal.cli.eval_kinds import execute_solutions
 from shoal.cli.eval_options import (
     EvalOutputOptions,
@@ -103,7 +103,8 @@ def _require_outputs(chosen: SetOptions, output: EvalOutputOptions, *, samples: 
         samples: True if samples are drawn.
     """
     if output.out is not None:
-        from shoal.bench.machine import require_place
+        with imports_shown():
+            from shoal.bench.machine import require_place
 
         require_place(output.out)
     if output.export and (not samples or chosen.set_ == "jsonschema" or chosen.cut is not None):
@@ -133,7 +134,8 @@ def _evaluate_programs(
 
         require_matplotlib()
     with output.directory() as directory:
-        from shoal.evaluation.journal import Evaluation
+        with imports_shown():
+            from shoal.evaluation.journal import Evaluation
 
         evaluation = Evaluation(
             directory, eval_set.tasks, config, settings_of(eval_set, source, config)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, stderr, stdout
+from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, hint_drafter, stderr, stdout
 from shoal.cli.conversation import ChatOptions
 from shoal.cli.files import read_prompts, require_writable, turn_ends, write_whole
 from shoal.cli.option_groups import option_groups, output_option
@@ -224,6 +224,7 @@ class Generation:
             The result, and whether Ctrl-C ended the generation.
         """
         make_view = self.shown.view(self.counts)
+        hint_drafter(source, self.options["lookahead"])
         with Progress() as progress:
             model = source.load()
             progress.say(f"preparing {counted(sum(self.counts), 'sample')} ...")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from shoal.cli.console import loading_shown
+from shoal.cli.console import imports_shown, loading_shown
 from shoal.cli.option_groups import (
     models_option,
     output_option,
@@ -23,7 +23,6 @@ from shoal.models.sources import directory_of, quieten_transformers, weight_file
 if TYPE_CHECKING:
     from shoal.api import Shoal
     from shoal.models.runner import Runner
-
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off", "modules"]
@@ -289,8 +288,8 @@ class ModelSource(PlacedPair):
 
 def parse_lookahead(text: str) -> str | int:
     """Reads and checks a draft length: "4" is an int, everything else the name of a rule."""
-    from shoal.lookahead.controller import by_name
-
+    with imports_shown():
+        from shoal.lookahead.controller import by_name
     lookahead = int(text) if text.isdecimal() else text
     by_name(lookahead)
     return lookahead

@@ -45,6 +45,7 @@ class Bar:
     def expect(self, steps: int) -> None:
         self.steps, self.started = steps, monotonic()
         self.progress.update(self.task, total=steps)
+        self.line.say(f"0 of {steps}")
 
     def step(self, text: str) -> None:
         """Counts a step, and shows its name and the time that is left."""

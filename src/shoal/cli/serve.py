@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.console import hint_drafter, imports_shown, stderr
 from shoal.cli.files import read_template, turn_ends
 from shoal.cli.option_groups import option_groups
 from shoal.cli.options import ModelSource, parse_lookahead
@@ -59,10 +60,12 @@ def serve(
     if source.tensor_parallel:
         _check_with_tensor_parallel(machines, limits)
     try:
-        from shoal.serve import run, serve_config
+        with imports_shown():
+            from shoal.serve import run, serve_config
     except ImportError as error:
         raise RequestError(
-            f"shoal serve needs more packages ({error}): pip install '.[serve]'"
+            f"shoal serve needs more packages ({error}): "
+            f"pip install '.[{'ray' if machines.ray else 'serve'}]'"
         ) from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
     names = naming.name or [name_of(source.model or "bundled")]
@@ -73,6 +76,7 @@ def serve(
         in_bytes(limits.kv_memory),
         in_bytes(0 if source.tensor_parallel else limits.prefix_memory),
     )
+    hint_drafter(source, speculation.lookahead)
     served = serve_config.ServeConfig(source.load, allowed, controller, rule, *memory)
     encryption = tls.read()
     ready = partial(_print_address, address.host, allowed, output.json, encryption)
@@ -231,8 +235,6 @@ def _print_address(
 
 def _say(text: str, style: str | None = None) -> None:
     """Prints on stderr, and goes on where that is a file on a full disk, as the log does."""
-    from shoal.cli.console import stderr
-
     with suppress(OSError):
         stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 

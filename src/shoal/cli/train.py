@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.console import EXIT_INTERRUPTED, plain_table, stderr, stdout
+from shoal.cli.console import EXIT_INTERRUPTED, Progress, loading_shown, plain_table, stderr, stdout
 from shoal.cli.files import listed_documents, listed_prompts
 from shoal.cli.option_groups import ReadableCommand, ReadableGroup, option_groups
 from shoal.cli.options import JsonOption
@@ -158,22 +159,22 @@ def drafter(
     """
     source, prompts = task.checked()
     documents = listed_documents(corpus or [])
-    from shoal.train.drafter import DrafterTrainer, DrafterTraining
 
-    training = DrafterTraining(
-        samples=texts.samples,
-        new_tokens=texts.new_tokens,
-        steps=steps,
-        corpus_steps=corpus_steps,
-        layers=model.layers,
-        width=model.width,
-        exits=tuple(model.exits or ()),
-    )
-    _train(
-        DrafterTrainer(task.out, source, prompts, documents, training, run.device),
-        str(task.out),
-        run.json_output,
-    )
+    def made() -> StagedTrainer:
+        from shoal.train.drafter import DrafterTrainer, DrafterTraining
+
+        training = DrafterTraining(
+            samples=texts.samples,
+            new_tokens=texts.new_tokens,
+            steps=steps,
+            corpus_steps=corpus_steps,
+            layers=model.layers,
+            width=model.width,
+            exits=tuple(model.exits or ()),
+        )
+        return DrafterTrainer(task.out, source, prompts, documents, training, run.device)
+
+    _train(made, str(task.out), run.json_output)
 
 
 @app.command(cls=ReadableCommand)
@@ -192,17 +193,21 @@ def medusa(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.heads import MedusaTrainer
-    from shoal.train.stages import HeadsTraining
 
-    training = HeadsTraining(
-        heads=heads, layers=layers, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
-    )
-    _train(
-        MedusaTrainer(task.out, source, prompts, training, run.device),
-        f"medusa:{task.out}",
-        run.json_output,
-    )
+    def made() -> StagedTrainer:
+        from shoal.train.heads import MedusaTrainer
+        from shoal.train.stages import HeadsTraining
+
+        training = HeadsTraining(
+            heads=heads,
+            layers=layers,
+            samples=texts.samples,
+            new_tokens=texts.new_tokens,
+            steps=steps,
+        )
+        return MedusaTrainer(task.out, source, prompts, training, run.device)
+
+    _train(made, f"medusa:{task.out}", run.json_output)
 
 
 @app.command(cls=ReadableCommand)
@@ -222,17 +227,17 @@ def eagle3(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.heads import Eagle3Trainer
-    from shoal.train.stages import HeadsTraining
 
-    training = HeadsTraining(
-        heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
-    )
-    _train(
-        Eagle3Trainer(task.out, source, prompts, training, run.device),
-        f"eagle3:{task.out}",
-        run.json_output,
-    )
+    def made() -> StagedTrainer:
+        from shoal.train.heads import Eagle3Trainer
+        from shoal.train.stages import HeadsTraining
+
+        training = HeadsTraining(
+            heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
+        )
+        return Eagle3Trainer(task.out, source, prompts, training, run.device)
+
+    _train(made, f"eagle3:{task.out}", run.json_output)
 
 
 @app.command(cls=ReadableCommand)
@@ -253,26 +258,43 @@ def ppd(
     Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
-    from shoal.train.heads import PpdTrainer
-    from shoal.train.stages import HeadsTraining
 
-    training = HeadsTraining(
-        heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
-    )
-    _train(
-        PpdTrainer(task.out, source, prompts, training, run.device),
-        f"ppd:{task.out}",
-        run.json_output,
-    )
+    def made() -> StagedTrainer:
+        from shoal.train.heads import PpdTrainer
+        from shoal.train.stages import HeadsTraining
+
+        training = HeadsTraining(
+            heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
+        )
+        return PpdTrainer(task.out, source, prompts, training, run.device)
+
+    _train(made, f"ppd:{task.out}", run.json_output)
 
 
-def _train(work: StagedTrainer, draft: str, json_output: bool) -> None:
+def _train(made: Callable[[], StagedTrainer], draft: str, json_output: bool) -> None:
     """Runs all stages, and tells after each how good the drafts are."""
-    try:
-        work.prepare()
-    except KeyboardInterrupt:
-        stderr().print("stopped: the same command goes on")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+    # In a terminal the trainer shows bars.
+    with nullcontext() if stderr().is_terminal else Progress():
+        try:
+            with loading_shown():
+                work = made()
+                work.prepare()
+        except KeyboardInterrupt:
+            stderr().print("stopped: the same command goes on")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        done = _staged(work, json_output)
+    work.export(done[-1][1])
+    if json_output:
+        stages = [
+            {"stage": stage.name, "steps": stage.steps, "positions": list(map(asdict, rows))}
+            for stage, rows in done
+        ]
+        print(json.dumps({"draft": draft, "target": work.source or BUNDLED, "stages": stages}))
+    stderr().print(f"wrote {work.out}: --draft {draft}", soft_wrap=True)
+
+
+def _staged(work: StagedTrainer, json_output: bool) -> list[tuple[Stage, Sequence[Figures]]]:
+    """Trains, and prints the figures of each stage; after Ctrl-C it writes what there is."""
     done: list[tuple[Stage, Sequence[Figures]]] = []
 
     def report(stage: Stage, figures: Sequence[Figures]) -> None:
@@ -290,14 +312,7 @@ def _train(work: StagedTrainer, draft: str, json_output: bool) -> None:
             soft_wrap=True,
         )
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    work.export(done[-1][1])
-    if json_output:
-        stages = [
-            {"stage": stage.name, "steps": stage.steps, "positions": list(map(asdict, rows))}
-            for stage, rows in done
-        ]
-        print(json.dumps({"draft": draft, "target": work.source or BUNDLED, "stages": stages}))
-    stderr().print(f"wrote {work.out}: --draft {draft}", soft_wrap=True)
+    return done
 
 
 def _print_figures(stage: Stage, figures: Sequence[Figures]) -> None:

@@ -6,6 +6,7 @@ The optimiser Muon is momentum with an update of each matrix that is made nearly
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from shoal.train.own_samples import Windows
 
+LOG = logging.getLogger(__name__)
 # Coefficients of the quintic that pulls every singular value towards one.
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
@@ -196,20 +198,22 @@ class _Interrupt:
 
 
 class _Meter:
-    """The progress bar, and one line of JSON beside the checkpoint every few steps."""
+    """The progress bar, log records, and a line of JSON beside the checkpoint every few steps."""
 
     def __init__(self, trainer: Trainer, steps: int) -> None:
         columns = "{task.description} {task.completed}/{task.total}", "loss {task.fields[loss]:.3f}"
         rate = TextColumn("{task.fields[rate]:,.0f} tok/s")
+        console = Console(stderr=True)
         self.progress = Progress(
             TextColumn(columns[0]),
             BarColumn(),
             TextColumn(columns[1]),
             rate,
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
+            disable=not console.is_terminal,  # there log records say it
         )
-        self.trainer = trainer
+        self.trainer, self.steps, self.rate = trainer, steps, ""
         self.log = trainer.checkpoint.with_suffix(".jsonl")
         self.task = self.progress.add_task(
             trainer.checkpoint.stem,
@@ -225,12 +229,21 @@ class _Meter:
     def update(self, loss: float, tokens: int, factor: float) -> None:
         self.losses.append(loss)
         self.tokens += tokens
-        self.progress.update(self.task, completed=self.trainer.step)
+        self.progress.update(self.task, completed=self.trainer.step, loss=loss)
+        LOG.info(
+            "%s: step %d of %d, loss %.3f%s",
+            self.trainer.checkpoint.stem,
+            self.trainer.step,
+            self.steps,
+            loss,
+            self.rate,
+        )
         if len(self.losses) < LOG_EVERY:
             return
         mean = sum(self.losses) / len(self.losses)
         rate = self.tokens / (time.monotonic() - self.since)
         self.progress.update(self.task, loss=mean, rate=rate)
+        self.rate = f", {rate:,.0f} tokens/s"
         row = {"step": self.trainer.step, "loss": mean, "tokens_per_second": rate, "lr": factor}
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

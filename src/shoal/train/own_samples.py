@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -18,14 +19,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import track
 
 from shoal.api import Shoal
 from shoal.errors import RequestError
 from shoal.loader import load
 from shoal.stored_problems import stored_problems
 
+LOG = logging.getLogger(__name__)
 Tokens = npt.NDArray[np.integer[Any]]
 
 # Tests and vendored packages, and packages that are mostly tables rather than code.
@@ -171,8 +171,9 @@ class OwnSamples:
             return
         with load(self._source, max_batch=ROWS) as pair:
             self._prompts = _fitting(self._prompts, pair)
-            for start in track(starts, "samples of the target", console=Console(stderr=True)):
+            for start in starts:
                 if not self._file(start).exists():
+                    LOG.info("the target writes: %d of %d samples", start, self._count)
                     self._write_part(pair, start)
 
     def _write_part(self, pair: Shoal, start: int) -> None:

@@ -8,6 +8,7 @@ The trainers of all heads have one stage, and write heads in one way.
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ from shoal.errors import RequestError
 from shoal.models.loading import bundled
 from shoal.train.loop import Loss, Schedule, Trainer
 from shoal.train.own_samples import SEED, OwnSamples, Tokens, Windows
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class StagedTrainer(ABC):
     def prepare(self) -> None:
         """Prepares the samples, the target, and the model as far as it was trained."""
         self.samples.write()
+        LOG.info("reading the weights of the target, which teaches ...")
         target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             self.source_name, dtype=torch.float32
         )
@@ -153,6 +157,7 @@ class StagedTrainer(ABC):
         """
         for stage in self.stages:
             self.trainer = self._trainer(stage)
+            LOG.info("%s: reading its texts ...", stage.name)
             windows = self._windows(stage.tokens())
             self.trainer.train(windows, Schedule(stage.steps, warmup=max(1, stage.steps // 10)))
             if report is not None:
@@ -167,6 +172,7 @@ class StagedTrainer(ABC):
             == self.trainer.step
         ):
             return [Figures(**row) for row in known["figures"]]
+        LOG.info("%s: measuring what is accepted ...", stage.name)
         found = self.figures()
         rows = {"steps": self.trainer.step, "figures": [asdict(one) for one in found]}
         file.write_text(json.dumps(rows), encoding="utf-8")

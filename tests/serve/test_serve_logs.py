@@ -227,12 +227,13 @@ def test_lines_of_replicas_go_on_after_a_full_disk(monkeypatch: pytest.MonkeyPat
 
     taken, printed = iter([["first"], ["second", "third"], None]), list[str]()
 
-    def put(*lines: str, **_: Any) -> None:
-        if lines == ("first",):
+    def put(lines: str) -> None:
+        if lines == "first\n":
             raise OSError("No space left on device")
-        printed.extend(lines)
+        printed.append(lines)
 
     monkeypatch.setattr(relay.ray, "get", lambda answer: answer)
-    monkeypatch.setattr(relay, "print", put, raising=False)
+    log = SimpleNamespace(write=put, flush=lambda: None)
+    monkeypatch.setattr(relay, "sys", SimpleNamespace(stderr=log))
     relay._print(SimpleNamespace(take=SimpleNamespace(remote=lambda: next(taken))))
-    assert printed == ["second", "third"]
+    assert printed == ["second\nthird\n"]  # in one piece

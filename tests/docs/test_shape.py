@@ -22,14 +22,14 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 363,
-    "lines": 83_912,
+    "lines": 83_914,
     "short modules": 4,
     "long modules": 0,
     "long functions": 6,
     "long lines": 0,
     "packed statements": 0,
     "functions of many parameters": 19,
-    "classes of many members": 7,
+    "classes of many members": 6,
     "calls of many positions": 0,
     "class names used twice": 1,
     "module names used twice": 2,

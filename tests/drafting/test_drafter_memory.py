@@ -24,13 +24,13 @@ from medusa_heads import guessing
 from shoal.config import Limits, Sampling
 from shoal.drafting.answers import AnswerFile, require_answers
 from shoal.drafting.corpus import Corpus, IndexWriter, open_index
-from shoal.drafting.draft_slots import DraftSlots
+from shoal.drafting.draft_slots import DraftMemory, DraftSlots
 from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.hidden import PromptStates
 from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter
-from shoal.drafting.other_vocabulary import OwnSlots
+from shoal.drafting.other_vocabulary import OwnMemory
 from shoal.drafting.protocol import Drafter, DraftInputs, Keeps
 from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.reduced_cache import ReducedCacheDrafter
@@ -234,7 +234,7 @@ def test_views_that_keep_more_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_cache_of_another_vocabulary_takes_what_is_planned() -> None:
     runner = wrap(tiny_model("llama").double(), "tiny")
-    slots = OwnSlots(runner, 1.6)
+    slots = OwnMemory(DraftSlots(runner), 1.6)
     slots.reserve(3, 50)
     assert slots.cache_bytes(3, 50) == pytest.approx(slots.allocated_bytes, rel=0.05)
     assert slots.cache_bytes(3, 50) > 1.6 * runner.memory.cache_bytes(3, 50)
@@ -243,9 +243,10 @@ def test_the_cache_of_another_vocabulary_takes_what_is_planned() -> None:
 def test_rows_whose_slots_are_given_back_are_forgotten() -> None:
     slots = DraftSlots(wrap(tiny_model("llama"), "tiny"))
     rows = [Row(Request((1, 2, i), 1), i, 0, 0, [1, 2, i], frozenset(), 99) for i in range(3)]
-    slots.reserve(3, 8)
+    memory = DraftMemory(slots)
+    memory.reserve(3, 8)
     slots.place(rows, [True] * 3)
-    slots.trim(2, 8)
+    memory.trim(2, 8)
     assert slots.known(rows) == rows[:2]
 
 

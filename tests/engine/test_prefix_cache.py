@@ -230,7 +230,7 @@ def test_a_draft_model_keeps_its_own(sharing: str, wrong: bool, monkeypatch: pyt
     target = runner(tiny_model("llama"), 256)
     keeping = engine_of(target, target, Fixed(3), max_batch=8, rule=Coupled(), prefix_bytes=ROOM, prefix_sharing=sharing)
     if wrong:  # the first token all over, in the draft model's alone
-        kept = keeping.drafter.memory._kept
+        kept = keeping.drafter.memory.slots.kept
         found = kept._found
         monkeypatch.setattr(kept, "_found", lambda *asked: found(*asked)[:1] * len(found(*asked)))
     ask(keeping, [*SYSTEM, *TAILS[0]], 2)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any
 
 import torch
 
@@ -28,14 +27,16 @@ from shoal.types.schedule import PrefillChunk
 NO_GROUP = -1
 
 
-class DraftSlots(KeyValueMemory):
-    """The slots of one drafter's cache, and the memory that they take.
+class DraftSlots:
+    """The slots of one drafter's cache.
 
     Args:
         runner: the draft model with its cache.
         pending: the most tokens of a row that the first pass of a proposal is to feed.
 
     Attributes:
+        runner: the draft model.
+        kept: keeps prompts of this model for later rows that begin alike; None = nothing does.
         seconds: the seconds spent on prompts so far.
         computes_prompts: True if prompts are computed here, so that they may be kept.
     """
@@ -43,7 +44,7 @@ class DraftSlots(KeyValueMemory):
     computes_prompts = True
 
     def __init__(self, runner: Runner, pending: int = 2) -> None:
-        self._runner, self._cache, self._pending = runner, runner.cache, pending
+        self.runner, self._cache, self._pending = runner, runner.cache, pending
         self._places: dict[Row, int] = {}
         # The rows in slots that were never drafted for: none of their tokens were computed.
         self._empty: set[Row] = set()
@@ -52,22 +53,8 @@ class DraftSlots(KeyValueMemory):
         self._stored: dict[Prefix, int] = {}  # prompts in the shared store -> their groups
         # A prompt that is not completely in the store, and the number of its tokens there.
         self._partial: tuple[Prefix, int] | None = None
-        self._kept: KeptPrefixes | None = None
+        self.kept: KeptPrefixes | None = None
         self.seconds, self._taken = 0.0, 0.0
-
-    @property
-    def hf(self) -> Any:
-        """The model to which these keys and values belong."""
-        return self._runner.hf
-
-    def keep_prefixes(self, kept: KeptPrefixes) -> None:
-        """Keeps prompts of this model in `kept`, for later rows that begin alike."""
-        self._kept = kept
-
-    @property
-    def token_bytes(self) -> int:
-        """The bytes of one token of one row."""
-        return self._runner.memory.token_bytes
 
     def of(self, row: Row) -> int:
         """Returns the row's slot."""
@@ -113,17 +100,14 @@ class DraftSlots(KeyValueMemory):
             self._enter(row, slot)
         drafted = list(compress(enumerate(rows), drafting))
         first = [row for _, row in drafted if row in self._empty]
-        if first or self._late(drafted):
+        if first or _late(drafted, self._cache.lengths, self._pending):
             with self._preparing():
                 self._fill(first)
                 held = self._cache.lengths
-                late = [(slot, row.tokens[held[slot] : -1]) for slot, row in self._late(drafted)]
-                feed_prompts(self._runner, late)
-
-    def _late(self, rows: Iterable[tuple[int, Row]]) -> list[tuple[int, Row]]:
-        """Returns the rows that the cache lacks more than `pending` committed tokens of."""
-        held, most = self._cache.lengths, self._pending
-        return [(slot, row) for slot, row in rows if len(row.tokens) - held[slot] > most]
+                late = _late(drafted, held, self._pending)
+                feed_prompts(
+                    self.runner, [(slot, row.tokens[held[slot] : -1]) for slot, row in late]
+                )
 
     def keep_pace(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes chunks of the prompts that take several rounds, in the target's slots."""
@@ -138,7 +122,7 @@ class DraftSlots(KeyValueMemory):
         """Counts the time of passes over prompts, which are no part of a round."""
         started = time.perf_counter()
         yield
-        self._runner.counts.take()
+        self.runner.counts.take()
         self.seconds += time.perf_counter() - started
 
     def _compute(self, chunk: PrefillChunk) -> None:
@@ -159,10 +143,10 @@ class DraftSlots(KeyValueMemory):
                 self._partial = row.prefix, 0
             if self._partial == (row.prefix, chunk.start):
                 feed_prefix(
-                    self._runner,
+                    self.runner,
                     row.prefix,
                     chunk.start,
-                    torch.tensor([ids], device=self._runner.device),
+                    torch.tensor([ids], device=self.runner.device),
                 )
                 self._partial = row.prefix, chunk.stop
                 self._stored |= {row.prefix: row.group} if complete else {}
@@ -171,7 +155,7 @@ class DraftSlots(KeyValueMemory):
             self._places[row], self._prompts[slot] = slot, NO_GROUP
             self._cache.enter(slot)
         if self._places.get(row) == slot and self._cache.lengths[slot] == chunk.start:
-            feed_prompts(self._runner, [(slot, ids)])
+            feed_prompts(self.runner, [(slot, ids)])
             self._prompts[slot] = row.group if complete else NO_GROUP
             if complete:
                 self._keep(row, row.request.prompt_ids[:-1])
@@ -223,14 +207,14 @@ class DraftSlots(KeyValueMemory):
                 sources[row.group] = slot
                 computed.append((slot, row.tokens[self._restore(row, row.tokens[:-1]) : -1]))
                 new.append(row)
-        feed_prompts(self._runner, computed)
+        feed_prompts(self.runner, computed)
         late: list[tuple[int, Sequence[int]]] = []
         for row, source in copied:
             if self._cache.reaches(source, row.prompt_length - 1):
                 self._cache.copy(source, self._places[row], row.prompt_length - 1)
             else:
                 late.append((self._places[row], row.tokens[:-1]))
-        feed_prompts(self._runner, late)
+        feed_prompts(self.runner, late)
         for row in rows:
             self._empty.discard(row)
             self._prompts[self._places[row]] = row.group if row.prefix is None else NO_GROUP
@@ -245,8 +229,8 @@ class DraftSlots(KeyValueMemory):
             self._forget_overlapping(prefix)
             prompt = row.request.prompt_ids[: prefix.length]
             start = self._restore(row, prompt, prefix)
-            ids = torch.tensor([prompt[start:]], dtype=torch.long, device=self._runner.device)
-            feed_prefix(self._runner, prefix, start, ids)
+            ids = torch.tensor([prompt[start:]], dtype=torch.long, device=self.runner.device)
+            feed_prefix(self.runner, prefix, start, ids)
             self._stored[prefix] = row.group
             self._cache.enter(self.of(row), prefix)
             self._keep(row, prompt)
@@ -260,61 +244,89 @@ class DraftSlots(KeyValueMemory):
         """
         return (
             0
-            if self._kept is None
-            else self._kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
+            if self.kept is None
+            else self.kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
         )
 
     def _keep(self, row: Row, tokens: Sequence[int]) -> None:
-        if self._kept is not None:
-            self._kept.keep(self._cache, row.request.owner, tokens, self.of(row))
+        if self.kept is not None:
+            self.kept.keep(self._cache, row.request.owner, tokens, self.of(row))
 
     def _forget_overlapping(self, prefix: Prefix) -> None:
         self._stored = {
             other: group for other, group in self._stored.items() if not _overlap(other, prefix)
         }
 
-    # ── memory ────────────────────────────────────────────────────────────────────────────────────
+    def forget_from(self, first: int) -> None:
+        """Forgets the rows in slots from `first` on, and prompts whose rows have left.
 
-    @property
-    def context(self) -> int:
-        return self._runner.context
-
-    @property
-    def shares(self) -> bool:
-        return self._runner.shares
-
-    @property
-    def attends_in_one_call(self) -> bool:
-        return self._runner.memory.attends_in_one_call
-
-    @property
-    def captures_without_prefixes(self) -> bool:
-        return self._runner.memory.captures_without_prefixes
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._runner.memory.allocated_bytes
-
-    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.memory.cache_bytes(slots, capacity, cells)
-
-    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.memory.grown_bytes(slots, capacity, cells)
-
-    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        self._runner.memory.reserve(slots, capacity, cells)
-
-    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Trims the cache; prompts whose rows have left may be lost.
-
-        A row in a slot that is removed, because no draft has moved it down since other rows left,
-        is forgotten: its next draft computes its tokens anew.
+        No draft has moved such a row down since other rows left: its next draft computes its tokens
+        anew.
         """
-        self.leave([row for row, slot in self._places.items() if slot >= slots])
+        self.leave([row for row, slot in self._places.items() if slot >= first])
         taken, groups = set(self._places.values()), {row.group for row in self._places}
         self._prompts = {slot: group for slot, group in self._prompts.items() if slot in taken}
         self._stored = {prefix: group for prefix, group in self._stored.items() if group in groups}
-        self._runner.memory.trim(slots, capacity, cells)
+
+
+class DraftMemory(KeyValueMemory):
+    """The memory of a drafter's slots, which is that of its runner's cache.
+
+    Attributes:
+        slots: the slots.
+    """
+
+    def __init__(self, slots: DraftSlots) -> None:
+        self.slots, self._own = slots, slots.runner.memory
+
+    def _size(self, slots: int, capacity: int, cells: int) -> tuple[int, int, int]:
+        """Returns the size of the cache for rows of the engine, in the drafter's own tokens."""
+        return slots, capacity, cells
+
+    @property
+    def context(self) -> int:
+        return self._own.context
+
+    @property
+    def shares(self) -> bool:
+        return self._own.shares
+
+    @property
+    def attends_in_one_call(self) -> bool:
+        return self._own.attends_in_one_call
+
+    @property
+    def captures_without_prefixes(self) -> bool:
+        return self._own.captures_without_prefixes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._own.allocated_bytes
+
+    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return self._own.cache_bytes(*self._size(slots, capacity, cells))
+
+    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
+        return self._own.grown_bytes(*self._size(slots, capacity, cells))
+
+    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
+        self._own.reserve(*self._size(slots, capacity, cells))
+
+    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
+        """Trims the cache; rows in slots that are removed, and prompts of no row, are forgotten."""
+        self.slots.forget_from(slots)
+        self._own.trim(*self._size(slots, capacity, cells))
+
+
+def _late(rows: Iterable[tuple[int, Row]], held: Sequence[int], most: int) -> list[tuple[int, Row]]:
+    """Returns the rows of which a cache lacks more than `most` committed tokens, with their slots.
+
+    Args:
+        rows: the rows with their slots.
+        held: the tokens in each slot.
+        most: the number of tokens.
+    """
+    return [(slot, row) for slot, row in rows if len(row.tokens) - held[slot] > most]
 
 
 def _overlap(one: Prefix, other: Prefix) -> bool:

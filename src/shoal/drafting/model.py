@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.drafting.draft_slots import DraftSlots
+from shoal.drafting.draft_slots import DraftMemory, DraftSlots
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.steps import Drawing, lean_steps
@@ -74,7 +74,8 @@ class ModelDrafter(Drafter):
         self.runner, self.vocab_size = runner, vocab_size
         self.weights: nn.Module | Tensor | None = runner.hf
         self.shared = shared and SharedIds(shared, runner.device)
-        self.memory = self._slots = DraftSlots(runner, pending)
+        self._slots = DraftSlots(runner, pending)
+        self.memory = DraftMemory(self._slots)
         self._warned = False
 
     def attach(self, target: Runner) -> None:

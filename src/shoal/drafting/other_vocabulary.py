@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from shoal.drafting.contexts import Contexts, StringDrafts
-from shoal.drafting.draft_slots import DraftSlots
+from shoal.drafting.draft_slots import DraftMemory, DraftSlots
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.string_rejection import ROOM, StringRejection
@@ -166,9 +166,9 @@ class OtherVocabularyDrafter(ModelDrafter):
     def __init__(
         self, runner: Runner, vocab_size: int, vocabularies: Vocabularies, choice: MethodChoice
     ) -> None:
-        super().__init__(runner, vocab_size, vocabularies.shared)
-        self.memory = self._slots = OwnSlots(
-            runner, vocabularies.ratio, ROOM if SLRS in choice.methods else 0
+        super().__init__(runner, vocab_size, vocabularies.shared, pending=LAG)
+        self.memory = OwnMemory(
+            self._slots, vocabularies.ratio, ROOM if SLRS in choice.methods else 0
         )
         self.contexts, self.choice = Contexts(vocabularies), choice
         self._strings = StringDrafts(self, self.contexts, vocabularies)
@@ -256,40 +256,28 @@ class OtherVocabularyDrafter(ModelDrafter):
         return replace(inputs, lengths=lengths)
 
 
-class OwnSlots(DraftSlots):
-    """The slots of the drafter's tokens.
+class OwnMemory(DraftMemory):
+    """The memory of slots of the drafter's own tokens.
 
     All sizes that the engine gives are in the target's tokens.
 
     Args:
-        runner: the draft model with its cache.
+        slots: the slots.
         ratio: the number of the drafter's tokens per token of the target, in usual texts.
         beside: the number of tokens of a row beside its text and drafts.
     """
 
-    def __init__(self, runner: Runner, ratio: float, beside: int = 0) -> None:
-        super().__init__(runner, LAG)
+    def __init__(self, slots: DraftSlots, ratio: float, beside: int = 0) -> None:
+        super().__init__(slots)
         self._ratio, self._beside = SPARE * ratio, LAG + beside
 
-    def _own(self, capacity: int) -> int:
-        return ceil(self._ratio * capacity) + self._beside
+    def _size(self, slots: int, capacity: int, cells: int) -> tuple[int, int, int]:
+        return slots, ceil(self._ratio * capacity) + self._beside, 0
 
     @property
     def context(self) -> int:
-        return max(int((self._runner.context - self._beside) / self._ratio), 0)
+        return max(int((super().context - self._beside) / self._ratio), 0)
 
     @property
     def shares(self) -> bool:
         return False
-
-    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return super().cache_bytes(slots, self._own(capacity))
-
-    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return super().grown_bytes(slots, self._own(capacity))
-
-    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        super().reserve(slots, self._own(capacity))
-
-    def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        super().trim(slots, self._own(capacity))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.drafting.draft_slots import DraftSlots
+from shoal.drafting.draft_slots import DraftMemory, DraftSlots
 from shoal.drafting.early_exit import EarlyExitDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
@@ -52,7 +52,8 @@ class ReducedCacheDrafter(Drafter):
         )
         runner.cache = SlotCache()
         slots = _PartSlots(runner, target, self._window, self._sinks, layers)
-        self._drafter, self.memory = _WithPart(runner, target.vocab_size, slots), slots
+        self._drafter = _WithPart(runner, target.vocab_size, slots)
+        self.memory = _PartMemory(slots, self._window + self._sinks + ROOM)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         if self._drafter is None:
@@ -143,24 +144,26 @@ class _PartSlots(DraftSlots):
     def fill(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         """Copies the part of each row that is drafted for."""
         self._places = {row: slot for slot, row in enumerate(rows)}
-        self._runner.memory.reserve(len(rows), self._window + self._sinks + max(lengths))
+        self.runner.memory.reserve(len(rows), self._window + self._sinks + max(lengths))
         slots = [row.slot if length else None for row, length in zip(rows, lengths, strict=True)]
         self._cache.take(self._source.cache, slots, self._sinks, self._window, self._layers)
 
-    # ── memory: no row takes more than the part ───────────────────────────────────────────────────
 
-    def _size(self, slots: int, capacity: int) -> tuple[int, int]:
-        return slots, self._window + self._sinks + ROOM if capacity else 0
+class _PartMemory(DraftMemory):
+    """The memory of the part: no row takes more than it.
 
-    def cache_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.memory.cache_bytes(*self._size(slots, capacity))
+    Args:
+        slots: the slots.
+        part: the most tokens of a row, those of drafts included.
+    """
 
-    def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
-        return self._runner.memory.grown_bytes(*self._size(slots, capacity))
+    def __init__(self, slots: DraftSlots, part: int) -> None:
+        super().__init__(slots)
+        self._part = part
 
-    def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        self._runner.memory.reserve(*self._size(slots, capacity))
+    def _size(self, slots: int, capacity: int, cells: int) -> tuple[int, int, int]:
+        return slots, self._part if capacity else 0, 0
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Trims the cache to the part, which is all that is kept between rounds."""
-        self._runner.memory.trim(*self._size(slots, capacity))
+        self._own.trim(*self._size(slots, capacity, cells))

@@ -12,6 +12,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+from shoal.drafting.draft_slots import DraftMemory
 from shoal.drafting.grafting import longest
 from shoal.drafting.protocol import Drafter, Keeps, KeyValueMemory, require_trees
 from shoal.engine.batch_size import FIRST
@@ -302,7 +303,7 @@ def _attached(
     """
     first: KeyValueMemory = target.memory
     if guides:
-        first = Together(first, [one.slots for one in guides])
+        first = Together(first, [DraftMemory(one.slots) for one in guides])
     if drafter is None:
         return [first]
     for verifier in [target, *(one.runner for one in guides)]:

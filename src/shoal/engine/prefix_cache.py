@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.drafting.draft_slots import DraftSlots
+from shoal.drafting.draft_slots import DraftMemory
 from shoal.drafting.protocol import Drafter, KeyValueMemory
 from shoal.engine.admission import check_policy
 from shoal.models.cache.kept_prompts import common
@@ -110,15 +110,12 @@ class PrefixCache:
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, memory: PrefixMemory) -> None:
-        slots = None if drafter is None else drafter.memory
+        drafted = None if drafter is None else drafter.memory
+        slots = drafted.slots if isinstance(drafted, DraftMemory) else None
         _ = target.memory.token_bytes  # a new cache has its layers once this is known
-        if (
-            isinstance(slots, DraftSlots)
-            and slots.computes_prompts
-            and slots.hf is memory.draft_model
-        ):
-            _ = slots.token_bytes
-            slots.keep_prefixes(memory.kept_for_drafts)
+        if slots is not None and slots.computes_prompts and slots.runner.hf is memory.draft_model:
+            _ = slots.runner.memory.token_bytes
+            slots.kept = memory.kept_for_drafts
         self._kept, self._cache, self._memory = memory.kept, target.cache, memory
         self._kept.serves(self._cache)
 

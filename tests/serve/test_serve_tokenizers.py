@@ -121,6 +121,15 @@ def test_texts_of_others_spell_no_special_tokens() -> None:
             texts.append(tokenizer("tagged").decode(ids))
         assert texts[0] == texts[1] == texts[2]
         assert texts[0].count(end) == 6
+    pytest.importorskip("llguidance")
+    bare = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"  # it knows no tools: a system message tells them
+    )
+    with served(chatty("tagged"), chat_template=bare) as running:
+        for split, count in ((None, 0), (False, 6)):
+            body |= {"tool_choice": "required", "split_special_tokens": split}
+            answer = running.post("/v1/chat/completions", prompt=None, **body).json()
+            assert answer["prompt_token_ids"].count(tokenizer("tagged").eos_token_id) == count
 
 
 # ── chats ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -236,7 +236,7 @@ class PromptEncoder:
             plain = _without_developers(plain)
         if not special:
             plain = [self._as_text(message) for message in plain]
-            variables = {**variables, "tools": self._spelled(variables.get("tools"))}
+            variables = {**variables, "tools": self.spelled(variables.get("tools"))}
         try:
             text = self._tokenizer.apply_chat_template(
                 plain,
@@ -256,9 +256,10 @@ class PromptEncoder:
         fields = (
             ("content", "tool_calls") if message["role"] in ("user", "tool") else ("tool_calls",)
         )
-        return message | {name: self._spelled(message[name]) for name in fields if name in message}
+        return message | {name: self.spelled(message[name]) for name in fields if name in message}
 
-    def _spelled(self, value: Any) -> Any:
+    def spelled(self, value: Any) -> Any:
+        """Returns a JSON value whose texts spell no special tokens."""
         return as_plain_within(self._tokenizer, value)
 
 

@@ -183,13 +183,15 @@ class RequestParser:
             {"tools": shown_tools(request)} if rules and not rules.told else {}
         )
         variables |= _turn(request)
-        messages = told(request) if rules and rules.told else request.messages
+        special = request.split_special_tokens is False
+        spelled = (lambda value: value) if special else encoder.spelled
+        messages = told(request, spelled) if rules and rules.told else request.messages
         template = encoder.template(tools=rules is not None)
         last = request.messages[-1].plain()["content"] if _turn(request).get(CONTINUED) else ""
         thought = begun_thought(template, last) if len(messages) > 1 else None
         if thought is not None:  # templates leave thoughts out, or close an empty one before them
             messages, variables = messages[:-1], variables | OPEN_TURN
-        written = encoder.write(messages, variables, request.split_special_tokens is False)
+        written = encoder.write(messages, variables, special)
         if thought is not None:
             opened = reasoning_of(template, written)
             written += thought.lstrip() if opened and opened.opened else last

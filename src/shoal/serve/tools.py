@@ -4,7 +4,7 @@ forced call."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,27 +78,33 @@ def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
     ]
 
 
-def told(request: ChatRequest) -> list[Message]:
+def told(request: ChatRequest, spelled: Callable[[Any], Any]) -> list[Message]:
     """Returns the messages for a chat template that knows no tools.
 
     The tools are told in a system message; calls and their results are texts.
+
+    Args:
+        request: the request.
+        spelled: gives texts within a value that spell no special tokens.
     """
-    tools = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in shown_tools(request))
+    shown = map(spelled, shown_tools(request))
+    tools = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in shown)
     call = f'{HERMES.begun}{{"name": FUNCTION, "arguments": OBJECT}}{HERMES.behind}'
     text = f"Functions that may be called:\n<tools>\n{tools}</tools>\nA call is written so:\n{call}"
-    messages = [_as_text(message) for message in request.messages]
+    messages = [_as_text(message, spelled) for message in request.messages]
     if messages[0].role in ("system", "developer"):
         text = f"{messages.pop(0).plain()['content']}\n\n{text}"
     return [Message(role="system", content=text), *messages]
 
 
-def _as_text(message: Message) -> Message:
+def _as_text(message: Message, spelled: Callable[[Any], Any]) -> Message:
     content = message.plain()["content"]
     if message.role == "tool":
         response = f"<tool_response>\n{content}\n</tool_response>"
         return Message(role="user", content=response)
     calls = [
-        f'{HERMES.begun}{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}'
+        f'{HERMES.begun}{{"name": "{call.function.name}", '
+        f'"arguments": {spelled(call.function.arguments)}}}'
         f"{HERMES.behind}"
         for call in message.tool_calls or ()
     ]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,24 +150,6 @@ def line(
     )  # fmt: skip
 
 
-class Sure:
-    """As `auto` asks for drafts, each as long as the next: what its rounds cost where drafts end as they did."""
-
-    adaptive, may_speculate, limit = True, True, 16
-
-    def __init__(self, drafts: int) -> None:
-        self._drafts = drafts
-
-    def lengths(self, rows: Sequence[Any], waiting: int) -> list[int]:
-        return [min(self._drafts, row.max_draft_length) for row in rows]
-
-    def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
-        return [self._drafts] * len(confidence)
-
-    def learn(self, outcome: Any) -> None:
-        return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="7.8b/310m", choices=SHAPES)
@@ -187,7 +168,7 @@ def main() -> None:
     machine, shapes = Machine(asked.bandwidth, asked.operations, *microseconds), SHAPES[asked.shape]
     kinds = [("plain", lambda: Fixed(0), 0)]
     for k in map(int, asked.drafts.split(",")):
-        kinds += [(f"k = {k}", lambda k=k: Fixed(k), k), (f"auto, {k} drafts", lambda k=k: Sure(k), k)]  # type: ignore[misc]
+        kinds.append((f"k = {k}", lambda k=k: Fixed(k), k))  # type: ignore[misc]
     table = Table(
         "round", "launches", "besides layers", "functions", "uploads", "waits", "ms of passes", "ms", "ms per token",
     )  # fmt: skip

@@ -94,7 +94,7 @@ def nothing_computed(watch: Watch) -> Callable[[torch.device], executors.Executo
 
     def execute(run: executors.Run) -> executors.Run:
         result: Any = run()
-        verifies = run.func.__name__ == "verified"  # type: ignore[attr-defined]
+        verifies = getattr(run, "__name__", "") == "verified"
         turns = itertools.count()
         if verifies:
             numbers, logits = result

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from captured_models import hf, runner
-from policies import Confident
 from recorder import Recorder
 from shoal.bench.random_pairs import Imposed
 from shoal.config import Limits, Sampling
@@ -125,19 +124,6 @@ def test_a_key_without_a_setting_is_noticed(change: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(RoundKinds, "_round", blind)
     static, found = one_after_the_other(change)
     assert static.failures or found != expected
-
-
-def test_a_round_whose_drafts_end_early_is_another_one() -> None:
-    """Steps in pieces, with confidences: `piece` is part of the key."""
-    pair = models()
-    run(pair, (Fixed(16), Rejection(), SAMPLED[:1], 24))
-    gc.collect()
-    made, found = run(pair, (Confident(0.15), Rejection(), SAMPLED[:1], 24))
-    assert found == run(models(), (Confident(0.15), Rejection(), SAMPLED[:1], 24))[1]
-    static = runners_of(made)[0].captures
-    assert static is not None
-    assert static.failures == []
-    assert len({kind.piece for kind in static.built if isinstance(kind, Kind) and kind.k == 16}) > 1
 
 
 def test_a_cache_without_layers_has_no_generation() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from captured_device import engine
-from policies import Confident
 from pretend import Pretend
 from recorder import Recorder
 from shoal.config import Sampling
@@ -63,16 +62,12 @@ def round_of(device: Pretend, made: Any) -> tuple[int, int, float]:
             return counts["launch"], counts["captured"], spent.seconds_target + spent.seconds_draft
 
 
-@pytest.mark.parametrize("k", [0, 4, "auto"])
-def test_models_take_the_time_of_their_captured_functions(
-    k: int | str, device: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("k", [0, 4])
+def test_models_take_the_time_of_their_captured_functions(k: int, device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """All operations of a captured round are in them, but those that fill the inputs of the next one."""
     monkeypatch.setattr(CapturedRounds, "_followed", lambda *_: None)
     with device:
-        made = engine(4 if k == "auto" else k, "rejection", device, SAMPLINGS, new=64)
-        if k == "auto":
-            made.lookahead = Confident(0.0)
+        made = engine(k, "rejection", device, SAMPLINGS, new=64)
         launched, captured, seconds = round_of(device, made)
     assert launched == 0
     assert seconds == pytest.approx(captured / 1000)

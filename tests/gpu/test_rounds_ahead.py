@@ -227,9 +227,9 @@ def test_bits_of_first_inputs_are_compared(device: Pretend, monkeypatch: pytest.
     """A replay that fills other inputs than its function ends the kind, with a warning, and rows go on by stages."""
     fill, calls = NextRound.fill, []
 
-    def wrong(self: Any, drafts: int, results: torch.Tensor) -> Any:
-        calls.append(drafts)
-        found = fill(self, drafts, results)
+    def wrong(self: Any, results: torch.Tensor) -> Any:
+        calls.append(results)
+        found = fill(self, results)
         if len(calls) > 2:  # the comparison, after a warm-up and the capture
             self._functions.inputs["last"].add_(1)
         return found
@@ -247,13 +247,13 @@ def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypat
     begun = CapturedRounds._begun
     for_host: list[np.ndarray[Any, Any]] = []
 
-    def filled(self: CapturedRounds, work: Any, uniforms: Any, stop: Any) -> Any:
-        round_ = self._kinds.prepared(work, uniforms(work.k + 1).flatten(2).shape[2], looks=False)
+    def filled(self: CapturedRounds, work: Any, uniforms: Any) -> Any:
+        round_ = self._kinds.prepared(work, uniforms(work.k + 1).flatten(2).shape[2])
         assert round_ is not None
         fill_drafting(round_, work, uniforms(work.k + 1).flatten(2), 0 if self._runner is None else self._runner.vocab_size)
         fill_target(round_, work, self._target.vocab_size)
         for_host.append(round_.functions.inputs._host.numpy().copy())
-        return begun(self, work, uniforms, stop)
+        return begun(self, work, uniforms)
 
     def tokens() -> list[tuple[int, ...]]:
         return samples(engine(K, "rejection", device, SAMPLED, new=NEW))
@@ -261,16 +261,16 @@ def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypat
     with device:
         follow, launched = CapturedRound.follow, []
 
-        def followed(self: CapturedRound, before: Any, uniforms: torch.Tensor) -> Any:
+        def followed(self: CapturedRound, uniforms: torch.Tensor) -> Any:
             advance = self._advance
 
-            def noted(drafts: int) -> None:
-                advance(drafts)
+            def noted() -> None:
+                advance()
                 device.synchronize()
                 launched.append(self.functions.inputs.buffer.cpu().numpy().copy())
 
             monkeypatch.setattr(self, "_advance", noted, raising=False)
-            found = follow(self, before, uniforms)
+            found = follow(self, uniforms)
             monkeypatch.delattr(self, "_advance")
             return found
 

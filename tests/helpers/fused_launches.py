@@ -96,9 +96,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def _within(mode: Launches, function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: RoundFunctions, number: int) -> Any:
+    def run(self: RoundFunctions) -> Any:
         with mode:
-            return function(self, number)
+            return function(self)
 
     return run
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any
 
-from shoal.lookahead.controller import Auto, PairCosts
+from shoal.lookahead.auto import LEARNED
+from shoal.lookahead.controller import Auto, EvenAuto, PairCosts
 from shoal.lookahead.costs import CostCurve
 from shoal.types.rounds import Outcome
 
@@ -33,12 +34,24 @@ class KnownCosts(CostCurve):
         return self.seconds(size)
 
 
-def with_known_costs() -> Auto:
-    """`Auto` for a target whose pass costs little more for many positions, and a drafter ten times as cheap."""
+def known_costs() -> PairCosts:
+    """Costs of a target whose pass costs little more for many positions, and of a drafter ten times as cheap."""
     pair_costs = PairCosts(packed=False)
     pair_costs.verify, pair_costs.draft = KnownCosts({1: 1.0, 100: 1.5}), KnownCosts({1: 0.1, 16: 0.1})
     pair_costs.start = pair_costs.draft
-    return Auto(pair_costs)
+    return pair_costs
+
+
+def with_known_costs() -> Auto:
+    """`Auto` with known costs."""
+    return Auto(known_costs())
+
+
+def even_with_known_costs() -> EvenAuto:
+    """`EvenAuto` with known costs, which has made its first plans."""
+    pair_costs = known_costs()
+    pair_costs.rounds = LEARNED + 1
+    return EvenAuto(pair_costs)
 
 
 LIMIT = 7

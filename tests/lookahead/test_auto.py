@@ -248,7 +248,7 @@ def test_plans_are_corrected_by_what_comes_of_them() -> None:
     assert (
         controller.costs.calibration(1) == 1.0
     )  # the last row of a batch brings less than promised, and says nothing of all
-    assert controller._stopping is None
+    assert controller._plan is None
 
 
 def test_a_first_slow_step_does_not_end_speculation() -> None:

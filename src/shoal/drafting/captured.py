@@ -1,15 +1,14 @@
 """The whole rounds that captured functions compute, if the rows' settings allow it.
 
 A captured round decides the same as its stages one after the other: it has the same uniforms,
-distributions and rule, and it asks the same questions of a controller that ends drafts by the
-drafter's confidence. All other rounds are left to the stages: controls that read generated tokens,
-grammars, trees, logits that are not finite.
+distributions and rule. All other rounds are left to the stages: controls that read generated
+tokens, grammars, trees, drafts that end by the drafter's confidence, logits that are not finite.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from operator import add
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from torch import Tensor
 from shoal.config import Sampling
 from shoal.drafting.captured_inputs import (
     DraftRound,
-    LookClock,
     RoundAhead,
     Uniforms,
     check_drafts,
@@ -29,8 +27,8 @@ from shoal.drafting.captured_inputs import (
     fill_target,
     may_follow,
 )
-from shoal.drafting.captured_kinds import PIECE, RoundKinds
-from shoal.drafting.protocol import Drafter, Stop
+from shoal.drafting.captured_kinds import RoundKinds
+from shoal.drafting.protocol import Drafter
 from shoal.errors import OutOfStep
 from shoal.models.compiled.captured_round import CapturedRound, Launched
 from shoal.models.compiled.captures import CAPTURED
@@ -42,12 +40,6 @@ from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree, chains
 
-RECENT = 4
-"""The number of last rounds whose drafts set how many steps the next round computes first.
-
-The round computes as many steps as the shortest of them needed before it looks at confidences.
-"""
-
 
 class Decided(NamedTuple):
     """A round up to its verdict, which is on the host.
@@ -57,14 +49,12 @@ class Decided(NamedTuple):
         logits: the target's logits, [rows, k + 1, vocab], valid until the next round is launched.
         verdict: the verdict of the rule.
         share: the drafter's share of the round's time.
-        between: the share of the drafter's time that all steps but one took; None = unknown.
     """
 
     tree: DraftTree
     logits: Tensor
     verdict: Verdict
     share: float
-    between: float | None
 
 
 class Begun(NamedTuple):
@@ -75,14 +65,12 @@ class Begun(NamedTuple):
         work: the round.
         launched: the target's pass.
         places: the places of the round's rows among those of the pass.
-        clock: the clock of a round in which the host looked at confidences; None for others.
     """
 
     round: CapturedRound
     work: DraftRound
     launched: Launched
     places: Sequence[int]
-    clock: LookClock | None
 
 
 class CapturedRounds:
@@ -104,8 +92,6 @@ class CapturedRounds:
         self._runner = None if self._drafter is None else self._drafter.runner
         self._ahead: RoundAhead | None = None
         self.launched_ahead: Counter[str] = Counter()
-        # The numbers of positions that the controller was asked about, in the last rounds.
-        self._looked: deque[int] = deque(maxlen=RECENT)
 
     @property
     def is_ahead(self) -> bool:
@@ -131,7 +117,6 @@ class CapturedRounds:
         rows: Sequence[Row],
         lengths: Sequence[int],
         uniforms: Uniforms,
-        stop: Stop | None = None,
         *,
         goes_on: bool = False,
     ) -> Decided | None:
@@ -143,8 +128,6 @@ class CapturedRounds:
             rows: the rows; those of `under_way`, if there are any: their round was launched.
             lengths: the draft length of each row, unless their round was launched.
             uniforms: returns the uniforms of a round.
-            stop: ends drafts by the drafter's confidence. If the round is left to its stages, they
-                may call it from the first position on.
             goes_on: True if the next round may be launched before this one's verdict is known: its
                 rows and draft lengths will be the same, and nobody reads this round's logits.
 
@@ -158,12 +141,12 @@ class CapturedRounds:
         work, self._ahead = None, None
         try:
             if ahead is None:
-                work = self._kinds.round_of(rows, lengths, looks=stop is not None)
-                begun = None if work is None else self._begun(work, uniforms, stop)
+                work = self._kinds.round_of(rows, lengths)
+                begun = None if work is None else self._begun(work, uniforms)
             else:
                 places = [row.slot for row in rows]
                 work = ahead.narrowed(places, self._target, self._drafter)
-                begun = Begun(ahead.round, work, ahead.launched, places, None)
+                begun = Begun(ahead.round, work, ahead.launched, places)
                 self.launched_ahead["used"] += 1
             if begun is None:
                 return None
@@ -179,12 +162,10 @@ class CapturedRounds:
                 self._undo(work)
             return None
 
-    def want(
-        self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool
-    ) -> None:
+    def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling]) -> None:
         """Names rounds for `build_next` to build, see `RoundKinds.want`."""
         if self._target.captures is not None and not self._target.ordinary_only:
-            self._kinds.want(rows, drafts, samplings, looks=looks)
+            self._kinds.want(rows, drafts, samplings)
 
     def build_next(self) -> bool:
         """Builds one function of rounds that no row has asked for yet; runs between two rounds.
@@ -215,38 +196,19 @@ class CapturedRounds:
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _begun(self, work: DraftRound, uniforms: Uniforms, stop: Stop | None) -> Begun | None:
-        """Launches the round; returns None if it is left to the stages.
-
-        This happens if its kind has failed, or if the drafter has no distribution.
-        """
-        target, looks = self._target, stop is not None
-        noise = uniforms(max(work.lengths) + 1 if looks else work.k + 1).flatten(2)
-        round_ = self._kinds.prepared(work, noise.shape[2], looks=looks)
+    def _begun(self, work: DraftRound, uniforms: Uniforms) -> Begun | None:
+        """Launches the round; returns None if its kind has failed."""
+        noise = uniforms(work.k + 1).flatten(2)
+        round_ = self._kinds.prepared(work, noise.shape[2])
         if round_ is None:
             return None
         fill_drafting(round_, work, noise, 0 if self._runner is None else self._runner.vocab_size)
-        clock: LookClock | None = None
-        if stop is None:
-            fill_target(round_, work, target.vocab_size)
-            round_.begin()
-            if work.k:
-                round_.draft(work.k)
-        else:
-            clock = LookClock(target, self._runner)
-            round_.begin()
-            ended = self._drafted(round_, work, stop, clock)
-            if ended is None:
-                self._undo(work)
-                return None
-            work = ended
-            fill_target(round_, work, target.vocab_size)
-            clock.drafted()
+        fill_target(round_, work, self._target.vocab_size)
+        round_.begin()
         if self._runner is not None and round_.unchecked("draft"):
             with round_.comparing():
                 check_drafts(round_, work, self._runner)
-        launched = round_.launch(max(work.lengths) if stop else work.k)
-        return Begun(round_, work, launched, range(work.plan.rows), clock)
+        return Begun(round_, work, round_.launch(), range(work.plan.rows))
 
     def _followed(self, begun: Begun, uniforms: Uniforms) -> RoundAhead | None:
         """Launches the round after one that is under way; returns None if that is not possible."""
@@ -258,14 +220,14 @@ class CapturedRounds:
         if work.first is not None and self._runner is not None:
             caches.append(self._runner.cache)
         stores = [cache.stores_of(0)[0] for cache in caches]
-        return RoundAhead(round_, work, round_.follow(begun.launched, noise), caches, stores)
+        return RoundAhead(round_, work, round_.follow(noise), caches, stores)
 
     def _ended(self, begun: Begun) -> Decided | None:
         """Waits for the verdict; returns None if the round is left to the stages.
 
         This happens if logits are not finite.
         """
-        target, round_, work, clock = self._target, begun.round, begun.work, begun.clock
+        target, round_, work = self._target, begun.round, begun.work
         round_.require_same_weights()  # while the device works
         found = round_.collect(begun.launched, begun.places)
         for runner, passes in ((target, 1), (self._runner, work.k)):
@@ -278,11 +240,6 @@ class CapturedRounds:
                 round_.widen()
             self._undo(work)
             return None
-        shares = (
-            (found.drafting / max(found.drafting + found.verifying, 1e-12), None)
-            if clock is None
-            else clock.shares()
-        )
         if round_.unchecked("verify"):
             with round_.comparing():
                 check_verdict(round_, work, found, target)
@@ -295,7 +252,7 @@ class CapturedRounds:
             self._runner.counts.add(work.k, found.drafting, CAPTURED)
             self._runner.cache.wrote(work.first, ahead=work.k - 1)
             self._drafter.leave_out(work.rows, work.lengths, work.held)
-        return _outcome(found, work, *shares)
+        return _outcome(found, work)
 
     def _drop(self) -> None:
         """Waits for a round that was launched ahead, and lets go of its results.
@@ -313,32 +270,6 @@ class CapturedRounds:
                 for slot in range(min(len(ahead.work.rows), cache.slots)):
                     cache.zero_tail(slot, cache.lengths[slot])
 
-    def _drafted(
-        self, round_: CapturedRound, work: DraftRound, stop: Stop, clock: LookClock
-    ) -> DraftRound | None:
-        """Computes the drafts and returns the round with the draft lengths that `stop` leaves.
-
-        `stop` is asked position by position while a draft goes on, as the stages ask it. Before the
-        first question as many steps are computed as all recent rounds needed, later one piece at a
-        time. Returns None if the drafter has no distribution.
-        """
-        lengths, asked, computed = list(work.lengths), 0, 0
-        while asked < max(lengths):
-            wanted = max(min(self._looked, default=0) if not asked else 0, asked + 1)
-            computed = min(-(-wanted // PIECE) * PIECE, work.k)
-            round_.draft(computed)
-            confidences = round_.confidences(len(work.rows))
-            clock.looked(computed, round_.drafting)
-            if any(0.0 in sure for sure in confidences):
-                return None
-            while asked < min(computed, max(lengths)):
-                ends = stop(asked, confidences[asked])
-                lengths = [min(pair) for pair in zip(lengths, ends, strict=True)]
-                asked += 1
-        self._looked.append(asked)
-        plan = self._target.plan(work.plan.slots, [1 + length for length in lengths])
-        return work._replace(lengths=lengths, k=computed, plan=plan)
-
     def _undo(self, work: DraftRound) -> None:
         """Takes a round back.
 
@@ -355,7 +286,7 @@ class CapturedRounds:
                 cache.zero_non_finite(slot)
 
 
-def _outcome(found: Found, work: DraftRound, share: float, between: float | None) -> Decided:
+def _outcome(found: Found, work: DraftRound) -> Decided:
     """Returns the round in the form that the stages after the verdict take."""
     k = max(work.lengths)
     if k:
@@ -370,4 +301,5 @@ def _outcome(found: Found, work: DraftRound, share: float, between: float | None
     )
     accepted, following = torch.from_numpy(found.accepted), torch.from_numpy(found.tokens)
     verdict = Verdict(accepted, following, probs, raw_logprobs=logprobs)
-    return Decided(tree, found.logits[:, : k + 1], verdict, share, between)
+    share = found.drafting / max(found.drafting + found.verifying, 1e-12)
+    return Decided(tree, found.logits[:, : k + 1], verdict, share)

@@ -22,7 +22,6 @@ slots until the launched round is over, and no row joins before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -53,8 +52,7 @@ class DraftRound(NamedTuple):
 
     Attributes:
         rows: the rows.
-        lengths: the number of drafts of each row that are verified; before they are drawn, the most
-            that there may be.
+        lengths: the number of drafts of each row that are verified.
         style: the way in which tokens are drawn.
         k: the number of drafts that are computed for each row, at least the longest length.
         plan: the plan of the target's pass.
@@ -114,7 +112,7 @@ def fill_target(round_: CapturedRound, work: DraftRound, vocab_size: int) -> Non
         vocab_size: the size of the target's vocabulary.
     """
     inputs = round_.functions.inputs
-    round_.functions.place_target(work.plan, round_.columns(max(work.lengths)))
+    round_.functions.place("target", work.plan)
     _put(inputs.on_host("last"), [row.tokens[-1] for row in work.rows], vocab_size - 1)
     _put(inputs.on_host("lengths"), work.lengths)
 
@@ -146,14 +144,13 @@ def check_drafts(round_: CapturedRound, work: DraftRound, drafter: Runner) -> No
     """
     functions, first = round_.functions, work.first
     assert first is not None
-    steps, tokens = functions.steps[: work.k], functions.tokens[: len(work.rows)]
+    steps, tokens = functions.steps, functions.tokens[: len(work.rows)]
     pending = [[own[min(i, len(own) - 1)] for i in range(first.q)] for own in work.pending]
     fed = torch.tensor(pending, device=tokens.device)
     plans = [work.later(j) if j else first for j in range(len(steps))]
     # Unused columns of an ordinary pass write where the next pass will.
     cells = [_written(drafter, plan) for plan in plans]
     for j, (step, plan, ours) in enumerate(zip(steps, plans, cells, strict=True)):
-        assert step is not None
         every = drafter.ordinary(plan, fed)
         last = torch.tensor([count - 1 for count in plan.counts], device=tokens.device)
         right = every[torch.arange(len(work.rows), device=tokens.device), last]
@@ -276,7 +273,7 @@ def may_follow(
     the room; and all functions must have been checked.
     """
     kind, k, rows = round_.kind, work.k, len(work.rows)
-    if kind.looks or not round_.can_advance(k):
+    if not round_.can_advance:
         return False
     room = min(target.cache.capacity, kind.target_keys) - max(work.plan.tails)
     if work.first is not None and drafter is not None:
@@ -298,37 +295,3 @@ def _lasts(row: Row, k: int) -> bool:
     """Returns True if k drafts fit behind those of this round, if all of these are accepted."""
     reach = row.draft_context - len(row.tokens) + 1
     return row.remaining >= 2 * (k + 1) and (not k or reach >= 2 * k + 1)
-
-
-class LookClock:
-    """A clock for a round in which the host looks at confidences, without time for building."""
-
-    def __init__(self, *runners: Runner | None) -> None:
-        self._runners = [runner for runner in runners if runner is not None]
-        self._started = self._now()
-        self._first: float | None = None  # when the first look was over
-        self._more = self._end = 0.0
-
-    def _now(self) -> float:
-        return time.perf_counter() - sum(runner.seconds_building for runner in self._runners)
-
-    def looked(self, steps: int, seconds: float) -> None:
-        """Notes that the host has the confidences of some steps.
-
-        Args:
-            steps: the number of steps.
-            seconds: the time that they took on the device.
-        """
-        if self._first is None:
-            self._first, self._more = self._now(), seconds * (steps - 1) / steps
-
-    def drafted(self) -> None:
-        """Notes that the drafts have ended."""
-        self._end = self._now()
-
-    def shares(self) -> tuple[float, float]:
-        """Returns `share` and `between` of `Decided`, for a round that is over."""
-        assert self._first is not None
-        drafting = max(self._end - self._started, 1e-12)
-        between = min(self._end - self._first + self._more, drafting)
-        return drafting / max(self._now() - self._started, drafting), between / drafting

@@ -37,25 +37,26 @@ STEADY = 8
 """The number of successive rounds of one draft length before it is captured beside a longer one."""
 PENDING = 2
 """The number of columns of a drafter's first pass: most tokens of a row that its cache lacks."""
-PIECE = 2
-"""The number of steps in one function if drafts end by the drafter's confidence.
-
-A wait for the host costs a tenth of a step, and half a piece is computed in vain:
-`benchmarks/pieces.py` counts both.
-"""
-AT_ONCE = 8
-"""The number of drafts whose pieces and widths are all built before the first round of their kind.
-
-No later round then waits for a capture; longer drafts are rare.
-"""
 AHEAD, AHEAD_BYTES = MOST * 3 // 4, 1 << 30
 """The most functions, and bytes of their results, that are built before a row asks for them."""
 LONGEST = 16
-"""The number of drafts that rounds ended by the drafter's confidence have buffers for."""
+"""The most drafts of a captured round."""
 
 
 _PROPOSE = ModelDrafter.propose
 """The method that captured rounds replace. A drafter with another `propose` is not captured."""
+
+
+def is_captured(target: Runner, drafter: Drafter | None) -> bool:
+    """Returns True if rounds with drafts of this drafter are captured."""
+    chains = _of_chains(drafter)
+    return target.captures is not None and chains is not None and chains.runner.captures is not None
+
+
+def _of_chains(drafter: Drafter | None) -> ModelDrafter | None:
+    """Returns the drafter if it is a model that drafts chains in the target's ids."""
+    chains = isinstance(drafter, ModelDrafter) and not drafter.shared and not drafter.max_nodes
+    return drafter if isinstance(drafter, ModelDrafter) and chains else None
 
 
 class RoundKinds:
@@ -74,26 +75,21 @@ class RoundKinds:
 
     def __init__(self, target: Runner, drafter: Drafter | None, rule: Rule) -> None:
         self._target, self._rule = target, rule
-        chains = isinstance(drafter, ModelDrafter) and not drafter.shared and not drafter.max_nodes
-        self.drafter = drafter if isinstance(drafter, ModelDrafter) and chains else None
+        self.drafter = _of_chains(drafter)
         # The length last asked for, and the number of rounds that have asked for it since.
         self._longest, self._repeats = (0, 0)
         self.last: Kind | None = None
-        # The kinds to be built between rounds, the most wanted last, with their draft lengths.
-        self._wanted: dict[Kind, int] = {}
+        self._wanted: dict[Kind, None] = {}  # to be built between rounds, the most wanted last
         self._rows: Sequence[Row] = ()
         self._style: Style | None = None  # of these rows
         self._decides = decides_chains(rule)
 
-    def round_of(
-        self, rows: Sequence[Row], lengths: Sequence[int], *, looks: bool
-    ) -> DraftRound | None:
+    def round_of(self, rows: Sequence[Row], lengths: Sequence[int]) -> DraftRound | None:
         """Returns the round to compute for these rows; None if it cannot be captured.
 
         Args:
             rows: the rows.
             lengths: the draft length of each row.
-            looks: True if drafts end by the drafter's confidence.
         """
         target, k = self._target, max(lengths)
         drafter = self.drafter if k else None
@@ -119,12 +115,7 @@ class RoundKinds:
             return None
         held, pending = drafter.lacking(rows, lengths)
         first = drafter.runner.plan(drafter.slots(rows), [len(tokens) for tokens in pending])
-        most = (
-            [-(-k // PIECE) * PIECE]
-            if looks
-            else dict.fromkeys((self._steps(k, target.captures, style), k))
-        )
-        for steps in most:
+        for steps in dict.fromkeys((self._steps(k, target.captures, style), k)):
             if first.q <= PENDING and drafter.runner.captures.covers(
                 first, drafter.runner.cache, ahead=steps - 1
             ):
@@ -166,45 +157,31 @@ class RoundKinds:
             for kind in captures.generation(self._target.cache).rounds
             if isinstance(kind, Kind)
         ]
-        captured = [
-            kind.k for kind in kinds if kind.style == style and kind.k >= k and not kind.looks
-        ]
+        captured = [kind.k for kind in kinds if kind.style == style and kind.k >= k]
         return min(captured, default=k)
 
-    def prepared(self, work: DraftRound, numbers: int, *, looks: bool) -> CapturedRound | None:
+    def prepared(self, work: DraftRound, numbers: int) -> CapturedRound | None:
         """Returns the captured round that serves a round; None if its kind has failed.
 
         Args:
             work: the round.
             numbers: the number of uniforms per position.
-            looks: True if drafts end by the drafter's confidence.
         """
         keys = 0 if work.first is None else max(work.first.tails) + work.k - 1
-        kind = self._kind(
-            work.plan.rows, work.k, max(work.plan.tails), keys, work.style, numbers, looks=looks
-        )
-        drafts = min(work.k, AT_ONCE) if looks else work.k
+        kind = self._kind(work.plan.rows, work.k, max(work.plan.tails), keys, work.style, numbers)
         self.last = kind
         if self._failed(kind):
             return None
         self._wanted.pop(kind, None)
-        self._wanted[kind] = drafts
+        self._wanted[kind] = None
         while len(self._wanted) > MOST:
             del self._wanted[next(iter(self._wanted))]
         round_ = self._round(kind)
-        round_.build(drafts)
+        round_.build()
         return round_
 
     def _kind(
-        self,
-        rows: int,
-        k: int,
-        target_keys: int,
-        draft_keys: int,
-        style: Style,
-        numbers: int,
-        *,
-        looks: bool,
+        self, rows: int, k: int, target_keys: int, draft_keys: int, style: Style, numbers: int
     ) -> Kind:
         """Returns the kind of rounds over the present caches, with buckets for these sizes.
 
@@ -215,13 +192,11 @@ class RoundKinds:
             draft_keys: the keys that the drafter's passes span.
             style: the way in which tokens are drawn.
             numbers: the number of uniforms per position.
-            looks: True if drafts end by the drafter's confidence.
         """
         target, drafting = self._models(k)
         slots = target.cache.slots - 1
         padded = min(ROWS[bisect_left(ROWS, rows)] if rows <= ROWS[-1] else slots, slots)
         spanned = 0 if drafting is None else _keys(drafting, draft_keys)
-        k, piece = (LONGEST, PIECE) if looks else (k, k)
         return Kind(
             padded,
             k,
@@ -231,7 +206,6 @@ class RoundKinds:
             style=style,
             rule=cast("ChainRule", self._rule),
             numbers=numbers,
-            piece=piece,
         )
 
     def _models(self, k: int) -> tuple[RoundModel, RoundModel | None]:
@@ -293,16 +267,13 @@ class RoundKinds:
 
     # ── before a row asks ─────────────────────────────────────────────────────────────────────────
 
-    def want(
-        self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling], *, looks: bool
-    ) -> None:
+    def want(self, rows: int, drafts: Sequence[int], samplings: Sequence[Sampling]) -> None:
         """Names rounds of up to `rows` rows for `build_next`, for these settings and lengths.
 
         Args:
             rows: the most rows.
             drafts: the draft lengths; the first is built first.
             samplings: the settings; the first is built first.
-            looks: True if drafts end by the drafter's confidence.
         """
         if not self._decides or not len(self._target.cache):
             return
@@ -311,9 +282,9 @@ class RoundKinds:
         for size, sampling, k in product(sizes[::-1], samplings[::-1], drafts[::-1]):
             style = style_of([sampling], self._target.vocab_size, self._rule.draw)
             if style is not None and k <= LONGEST and (not k or self._drafts()):
-                kind = self._kind(size, k, 1, 1, style, numbers, looks=looks and k > 0)
+                kind = self._kind(size, k, 1, 1, style, numbers)
                 self._wanted.pop(kind, None)
-                self._wanted[kind] = min(-(-k // PIECE) * PIECE, AT_ONCE) if kind.looks else k
+                self._wanted[kind] = None
 
     def _drafts(self) -> bool:
         """Returns True if the drafter is a captured model on the target's device."""
@@ -333,17 +304,11 @@ class RoundKinds:
         Returns:
             True if a function was built.
         """
-        for kind, drafts in reversed(self._wanted.items()):
+        for kind in reversed(self._wanted):
             if self._failed(kind) or (kind.k and not self._drafts()):
                 continue
             now = self._kind(
-                kind.rows,
-                kind.k,
-                kind.target_keys,
-                kind.draft_keys,
-                kind.style,
-                kind.numbers,
-                looks=kind.looks,
+                kind.rows, kind.k, kind.target_keys, kind.draft_keys, kind.style, kind.numbers
             )
             target, drafting = self._models(kind.k)
             fits = (
@@ -357,7 +322,7 @@ class RoundKinds:
             ):
                 return False
             self.last = now
-            if fits and self._round(now).build_one(drafts):
+            if fits and self._round(now).build_one():
                 return True
         return False
 

@@ -275,9 +275,7 @@ class Engine:
             return
         longest = 0 if self.drafter is None else self.lookahead.limit
         drafts = list(dict.fromkeys([longest, 0]))  # a row's last token is decoded plainly
-        self._stages.captured.want(
-            rows, drafts, samplings, looks=self.lookahead.shorten is not None
-        )
+        self._stages.captured.want(rows, drafts, samplings)
 
     @torch.inference_mode()
     def build_ahead(self) -> bool:

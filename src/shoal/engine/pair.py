@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.drafting.captured_kinds import is_captured
 from shoal.drafting.draft import Draft
 from shoal.drafting.pair_loading import DraftModel
 from shoal.drafting.protocol import Drafter
@@ -178,7 +179,8 @@ class Pair:
             )
         else:
             drafter = self.new_drafter()
-        controller = controllers.by_name(lookahead_name, costs, drafter)
+        captured = is_captured(self.target, drafter)
+        controller = controllers.by_name(lookahead_name, costs, drafter, captured=captured)
         engine = Engine(
             self.target,
             drafter,

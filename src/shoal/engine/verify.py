@@ -69,11 +69,13 @@ class Stages:
 
     def lengths(self, rows: Sequence[Row]) -> Sequence[int]:
         """Returns the draft length of each row."""
-        lengths = (
-            [0] * len(rows)
-            if self._drafter is None
-            else self._lookahead.lengths(rows, len(self._batch.scheduler.waiting))
-        )
+        repeat = None if self._gathered else getattr(self._lookahead, "repeat", None)
+        if self._drafter is None:
+            lengths = [0] * len(rows)
+        elif repeat is not None:
+            lengths = repeat(rows)
+        else:
+            lengths = self._lookahead.lengths(rows, len(self._batch.scheduler.waiting))
         self._drafting = max(lengths) > 0 or not self._lookahead.adaptive
         return lengths
 
@@ -86,12 +88,13 @@ class Stages:
         the other. The stages take rows that lie side by side: those of a round that was launched
         ahead may not, and change their order then (`Scores.positions`).
         """
-        stop = self._lookahead.shorten if max(lengths) else None
-        decided = self.captured.decide(
-            rows, lengths, partial(self._noise, rows), stop, goes_on=self._goes_on(rows, lengths)
-        )
+        decided = None
+        if not max(lengths) or self._lookahead.shorten is None:
+            decided = self.captured.decide(
+                rows, lengths, partial(self._noise, rows), goes_on=self._goes_on(rows, lengths)
+            )
         if decided is not None:
-            watch.lap_shares((decided.share, 1 - decided.share, 0.0), between=decided.between)
+            watch.lap_shares((decided.share, 1 - decided.share, 0.0))
             return (
                 decided.tree,
                 scores_of(self._target, rows, decided.tree, decided.logits),
@@ -144,6 +147,8 @@ class Stages:
         """
         scheduler, controller = self._batch.scheduler, self._lookahead
         if self._target.captures is None or self._batch.guides or scheduler.prefilling:
+            return False
+        if self._drafter is not None and not hasattr(controller, "repeat"):
             return False
         steady = getattr(controller, "steady", False)
         if not steady and (max(lengths) or getattr(controller, "plain_rounds", 1) < 2):

@@ -25,6 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from shoal.config import LOSSY_RULES, Speculation
+from shoal.drafting.captured_kinds import is_captured
 from shoal.drafting.draft import BUNDLED, read_draft
 from shoal.drafting.pair_loading import DraftModel, Tokenizers
 from shoal.drafting.protocol import Drafter
@@ -285,7 +286,8 @@ def _engine(model: Any, method: DecodingMethod, speculation: Speculation) -> Eng
     )
     key = weakref.ref(draft_model) if isinstance(draft_model, nn.Module) else key
     pair_costs = _pair_costs.of(model).setdefault(key, PairCosts(packed=target.skips_padding))
-    controller = controllers.by_name(speculation.lookahead, pair_costs, drafter)
+    captured = is_captured(target, drafter)
+    controller = controllers.by_name(speculation.lookahead, pair_costs, drafter, captured=captured)
     size = _batch_sizes.of(method.max_batch, model, speculation.lookahead)
     return Engine(target, drafter, controller, max_batch=size, rule=RULES[speculation.rule]())
 

@@ -153,10 +153,12 @@ class Acceptance:
         lines, columns = decided.nonzero()
         hits = (place[lines, 0] < accepted[lines, columns]).astype(float)
         bins = self._bins(confidence)
-        expected = _shifted(self._confidences.rates()[bins], self._offsets(rows))
         seen = np.isfinite(confidence)
         known = seen[lines, columns]
-        self._learn_rows(rows, expected, hits, lines=lines, columns=columns, ages=ages, known=known)
+        positions = self._positions.rates(self._positions.mean)[np.minimum(place, self.limit - 1)]
+        rates = np.where(seen, self._confidences.rates()[bins], positions)
+        expected = _shifted(rates, self._offsets(rows))
+        self._learn_rows(rows, expected, hits, lines=lines, columns=columns, ages=ages)
         self._confidences.add(
             bins[lines, columns][known], hits[known], ages[lines][known], len(rounds)
         )
@@ -177,17 +179,15 @@ class Acceptance:
         lines: Index,
         columns: Index,
         ages: Index,
-        known: npt.NDArray[np.bool_],
     ) -> None:
-        """Moves the log-odds of rows by the outcomes whose confidence is known.
+        """Moves the log-odds of rows by outcomes.
 
         For a few outcomes the move is proportional to `ROW_STEP`. For many, it never goes beyond
         their joint estimate (an implicit step of the logistic loss).
         """
-        lines, columns = lines[known], columns[known]
         weights = self.ROW_FADE ** ages[lines]
         chance = expected[lines, columns]
-        residual = np.bincount(columns, weights * (hits[known] - chance), len(rows))
+        residual = np.bincount(columns, weights * (hits - chance), len(rows))
         curvature = np.bincount(columns, weights * chance * (1 - chance), len(rows))
         moves = self.ROW_STEP * residual / (1 + self.ROW_STEP * curvature)
         for row, move in zip(rows, moves.tolist(), strict=True):

@@ -11,15 +11,23 @@ decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, nan
 from operator import add, mul
 
 import numpy as np
 
-from shoal.lookahead.acceptance import LIMIT, Array, Record, Tried
+from shoal.lookahead.acceptance import LIMIT, Record, Tried
 from shoal.lookahead.costs import PairCosts
-from shoal.lookahead.plan import Stopping, Unfed, best_plan, remaining_weights, repays
+from shoal.lookahead.plan import (
+    DraftPlan,
+    Stopping,
+    Unfed,
+    acceptance_of,
+    best_plan,
+    remaining_weights,
+    repays,
+)
 from shoal.lookahead.safeguards import Backoff
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
@@ -44,7 +52,7 @@ ASSUMED_ROWS = 16
 LEARNED = 32
 """The number of rounds after which plans are kept for several rounds."""
 PLAN_ROUNDS = 8
-"""The number of rounds for which a plan is kept while the rows are the same."""
+"""The number of rounds for which a plan by confidence is kept while the rows are the same."""
 FEW = 8
 """A plan is kept until more than 1 / `FEW` of its rows have ended: planning takes time as well."""
 
@@ -65,10 +73,12 @@ class Auto:
         adaptive: see `shoal.lookahead.controller.Controller`.
         costs: the costs and acceptance rates of the pair.
         unfed: the tokens that the drafter has not computed.
+        rounds_of_a_plan: the number of rounds for which a plan is kept while the rows are the same.
     """
 
     limit = LIMIT
     adaptive = True
+    rounds_of_a_plan = PLAN_ROUNDS
 
     def __init__(self, costs: PairCosts) -> None:
         self.costs = costs
@@ -77,12 +87,11 @@ class Auto:
         self._rows: list[int] = []  # serial numbers
         self._record = Record(())
         self._waiting = False
-        self._stopping: Stopping | None = None  # None = there is no plan
+        self._plan: DraftPlan | None = None  # None = there is no plan
         self._age = 0  # rounds since the plan was made
         self._unfed_tokens = 0
         self._longest: list[int] = []
         self._confidence: list[Sequence[float]] = []  # by position, then row
-        self._weights: list[float] = []
         # The seconds of a plain round of these rows; None = to be computed.
         self._plain: float | None = None
 
@@ -105,12 +114,17 @@ class Auto:
         if serials != self._rows or (waiting > 0) != self._waiting:
             self.unfed.change(rows)
             if not self._goes_on(serials, waiting > 0):
-                self._begin(serials, waiting > 0)
+                self._learn_acceptance()
+                if set(serials).isdisjoint(self._rows):
+                    self.costs.credit.settle()
+                self._rows, self._waiting = serials, waiting > 0
+                self._plan = self._plain = None
+                self._record = Record(serials)
         self._confidence, costs = [], self.costs
         drafting = self._rows_to_draft_for(rows)
         longest = (
-            self.limit
-            if self._stopping is not None
+            self._plan.longest
+            if self._plan is not None
             else FIRST_STEPS
             if costs.rounds < len(FIRST_ROUNDS)
             else 1
@@ -126,36 +140,36 @@ class Auto:
         self._unfed_tokens = self.unfed.feed(drafting) if drafting else 0
         return self._longest
 
+    def repeat(self, rows: Sequence[Row]) -> list[int]:
+        """Returns the lengths of the last round for those of its rows that are left."""
+        serials = [row.serial for row in rows]
+        if serials != self._rows:
+            places = {serial: place for place, serial in enumerate(self._rows)}
+            self._longest = [self._longest[places[serial]] for serial in serials]
+            self.unfed.change(rows)
+            self._narrow(serials)
+        self._confidence, self._age = [], self._age + 1
+        self._unfed_tokens = self.unfed.feed(rows) if max(self._longest) else 0
+        return self._longest
+
     def _goes_on(self, serials: list[int], waiting: bool) -> bool:
         """Keeps the plan if only a few of its rows have ended; returns True if it is kept."""
         begun = len(self._record.rows)
-        if (
-            self._stopping is None
-            or waiting != self._waiting
-            or FEW * (begun - len(serials)) > begun
-        ):
+        if self._plan is None or waiting != self._waiting or FEW * (begun - len(serials)) > begun:
             return False
-        places = {row: place for place, row in enumerate(self._rows)}
-        if not places.keys() >= set(serials):
+        if not set(self._rows) >= set(serials):
             return False
-        left = [places[serial] for serial in serials]
-        self._record.narrow(serials)
-        self._stopping.keep(left)
-        self._rows, self._weights, self._plain = (
-            serials,
-            [self._weights[place] for place in left],
-            None,
-        )
+        self._narrow(serials)
         return True
 
-    def _begin(self, serials: list[int], waiting: bool) -> None:
-        """Begins a record of other rows than before, without a plan."""
-        self._learn_acceptance()
-        if set(serials).isdisjoint(self._rows):
-            self.costs.credit.settle()
-        self._rows, self._waiting, self._stopping = serials, waiting, None
-        self._weights, self._plain = [1.0] * len(serials), None
-        self._record = Record(serials)
+    def _narrow(self, serials: list[int]) -> None:
+        """Keeps only these of the rows, in this order."""
+        places = {row: place for place, row in enumerate(self._rows)}
+        left = [places[serial] for serial in serials]
+        self._record.narrow(serials)
+        if self._plan is not None:
+            self._plan.keep(left)
+        self._rows, self._plain = serials, None
 
     def _rows_to_draft_for(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Returns all rows if there is a plan, a few for a trial, or none."""
@@ -164,19 +178,14 @@ class Auto:
             return self.unfed.cheapest(rows, TRIAL_ROWS) if FIRST_ROUNDS[costs.rounds] else ()
         if costs.plain_rounds.due(len(rows)):
             return ()
-        if (
-            self._stopping is not None
-            and costs.credit.allows_plans
-            and self._age < PLAN_ROUNDS
-            and costs.rounds > LEARNED
-        ):
+        if self._holds:
             self._age += 1
             return rows
-        if self._stopping is None and not self._backoff.is_over(len(rows)):
+        if self._plan is None and not self._backoff.is_over(len(rows)):
             return ()
         self._learn_acceptance()
-        self._stopping = self._new_plan(rows) if costs.credit.allows_plans else None
-        if self._stopping is not None:
+        self._plan = self._new_plan(rows) if costs.credit.allows_plans else None
+        if self._plan is not None:
             self._backoff, self._age = Backoff(), 1
             return rows
         self._backoff.extend(len(rows))
@@ -184,12 +193,22 @@ class Auto:
         return chosen if self.trial_is_due(len(rows), self.unfed.tokens(chosen)) else ()
 
     @property
+    def _holds(self) -> bool:
+        """True if there is a plan that is kept for the next round."""
+        return (
+            self._plan is not None
+            and self.costs.credit.allows_plans
+            and self._age < self.rounds_of_a_plan
+            and self.costs.rounds > LEARNED
+        )
+
+    @property
     def plain_rounds(self) -> int:
         """The number of plain rounds, from the one that has its lengths, that may come in one go.
 
         It holds if the last lengths were 0, and as long as the rows stay the same.
         """
-        if self._stopping is not None or self.costs.rounds < len(FIRST_ROUNDS):
+        if self._plan is not None or self.costs.rounds < len(FIRST_ROUNDS):
             return TOGETHER
         return 1 + self._backoff.left
 
@@ -199,48 +218,38 @@ class Auto:
         Returns 0 if no plan pays, with the tokens that the drafter must compute before it.
         """
         self._learn_acceptance()
-        _, survival = self._survival(rows)
-        plan = best_plan(survival, np.ones(len(rows)), self.costs)
-        remaining, preparing = (
-            np.array([row.remaining for row in rows]),
-            self.costs.seconds_preparing(self.unfed.tokens(rows)),
-        )
-        return (
-            plan.rate
-            if plan is not None and repays(plan, remaining, preparing, self.costs)
-            else 0.0
-        )
+        plan = self._best(rows, waiting=True)
+        if plan is None or not repays(plan.rate, rows, self.unfed, self.costs):
+            return 0.0
+        return plan.rate
 
     def pause(self, rows: Sequence[Row]) -> None:
         """Notes that another drafter drafts for these rows."""
         self.unfed.leave(rows)
 
-    def _survival(self, rows: Sequence[Row]) -> tuple[Array, Array]:
-        """Returns the acceptance at each position and its running product, [rows, limit] each.
-
-        The product is the probability that a draft and all before it are accepted.
-        """
-        longest = np.array([row.max_draft_length for row in rows])
-        following = self.costs.acceptance.by_position([row.serial for row in rows])
-        survival = following.cumprod(axis=1)
-        survival[np.arange(self.limit) >= longest[:, None]] = 0.0
-        return following, survival
-
-    def _new_plan(self, rows: Sequence[Row]) -> Stopping | None:
-        costs = self.costs
-        following, survival = self._survival(rows)
-        remaining = np.array([row.remaining for row in rows])
-        weights = (
-            np.ones(len(rows)) if self._waiting else remaining_weights(remaining, survival, costs)
-        )
-        self._weights, self._plain = weights.tolist(), None
-        plan = best_plan(survival, weights, costs)
-        if plan is None or not repays(
-            plan, remaining, costs.seconds_preparing(self.unfed.tokens(rows)), costs
-        ):
+    def _new_plan(self, rows: Sequence[Row]) -> DraftPlan | None:
+        self._plain = None
+        plan = self._best(rows, waiting=self._waiting)
+        if plan is None or not repays(plan.rate, rows, self.unfed, self.costs):
             return None
-        by_confidence = costs.acceptance.by_confidence(self._rows)
-        return Stopping(plan, self._weights, by_confidence.tolist(), following.tolist())
+        return plan
+
+    def _best(self, rows: Sequence[Row], *, waiting: bool) -> DraftPlan | None:
+        """Returns the best plan for these rows; None if plain decoding is better.
+
+        Args:
+            rows: the rows of the plan.
+            waiting: True if other rows wait for slots, so that all committed tokens count alike.
+        """
+        costs = self.costs
+        following, survival = acceptance_of(rows, costs)
+        remaining = np.array([row.remaining for row in rows])
+        weights = np.ones(len(rows)) if waiting else remaining_weights(remaining, survival, costs)
+        plan = best_plan(survival, weights, costs)
+        if plan is None:
+            return None
+        by_confidence = costs.acceptance.by_confidence([row.serial for row in rows])
+        return Stopping(plan, weights.tolist(), by_confidence.tolist(), following.tolist())
 
     def trial_is_due(self, rows: int, unfed: int) -> bool:
         """Returns True if there is credit for drafts of a few rows.
@@ -261,7 +270,12 @@ class Auto:
 
     # ── while drafting ────────────────────────────────────────────────────────────────────────────
 
-    def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
+    @property
+    def shorten(self) -> Callable[[int, Sequence[float]], list[int]] | None:
+        """The rule that ends drafts by confidence; None if there is none."""
+        return self._shorten
+
+    def _shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
         """Returns the longest length that each row's draft may still reach.
 
         This is `position` if the draft there is not worth verifying, and at most one more if
@@ -272,11 +286,11 @@ class Auto:
             confidence: the drafter's highest probability at this position, for each row.
         """
         self._confidence[position:] = [confidence]
-        if self._stopping is None:
+        if not isinstance(self._plan, Stopping):
             return self._longest
         if position == 0:
-            self._stopping.begin(self._longest)
-        return self._stopping.shorten(position, confidence)
+            self._plan.begin(self._longest)
+        return self._plan.shorten(position, confidence)
 
     # ── after a round ─────────────────────────────────────────────────────────────────────────────
 
@@ -304,7 +318,7 @@ class Auto:
             costs.credit.plain(whole, outcome.rounds, settle=not checks)
             if checks:  # the plan goes on if it still pays
                 self._learn_acceptance()
-                self._stopping = None
+                self._plan = None
             return
         costs.plain_rounds.drafted(rows)
         costs.trees.observe(outcome.drafted, outcome.nodes)
@@ -319,40 +333,42 @@ class Auto:
             preparing = min(
                 outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens)
             )
-            if self._stopping is not None:
+            if self._plan is not None:
                 costs.credit.invested += preparing
             else:
                 spent += preparing
-        tokens = rows + sum(map(mul, self._weights, outcome.accepted))
+        weights = None if self._plan is None else self._plan.weights
+        accepted = outcome.accepted if weights is None else map(mul, weights, outcome.accepted)
+        tokens = rows + sum(accepted)
         if not learning:  # the first drafts are made to learn their cost
             costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
         self._record.add(
-            Tried(outcome.drafted, outcome.accepted, self._known_confidence()),
+            Tried(outcome.drafted, outcome.accepted, _known(self._confidence, self._longest)),
             outcome.seconds - more,
             tokens,
         )
-
-    def _known_confidence(self) -> list[Sequence[float]]:
-        """Returns the confidences at the positions within each row's longest draft.
-
-        The others are NaN: beyond that length the drafter may have seen padding.
-        """
-        if min(self._longest) >= len(self._confidence):
-            return self._confidence
-        return [
-            [
-                sure if longest > position else nan
-                for sure, longest in zip(confidence, self._longest, strict=True)
-            ]
-            for position, confidence in enumerate(self._confidence)
-        ]
 
     def _learn_acceptance(self) -> None:
         """Learns the acceptance from the rounds since the last call."""
         record = self._record
         if record.tried:
             self.costs.acceptance.learn(record.rows, record.tried)
-            if self._stopping is not None and record.full:
-                brought = record.tokens / record.seconds / self._stopping.plan.rate
+            if self._plan is not None and record.full:
+                brought = record.tokens / record.seconds / self._plan.rate
                 self.costs.calibrate(len(record.rows), brought, record.full)
         self._record = Record(self._rows)
+
+
+def _known(
+    confidence: Sequence[Sequence[float]], lengths: Sequence[int]
+) -> Sequence[Sequence[float]]:
+    """Returns the confidences at the positions within each row's longest draft.
+
+    The others are NaN: beyond that length the drafter may have seen padding.
+    """
+    if min(lengths) >= len(confidence):
+        return confidence
+    return [
+        [sure if longest > position else nan for sure, longest in zip(own, lengths, strict=True)]
+        for position, own in enumerate(confidence)
+    ]

@@ -13,7 +13,7 @@ account allows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shoal.lookahead.acceptance import LIMIT
@@ -121,6 +121,14 @@ class AutoChoice:
         self.rounds[self._choices.choices[choice]] += 1
         return self._autos[choice].lengths(rows, waiting)
 
+    def repeat(self, rows: Sequence[Row]) -> list[int]:
+        """Returns the lengths of the last round for those of its rows that are left."""
+        self._rows = {row.serial for row in rows}
+        self._until_trial -= 1
+        self._held -= 1
+        self.rounds[self._choices.choices[self._current]] += 1
+        return self._autos[self._current].repeat(rows)
+
     @property
     def plain_rounds(self) -> int:
         """The number of plain rounds that may come in one go, see `Auto.plain_rounds`."""
@@ -175,9 +183,10 @@ class AutoChoice:
         unknown = not costs.start.known and self._choices.choices_join
         return not choice or unknown or self._autos[choice].trial_is_due(rows, 0)
 
-    def shorten(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
-        """Shortens drafts, see `shoal.lookahead.auto.Auto.shorten`."""
-        return self._autos[self._current].shorten(position, confidence)
+    @property
+    def shorten(self) -> Callable[[int, Sequence[float]], list[int]] | None:
+        """The rule that ends drafts by confidence, see `shoal.lookahead.auto.Auto.shorten`."""
+        return self._autos[self._current].shorten
 
     def learn(self, outcome: Outcome) -> None:
         """Learns the costs and the outcome of a round, for its choice.

@@ -22,6 +22,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.auto import Auto
 from shoal.lookahead.choosing import AutoChoice, Choices
 from shoal.lookahead.costs import PairCosts
+from shoal.lookahead.even import EvenAuto
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
@@ -153,6 +154,10 @@ class Uniform:
         self._asked = [min(k, row.max_draft_length) for row in rows]
         return self._asked
 
+    def repeat(self, rows: Sequence[Row]) -> list[int]:
+        """Returns the lengths of a round that was launched ahead, see `Controller`."""
+        return self.lengths(rows, 0)
+
     def learn(self, outcome: Outcome) -> None:
         """Passes the counts on to the `Lookahead`.
 
@@ -168,6 +173,7 @@ __all__ = [
     "AutoChoice",
     "Bass",
     "Controller",
+    "EvenAuto",
     "Fixed",
     "Heuristic",
     "PairCosts",
@@ -204,11 +210,13 @@ class Controller(Protocol):
             or less ends the draft before this token. A draft never becomes longer than `lengths`
             said.
 
-    A controller may also have `steady`: True if lengths change with the limits of the rows alone,
-    so that those of the next round are known before this one is over. And it may have
-    `plain_rounds`: if the last lengths were all 0, the number of rounds from this one on that may
-    be plain as well, as long as the rows are the same. The engine may then compute them in one go,
-    and `learn` gets one outcome of several rounds (`Outcome.rounds`).
+    A controller may also have `steady`: True if the next round has the lengths of this one, as far
+    as rows' limits allow, whatever comes of it. And it may have `plain_rounds`: if the last lengths
+    were all 0, the number of rounds from this one on that may be plain as well, as long as the rows
+    are the same. The engine may then compute them in one go, and `learn` gets one outcome of
+    several rounds (`Outcome.rounds`). If it has `repeat` besides, (rows) -> lengths, the engine may
+    launch the next round before this one is over; it then calls `repeat` instead of `lengths`, with
+    those of the rows that are left.
     """
 
     @property
@@ -239,17 +247,23 @@ class Controller(Protocol):
 
 
 def by_name(
-    name: object, pair_costs: PairCosts | None = None, choices: Choices | None = None
+    name: object,
+    pair_costs: PairCosts | None = None,
+    choices: Choices | None = None,
+    *,
+    captured: bool = False,
 ) -> Lookahead | Controller:
     """Returns the controller that a user names.
 
-    "auto" -> Auto(pair_costs); 4, "4", "fixed:4" -> Fixed(4); 0, "off" -> Fixed(0); "bass" ->
-    Bass(); "heuristic" -> Heuristic(); a controller object -> itself.
+    "auto" -> Auto(pair_costs), for captured rounds EvenAuto(pair_costs); 4, "4", "fixed:4" ->
+    Fixed(4); 0, "off" -> Fixed(0); "bass" -> Bass(); "heuristic" -> Heuristic(); a controller
+    object -> itself.
 
     Args:
         name: the name, the draft length or the object.
         pair_costs: the costs that `Auto` begins with, and adds to; None = no costs yet.
         choices: the drafter; "auto" chooses among the ways that it names. None = there is one way.
+        captured: True if rounds with drafts are captured.
 
     Raises:
         RequestError: the name is none of these.
@@ -259,6 +273,8 @@ def by_name(
     if isinstance(name, str):
         if name == "auto" and choices is not None and choices.choices:
             return AutoChoice(pair_costs or PairCosts(packed=True), choices)
+        if name == "auto" and captured:
+            return EvenAuto(pair_costs or PairCosts(packed=True))
         if name in _NAMES:
             return _NAMES[name](pair_costs)
         digits = name.removeprefix("fixed:")

@@ -23,10 +23,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from shoal.lookahead.acceptance import Acceptance, Array
+from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
 from shoal.lookahead.costs import PairCosts
 from shoal.types.requests import Row
 
@@ -114,6 +115,29 @@ The time is spent at once, and the gain is an estimate.
 """
 
 
+class DraftPlan(Protocol):
+    """Rounds with drafts, of rows some of which may end."""
+
+    @property
+    def rate(self) -> float:
+        """The expected committed tokens per second."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """The longest draft of a row."""
+        ...
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """The weight of a committed token of each row; None = all count alike."""
+        ...
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Keeps only these rows, in this order."""
+        ...
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """A round with drafts.
@@ -162,20 +186,34 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> RoundPlan | 
     return RoundPlan(rate, rate * float(seconds_per_position), STEP_MARGIN * rate * step)
 
 
-def repays(plan: RoundPlan, remaining: Array, preparing: float, costs: PairCosts) -> bool:
+def acceptance_of(rows: Sequence[Row], costs: PairCosts) -> tuple[Array, Array]:
+    """Returns the acceptance at each position and its running product, [rows, limit] each.
+
+    The product is the probability that a draft and all before it are accepted.
+    """
+    longest = np.array([row.max_draft_length for row in rows])
+    following = costs.acceptance.by_position([row.serial for row in rows])
+    survival = following.cumprod(axis=1)
+    survival[np.arange(LIMIT) >= longest[:, None]] = 0.0
+    return following, survival
+
+
+def repays(rate: float, rows: Sequence[Row], unfed: Unfed, costs: PairCosts) -> bool:
     """Returns True if the plan brings back the seconds that the drafter needs before it can begin.
 
     Only the next `HORIZON` tokens of each row count.
 
     Args:
-        plan: the plan.
-        remaining: [rows], the tokens that each row may still get. Most rows end before.
-        preparing: the seconds that the drafter needs.
+        rate: the tokens per second of the plan.
+        rows: the rows of the plan. Most end before they have all tokens that they may get.
+        unfed: the tokens that the drafter has not computed.
         costs: the costs of the pair.
     """
+    remaining = np.array([row.remaining for row in rows])
+    preparing = costs.seconds_preparing(unfed.tokens(rows))
     plain = costs.verify.seconds(len(remaining)) / len(remaining)
     return (
-        float(np.minimum(remaining, HORIZON).sum()) * (plain - 1 / plan.rate)
+        float(np.minimum(remaining, HORIZON).sum()) * (plain - 1 / rate)
         >= INVESTMENT_MARGIN * preparing
     )
 
@@ -215,7 +253,13 @@ class Stopping:
         weights: [rows], the weight of a committed token of each row.
         by_confidence: see `Acceptance.by_confidence`.
         by_position: [rows, positions], see `Acceptance.by_position`.
+
+    Attributes:
+        weights: as given, of the rows that are left.
+        longest: the longest draft of a row.
     """
+
+    longest = LIMIT
 
     def __init__(
         self,
@@ -225,14 +269,19 @@ class Stopping:
         by_position: Sequence[Sequence[float]],
     ) -> None:
         self.plan = plan
-        self._weights, self._by_confidence, self._by_position = weights, by_confidence, by_position
+        self.weights, self._by_confidence, self._by_position = weights, by_confidence, by_position
         self._ends: list[int] = []
         # For each row, its weight times the probability that all drafts so far are accepted.
         self._open: list[float] = []
 
+    @property
+    def rate(self) -> float:
+        """The expected committed tokens per second."""
+        return self.plan.rate
+
     def keep(self, places: Sequence[int]) -> None:
         """Keeps only these rows, in this order."""
-        self._weights = [self._weights[place] for place in places]
+        self.weights = [self.weights[place] for place in places]
         self._by_confidence = [self._by_confidence[place] for place in places]
         self._by_position = [self._by_position[place] for place in places]
 
@@ -240,7 +289,7 @@ class Stopping:
         """Begins a round, or its drafting."""
         self._ends = list(longest)
         self._open = [
-            weight if end > 0 else 0.0 for weight, end in zip(self._weights, longest, strict=True)
+            weight if end > 0 else 0.0 for weight, end in zip(self.weights, longest, strict=True)
         ]
 
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:

@@ -4,10 +4,6 @@ The inputs that change from round to round come in one upload: positions, pendin
 lengths, temperatures, uniforms. The results that the host must know come back in one download:
 drafts, the verdict, probabilities, and whether all logits were sound. In between nothing is asked
 of the host: drafts go from step to step and into the target's block on the device.
-
-Where the host decides the draft lengths by the drafter's confidence, a function is a few steps
-(`Kind.piece`). The confidences of the steps that were run come back in a download of their own, and
-the draft lengths follow in an upload of their own.
 """
 
 from __future__ import annotations
@@ -17,38 +13,20 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from shoal.models.compiled.executors import Run
 from shoal.models.compiled.replays import FirstReplays
-from shoal.models.compiled.round_functions import (
-    DRAFTING,
-    VERIFYING,
-    Kind,
-    NextRound,
-    RoundFunctions,
-    RoundModel,
-)
+from shoal.models.compiled.round_functions import Kind, NextRound, RoundFunctions, RoundModel
 from shoal.models.compiled.transfer import Arrival, Download, Found, unpacked
 from shoal.models.device_time import Moments
 
 
-class RoundPart(NamedTuple):
-    """A function of a round.
-
-    Attributes:
-        name: "draft", "verify", or "advance", which fills the inputs of the round that follows.
-        number: the first step of a "draft", the number of drafts of the others.
-    """
-
-    name: str
-    number: int
-
-
 class RoundParts:
     """The functions of a kind of round, each built when it is first needed, and checked once.
+
+    They are "draft", all steps of the drafter; "verify", the target's pass and the decision; and
+    "advance", which fills the inputs of the round that follows.
 
     Args:
         drafter: None for plain decoding, k = 0.
@@ -56,52 +34,49 @@ class RoundParts:
     Attributes:
         functions: the functions to build, and their buffers.
         next: the inputs of the round that follows.
-        built: the built functions, by part.
+        built: the built functions, by name.
     """
 
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
         self.kind, self.functions = kind, RoundFunctions(kind, target, drafter)
         self.next = NextRound(self.functions, target, drafter)
-        self.built: dict[RoundPart, Run] = {}
-        self._results: dict[int, Tensor] = {}  # of the target's pass, by its number of drafts
-        self._complete: set[int] = set()  # the arguments of `build` that nothing is lacking for
-        self._checked: set[RoundPart] = set()
-        self._new: set[RoundPart] = set()  # parts that were run in this round, and are not checked
+        self.built: dict[str, Run] = {}
+        self._results: Tensor | None = None  # of the target's pass that was built
+        self._checked: set[str] = set()
+        self._new: set[str] = set()  # parts that were run in this round, and are not checked
         self._passes, self._cache = target.passes, target.cache
         self._score_bytes: int = target.passes.hf.dtype.itemsize
 
-    def build(self, drafts: int) -> None:
-        """Builds the functions of rounds with `drafts` drafts that are not there yet.
+    def build(self) -> None:
+        """Builds the functions of a round that are not there yet; no such round is under way."""
+        while self.build_one():
+            pass
 
-        Where the host looks at confidences, these are the functions of rounds with at most `drafts`
-        drafts.
+    def build_one(self) -> bool:
+        """Builds one function of those; returns True if one was lacking.
+
+        The inputs of the next round that follows are filled by the results of a pass: that function
+        comes with the pass.
         """
-        if drafts not in self._complete:
-            for part in self.lacking(drafts):
-                self._part(*part)
-            self._complete.add(drafts)
-
-    def build_one(self, drafts: int) -> bool:
-        """Builds one function of those; returns True if one was lacking."""
-        lacking = self.lacking(drafts)
-        for part in lacking[:1]:
-            self._part(*part)
+        lacking = self.lacking()
+        for name in lacking[:1]:
+            self._build(name)
+            if name == "verify" and self._results_stay:
+                self._build("advance")
         return bool(lacking)
 
-    def lacking(self, drafts: int) -> list[RoundPart]:
-        """Returns the parts that `build` has to build."""
-        step = max(self.kind.piece, 1)
-        widths = range(0 if self.kind.looks else drafts, drafts + 1, step)
-        parts = [RoundPart("draft", first) for first in range(0, drafts, step)]
-        parts += [RoundPart("verify", self.columns(width)) for width in widths]
-        return [part for part in parts if part not in self.built]
+    def lacking(self) -> list[str]:
+        """Returns the names of the functions that `build` has to build."""
+        names = ("draft", "verify") if self.kind.k else ("verify",)
+        return [name for name in names if name not in self.built]
 
-    def can_advance(self, drafts: int) -> bool:
-        """Returns True if the device can fill the inputs of the round after one of `drafts` drafts.
+    @property
+    def can_advance(self) -> bool:
+        """True if the device can fill the inputs of the round after one of these.
 
-        All functions of that round must have been checked.
+        All functions of the round must have been checked.
         """
-        return self._results_stay(drafts) and not self._new
+        return self._results_stay and not self._new
 
     def comparing(self) -> AbstractContextManager[None]:
         """Returns a context whose time is no part of a round's."""
@@ -110,19 +85,10 @@ class RoundParts:
     @property
     def result_bytes(self) -> int:
         """The approximate bytes that the functions keep between runs: logits, and q in float32."""
-        scores = self.kind.rows * self.kind.style.vocab_size
-        columns = sum(part.number + 1 for part in self.built if part.name == "verify")
-        steps = sum(max(self.kind.piece, 1) for part in self.built if part.name == "draft")
+        scores, k = self.kind.rows * self.kind.style.vocab_size, self.kind.k
+        columns = k + 1 if "verify" in self.built else 0
+        steps = k if "draft" in self.built else 0
         return scores * (columns * self._score_bytes + steps * (self._score_bytes + 4))
-
-    def columns(self, drafts: int) -> int:
-        """Returns the number of drafts for which the target's pass has columns.
-
-        It may be more than `drafts`, the number of drafts that are verified: there are few widths,
-        as each is a function.
-        """
-        piece = self.kind.piece
-        return -(-drafts // piece) * piece if piece else 0
 
     def widen(self) -> None:
         """Ends all functions, and makes the next ones look at more candidates.
@@ -131,89 +97,71 @@ class RoundParts:
         """
         self.functions.widen()
         self.built.clear()
-        self._results.clear()
-        self._complete.clear()
+        self._results = None
         self._checked.clear()
         self._new.clear()
 
     def unchecked(self, name: str) -> bool:
-        """Returns True if a part of that name was run in this round and is not checked.
+        """Returns True if the part was run in this round and is not checked.
 
         The results of such a part were never compared with ordinary passes.
         """
-        return any(part.name == name for part in self._new)
+        return name in self._new
 
     def checked(self, name: str) -> None:
-        """Notes that the results of the parts of that name that were run are right."""
-        self._checked |= {part for part in self._new if part.name == name}
+        """Notes that the results of the part, if it was run, are right."""
+        self._checked |= self._new & {name}
         self._new -= self._checked
 
-    def _part(self, name: str, number: int) -> Run:
-        """Returns the function of a part, and builds it if it is not there.
+    def _build(self, name: str) -> None:
+        subject = f"a round of {self.kind.rows} rows, {name} {self.kind.k}"
+        with self._passes.building(subject):
+            self.functions.fill_padding()
+            self.built[name] = self._built(name)
 
-        After the build, the buffers hold the values of the round under way again.
-        """
-        part, functions = RoundPart(name, number), self.functions
-        if part not in self.built:
-            with self._passes.building(f"a round of {self.kind.rows} rows, {name} {number}"):
-                kept = [tensor.clone() for tensor in functions.state]
-                functions.fill_padding(0 if name == "draft" else number)
-                self.built[part] = self._built(name, number)
-                for tensor, own in zip(functions.state, kept, strict=True):
-                    tensor.copy_(own)
-            if name == "verify" and not self.kind.looks and self._results_stay(number):
-                self._part("advance", number)
-        return self.built[part]
+    @property
+    def _results_stay(self) -> bool:
+        """True if the results of a pass always lie in the same memory, as a replay's do."""
+        return self._passes.replays and self._results is not None
 
-    def _results_stay(self, drafts: int) -> bool:
-        """Returns True if the results of a pass always lie in the same memory, as a replay's do."""
-        return self._passes.replays and drafts in self._results
-
-    def _built(self, name: str, number: int) -> Run:
+    def _built(self, name: str) -> Run:
         passes, cache, functions = self._passes, self._cache, self.functions
-        run = self._function(name, number)
+        run = self._function(name)
         if name != "verify":
             return passes.generation(cache).execute(run)
-        built = passes.executable(functions.target_view(number).block.bucket, cache, run)
-        if functions.results is not None:
-            self._results[number] = functions.results
+        built = passes.executable(functions.block("target").bucket, cache, run)
+        self._results = functions.results
         return built
 
-    def _function(self, name: str, number: int) -> Run:
+    def _function(self, name: str) -> Run:
         """Returns the function of a part as it is, launched kernel by kernel."""
-        functions = self.functions
         if name == "advance":
-            return partial(self.next.fill, number, self._results[number])
-        return partial(functions.verified if name == "verify" else functions.drafted, number)
+            assert self._results is not None
+            return partial(self.next.fill, self._results)
+        return self.functions.verified if name == "verify" else self.functions.drafted
 
-    def _run(self, name: str, number: int) -> Any:
-        part = RoundPart(name, number)
-        if part not in self._checked:
-            self._new.add(part)
-        return self.built[part]()
+    def _run(self, name: str) -> Any:
+        if name not in self._checked:
+            self._new.add(name)
+        return self.built[name]()
 
 
 class Launched(NamedTuple):
-    """A target's pass that the device works on.
+    """A round that the device works on.
 
     Attributes:
-        columns: the number of drafts that it has columns for.
-        results: its results for the host, on the device, [rows, columns] int64.
-        logits: logits of the target, [rows, drafts + 1, vocab]; good until the next pass.
+        results: the results of the target's pass for the host, on the device, [rows, columns]
+            int64.
+        logits: logits of the target, [rows, k + 1, vocab]; good until the next pass.
         arrival: the results on their way to the host.
         moments: begin and end of the drafter's work and of the pass.
-        drafting: seconds of the drafter in this round that were waited for.
-        drafted: True if the drafter has worked since then.
         replays: the buffers before the pass, if it is to be compared with its function.
     """
 
-    columns: int
     results: Tensor
     logits: Tensor
     arrival: Arrival
     moments: Moments
-    drafting: float
-    drafted: bool
     replays: FirstReplays | None
 
 
@@ -227,99 +175,67 @@ class CapturedRound(RoundParts):
         drafter: None for plain decoding, k = 0.
 
     Attributes:
-        drafting: seconds of the drafter on the device in this round, as far as it was waited for.
-        logits: logits of the target in the round that was collected last, [rows, drafts + 1,
-            vocab]; None before.
+        logits: logits of the target in the round that was collected last, [rows, k + 1, vocab];
+            None before.
     """
 
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
         super().__init__(kind, target, drafter)
         self._models = [model.passes for model in (target, drafter) if model is not None]
         self.logits: Tensor | None = None
-        self.drafting, self._ran, self._waiting = 0.0, 0, False
         device = target.passes.hf.device
         self._moments, self._others = Moments(device, 4), Moments(device, 4)
         self._download = Download()
 
     def begin(self) -> None:
-        """Sends the inputs: all, or only those of the steps if draft lengths are not known yet."""
-        self.functions.inputs.send(*(DRAFTING[0], DRAFTING[-1]) if self.kind.looks else ())
+        """Sends the inputs, and computes the drafts; does not wait."""
+        self.functions.inputs.send()
         self._begin()
 
     def _begin(self) -> None:
         self._moments, self._others = self._others, self._moments
-        self._new, self.drafting, self._ran = set(), 0.0, 0
+        self._new = set()
+        if self.kind.k:
+            self._draft()
 
-    def draft(self, steps: int) -> None:
-        """Computes the drafts up to number `steps` that are not there yet."""
-        firsts = range(self._ran, steps, max(self.kind.piece, 1))
-        for first in firsts:
-            self._part("draft", first)
-        replays = self._first_replays("draft", firsts)
+    def _draft(self) -> None:
+        replays = self._first_replays("draft")
         self._moments.note(0)
-        results = [self._run("draft", first) for first in firsts]
+        results = self._run("draft")
         self._moments.note(1)
         if replays is not None:
             with self.comparing():
-                replays.compare([self._function("draft", first) for first in firsts], results)
-        self._ran, self._waiting = steps, True
+                replays.compare(self._function("draft"), results)
 
-    def confidences(self, rows: int) -> list[list[float]]:
-        """Returns the drafter's confidences of all steps so far and the first rows.
-
-        Waits for them. A confidence is 0 where the drafter has no distribution.
-        """
-        found = self._download(self.functions.confidences[: self._ran].view(torch.long))
-        self._add_drafting()
-        confidences: list[list[float]] = found.view(np.float64)[:, :rows].tolist()
-        return confidences
-
-    def launch(self, drafts: int) -> Launched:
-        """Launches the target's pass over `drafts` drafts, and the decision; does not wait."""
-        columns = self.columns(drafts)
-        self._part("verify", columns)
-        if self.kind.looks:
-            self.functions.inputs.send(VERIFYING[0], VERIFYING[-1])
-        replays, moments = self._first_replays("verify", [columns]), self._moments
+    def launch(self) -> Launched:
+        """Launches the target's pass over the drafts, and the decision; does not wait."""
+        replays, moments = self._first_replays("verify"), self._moments
         moments.note(2)
-        results, logits = self._run("verify", columns)
+        results, logits = self._run("verify")
         moments.note(3)
         arrival = self._download.start(results)
-        drafted, self._waiting = self._waiting, False
-        return Launched(
-            columns,
-            results,
-            logits,
-            arrival,
-            moments=moments,
-            drafting=self.drafting,
-            drafted=drafted,
-            replays=replays,
-        )
+        return Launched(results, logits, arrival, moments, replays)
 
-    def follow(self, before: Launched, uniforms: Tensor) -> Launched:
+    def follow(self, uniforms: Tensor) -> Launched:
         """Launches the round that follows one which is under way; does not wait.
 
+        All real rows of that round have k drafts.
+
         Args:
-            before: that round, whose real rows all have as many drafts as it computed.
             uniforms: see `NextRound.send`.
 
         Raises:
             ArithmeticError: the first inputs are other bits than their function computes.
         """
-        drafts = before.columns
         self.next.send(uniforms)
-        self._advance(drafts)
+        self._advance()
         self._begin()
-        if self.kind.k:
-            self.draft(self.kind.k)
-        return self.launch(drafts)
+        return self.launch()
 
-    def _advance(self, drafts: int) -> None:
+    def _advance(self) -> None:
         """Fills the inputs of the next round; compares the first ones with their function's."""
-        part, buffer = RoundPart("advance", drafts), self.functions.inputs.buffer
-        run = self._part(*part)
-        if part in self._checked:
+        run, buffer = self.built["advance"], self.functions.inputs.buffer
+        if "advance" in self._checked:
             run()
             return
         with self.comparing():
@@ -327,11 +243,11 @@ class CapturedRound(RoundParts):
             run()
             ours = buffer.clone()
             buffer.copy_(before)
-            self._function(*part)()
-            same = torch.equal(ours, buffer)
+            self._function("advance")()
+            same = ours.equal(buffer)
         if not same:
             raise ArithmeticError("a replay does not write the inputs that its function writes")
-        self._checked.add(part)
+        self._checked.add("advance")
 
     def require_same_weights(self) -> None:
         """Raises ReplacedWeights if weights of a model were replaced since functions were built."""
@@ -346,28 +262,20 @@ class CapturedRound(RoundParts):
         """
         numbers, moments = launched.arrival.wait()[rows], launched.moments
         self.logits = launched.logits
-        drafting = launched.drafting + (moments.seconds(0, 1) if launched.drafted else 0.0)
+        drafting = moments.seconds(0, 1) if self.kind.k else 0.0
         verifying = moments.seconds(2, 3)
         if launched.replays is not None:
-            run = self._function("verify", launched.columns)
             with self.comparing():
-                launched.replays.compare([run], [(launched.results, launched.logits)])
+                results = launched.results, launched.logits
+                launched.replays.compare(self._function("verify"), results)
         return unpacked(numbers, launched.logits[: len(rows)], drafting, verifying)
 
-    def _first_replays(self, name: str, numbers: Sequence[int]) -> FirstReplays | None:
-        """Returns the buffers before parts run; None if no part is to be compared."""
-        new = any(RoundPart(name, number) not in self._checked for number in numbers)
-        if not (new and self._passes.replays):
+    def _first_replays(self, name: str) -> FirstReplays | None:
+        """Returns the buffers before a part runs; None if it is not to be compared."""
+        if name in self._checked or not self._passes.replays:
             return None
         functions = self.functions
         written = (
-            functions.written_by_target(numbers[0])
-            if name == "verify"
-            else functions.written_by_steps(numbers[0], numbers[-1] + self.kind.piece)
+            functions.written_by_target() if name == "verify" else functions.written_by_steps()
         )
         return FirstReplays(functions, written)
-
-    def _add_drafting(self) -> None:
-        """Adds the drafter's time, once per wait: its work is over."""
-        if self._waiting:
-            self.drafting, self._waiting = self.drafting + self._moments.seconds(0, 1), False

@@ -9,7 +9,6 @@ most of these where a replay is compared with passes of another shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,26 +21,26 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FirstReplays:
-    """The buffers of a round before functions are replayed for the first time.
+    """The buffers of a round before a function is replayed for the first time.
 
     Args:
         functions: the functions of the round and their buffers.
-        written: the cells that the replays will write.
+        written: the cells that the replay will write.
     """
 
     def __init__(self, functions: RoundFunctions, written: Sequence[WrittenCells]) -> None:
         self._functions, self._written = functions, written
         self._before = [tensor.clone() for tensor in functions.state]
 
-    def compare(self, runs: Sequence[Run], results: Sequence[Any]) -> None:
-        """Launches the functions kernel by kernel, and compares all that they write.
+    def compare(self, run: Run, results: Sequence[Tensor]) -> None:
+        """Launches the function kernel by kernel, and compares all that it writes.
 
         Args:
-            runs: the functions, in the order of their replays.
-            results: the results of the replays.
+            run: the function.
+            results: the results of the replay.
 
         Raises:
-            ArithmeticError: a replay computes other bits than its function.
+            ArithmeticError: the replay computes other bits than its function.
         """
         functions, steps = self._functions, self._functions.steps.copy()
         kept = functions.results
@@ -49,9 +48,8 @@ class FirstReplays:
         for tensor, value in zip(functions.state, self._before, strict=True):
             tensor.copy_(value)
         real = self._written[0].block.bounds[1] > 0
-        for run, found in zip(runs, results, strict=True):
-            for ours, right in zip(found, run(), strict=True):
-                _require(~(_differ(ours, right) & real), "values")
+        for ours, right in zip(results, run(), strict=True):
+            _require(~(_differ(ours, right) & real), "values")
         functions.steps[:], functions.results = steps, kept  # their addresses are known to graphs
         _require(_bits(after) == _bits(functions.inputs.buffer), "buffers")
         for written, ours, right in zip(self._written, cells, self._cells(), strict=True):

@@ -22,26 +22,19 @@ from shoal.sampling.acceptance import ChainRule, accepted_lengths
 from shoal.sampling.truncation import wider
 from shoal.types.rounds import Verdict
 
-DRAFTING = ("first", "later", "pending", "uniforms", "temperatures")
-"""The parts of the upload that steps read."""
-VERIFYING = ("target", "lengths", "last")
-"""The parts that the target's pass and the decision read besides."""
-
 
 class Kind(NamedTuple):
     """The facts that are built into a round.
 
     Attributes:
         rows: rows of the bucket.
-        k: most drafts of each row.
+        k: drafts of each row.
         pending: columns of the drafter's first pass.
         target_keys: keys per row that the target's pass spans.
         draft_keys: keys per row that the drafter's passes span.
         style: style of the rows' sampling.
         rule: decides which drafts are accepted.
         numbers: uniforms per position.
-        piece: number of steps that are one function; fewer than k where the host may look at their
-            confidences.
     """
 
     rows: int
@@ -52,12 +45,6 @@ class Kind(NamedTuple):
     style: Style
     rule: ChainRule
     numbers: int
-    piece: int
-
-    @property
-    def looks(self) -> bool:
-        """True if confidences are wanted."""
-        return self.piece < self.k
 
 
 class WrittenCells(NamedTuple):
@@ -91,43 +78,35 @@ class RoundFunctions:
         inputs: the upload.
         uniforms: a part of the upload, [rows, k + 1, numbers] float64.
         tokens: the last committed token of each row, then its drafts, [rows, k + 1] int64.
-        confidences: confidences of the steps, [k, rows] float64, where wanted.
-        steps: the results of each step, until it is computed again; None for a step that was never
-            computed.
+        steps: the results of the steps, until they are computed again; empty before.
         results: the results for the host of the target's pass that was computed last; None before.
     """
 
     def __init__(self, kind: Kind, target: RoundModel, drafter: RoundModel | None) -> None:
         self.kind, self._target, self._drafter = kind, target, drafter
         rows, k, device = kind.rows, kind.k, target.passes.hf.device
-        blocks = {"target": Bucket(rows, k + 1, kind.target_keys)}
+        blocks = {"target": (target, Bucket(rows, k + 1, kind.target_keys))}
         if drafter is not None:
-            blocks["first"] = Bucket(rows, kind.pending, kind.draft_keys)
-            blocks["later"] = Bucket(rows, 1, kind.draft_keys)
-        sizes = {name: Block.size(bucket) for name, bucket in blocks.items()}
-        sizes |= {
-            "uniforms": rows * (k + 1) * kind.numbers,
-            "temperatures": rows,
-            "lengths": rows,
-            "last": rows,
-        }
-        sizes |= {"pending": rows * kind.pending}
-        self.inputs = Upload({name: sizes.get(name, 0) for name in DRAFTING + VERIFYING}, device)
+            blocks["first"] = drafter, Bucket(rows, kind.pending, kind.draft_keys)
+            blocks["later"] = drafter, Bucket(rows, 1, kind.draft_keys)
+        sizes = {name: Block.size(bucket) for name, (_, bucket) in blocks.items()}
+        sizes |= {"uniforms": rows * (k + 1) * kind.numbers, "pending": rows * kind.pending}
+        sizes |= {"temperatures": rows, "lengths": rows, "last": rows}
+        self.inputs = Upload(sizes, device)
         self.uniforms = self.inputs.reals("uniforms").view(rows, k + 1, kind.numbers)
         self.tokens = torch.zeros(rows, k + 1, dtype=torch.long, device=device)
-        self.confidences = torch.zeros(k, rows, dtype=torch.float64, device=device)
-        self.steps: list[StepComputation | None] = [None] * k
+        self.steps: list[StepComputation] = []
         self.results: Tensor | None = None
         known = target.passes.candidates.get(kind.style, kind.style.candidates)
         self._style = kind.style._replace(candidates=known)
         self._matches = bool(kind.style.greedy) and kind.rule.matches_greedy
-        self._targets: dict[int, View] = {}  # by the number of drafts that are verified
-        self._views: dict[str, View] = {}  # of the drafter's passes: "first" and "later"
+        self._views = {
+            name: _view(model, bucket, self.inputs[name])
+            for name, (model, bucket) in blocks.items()
+        }
+        self.block("target").tokens = self.tokens
         if drafter is not None:
-            self._views = {
-                name: _view(drafter, blocks[name], self.inputs[name]) for name in ("first", "later")
-            }
-            self._views["first"].block.tokens = self.inputs["pending"].view(rows, kind.pending)
+            self.block("first").tokens = self.inputs["pending"].view(rows, kind.pending)
 
     def widen(self) -> None:
         """Makes the functions that are built from now on look at more candidates."""
@@ -139,67 +118,49 @@ class RoundFunctions:
     @property
     def state(self) -> list[Tensor]:
         """The tensors that change while a round goes on, all results aside."""
-        return [
-            self.inputs.buffer,
-            self.tokens,
-            self.confidences,
-            *(view.block.tokens for view in self._views.values()),
-        ]
+        return [self.inputs.buffer, *(view.block.tokens for view in self._views.values())]
 
-    def fill_padding(self, drafts: int) -> None:
+    def fill_padding(self) -> None:
         """Fills the blocks with padding only, which writes to scratch cells.
 
         Functions run while they are built.
-
-        Args:
-            drafts: number of drafts of the target's pass.
         """
-        for name, view in (self._views | {"target": self.target_view(drafts)}).items():
-            numbers = torch.from_numpy(view.block.empty())
-            self.inputs[name][: len(numbers)].copy_(numbers)
+        for name, view in self._views.items():
+            self.inputs[name].copy_(torch.from_numpy(view.block.empty()))
         self.inputs.reals("temperatures").fill_(1.0)
 
     def place(self, name: str, plan: Plan) -> None:
-        """Puts the rows of a drafter's pass, "first" or "later", in their places; on the host."""
-        assert self._drafter is not None
-        numbers = self._views[name].block.placed(plan, self._drafter.cache.capacity)
-        self.inputs.on_host(name)[:] = numbers
+        """Puts the rows of a pass in their places, on the host.
 
-    def place_target(self, plan: Plan, drafts: int) -> None:
-        """Puts the rows of the target's pass over `drafts` drafts in their places; on the host."""
-        numbers = self.target_view(drafts).block.placed(plan, self._target.cache.capacity)
-        self.inputs.on_host("target")[: len(numbers)] = numbers
-
-    def target_view(self, drafts: int) -> View:
-        """Returns the view of the target's pass over `drafts` drafts."""
-        if drafts not in self._targets:
-            bucket = Bucket(self.kind.rows, drafts + 1, self.kind.target_keys)
-            view = _view(self._target, bucket, self.inputs["target"][: Block.size(bucket)])
-            view.block.tokens = self.tokens[:, : drafts + 1]
-            self._targets[drafts] = view
-        return self._targets[drafts]
+        Args:
+            name: "target", or the drafter's "first" or "later".
+            plan: the rows.
+        """
+        model = self._target if name == "target" else self._drafter
+        assert model is not None
+        self.inputs.on_host(name)[:] = self.block(name).placed(plan, model.cache.capacity)
 
     def block(self, name: str) -> Block:
-        """Returns the block of a drafter's pass, "first" or "later"."""
+        """Returns the block of a pass: "target", or the drafter's "first" or "later"."""
         return self._views[name].block
 
-    def written_by_steps(self, begin: int, end: int) -> list[WrittenCells]:
-        """Returns the cells that the steps from `begin` to before `end`, which are next, write."""
+    def written_by_steps(self) -> list[WrittenCells]:
+        """Returns the cells that the steps, which are next, write."""
         first, later = (self._views[name] for name in ("first", "later"))
-        own = [(first, first.block.cells.clone())] if not begin else []
+        own = [(first, first.block.cells.clone())]
         counts = later.block.bounds[1]
-        own += [(later, later.block.cells + j * counts) for j in range(end - max(begin, 1))]
+        own += [(later, later.block.cells + j * counts) for j in range(self.kind.k - 1)]
         return [WrittenCells(view.block, view.both(), cells) for view, cells in own]
 
-    def written_by_target(self, drafts: int) -> list[WrittenCells]:
-        """Returns the cells that the target's pass over `drafts` drafts writes."""
-        view = self.target_view(drafts)
+    def written_by_target(self) -> list[WrittenCells]:
+        """Returns the cells that the target's pass writes."""
+        view = self._views["target"]
         return [WrittenCells(view.block, view.both(), view.block.cells)]
 
     # ── the functions ─────────────────────────────────────────────────────────────────────────────
 
-    def drafted(self, begin: int) -> tuple[Tensor, ...]:
-        """Computes the steps of the piece that begins at step `begin`; drafts go into `tokens`.
+    def drafted(self) -> tuple[Tensor, ...]:
+        """Computes the steps of the drafter; drafts go into `tokens`.
 
         Returns:
             The tensors that were asked for of each step.
@@ -207,8 +168,8 @@ class RoundFunctions:
         kind, drafter = self.kind, self._drafter
         assert drafter is not None
         first, later = self._views["first"], self._views["later"]
-        temperatures, kept = self.temperatures, list[Tensor]()
-        for j in range(begin, min(begin + kind.piece, kind.k)):
+        temperatures, steps = self.temperatures, list[StepComputation]()
+        for j in range(kind.k):
             view = later if j else first
             with drafter.passes.within(view):
                 found = stepped(
@@ -218,38 +179,36 @@ class RoundFunctions:
                     temperatures,
                     self.uniforms[:, j],
                     want_q=kind.rule.reads_q and not self._matches,
-                    want_confidence=kind.looks,
+                    want_confidence=False,
                 )
             kernel = drafter.passes.by_kernels
             feed(
                 found, later.block, same=view is later, by_kernel=kernel, kept=self.tokens[:, j + 1]
             )
-            if found.confidence is not None:
-                self.confidences[j].copy_(found.confidence)
-            self.steps[j] = found
-            kept += [tensor for tensor in found if tensor is not None]
-        return tuple(kept)
+            steps.append(found)
+        self.steps = steps
+        return tuple(tensor for found in steps for tensor in found if tensor is not None)
 
-    def verified(self, drafts: int) -> tuple[Tensor, Tensor]:
-        """Computes the target's pass over `drafts` drafts, and the decision.
+    def verified(self) -> tuple[Tensor, Tensor]:
+        """Computes the target's pass over the drafts, and the decision.
 
         Returns:
             The results for the host, [rows, columns] int64, and the logits.
         """
-        target, view = self._target, self.target_view(drafts)
+        target, view = self._target, self._views["target"]
         self.tokens[:, 0].copy_(self.inputs["last"])
         with target.passes.within(view):
             logits = target.passes.forward(view)
-        drawn = [found.tokens for found in self._of_steps(drafts)]
+        drawn = [found.tokens for found in self.steps]
         found = self._decide(logits, by_kernels=target.passes.by_kernels)
-        self.results = packed_results(logits, self.tokens[:, 1 : drafts + 1], drawn, *found)
+        self.results = packed_results(logits, self.tokens[:, 1:], drawn, *found)
         return self.results, logits
 
     def decided(self, logits: Tensor) -> Verdict:
-        """Returns the verdict on the first drafts, as the rule is defined; a function of tensors.
+        """Returns the verdict on the drafts, as the rule is defined; a function of tensors.
 
         Args:
-            logits: [rows, drafts + 1, vocab].
+            logits: [rows, k + 1, vocab].
         """
         return self._decide(logits, by_kernels=False)[0]
 
@@ -262,29 +221,24 @@ class RoundFunctions:
         Returns:
             The rows as bool, [rows]; None = all.
         """
-        kind, k = self.kind, logits.shape[1] - 1
-        drafts, lengths = self.tokens[:, 1 : k + 1], self.inputs["lengths"]
+        kind, k = self.kind, self.kind.k
+        drafts, lengths = self.tokens[:, 1:], self.inputs["lengths"]
         if self._matches:
             said = logits.argmax(-1)
-            accepted = accepted_lengths(said[:, :k] == drafts, lengths)
+            accepted = accepted_lengths(said[:, :-1] == drafts, lengths)
             probs = torch.ones(said.shape, dtype=self._width(), device=said.device)
             return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
         temperatures, flat = self.temperatures.repeat_interleave(k + 1), logits.flatten(0, 1)
         p, enough = self._style.probabilities(flat, temperatures, by_kernels=by_kernels)
-        q = [found.q for found in self._of_steps(k) if found.q is not None]
+        q = [found.q for found in self.steps if found.q is not None]
         sampler = on_device(kind.style.draw, p) if by_kernels else None
-        p, uniforms = p.unflatten(0, (kind.rows, k + 1)), self.uniforms[:, : k + 1]
-        verdict = kind.rule.decide_chains(drafts, lengths, q, p, uniforms, sampler)
+        p = p.unflatten(0, (kind.rows, k + 1))
+        verdict = kind.rule.decide_chains(drafts, lengths, q, p, self.uniforms, sampler)
         if enough is None:
             return verdict, None
         # Positions behind the first rejection are not read.
         read = torch.arange(k + 1, device=drafts.device) <= verdict.accepted[:, None]
         return verdict, (enough.view(kind.rows, k + 1) | ~read).all(-1)
-
-    def _of_steps(self, count: int) -> list[StepComputation]:
-        found = [step for step in self.steps[:count] if step is not None]
-        assert len(found) == count
-        return found
 
     @property
     def temperatures(self) -> Tensor:
@@ -333,8 +287,8 @@ class NextRound:
         table[: len(uniforms)] = uniforms.numpy()
         self._table.send()
 
-    def fill(self, drafts: int, results: Tensor) -> tuple[Tensor, ...]:
-        """Fills the inputs by the results of a round of `drafts` drafts of each row.
+    def fill(self, results: Tensor) -> tuple[Tensor, ...]:
+        """Fills the inputs by the results of a round of k drafts of each row.
 
         A function to be captured. The drafter's cache lacks the last draft of a row that accepted
         all.
@@ -346,19 +300,19 @@ class NextRound:
             No tensors: all that it writes are inputs.
         """
         functions, drafter = self._functions, self._drafter
-        block, inputs = functions.target_view(drafts).block, functions.inputs
+        block, inputs, k = functions.block("target"), functions.inputs, functions.kind.k
         # Bounded, as the results hold anything when the function is built.
-        accepted, following = results[:, 0].clamp(0, drafts), results[:, 1]
+        accepted, following = results[:, 0].clamp(0, k), results[:, 1]
         counts = block.bounds[1].clone()
         real = counts.clamp(max=1)
         starts = block.bounds[0] + (accepted + 1) * real
         block.move(starts, counts, self._target.cache.capacity)
         inputs["last"].copy_(following)
         if drafter is not None:
-            lacks, capacity = (accepted == drafts).long() * real, drafter.cache.capacity
+            lacks, capacity = (accepted == k).long() * real, drafter.cache.capacity
             functions.block("first").move(starts - lacks, real + lacks, capacity)
             functions.block("later").move((starts + 1) * real, real, capacity)
-            both = torch.stack([functions.tokens[:, drafts], following], dim=1)
+            both = torch.stack([functions.tokens[:, k], following], dim=1)
             alone = torch.stack([following, torch.zeros_like(following)], dim=1)
             known = drafter.passes.hf.get_output_embeddings().weight.shape[0]
             fed = torch.where(lacks[:, None] > 0, both, alone).clamp(max=known - 1)

@@ -34,7 +34,6 @@ class Upload:
         self._device = torch.zeros(len(self._host), dtype=torch.long, device=device)
         self._sent = event_for(device)
         names, lengths = list(sizes), list(sizes.values())
-        self._ends = np.cumsum([0, *lengths]).tolist()
         self._parts = dict(zip(names, self._device.split(lengths), strict=True))
         self._host_parts = dict(
             zip(names, np.split(self._host.numpy(), np.cumsum(lengths)[:-1]), strict=True)
@@ -56,19 +55,14 @@ class Upload:
         """Returns a part on the host that holds reals, [size] float64."""
         return self._host_parts[name].view(np.float64)
 
-    def send(self, first: str | None = None, last: str | None = None) -> None:
-        """Copies all parts, or those from `first` to `last`."""
-        if first is None or last is None:
-            self._device.copy_(self._host, non_blocking=True)
-            if self._sent is not None:
-                self._sent.record(torch.cuda.current_stream(self._device.device))
-            return
-        names = list(self._parts)
-        begin, end = self._ends[names.index(first)], self._ends[names.index(last) + 1]
-        self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
+    def send(self) -> None:
+        """Copies all parts."""
+        self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self._device.device))
 
     def reuse(self) -> None:
-        """Waits until the last copy of all parts is over, if no results that came later have."""
+        """Waits until the last copy is over, if no results that came later have."""
         if self._sent is not None:
             self._sent.synchronize()
 

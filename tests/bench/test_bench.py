@@ -1,7 +1,7 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
 Tests of: bench.job_runner, bench.decoding_methods, bench.report, bench.report_views,
-bench.random_pairs, bench.work, bench.roofline, bench.decoding_methods, cli.bench.
+bench.random_pairs, bench.work, bench.roofline, bench.decoding_methods, bench.quick, cli.bench.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from never_slower import shuffled
 from shoal.api import Shoal
-from shoal.bench import decoding_methods, machine, random_pairs, report_views
+from shoal.bench import decoding_methods, machine, quick, random_pairs, report_views
 from shoal.bench import job_runner as bench_runner
 from shoal.bench.decoding_methods import Job
 from shoal.bench.job_runner import BenchmarkRunner, peak_tensor_bytes
@@ -31,6 +31,7 @@ from shoal.bench.random_pairs import Imposed, imposing
 from shoal.bench.report import Report, ReportLine, Spread, line
 from shoal.bench.roofline import Load, rates
 from shoal.bench.work import Case, Run, Work, work_of
+from shoal.cli import bench as cli_bench
 from shoal.cli import run as command_line
 from shoal.errors import InternalError
 from shoal.loader import load
@@ -461,6 +462,43 @@ def test_the_command_writes_json_plot_and_tables(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == shown.out
     assert command_line(["bench", "--replay", str(data), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
+
+
+def test_quick_shows_figures_of_plain_and_auto(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = tmp_path / "out.json"
+    small = ["--quick", "--max-new-tokens", "6", "--repeats", "1", "--wait", "0"]
+    assert command_line(["bench", "--shape", "tiny", *small, "--output", str(data)]) == 0
+    shown = capsys.readouterr()
+    assert "plain tokens/s" in shown.out
+    assert "Speed:" not in shown.out
+    found = Report.from_dict(json.loads(data.read_text()))
+    assert [(one.batch, one.setting) for one in found.lines] == [(b, s) for b in (1, 8) for s in ("off", "auto")]
+    assert found.config["max_new_tokens"] == 6  # what is given stays
+    assert command_line(["bench", "--shape", "tiny", *small, "--batch-sizes", "2", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    (figures,) = written["figures"]
+    (plain, auto) = written["lines"]
+    assert (figures["batch"], figures["plain"]) == (2, plain["tokens_per_second"][0])
+    assert figures["auto"] == auto["tokens_per_second"][0]
+    # The ceilings of these tests are 1e9 of each.
+    assert figures["share"] == max(plain["flops"], plain["bytes"]) / 1e9
+    assert plain[figures["bound"]] == pytest.approx(figures["share"] * 1e9)
+
+
+def test_quick_without_a_drafter_is_plain(
+    saved_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_bench, "listed_prompts", lambda _: ["1 2"])
+    small = ["--quick", "--max-new-tokens", "4", "--repeats", "1", "--wait", "0", "--batch-sizes", "1"]
+    assert command_line(["bench", "--model", str(saved_pair[0]), *small]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["1"])
+    assert row.split()[2:4] == ["-", "-"]
+
+
+def test_quick_takes_smaller_values_for_what_is_not_given() -> None:
+    options = quick.smaller(cli_bench.WorkOptions(batch_sizes="4"))
+    assert (options.batch_sizes, options.lookahead, options.baselines) == ("4", "off,auto", "")
+    assert options.max_new_tokens == quick.OPTIONS["max_new_tokens"]
 
 
 def test_an_interrupted_run_shows_what_was_measured(

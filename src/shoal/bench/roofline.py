@@ -80,7 +80,7 @@ class Load:
             runner.hf.get_input_embeddings().weight,
         )
         looked_up = 0 if head is embedding else embedding.numel()
-        used = sum(parameter.numel() for parameter in runner.hf.parameters()) - looked_up
+        used = runner.parameter_count - looked_up
         channels = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )

@@ -84,8 +84,9 @@ class ReportOptions:
 
             require_matplotlib()
 
-    def deliver(self, report: Report) -> None:
-        """Writes the files first, then the tables, or every repeat as JSON, to stdout."""
+    def deliver(self, report: Report, *, quick: bool = False) -> None:
+        """Writes the files first, then the tables (`quick`: a small one), or JSON, to stdout."""
+        from shoal.bench import quick as short
         from shoal.bench import report_views
         from shoal.bench.machine import require_place
 
@@ -99,12 +100,12 @@ class ReportOptions:
 
             plot(report, self.plot)
         if self.json:
-            print(json.dumps(report.to_dict()))
+            print(json.dumps(short.document(report) if quick else report.to_dict()))
             return
         if self.markdown:
             print(report_views.markdown(report))
             return
-        report_views.show(report, _console(report_views.WIDTH))
+        (short if quick else report_views).show(report, _console(report_views.WIDTH))
 
 
 def _console(width: int) -> Console:
@@ -190,6 +191,14 @@ class BenchSource(ModelSource, RandomWeights):
 class WorkOptions:
     """The work that is decoded; every combination of the lists is measured."""
 
+    quick: Annotated[
+        bool,
+        speed_option(
+            "--quick",
+            help="Your own figures in a minute: plain, auto, and the share of what the machine can "
+            "do, at batch 1 and 8.",
+        ),
+    ] = False
     prompts: Annotated[
         list[Path] | None,
         sampling_option(
@@ -303,6 +312,10 @@ def bench(
     if output.replay is not None:
         output.deliver(read_report(output.replay))
         return 0
+    if work.quick:
+        from shoal.bench import quick
+
+        work, wait = quick.smaller(work), quick.WAIT if wait == TIMEOUT else wait
     return _measure(source, work, repeats, wait, output)
 
 
@@ -324,6 +337,8 @@ def _measure(
     with StatusLine() as status:
         status.say("loading ...")
         pair = replace(source, max_batch=max(job.batches)).pair(job.seed)
+    if work.quick and pair.drafter_name is None:
+        job = replace(job, lookaheads=())
     with progress_bar() as bar:
         job = replace(job, eos=tuple(pair.eos) if work.eos else ())
         gate = QuietGate(timeout=wait, say=bar.note)
@@ -340,7 +355,7 @@ def _measure(
                 pass
         except KeyboardInterrupt:
             interrupted = True
-    output.deliver(runner.report)
+    output.deliver(runner.report, quick=work.quick)
     return EXIT_INTERRUPTED if interrupted else 0
 
 

@@ -20,8 +20,7 @@ from shoal.drafting.protocol import Drafter
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixMemory
 from shoal.lookahead.controller import Fixed
-from shoal.models import cache_memory
-from shoal.models.cache import kept_rows, mixing, states
+from shoal.models.cache import mixing
 from shoal.models.cache.kept_rows import KeptStates
 from shoal.models.cache.states import StateCache
 from shoal.models.loading import wrap
@@ -32,15 +31,16 @@ from shoal.types.requests import Request, Row
 
 pytestmark = pytest.mark.skipif(not RECURRENT_HERE, reason="an older Transformers keeps states in caches of many kinds")
 
-BLOCK, ROOM = 8, 1 << 22
+BLOCK, STEPWISE_BLOCK, ROOM = 8, 16, 1 << 22
 FAMILIES = ("lfm2", "qwen3-next", "olmo-hybrid")
+STEPWISE = ("mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h")
 SYSTEM = tuple(1 + i * i % 53 for i in range(45))
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cache_memory, states, kept_rows, mixing):
-        monkeypatch.setattr(module, "BLOCK", BLOCK)
+    monkeypatch.setattr(mixing, "BLOCK", BLOCK)
+    monkeypatch.setattr(mixing, "STEPWISE_BLOCK", STEPWISE_BLOCK)
 
 
 @cache
@@ -73,24 +73,26 @@ def restored(of: Engine) -> int:
     return taken
 
 
-# What is asked one after the other, and the tokens that a later prompt finds: those of 1, 2, 4 ... blocks of an earlier
-# one and of its last whole block.
+# What is asked one after the other, and the tokens that a later prompt finds, by blocks of 8 and of 16: those of 1, 2, 4 ...
+# blocks of an earlier one and of its last whole block.
 ASKED = [
-    ((*SYSTEM, 7, 3), 0),  # 46 tokens and the last: states after 8, 16, 32 and 40
-    ((*SYSTEM, 8, 2, 2, 5, 6, 9, 9, 9), 40),  # shares 45
-    ((*SYSTEM[:39], 4, 4, 4), 32),
-    ((*SYSTEM[:30], 4, 4, 4), 16),
-    (SYSTEM[:7], 0),
-    ((*SYSTEM, 8, 2, 2, 5, 6, 9, 9, 9, *range(20, 30)), 48),  # goes on with the second
-    ((*range(30, 50), 1), 0),
+    ((*SYSTEM, 7, 3), 0, 0),  # 46 tokens and the last: states after 8, 16, 32 and 40, or after 16 and 32
+    ((*SYSTEM, 8, 2, 2, 5, 6, 9, 9, 9), 40, 32),  # shares 45
+    ((*SYSTEM[:39], 4, 4, 4), 32, 32),
+    ((*SYSTEM[:30], 4, 4, 4), 16, 16),
+    ((*SYSTEM[:14], 4, 4, 4), 8, 0),
+    (SYSTEM[:7], 0, 0),
+    ((*SYSTEM, 8, 2, 2, 5, 6, 9, 9, 9, *range(20, 30)), 48, 48),  # goes on with the second
+    ((*range(30, 50), 1), 0, 0),
 ]
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + STEPWISE)
 def test_later_prompts_have_the_bits_of_those_without_memory(family: str, k: int) -> None:
     plain, keeping = engine(family, 0, k), engine(family, k=k)
-    for prompt, count in ASKED:
+    for prompt, *counts in ASKED:
+        count = counts[family in STEPWISE]
         for n in (1, 3):
             assert said(ask(keeping, prompt, n)) == said(ask(plain, prompt, n)), (len(prompt), n)
             if n == 1:
@@ -99,7 +101,8 @@ def test_later_prompts_have_the_bits_of_those_without_memory(family: str, k: int
     assert restored(plain) == 0
 
 
-def test_a_state_of_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+def test_a_state_of_other_tokens_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the states after the first block are taken for those after all restored ones."""
     real = KeptStates._restore
 
@@ -110,13 +113,12 @@ def test_a_state_of_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(KeptStates, "_restore", early)
     with pytest.raises(AssertionError):
-        test_later_prompts_have_the_bits_of_those_without_memory("lfm2", 0)
+        test_later_prompts_have_the_bits_of_those_without_memory(family, 0)
 
 
-def test_every_family_that_goes_on_from_a_state_keeps_prompts() -> None:
-    found = {family: target(family).can_keep_prefixes for family in RECURRENT}
-    assert found == {family: not target(family).mixers.stepwise for family in RECURRENT}  # type: ignore[union-attr]
-    assert sum(found.values()) >= 6
+def test_every_family_keeps_prompts() -> None:
+    assert {family for family in RECURRENT if target(family).mixers.stepwise} == set(STEPWISE)  # type: ignore[union-attr]
+    assert all(target(family).can_keep_prefixes for family in RECURRENT)
 
 
 def test_nothing_is_kept_for_another_owner_or_after_a_change() -> None:
@@ -128,7 +130,7 @@ def test_nothing_is_kept_for_another_owner_or_after_a_change() -> None:
     assert restored(keeping) == 48
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3-next"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "mamba", "jamba"])
 def test_memory_is_counted_and_bounded(family: str) -> None:
     """States beside keys: the rows that were not used for the longest time give way; nothing stays with slots."""
     runner = target(family)
@@ -138,7 +140,8 @@ def test_memory_is_counted_and_bounded(family: str) -> None:
     assert kept is not None
     size = kept.allocated_bytes
     states_bytes, cache_ = one.target.cache.bytes_per_slot() // 3, one.target.cache
-    assert size == 40 * runner.memory.token_bytes + 4 * states_bytes
+    tokens, marks = (32, 2) if family in STEPWISE else (40, 4)
+    assert size == tokens * runner.memory.token_bytes + marks * states_bytes
     assert isinstance(cache_, StateCache)
     assert not cache_.marks.nbytes
     assert cache_.nbytes() == cache_.slots * (cache_.capacity * runner.memory.token_bytes + 3 * states_bytes)
@@ -148,7 +151,7 @@ def test_memory_is_counted_and_bounded(family: str) -> None:
         assert many.kept_prefixes is not None
         assert 0 < many.kept_prefixes.allocated_bytes <= 3 * size
     ask(many, (8, *ASKED[0][0][1:]))
-    assert restored(many) == 40
+    assert restored(many) == tokens
     ask(many, (1, *ASKED[0][0][1:]))
     assert restored(many) == 0
 
@@ -161,7 +164,7 @@ def test_marks_of_slots_are_counted_and_go_with_their_tokens() -> None:
     runner.feed([0], torch.tensor([[1]]), [1], want_logits=False)
     cache_.enter(0)
     before = cache_.nbytes()
-    KeptStates(1 << 20).serves(cache_)
+    KeptStates(1 << 20, BLOCK).serves(cache_)
     for start in (0, 8, 16):
         runner.feed([0], torch.arange(start, start + 8)[None], [8], want_logits=False)
     lengths = lambda slot: [mark.length for mark in cache_.marks.of(slot)]  # noqa: E731
@@ -197,7 +200,7 @@ def test_a_draft_model_with_states_is_not_kept() -> None:
     assert memory.draft_model is None
     keeping = Engine(runner, ModelDrafter(draft, VOCABULARY), Fixed(3), max_batch=2, rule=Coupled(), prefixes=memory)
     plain = engine("lfm2", 0)
-    for prompt, count in ASKED[:3]:
+    for prompt, count, _ in ASKED[:3]:
         tokens = [[row.tokens for row in ask(of, prompt)] for of in (keeping, plain)]
         assert tokens[0] == tokens[1]
         assert restored(keeping) == count

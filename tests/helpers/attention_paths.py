@@ -5,17 +5,21 @@ from __future__ import annotations
 import transformers
 from packaging.version import Version
 
-from shoal.testing import RECURRENT
+from shoal.testing import ARCHITECTURES, RECURRENT
 
 MASK_PATH = {"falcon", "mpt"}
 """Models that attend by their own eager code under a mask."""
 RECURRENT_HERE = sorted(RECURRENT)
 """Models with recurrent states that this Transformers keeps in its common cache."""
+ARCHITECTURES_HERE = set(ARCHITECTURES)
+"""Models without such states that this Transformers computes by its common cache: Gemma 4 read a field of its own once."""
 if Version(transformers.__version__) < Version("5.24"):
     MASK_PATH |= {"codegen", "gptj"}
     RECURRENT_HERE = []
-UNSHARED = MASK_PATH | {"deepseek-v3"}
-"""Models on the attention path "mask", and DeepSeek, which caches something smaller than its keys and values."""
+    ARCHITECTURES_HERE -= {"gemma4"}
+UNSHARED = MASK_PATH | {"deepseek-v3", "gemma4"}
+"""Models on the attention path "mask", DeepSeek, which caches something smaller than its keys and values, and Gemma 4, some of
+whose layers read the keys of others."""
 KINDS = (
     "llama", "qwen2-moe-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen", "falcon", "mpt",
     *(name for name in ("qwen3-next", "jamba") if name in RECURRENT_HERE),

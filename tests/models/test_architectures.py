@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from attention_paths import KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED
+from attention_paths import ARCHITECTURES_HERE, KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED
 from shoal.api import Shoal, Stream
 from shoal.config import Limits, Sampling
 from shoal.engine import running_rows
@@ -38,8 +38,8 @@ from shoal.types.requests import Request
 from shoal.types.samples import Result
 
 SLIDING = {
-    "qwen2-sliding", "qwen2-moe-sliding", "mistral-sliding", "starcoder2", "gemma2", "gemma3", "phi3", "smollm3", "cohere2",
-    "gpt-oss",
+    "qwen2-sliding", "qwen2-moe-sliding", "mistral-sliding", "starcoder2", "gemma2", "gemma3", "gemma4", "phi3", "smollm3",
+    "cohere2", "gpt-oss",
 }  # fmt: skip
 
 K = 3
@@ -50,7 +50,7 @@ ERROR = 1e-4
 2^-23 * 64 * 2 = 1.5e-5 of a value, and the softmax of large scores multiplies that. A wrong mask or position costs 0.1."""
 
 
-@pytest.fixture(params=sorted([*ARCHITECTURES, *RECURRENT_HERE]))
+@pytest.fixture(params=sorted([*ARCHITECTURES_HERE, *RECURRENT_HERE]))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -422,6 +422,16 @@ def test_a_model_through_the_wrong_door_is_refused(monkeypatch: pytest.MonkeyPat
         self_check(runner)
     assert runner.self_check_error is not None
     assert runner.self_check_error > 0.01
+
+
+@pytest.mark.skipif("gemma4" not in ARCHITECTURES_HERE, reason="an older Transformers computes all tokens")
+def test_a_model_that_leaves_tokens_of_a_pass_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels would read behind the end of its queries. Without the number such a model computes all tokens."""
+    monkeypatch.setattr(bridge, "last_column", lambda _hf: 1)
+    runner = unchecked(tiny_model("gemma4"))
+    runner.memory.reserve(1, 8)
+    with pytest.raises(UnsupportedModel, match="a layer attends from 1 columns in a pass of 8: the model leaves"):
+        runner.feed([0], torch.tensor([prompt(8)]), [8], want_logits=False)
 
 
 def test_a_model_that_ignores_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 import shoal
 from serving import served
@@ -132,3 +133,31 @@ def test_weights_that_others_quantised_are_refused_by_name(tmp_path: Path, name:
     asked = package.replace("_", "[-_]")
     with pytest.raises(UnsupportedModel, match=rf"quantised by {name}, and cannot be read here: .*{asked}.*quantize"):
         shoal.load(place)
+
+
+NO_LAYER_INPUTS = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+OF_BLOCKS, OF_KEYS = "a block of tokens in one pass from hidden states", "the keys and values that its own target shares"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 16}, OF_BLOCKS),
+        ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 3]}}, OF_BLOCKS),
+        ({"model_type": "llama", "architectures": ["DSparkForCausalLM"]}, OF_BLOCKS),
+        ({"model_type": "qwen3", "speculators_model_type": "dflash"}, "heads of speculators_model_type 'dflash'"),
+        ({"model_type": "muse_glimmer_assistant"}, OF_BLOCKS),
+        ({"model_type": "gemma4_assistant", "text_config": NO_LAYER_INPUTS}, OF_KEYS),
+        ({"model_type": "gemma4_unified_assistant"}, OF_KEYS),
+    ],
+    ids=lambda given: given["model_type"] if isinstance(given, dict) else "",
+)
+def test_drafters_of_one_target_are_refused_by_name(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Before any weight is read: some of them call themselves Qwen3, and lack its embedding and its head."""
+    if fields["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("an older Transformers does not know it")
+    target, draft = save_pair(tmp_path)
+    (draft / "config.json").write_text(json.dumps(fields))
+    (draft / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=rf"drafter .*{reason}"):
+        shoal.load(target, draft)

@@ -461,7 +461,7 @@ def test_check_names_the_modules() -> None:
     assert family(target("zamba")).data["layers_with_states"]
     said = executors(target("zamba"), "target", 3).figure
     kinds = "1 of model.layers.*.mamba, 1 of model.layers.*.mamba_decoder.mamba"
-    assert said.endswith(f"; recurrent states in {kinds}: chains only, no prefixes are kept")
+    assert said.endswith(f"; recurrent states in {kinds}: chains only")
 
 
 def test_a_copy_of_a_row_whose_drafts_were_taken_back() -> None:
@@ -506,7 +506,6 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
     fork = runner.fork()
     fork.capture_rounds("eager")
     assert (fork.captures, fork.absent[CAPTURED]) == (None, STATES)
-    assert not target("jamba").can_keep_prefixes
 
 
 def test_a_state_that_is_gone_is_not_made_up() -> None:

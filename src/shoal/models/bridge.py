@@ -32,7 +32,7 @@ from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import SlotCache
 from shoal.models.executors.executor import embedded
-from shoal.models.structure import Structure
+from shoal.models.structure import Structure, last_column
 
 NAME, STATIC_NAME = "shoal", "shoal-static"
 """The attention implementations that models are switched to."""
@@ -118,7 +118,7 @@ class Bridge:
         self.hf, self.attention_path, self.context = hf, attention_path, context
         parameters = inspect.signature(hf.forward).parameters
         self.takes_positions = "position_ids" in parameters
-        self._keeps_last = "logits_to_keep" in parameters
+        self._last = last_column(hf) if "logits_to_keep" in parameters else None
         self._cache_name = cache_name(hf)
         self.lock = threading.RLock()
         self.layers: Layers | None = None
@@ -161,7 +161,7 @@ class Bridge:
         assert plan is not None
         masks = Masks(plan)
         options: dict[str, Any] = (
-            {} if want_logits or not self._keeps_last else {"logits_to_keep": 1}
+            {} if want_logits or self._last is None else {"logits_to_keep": self._last}
         )
         if self.takes_positions:
             # Unused columns near the end of the context would index past a learned position table.
@@ -364,6 +364,11 @@ def _attend(
     plan = state.cache.plan
     assert plan is not None
     query = plan.unpack(query.transpose(1, 2)).transpose(1, 2)
+    if query.shape[2] != plan.q:  # kernels would read behind its end
+        raise UnsupportedModel(
+            f"a layer attends from {query.shape[2]} columns in a pass of {plan.q}: the model "
+            f"leaves tokens out"
+        )
     return plan.pack(state.method(_inputs(state, module, query, key, value, options))), None
 
 

@@ -9,7 +9,6 @@ import torch
 from shoal.models import compiled
 from shoal.models.attention import methods
 from shoal.models.available import explained
-from shoal.models.cache.mixing import BLOCK
 
 if TYPE_CHECKING:
     from shoal.models.runner import Runner
@@ -50,14 +49,15 @@ class CacheMemory:
     @property
     def kept_token_bytes(self) -> int:
         """The number of bytes of a token that is kept for later rows, with its share of states."""
-        states = 0 if self._runner.mixers is None else self._runner.cache.bytes_per_slot()
-        return self.token_bytes + -(-states // BLOCK)
+        own = self.token_bytes  # a pass that measures it makes the states
+        states = self._runner.cache.bytes_per_slot()
+        return own + (-(-states // self.block) if self.block else 0)
 
     @property
     def block(self) -> int:
         """The number of tokens at whose multiples passes over prompts end; 0 = anywhere."""
         mixers = self._runner.mixers
-        return 0 if mixers is None or mixers.stepwise else BLOCK
+        return 0 if mixers is None else mixers.block
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Returns the number of bytes of the cache once it also has room for that size."""

@@ -99,6 +99,8 @@ def require_no_scales(source: object, hf: Any, left: Iterable[str]) -> None:
 
 ASSISTANT = "_assistant"
 """The end of the model types that Transformers gives to drafters of one target."""
+BLOCKS = re.compile(r"dflash|dspark", re.IGNORECASE)
+"""The names of published drafters of blocks, in the names of their classes and config entries."""
 TOKENIZER_FILES = ("*token*", "*vocab*", "*merges*", "*.model", "*.spm", "*spiece*")
 """The patterns of the files that tokenizers of any class are read from."""
 
@@ -126,11 +128,9 @@ def causal_config(source: str | Path, **hub: Any) -> Any:
             f"{source} ({config.model_type}) is not supported: it is an encoder-decoder; shoal "
             f"decodes causal language models"
         )
-    if config.model_type.endswith(ASSISTANT):
-        raise UnsupportedModel(
-            f"{source} ({config.model_type}) is not supported: it drafts from the keys and values "
-            f"that its own target shares with it, which shoal's passes do not hand out"
-        )
+    reason = _own_target_reason(config)
+    if reason is not None:
+        raise UnsupportedModel(f"{source} ({config.model_type}) is not supported: {reason}")
     if (
         type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         and not hub["trust_remote_code"]
@@ -140,6 +140,25 @@ def causal_config(source: str | Path, **hub: Any) -> Any:
             f"language model for it"
         )
     return config
+
+
+def _own_target_reason(config: Any) -> str | None:
+    """Returns the reason why a drafter of one target is not taken; None for other models."""
+    entries = config.to_dict()
+    classes = entries.get("architectures") or ()
+    block = any(BLOCKS.search(name) for name in (*classes, *entries))
+    assistant = config.model_type.endswith(ASSISTANT)
+    if block or (assistant and "target_layer_ids" in entries):
+        return (
+            "it drafts a block of tokens in one pass from hidden states of its own target, and "
+            "shoal has no such drafter; take a smaller model, or eagle3:DIR"
+        )
+    if assistant:
+        return (
+            "it drafts from the keys and values that its own target shares with it, which shoal's "
+            "passes do not hand out"
+        )
+    return None
 
 
 def load_weights(source: str | Path, config: Any, groups: str | None = None, **options: Any) -> Any:

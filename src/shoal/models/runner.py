@@ -126,7 +126,7 @@ class Runner:
     def new_kept(self, tokens: int) -> KeptPrefixes:
         """Returns memory for tokens of rows that have left (`shoal.models.cache.kept_prompts`)."""
         if self.mixers is not None:
-            return KeptStates(tokens * self.memory.kept_token_bytes)
+            return KeptStates(tokens * self.memory.kept_token_bytes, self.mixers.block)
         return KeptPrefixes(tokens)
 
     @property
@@ -156,11 +156,10 @@ class Runner:
     def can_keep_prefixes(self) -> bool:
         """True if prompts may be copied in part from tokens that earlier rows have left.
 
-        Prompts are not copied if a drafter wants the hidden states of all tokens, or if layers that
-        keep recurrent states go on from them token by token alone.
+        Prompts are not copied if a drafter wants the hidden states of all tokens, or if recurrent
+        states are kept elsewhere than in the cache.
         """
-        goes_on = self.mixers is not None and not self.mixers.stepwise
-        return not self.hidden_layers and (goes_on or not self.keeps_states)
+        return not self.hidden_layers and (self.mixers is not None or not self.keeps_states)
 
     @property
     def keeps_states(self) -> bool:

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from shoal.errors import UnsupportedModel
@@ -62,6 +63,17 @@ def keeps_states(hf: Any) -> bool:
     layers = getattr(hf.config.get_text_config(), "layer_types", None) or ()
     recurrent = any(word in layer for layer in layers for word in RECURRENT)
     return recurrent or getattr(hf, "_is_stateful", False)
+
+
+def last_column(hf: Any) -> int | Tensor:
+    """Returns the value of `logits_to_keep` for the last column of a pass.
+
+    A number lets models whose last layers read the keys of others (Gemma 4, Gemma 3n) compute these
+    layers for so many tokens alone, and the other tokens of a pass are then gone.
+    """
+    config = hf.config.get_text_config() if hasattr(hf.config, "get_text_config") else hf.config
+    sharing = getattr(config, "num_kv_shared_layers", None)
+    return torch.tensor([-1], device=hf.device) if sharing else 1
 
 
 def _refusal(hf: Any, config: Any) -> str | None:

@@ -94,6 +94,19 @@ ARCHITECTURES: dict[str, Spec] = {
         },
     ),
     "gemma3": Spec("Gemma3TextConfig", HEAD | MIXED | {"query_pre_attn_scalar": 8}),
+    "gemma4": Spec(  # its last two layers read the keys of the first two
+        "Gemma4TextConfig",
+        HEAD
+        | SLIDING
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 512,
+        },
+    ),
     "phi": Spec("PhiConfig"),
     "phi3": Spec("Phi3Config", {"pad_token_id": 0, "sliding_window": WINDOW}),
     "olmo2": Spec("Olmo2Config"),

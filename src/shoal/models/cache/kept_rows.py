@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes
-from shoal.models.cache.mixing import BLOCK, RowCopy, is_marked
+from shoal.models.cache.mixing import RowCopy, is_marked
 from shoal.models.cache.slots import SlotCache
 from shoal.models.cache.states import StateCache
 from shoal.types.requests import Prefix
@@ -128,7 +128,12 @@ class KeptStates(KeptRows):
 
     Args:
         capacity: the most bytes of keys, values and states.
+        block: the number of tokens between two states (`Mixers.block`).
     """
+
+    def __init__(self, capacity: int, block: int) -> None:
+        super().__init__(capacity)
+        self._block = block
 
     def serves(self, cache: SlotCache) -> None:
         """Lets a cache keep states at the ends of blocks of prompts."""
@@ -140,8 +145,9 @@ class KeptStates(KeptRows):
 
     def reachable(self, count: int, tokens: int) -> int:
         """Returns how many of the `count` first tokens of a prompt a later row may begin with."""
-        blocks = range(count // BLOCK, 0, -1)
-        return next((n * BLOCK for n in blocks if is_marked(n, tokens // BLOCK)), 0)
+        size = self._block
+        blocks = range(count // size, 0, -1)
+        return next((n * size for n in blocks if is_marked(n, tokens // size)), 0)
 
     def _size(self, state: RowCopy) -> int:
         return state.nbytes

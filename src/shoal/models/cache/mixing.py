@@ -24,6 +24,11 @@ BLOCK = 256
 
 They are parted there whether states are kept or not, so that a prompt's tokens have the same bits.
 """
+STEPWISE_BLOCK = 512
+"""The same number for mixers that a row with a state passes token by token.
+
+So many tokens are computed at once where a prompt begins, as one pass has no more of a row.
+"""
 Mixed = Tensor | tuple[Tensor, ...]
 """The outputs of a mixer, [rows, tokens, ...] each."""
 Call = Callable[[Tensor], Mixed]
@@ -44,6 +49,11 @@ class Mixers:
 
     modules: Mapping[str, nn.Module]
     stepwise: bool = False
+
+    @property
+    def block(self) -> int:
+        """The number of tokens at whose multiples passes over prompts end."""
+        return STEPWISE_BLOCK if self.stepwise else BLOCK
 
     def __str__(self) -> str:
         """Returns the number of mixers of each kind, by their names without numbers."""
@@ -97,10 +107,11 @@ class StateMarks:
 
     Attributes:
         on: True if such states are kept.
+        block: the number of tokens of a block (`Mixers.block`).
     """
 
     def __init__(self) -> None:
-        self.on = False
+        self.on, self.block = False, BLOCK
         self._marks: dict[int, Sequence[HeldStates]] = {}
 
     def of(self, slot: int) -> Sequence[HeldStates]:
@@ -113,9 +124,9 @@ class StateMarks:
 
     def add(self, slot: int, state: HeldStates) -> None:
         """Adds the states after the last block of a slot, and forgets some before (`is_marked`)."""
-        number = state.length // BLOCK
+        number = state.length // self.block
         before = (mark for mark in self.of(slot) if mark.length < state.length)
-        self.put(slot, [*(m for m in before if is_marked(m.length // BLOCK, number)), state])
+        self.put(slot, [*(m for m in before if is_marked(m.length // self.block, number)), state])
 
     def cut(self, slot: int, length: int) -> None:
         """Forgets the states of a slot after more than `length` tokens."""

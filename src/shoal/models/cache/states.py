@@ -23,7 +23,6 @@ from torch import Tensor
 
 from shoal.errors import InternalError
 from shoal.models.cache.mixing import (
-    BLOCK,
     Call,
     Calls,
     EqualRows,
@@ -55,6 +54,7 @@ class StateCache(SlotCache):
     def __init__(self, mixers: Mixers) -> None:
         super().__init__()
         self.mixers = mixers
+        self.marks.block = mixers.block
         self._row_states: list[RowStates] = []
         self._tensors: dict[Key, Tensor] = {}
         self._places: dict[int, int] = {}
@@ -168,7 +168,7 @@ class StateCache(SlotCache):
         after = [self._calls.states_after(b) for b in range(plan.rows)]
         for slot, row in zip(plan.slots, after, strict=True):
             self._row_states[slot] = row
-            if self.marks.on and plan.final and row.base % BLOCK == 0:
+            if self.marks.on and plan.final and row.base % self.marks.block == 0:
                 self.marks.add(slot, held_states(row, self._tensors, slot))
         self._calls = None
 

@@ -192,19 +192,20 @@ def test_scripts_refuse_before_they_measure(
 
 def test_measurements_become_files_in_one_way_only() -> None:
     """A module that wrote JSON by itself would name no commit; `shoal bench` names it in each file, virtual's prices go back
-    into itself, process.py keeps logs, and chaos.py, clients.py and evalplus_*.py write what servers, clients and evaluators
-    read."""
+    into itself, process.py keeps logs, and chaos.py, clients.py, evalplus_*.py and schema_engines.py write what servers,
+    clients, evaluators and engines read."""
     files = [*(ROOT / "src/shoal/bench").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "src/shoal/cli/bench.py"]
     writes = re.compile(r"write_text|write_whole\(|json\.dump\(|open\([^)]*[\"']w")
     known = "bench.py chaos.py chaos_troubles.py client_checks.py client_frameworks.py clients.py evalplus_checks.py "
-    known += "evalplus_outcomes.py process.py provenance.py virtual.py"
+    known += "evalplus_outcomes.py process.py provenance.py schema_engines.py virtual.py"
     assert {file.name for file in files if writes.search(file.read_text())} <= {*known.split()}
 
 
 def test_no_measurement_is_printed_as_json() -> None:
     """Printed JSON would be redirected into benchmarks/results, where nothing could refuse it. What client_checks.py
-    prints is read by clients.py."""
-    scripts = {*(ROOT / "benchmarks").rglob("*.py")} - {ROOT / "benchmarks" / "client_checks.py"}
+    prints is read by clients.py, and a worker of schema_engines.py answers its parent."""
+    others = {ROOT / "benchmarks" / name for name in ("client_checks.py", "schema_engines.py")}
+    scripts = {*(ROOT / "benchmarks").rglob("*.py")} - others
     for file in [*(ROOT / "src/shoal/bench").glob("*.py"), *scripts]:
         for found in re.findall(r"(?:print|echo)\(json\.dumps\((.*)", file.read_text()):
             assert found.startswith('report["machine"]'), (file.name, found)  # below tables: not the measurement

@@ -7,6 +7,7 @@ cli.help, bench.measure.
 from __future__ import annotations
 
 import errno
+import importlib
 import inspect
 import io
 import json
@@ -322,6 +323,7 @@ def test_a_batch_without_ray_makes_no_output(shoal: Command, tmp_path: Path, mon
     asked.write_text('{"id": "a", "prompt": "x"}\n')
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "shoal.serve.cluster", raising=False)
+    monkeypatch.delattr(importlib.import_module("shoal.serve"), "cluster", raising=False)  # other tests have loaded it
     answer = shoal("batch", asked, answers, "--ray")
     assert (answer.code, answers.exists()) == (2, False)
     assert "--ray needs more packages" in answer.err

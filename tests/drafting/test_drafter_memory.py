@@ -256,7 +256,7 @@ def test_a_prompt_is_copied_from_a_row_that_begins_with_it() -> None:
     slots, pair, other = DraftSlots(runner), Request((1, 2, 3, 4), 2), Request((5, 6, 7, 8), 1)
     first, second = (Row(pair, 0, i, i, [*pair.prompt_ids], frozenset(), 99) for i in range(2))
     third = Row(other, 1, 0, 0, [*other.prompt_ids], frozenset(), 99)
-    slots.reserve(2, 16)
+    DraftMemory(slots).reserve(2, 16)
     keys = []
     for rows in ([first, third], [third], [third, second], [second]):
         slots.leave(set(slots.known([first, second, third])) - set(rows) if rows != [second] else None)
@@ -269,7 +269,7 @@ def test_a_prompt_is_copied_from_a_row_that_begins_with_it() -> None:
 def test_a_stored_prompt_that_another_overlaps_is_computed_again() -> None:
     runner = wrap(tiny_model("llama"), "tiny")
     slots = DraftSlots(runner)
-    slots.reserve(1, 16, 8)
+    DraftMemory(slots).reserve(1, 16, 8)
     rows = [Row(Request((i, 2, 3, 4, 5), 1), i, 0, 0, [i, 2, 3, 4, 5], frozenset(), 99) for i in range(2)]
     keys = []
     for place in (0, 1, 0):
@@ -284,7 +284,7 @@ def test_a_stored_prompt_that_another_overlaps_is_computed_again() -> None:
 def test_a_chunk_that_does_not_follow_is_left_out() -> None:
     runner = wrap(tiny_model("llama"), "tiny")
     slots, row = DraftSlots(runner), Row(Request((1,) * 12, 1), 0, 0, 0, [1] * 12, frozenset(), 99)
-    slots.reserve(1, 16)
+    DraftMemory(slots).reserve(1, 16)
     for start, stop in ((0, 4), (8, 11)):
         slots.keep_pace([PrefillChunk(row, 0, start, stop)])
     assert runner.cache.lengths[0] == 4

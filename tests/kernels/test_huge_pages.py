@@ -24,19 +24,19 @@ def _no_mapping_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_huge_pages
 def test_small_matrices_share_a_mapping_and_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    made = matrix._mapping
-    monkeypatch.setattr(matrix, "_mapping", lambda size: sizes.append(size) or made(size))
+    made = matrix.mapping
+    monkeypatch.setattr(matrix, "mapping", lambda size: sizes.append(size) or made(size))
     tensors = [matrix.empty((100, width), torch.bfloat16).fill_(i) for i, width in enumerate((1, 7, 64, 4096) * 8)]
-    assert sizes == [matrix.SHARED_BYTES]
+    assert sizes == [matrix.CHUNK]
     for i, tensor in enumerate(tensors):
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 64 == 0
         assert bool((tensor == i).all())
-    large = matrix.empty((matrix.SHARED_BYTES // 8, 2), torch.float32)
+    large = matrix.empty((matrix.CHUNK // 8, 2), torch.float32)
     assert sizes[1:] == [large.nbytes]
     for _ in range(5):  # what does not fit begins another mapping
-        matrix.empty((matrix.SHARED_BYTES // 4,), torch.int8)
-    assert sizes[2:] == [matrix.SHARED_BYTES]
+        matrix.empty((matrix.CHUNK // 4,), torch.int8)
+    assert sizes[2:] == [matrix.CHUNK]
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 5, 16)])

@@ -201,6 +201,14 @@ def test_a_drafter_that_turns_bad_is_left(plain: float) -> None:
     assert engine.stats.by_drafter["stepper"].drafted > 1000
 
 
+def test_a_drafter_that_was_left_is_tried_again_while_another_pays() -> None:
+    _, engine, controller = choosing(always(0.5), second_half(0.02, 0.97), step=0.05)
+    assert isinstance(engine.drafter, SumDrafter)
+    assert isinstance(stepper := engine.drafter.model, Stepper)
+    assert controller.rounds["reader"] > 100, controller.rounds
+    assert stepper.late > 40
+
+
 def test_a_choice_that_is_not_measured_loses(plain: float) -> None:
     """Negative control: whoever comes last drafts, at a fixed length."""
     clock = Clock()

@@ -89,7 +89,7 @@ OPTIONS: list[tuple[str, str, list[Any]]] = [
     ("time_budget", "seconds > 0 or None", [0, float("nan")]),
     ("lookahead", ">= 0", [-1]),
     ("lookahead", "'auto', a draft length", ["fast", "fixed:x", None, 1.5, object()]),
-    ("n", "an integer >= 1", [0, -3, 1.5, "2", True, None]),
+    ("n", r"an integer in \[1, 1000000\]", [0, -3, 1.5, "2", True, None]),
     ("top_logprobs", rf"an integer in 0\.\.{V}", [-1, V + 1, 1.5, "3", True, None]),
 ]
 

@@ -7,7 +7,7 @@
 Both rules plan by the same estimates and costs, and may end each row's draft before each of its tokens.
 With confidence, a draft's chance is that of drafts of which the drafter was as sure; without, that of drafts at its position.
 Beside them stands "one length" for all rows, known before the round begins: what `auto` is where rounds are captured. A GPU can
-then go on with the next round before the host has seen this one, which is worth 10 to 15 % of a round (docs/measurements/gpu.md)
+then go on with the next round before the host has seen this one, which is worth 11 to 14 % of a round (docs/measurements/gpu.md)
 and is not counted here.
 What the rules themselves compute takes no time on the clock: it is the same. The texts and the clock are those of `virtual.py`.
 """

@@ -38,18 +38,15 @@ class Stopwatch:
         self.laps.append(now - self._last)
         self._last = now
 
-    def lap_shares(self, shares: Sequence[float], between: float | None = None) -> None:
+    def lap_shares(self, shares: Sequence[float]) -> None:
         """Ends stages that were computed in one go.
 
         Args:
             shares: their shares of the time.
-            between: the share of the first stage's time that all steps but one took; None =
-                unknown.
         """
         now = self._clock()
         drafting, *rest = (share * (now - self._last - self.planning) for share in shares)
         self.laps += [self.planning + drafting, *rest]
-        self.between = None if between is None else between * drafting
         self._last = now
 
     def timed(self, stop: Stop) -> Stop:

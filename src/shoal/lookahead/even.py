@@ -4,8 +4,8 @@ A device that computes captured rounds goes on with the next round before the ho
 one (`shoal.drafting.captured_inputs`). It cannot if the host ends drafts by the drafter's
 confidence, nor if the next length depends on this round. So a plan has one length for all rows, by
 the acceptance at each position, and holds for several rounds. Where a pass costs the same for any
-number of positions, confidence brings 2 to 6 % (`benchmarks/stopping.py --flat 0.07`); the time of
-the host, which it costs, is 10 to 15 % of a round.
+number of positions, confidence brings 2 to 6 % (`benchmarks/stopping.py --flat 0.1`); the time of
+the host, which it costs, is 11 to 14 % of a round.
 """
 
 from __future__ import annotations

@@ -202,6 +202,11 @@ def tagged_tokenizer() -> Any:
     made.train_from_iterator(list(TEXTS) * 4, trainer)
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in (*TAGS, " " * 8)])
+    return _chatting(made)
+
+
+def _chatting(made: Any) -> Any:
+    """Makes a tokenizer with a list of chat templates, one of them for tools."""
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
         eos_token="<|im_end|>",
@@ -228,15 +233,7 @@ def large_tokenizer() -> Any:
         vocabulary.setdefault(piece, len(vocabulary))
     made = _byte_level(models.BPE(vocab=vocabulary, merges=merges))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=[
-            {"name": "default", "template": CHATML},
-            {"name": "tool_use", "template": CHATML_TOOLS},
-        ],
-    )
+    return _chatting(made)
 
 
 def _byte_level(model: Any) -> Tokenizer:

@@ -110,19 +110,17 @@ class DraftedStep(NamedTuple):
 
 
 class StepComputation(NamedTuple):
-    """The computation of a step: the values of `DraftedStep`, the logits, the tokens to feed next.
+    """The computation of a step: q and tokens of `DraftedStep`, logits, the tokens to feed next.
 
     Attributes:
         q: as in `DraftedStep`; None if not asked for.
         tokens: as in `DraftedStep`.
-        confidence: as in `DraftedStep`; None if not asked for.
         logits: the logits that the step draws from, [rows, vocab of the drafter].
         fed: the tokens to feed next, [rows]: ids of the drafter also where nothing can be drawn.
     """
 
     q: Tensor | None
     tokens: Tensor
-    confidence: Tensor | None
     logits: Tensor
     fed: Tensor
 
@@ -135,7 +133,6 @@ def stepped(
     uniforms: Tensor,
     *,
     want_q: bool = True,
-    want_confidence: bool = True,
 ) -> StepComputation:
     """Computes a drafter's pass over a view, and draws a token of each row; a function of tensors.
 
@@ -148,27 +145,19 @@ def stepped(
         logits = every[
             torch.arange(every.shape[0], device=every.device), (block.bounds[1] - 1).clamp(min=0)
         ]
-    found = _distribution(logits, style, temperature, captures.by_kernels, want_q, want_confidence)
+    found = _distribution(logits, style, temperature, captures.by_kernels, want_q)
     drawn = found.best
     if found.probs is not None and not style.greedy:
         draw = on_device(style.draw, found.probs) if captures.by_kernels else style.draw
         drawn = draw(found.probs, uniforms)
-    confidence = None
-    if want_confidence and found.highest is not None:
-        confidence = found.highest * found.sound
     known = logits.shape[-1]
     fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
     q, tokens = found.probs if want_q else None, torch.where(found.sound, drawn, -1)
-    return StepComputation(q, tokens, confidence, logits, fed)
+    return StepComputation(q, tokens, logits, fed)
 
 
 def _distribution(
-    logits: Tensor,
-    style: Style,
-    temperature: Tensor,
-    by_kernels: bool,
-    want_q: bool,
-    want_confidence: bool,
+    logits: Tensor, style: Style, temperature: Tensor, by_kernels: bool, want_q: bool
 ) -> Softmax:
     """Computes the distribution of logits [rows, vocab], as the rows declare it.
 
@@ -184,16 +173,7 @@ def _distribution(
     q = None
     if want_q or not style.greedy:
         q, _ = style.probabilities(scores, temperature)
-    highest = _highest(scores, q, style, temperature) if want_confidence else None
-    return Softmax(q, best, sound, highest)
-
-
-def _highest(scores: Tensor, q: Tensor | None, style: Style, temperature: Tensor) -> Tensor:
-    """Returns the highest probability of each row, [rows]; of greedy rows that at temperature 1."""
-    if q is not None and style.greedy is False:
-        return q.amax(-1)
-    plain = scores.to(temperature.dtype).softmax(-1).amax(-1)
-    return plain if q is None or style.greedy else torch.where(temperature == 0, plain, q.amax(-1))
+    return Softmax(q, best, sound, None)
 
 
 def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:

@@ -179,7 +179,6 @@ class RoundFunctions:
                     temperatures,
                     self.uniforms[:, j],
                     want_q=kind.rule.reads_q and not self._matches,
-                    want_confidence=False,
                 )
             kernel = drafter.passes.by_kernels
             feed(

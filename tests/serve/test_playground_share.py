@@ -171,7 +171,7 @@ def test_the_page_comes_to_rest(opened: Callable[..., Any], server: Served) -> N
     """Its observers answer nothing that they, or buttons in the headers of samples, change: none would ever end."""
     page = opened(f"{server.url}/#n=2&max_tokens=24&seed=5&compare=false", **CLIPBOARD)
     run(page)
-    page.wait_for_function("CSS.highlights.size > 0")  # code colours come a moment after the run
+    eventually(page, lambda: page.evaluate("CSS.highlights.size > 0"))  # code colours come a moment after the run
     page.get_by_role("button", name="Copy sample 1").click()
     expect(page.get_by_role("button", name="Copy sample 1")).to_have_text("Copied")
     pass_moment(page)

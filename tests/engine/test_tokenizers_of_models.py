@@ -28,7 +28,7 @@ from shoal.serve.api_formats import name_and_bytes
 from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.testing import tiny_tokenizer
-from shoal.testing.scripted import one_hot, scripted
+from shoal.testing.scripted import one_hot, says, scripted
 from shoal.testing.tiny import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
 from shoal.types.prompt_forms import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_token_ids
 from shoal.types.samples import Sample
@@ -316,6 +316,37 @@ def test_a_middle_ends_where_another_part_would_begin(name: str, special: bool) 
     assert "".join(pieces) == "return x"
     plain = pair.generate([tokenizer.encode("def f(x):")], max_new_tokens=4, eos=())[0].samples[0]
     assert plain.finish_reason == "length"
+
+
+PSM, SPM = "{0}a{1}b{2}", "{1}b{0}a{2}"
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "last"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), PSM, "<|file_separator|>"),  # CodeGemma
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), PSM, "<|filename|>"),  # Granite
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), PSM, "<filename>"),  # StarCoder
+        (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), PSM, "<｜fim▁begin｜>"),  # DeepSeek
+        (("▁<PRE>", "▁<SUF>", "▁<MID>"), PSM, "▁<EOT>"),  # Code Llama
+        (("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"), PSM, "<|code_prefix|>"),  # GLM
+        (("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"), SPM, "<[fim-suffix]>"),  # Seed-Coder
+        (("[PREFIX]", "[SUFFIX]", ""), SPM, "[MIDDLE]"),  # Codestral
+    ],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_families_of_middles(names: tuple[str, str, str], order: str, last: str, special: bool) -> None:
+    """Prompts are in the family's order, and end alike whoever wrote them: `suffix`, or a user by hand."""
+    own = tagged_tokenizer()
+    own.add_tokens([AddedToken(one, special=special, normalized=False) for one in dict.fromkeys((*names, last)) if one])
+    made, text = middle_prompt(own, "a", "b"), order.format(*names)
+    assert own.decode(made.ids) == text
+    assert own.decode(made.ids[: made.end]).endswith("a")
+    script = says([[*made.ids, *own.encode(f"return x{last}import os")]], len(own), own.eos_token_id)
+    pair = Shoal(scripted(script, len(own), 512), tokenizer=own)
+    for prompt, more in (("a", {"suffix": "b"}), ([made.ids], {}), (text, {})):
+        (sample,) = pair.generate(prompt, align=False, max_new_tokens=30, **more)[0].samples
+        assert (sample.text, sample.finish_reason) == ("return x", "eos")
 
 
 class CountedText(Detokenizer):

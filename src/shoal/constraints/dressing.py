@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.constraints.alignment import aligned, bound_from_start
-from shoal.constraints.fim import middle_ends
+from shoal.constraints.fim import asks_for_middle, middle_ends
 from shoal.constraints.protocol import Check, Cutting
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
@@ -76,7 +76,8 @@ class Dressing:
             RequestError: there is no tokenizer, an unknown value, or settings that do not go
                 together.
         """
-        if suffix is not None and (request.limits.eos is None or request.limits.eos):
+        ends = request.limits.eos is None or request.limits.eos
+        if ends and (suffix is not None or asks_for_middle(tokenizer, request.prompt_ids)):
             request = replace(request, ends=request.ends | middle_ends(tokenizer))
         align = self.align
         if align is None:

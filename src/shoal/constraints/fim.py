@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +19,23 @@ TOKENS = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),  # Seed-Coder
+    ("[PREFIX]", "[SUFFIX]", ""),  # Codestral
 )
-"""The tokens before the prefix, before the suffix, and before the middle that the model writes."""
+"""The tokens before the prefix, before the suffix, and before the middle that the model writes; ""
+= the middle follows the text without a token."""
+SUFFIX_FIRST = ("<[fim-prefix]>", "[PREFIX]")
+"""The first tokens of the families that read the suffix before the prefix."""
 FILE_TOKENS = (
     ("<|repo_name|>", "<|file_sep|>"),
     ("<repo_name>", "<file_sep>"),
     ("<reponame>", "<filename>"),
+    ("<|reponame|>", "<|filename|>"),  # Granite
 )
 """The tokens before a repository's name and before each of its files, for models that have read
 several files at once."""
-PADS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>")
+PADS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<|file_separator|>", "[MIDDLE]")
 """The tokens that fill up, or end, middles that models were trained on."""
 SUFFIX_SHARE = 4
 """The divisor of a prompt's tokens that gives the least share of a suffix, if the prompt does not
@@ -55,15 +63,37 @@ def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
 
     None: its model is not trained to fill in.
     """
-    vocabulary = tokenizer.get_vocab()
-    return next((tokens for tokens in TOKENS if all(token in vocabulary for token in tokens)), None)
+    known = _numbers(tokenizer)
+    return next((names for names in TOKENS if known.keys() >= {*names} - {""}), None)
 
 
 def middle_ends(tokenizer: Any) -> frozenset[int]:
     """Returns the tokens behind which no middle goes on: another part or file would begin."""
-    vocabulary = tokenizer.get_vocab()
+    return frozenset(_numbers(tokenizer).values())
+
+
+def asks_for_middle(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Returns True if a prompt has all tokens of a family: somebody wrote its parts by hand."""
+    found = None if tokenizer is None else middle_tokens(tokenizer)
+    if found is None:
+        return False
+    known = _numbers(tokenizer)
+    return all(known[name] in ids for name in found if name)
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], dict[str, int]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _numbers(tokenizer: Any) -> dict[str, int]:
+    """Returns the tokens of this module that a tokenizer knows; its vocabulary is read once."""
     names = (*chain(*TOKENS, *FILE_TOKENS), *PADS)
-    return frozenset(vocabulary[name] for name in names if name in vocabulary)
+    found = _known.setdefault(tokenizer, {})
+    if names not in found:
+        vocabulary = tokenizer.get_vocab()
+        found[names] = {name: vocabulary[name] for name in names if name and name in vocabulary}
+    return found[names]
 
 
 def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> list[int]:
@@ -75,7 +105,7 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
     """Returns the prompt whose continuation belongs between prefix and suffix.
 
     Names of special tokens in these texts are text: a file about tokenizers is a file.
-    The order is PSM (Bavarian et al. 2022).
+    The order is PSM (Bavarian et al. 2022), or that of `SUFFIX_FIRST`.
 
     Args:
         tokenizer: the target's.
@@ -92,15 +122,17 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
             "this tokenizer has no fill-in-the-middle tokens: the model cannot be asked for "
             "text before a suffix"
         )
-    vocabulary = tokenizer.get_vocab()
-    first, between, last = (vocabulary[token] for token in found)
+    first, between, last = ([_numbers(tokenizer)[name]] if name else [] for name in found)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     prefix, suffix = as_plain(tokenizer, prefix), as_plain(tokenizer, suffix)
     context, left = encoded_plain(encode, before), encoded_plain(encode, prefix)
     right = encoded_inside(partial(encoded_plain, encode), suffix)
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
-    head = [*start, *context, first, *left]
-    return MiddlePrompt((*head, between, *right, last), len(head))
+    if found[0] in SUFFIX_FIRST:
+        head, behind = [*start, *between, *right, *first, *context, *left], last
+    else:
+        head, behind = [*start, *context, *first, *left], [*between, *right, *last]
+    return MiddlePrompt((*head, *behind), len(head))
 
 
 def repository(
@@ -116,10 +148,8 @@ def repository(
         name: the name of the repository.
         own: the name of the file with the cursor.
     """
-    vocabulary = tokenizer.get_vocab()
-    found = next(
-        (tokens for tokens in FILE_TOKENS if all(token in vocabulary for token in tokens)), None
-    )
+    known = _numbers(tokenizer)
+    found = next((names for names in FILE_TOKENS if known.keys() >= {*names}), None)
     if found is None:
         return "".join(f"{text}\n\n" for _, text in excerpts)
     excerpts = [(file, as_plain(tokenizer, text)) for file, text in excerpts]

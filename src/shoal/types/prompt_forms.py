@@ -99,7 +99,7 @@ def with_line_ends(text: str, end: str) -> str:
 
 MARK = "\ufdd0"
 """A character that no text has (Unicode keeps it for programs): tokens do not reach across it."""
-CONTROL = re.compile(r"<[|｜].+[|｜]>|</?(?:fim|file|repo)[-_]?\w*>", re.DOTALL)
+CONTROL = re.compile(r"<[|｜].+[|｜]>|</?(?:fim|file|repo)[-_]?\w*>|<\[fim-\w+\]>", re.DOTALL)
 """The names of tokens that are controls of a model, though some tokenizers do not call them so."""
 _names: weakref.WeakKeyDictionary[Any, re.Pattern[str]] = weakref.WeakKeyDictionary()
 

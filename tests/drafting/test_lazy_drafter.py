@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from policies import auto
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Fixed, by_name
+from shoal.lookahead.controller import Controller, Fixed, by_name
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
@@ -29,13 +29,11 @@ VOCAB, K = 12, 3
 SCRIPT = hashed(VOCAB, 0)
 
 
-class When:
+class When(Controller):
     """Drafts K tokens in the rounds for which `drafts(round)` is true, none in others."""
 
     limit = K
     adaptive = True
-    may_speculate = True
-    shorten = None
 
     def __init__(self, drafts: Callable[[int], bool]) -> None:
         self.drafts, self.round = drafts, 0

@@ -24,7 +24,7 @@ from shoal.bench.random_pairs import Imposed
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Fixed
+from shoal.lookahead.controller import Controller, Fixed
 from shoal.models.compiled import draft_functions, round_functions
 from shoal.models.compiled.block import Block, View
 from shoal.models.compiled.executors import EXECUTORS
@@ -52,10 +52,10 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(CapturedRounds, "decide", lambda *_, **__: None)
 
 
-class Ragged:
+class Ragged(Controller):
     """Draft lengths 0 to 4 by row and round; some rounds draft nothing at all."""
 
-    limit, adaptive, may_speculate, shorten = 4, False, True, None
+    limit = 4
 
     def __init__(self) -> None:
         self.round = 0

@@ -7,7 +7,7 @@ from math import nan
 from typing import Any
 
 from shoal.lookahead.auto import LEARNED
-from shoal.lookahead.controller import Auto, EvenAuto, PairCosts
+from shoal.lookahead.controller import Auto, Controller, EvenAuto, PairCosts
 from shoal.lookahead.costs import CostCurve
 from shoal.types.rounds import Outcome
 
@@ -57,14 +57,14 @@ def even_with_known_costs() -> EvenAuto:
 LIMIT = 7
 
 
-class Confident:
+class Confident(Controller):
     """Drafts end where the drafter is less sure than `least`, all of them where few rows go on. Notes what it is asked and told.
 
     Args:
         ragged: lengths 0 to 7 by row and round, sometimes 0 for all.
     """
 
-    limit, adaptive, may_speculate = LIMIT, True, True
+    limit, adaptive = LIMIT, True
 
     def __init__(self, least: float, ragged: bool = False, few: int = 1) -> None:
         self.least, self.ragged, self.few = least, ragged, few

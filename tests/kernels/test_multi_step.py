@@ -20,7 +20,7 @@ from shoal.config import Grammar, Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.multi_step import MOST_ROUNDS, MOST_TOKENS, MultiStep
 from shoal.lookahead.auto import TOGETHER, Auto
-from shoal.lookahead.controller import PairCosts
+from shoal.lookahead.controller import Controller, PairCosts
 from shoal.models import formats, weights
 from shoal.models.lean import steps
 from shoal.models.loading import wrap
@@ -173,10 +173,10 @@ def engine(target: Runner, **options: Any) -> Engine:
     return Engine(target, None, options.pop("lookahead", Off()), max_batch=32, **options)
 
 
-class Off:
+class Off(Controller):
     """No drafts, ever; tells what it learned."""
 
-    limit, adaptive, may_speculate, shorten = 0, False, True, None
+    limit = 0
 
     def __init__(self) -> None:
         self.learned: list[Outcome] = []

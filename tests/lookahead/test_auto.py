@@ -538,12 +538,11 @@ def test_the_law_stays_whatever_confidence_decides() -> None:
     assert stats.row_rounds < 4 * len(rows)
 
 
-class Spy:
+class Spy(Controller):
     """Lets what was thrown away decide: after a rejected first draft, whether the next round drafts at all follows from the
     confidence after the second, which that draft's own uniforms have shaped."""
 
     limit = 3
-    may_speculate = True
 
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive
@@ -618,10 +617,10 @@ def test_the_time_of_planning_is_no_cost_of_drafts() -> None:
     assert seen[5.0] == [(5.0, *others) for _, *others in seen[0.0]]
 
 
-class Steps:
+class Steps(Controller):
     """Three drafts a round; keeps what it is told."""
 
-    limit, adaptive, may_speculate = 3, True, True
+    limit, adaptive = 3, True
 
     def __init__(self) -> None:
         self.seen: list[Outcome] = []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
-from shoal.lookahead.controller import Bass, Fixed, Heuristic, Lookahead, Uniform, by_name
+from shoal.lookahead.controller import Bass, Controller, Fixed, Heuristic, Lookahead, Uniform, by_name
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import adversary, hashed, oracle, scripted
 from shoal.types.requests import Request, Row
@@ -144,13 +144,10 @@ def test_fixed_never_moves(k: int) -> None:
         assert fixed.next_length() == fixed.limit == k
 
 
-class Stepwise:
+class Stepwise(Controller):
     """A controller of one's own: 4 drafts for a row whose drafts were all accepted in its last round, 1 for others."""
 
     limit = 4
-    adaptive = False
-    may_speculate = True
-    shorten = None
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}  # by serial number of the row
@@ -222,6 +219,15 @@ def test_an_object_is_its_own_name() -> None:
 def test_bad_names(name: object) -> None:
     with pytest.raises(RequestError, match=r"lookahead must be 'auto', a draft length, .* or 'off', got"):
         by_name(name)
+
+
+def test_a_controller_that_lacks_defaults_is_told_where_they_are() -> None:
+    class Bare:
+        limit, adaptive, may_speculate, shorten = 4, False, True, None
+        lengths, learn = Stepwise.lengths, Stepwise.learn
+
+    with pytest.raises(RequestError, match=r"derives from shoal\.lookahead\.controller\.Controller"):
+        by_name(Bare())
 
 
 @pytest.mark.parametrize("k", [-1, 65, "65", "fixed:1000"])

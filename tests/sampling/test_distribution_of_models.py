@@ -174,12 +174,11 @@ def test_generate_with_custom_generate() -> None:
 # ── what a drafter says of itself ───────────────────────────────────────────────────────────────────────────────────
 
 
-class Listening:
+class Listening(Controller):
     """A controller of drafts of one token that notes the confidences it is told."""
 
     limit = 1
     adaptive = True
-    may_speculate = True
 
     def __init__(self) -> None:
         self.told: list[list[float]] = []

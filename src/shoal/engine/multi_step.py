@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.running_rows import Batch
-from shoal.lookahead.controller import Controller
+from shoal.lookahead.protocol import Controller
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.steps import Drawing, lean_steps, rounds_at_once
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
@@ -141,7 +141,7 @@ class MultiStep:
             return 0
         rounds = min(MOST_ROUNDS, MOST_TOKENS // len(rows), rounds_at_once(self._target))
         if rounds > 1 and self._drafts:
-            rounds = min(rounds, getattr(self._lookahead, "plain_rounds", 1))
+            rounds = min(rounds, self._lookahead.plain_rounds)
         if rounds < 2 or not self._plain.includes(rows) or change(rows):
             return 0
         return min(rounds, max(row.remaining for row in rows))

@@ -20,7 +20,7 @@ from shoal.engine.accounting import Stopwatch
 from shoal.engine.guide import Guide
 from shoal.engine.running_rows import Batch
 from shoal.errors import BadLogits, ShoalError
-from shoal.lookahead.controller import Controller
+from shoal.lookahead.protocol import Controller
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.sampling.ahead import UniformsAhead
@@ -69,13 +69,12 @@ class Stages:
 
     def lengths(self, rows: Sequence[Row]) -> Sequence[int]:
         """Returns the draft length of each row."""
-        repeat = None if self._gathered else getattr(self._lookahead, "repeat", None)
         if self._drafter is None:
             lengths = [0] * len(rows)
-        elif repeat is not None:
-            lengths = repeat(rows)
-        else:
+        elif self._gathered:
             lengths = self._lookahead.lengths(rows, len(self._batch.scheduler.waiting))
+        else:
+            lengths = self._lookahead.repeat(rows)
         self._drafting = max(lengths) > 0 or not self._lookahead.adaptive
         return lengths
 
@@ -91,7 +90,7 @@ class Stages:
         decided = None
         if not max(lengths) or self._lookahead.shorten is None:
             decided = self.captured.decide(
-                rows, lengths, partial(self._noise, rows), goes_on=self._goes_on(rows, lengths)
+                rows, lengths, partial(self._noise, rows), goes_on=self._goes_on(rows)
             )
         if decided is not None:
             watch.lap_shares((decided.share, 1 - decided.share, 0.0))
@@ -139,19 +138,16 @@ class Stages:
         inputs = DraftInputs(rows, lengths, uniforms, self._rule.draw, stop and watch.timed(stop))
         return uniforms, within(self._drafter.propose(inputs), inputs)
 
-    def _goes_on(self, rows: Sequence[Row], lengths: Sequence[int]) -> bool:
+    def _goes_on(self, rows: Sequence[Row]) -> bool:
         """Returns True if the next round may be launched before the verdict of this one is known.
 
         Its rows are then these, unless one ends: no row joins. Every other round makes room for
         rows that wait.
         """
-        scheduler, controller = self._batch.scheduler, self._lookahead
+        scheduler = self._batch.scheduler
         if self._target.captures is None or self._batch.guides or scheduler.prefilling:
             return False
-        if self._drafter is not None and not hasattr(controller, "repeat"):
-            return False
-        steady = getattr(controller, "steady", False)
-        if not steady and (max(lengths) or getattr(controller, "plain_rounds", 1) < 2):
+        if not self._lookahead.steady:
             return False
         full = len(rows) >= scheduler.capacity
         joins = scheduler.waiting and not (full or self._gathered)

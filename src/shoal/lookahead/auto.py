@@ -12,7 +12,7 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, nan
+from math import nan
 from operator import add, mul
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from shoal.lookahead.acceptance import LIMIT, Record, Tried
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import (
+    TRIAL_ROWS,
     DraftPlan,
     Stopping,
     Unfed,
@@ -27,7 +28,9 @@ from shoal.lookahead.plan import (
     best_plan,
     remaining_weights,
     repays,
+    trial_is_due,
 )
+from shoal.lookahead.protocol import Controller
 from shoal.lookahead.safeguards import Backoff
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
@@ -40,8 +43,6 @@ waits for an unknown drafter.
 """
 MIN_ACCEPTANCE = 0.1
 """The acceptance rate below which an engine is made without the drafter, until a trial is due."""
-TRIAL_ROWS = 2
-"""The number of rows that a trial drafts for: the drafter computes the prompts of these only."""
 FIRST_STEPS = 2
 """The number of tokens that the first trials draft for each row; later trials draft one.
 
@@ -65,12 +66,12 @@ decoding consists of.
 """
 
 
-class Auto:
+class Auto(Controller):
     """The controller that `lookahead="auto"` names.
 
     Attributes:
-        limit: see `shoal.lookahead.controller.Controller`.
-        adaptive: see `shoal.lookahead.controller.Controller`.
+        limit: see `Controller`.
+        adaptive: see `Controller`.
         costs: the costs and acceptance rates of the pair.
         unfed: the tokens that the drafter has not computed.
         rounds_of_a_plan: the number of rounds for which a plan is kept while the rows are the same.
@@ -103,7 +104,7 @@ class Auto:
         return (
             learning
             or costs.acceptance.mean >= MIN_ACCEPTANCE
-            or self.trial_is_due(ASSUMED_ROWS, 0)
+            or trial_is_due(ASSUMED_ROWS, 0, costs)
         )
 
     # ── before a round ────────────────────────────────────────────────────────────────────────────
@@ -190,7 +191,7 @@ class Auto:
             return rows
         self._backoff.extend(len(rows))
         chosen = self.unfed.cheapest(rows, TRIAL_ROWS)
-        return chosen if self.trial_is_due(len(rows), self.unfed.tokens(chosen)) else ()
+        return chosen if trial_is_due(len(rows), self.unfed.tokens(chosen), costs) else ()
 
     @property
     def _holds(self) -> bool:
@@ -201,6 +202,11 @@ class Auto:
             and self._age < self.rounds_of_a_plan
             and self.costs.rounds > LEARNED
         )
+
+    @property
+    def steady(self) -> bool:
+        """True if the next round is plain as this one, whatever comes of it."""
+        return not any(self._longest) and self.plain_rounds > 1
 
     @property
     def plain_rounds(self) -> int:
@@ -250,23 +256,6 @@ class Auto:
             return None
         by_confidence = costs.acceptance.by_confidence([row.serial for row in rows])
         return Stopping(plan, weights.tolist(), by_confidence.tolist(), following.tolist())
-
-    def trial_is_due(self, rows: int, unfed: int) -> bool:
-        """Returns True if there is credit for drafts of a few rows.
-
-        Args:
-            rows: the number of rows that run.
-            unfed: the number of tokens that the drafter has to compute first.
-        """
-        costs = self.costs
-        plain, nodes = costs.verify.seconds(rows), ceil(costs.trees.by_depth[1])
-        cost = (
-            costs.seconds_starting(rows)
-            + costs.verify.seconds(rows + (TRIAL_ROWS if costs.packed else rows) * nodes)
-            - plain
-            + costs.seconds_preparing(unfed)
-        )
-        return costs.credit.allows_trial(cost, plain)
 
     # ── while drafting ────────────────────────────────────────────────────────────────────────────
 

@@ -19,6 +19,8 @@ from typing import Protocol
 from shoal.lookahead.acceptance import LIMIT
 from shoal.lookahead.auto import FIRST_ROUNDS, TOGETHER, Auto
 from shoal.lookahead.costs import PairCosts
+from shoal.lookahead.plan import trial_is_due
+from shoal.lookahead.protocol import Controller
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
@@ -60,7 +62,7 @@ class Choices(Protocol):
         ...
 
 
-class AutoChoice:
+class AutoChoice(Controller):
     """The controller that `lookahead="auto"` names if there are several ways of drafting.
 
     Args:
@@ -68,8 +70,8 @@ class AutoChoice:
         choices: the ways of drafting.
 
     Attributes:
-        limit: see `shoal.lookahead.controller.Controller`.
-        adaptive: see `shoal.lookahead.controller.Controller`.
+        limit: see `Controller`.
+        adaptive: see `Controller`.
         rounds: the number of rounds that each choice had, by its name.
     """
 
@@ -130,6 +132,11 @@ class AutoChoice:
         return self._autos[self._current].repeat(rows)
 
     @property
+    def steady(self) -> bool:
+        """True if the next round has the lengths of this one, see `Auto.steady`."""
+        return self._autos[self._current].steady
+
+    @property
     def plain_rounds(self) -> int:
         """The number of plain rounds that may come in one go, see `Auto.plain_rounds`."""
         return min(max(self._held, TOGETHER), self._autos[self._current].plain_rounds)
@@ -181,7 +188,7 @@ class AutoChoice:
         if self._choices.choices_join and choice == len(self._autos) - 1:
             return self._pays
         unknown = not costs.start.known and self._choices.choices_join
-        return not choice or unknown or self._autos[choice].trial_is_due(rows, 0)
+        return not choice or unknown or trial_is_due(rows, 0, costs)
 
     @property
     def shorten(self) -> Callable[[int, Sequence[float]], list[int]] | None:

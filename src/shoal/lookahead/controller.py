@@ -1,28 +1,25 @@
-"""Draft length controllers, which see counts and costs, and never tensors.
+"""Draft length controllers by name, which see counts and costs, and never tensors.
 
-There are two protocols. A `Lookahead` (two methods) has one draft length for the whole batch. A
-`Controller` has one for each row, and is the protocol that the engine calls: `as_controller` makes
-one of a `Lookahead`. `by_name` finds the controller that a user names.
+`by_name` finds the controller that a user names, and `as_controller` makes one of a `Lookahead`;
+the two protocols are in `shoal.lookahead.protocol`.
 
 One draft length for the whole batch is decided from counts alone: Bass is Algorithm 1 of BASS,
 Heuristic that of Transformers. Qian et al. 2024, arXiv 2404.15778. The paper's constants: l0 = 7,
 l_incre = 2, l_mod = 10, l_limit = 32. The *maximum* over rows triggers growth, so the length drifts
 up with the batch; that suits an idle GPU and not a CPU.
-
-`Lookahead` is the protocol of Fixed, Bass, Heuristic and simple own objects.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 from shoal.errors import RequestError
 from shoal.lookahead.auto import Auto
 from shoal.lookahead.choosing import AutoChoice, Choices
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.even import EvenAuto
+from shoal.lookahead.protocol import Controller, Lookahead
 from shoal.types.requests import Row
 from shoal.types.rounds import Outcome
 
@@ -107,46 +104,18 @@ class Heuristic:
         )
 
 
-@runtime_checkable
-class Lookahead(Protocol):
-    """A controller that decides one draft length for the whole batch.
-
-    A row near its end gets a shorter draft (`Row.max_draft_length`).
-    """
-
-    limit: int
-    """The longest draft that the controller ever asks for; caches are sized for it."""
-
-    def next_length(self) -> int:
-        """Returns the draft length of the coming round; 0 = plain decoding."""
-        ...
-
-    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learns from a round.
-
-        Args:
-            drafted: the number of tokens that each row was asked to draft.
-            accepted: the number of tokens accepted of them, without replacement and bonus.
-        """
-        ...
-
-
-class Uniform:
-    """A `Lookahead` as a `Controller`: one length for every row, and no draft is shortened.
-
-    Attributes:
-        steady: True if the length never changes.
-    """
-
-    adaptive = False
-    shorten = None
-    may_speculate = True
+class Uniform(Controller):
+    """A `Lookahead` as a `Controller`: one length for every row, and no draft is shortened."""
 
     def __init__(self, lookahead: Lookahead) -> None:
         self.lookahead = lookahead
         self.limit = lookahead.limit
-        self.steady = isinstance(lookahead, Fixed)
         self._asked: list[int] = []
+
+    @property
+    def steady(self) -> bool:
+        """True if the length never changes."""
+        return isinstance(self.lookahead, Fixed)
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Returns the next length for each row, at most `Row.max_draft_length`."""
@@ -154,16 +123,12 @@ class Uniform:
         self._asked = [min(k, row.max_draft_length) for row in rows]
         return self._asked
 
-    def repeat(self, rows: Sequence[Row]) -> list[int]:
-        """Returns the lengths of a round that was launched ahead, see `Controller`."""
-        return self.lengths(rows, 0)
-
     def learn(self, outcome: Outcome) -> None:
         """Passes the counts on to the `Lookahead`.
 
         If the drafter failed in the middle of a draft, the length that was asked for counts as
         drafted, as if the position had been rejected: lengths must not depend on rejected drafts
-        (`adaptive` of `shoal.lookahead.controller.Controller`).
+        (`Controller.adaptive`).
         """
         self.lookahead.update(self._asked if outcome.steps else outcome.drafted, outcome.accepted)
 
@@ -182,68 +147,6 @@ __all__ = [
     "as_controller",
     "by_name",
 ]
-
-
-@runtime_checkable
-class Controller(Protocol):
-    """A controller that decides, before each round, how many tokens to draft for each row.
-
-    Give an object of this protocol as `lookahead`. In every round the engine calls `lengths` once;
-    `shorten`, if there is one, once per draft position; and `learn` once, with the rows in the
-    order in which `lengths` got them. Rows join and leave between rounds: keep data of a row under
-    `row.serial`, which no other row of the process has. An example is `Stepwise` in
-    tests/lookahead/test_lookahead.py.
-
-    Attributes:
-        limit: the longest draft that the controller ever asks for; 0 = plain decoding. The caches
-            are sized for it. Must not change.
-        adaptive: True if a decision may depend on rejected drafts or on times, which are the
-            confidence that `shorten` got and `Outcome.seconds`. False if it depends on
-            `Outcome.accepted` and own decisions alone. If True, rejection sampling draws new
-            uniforms in every round instead of one set per position: otherwise the tokens would not
-            follow the target's distribution.
-        may_speculate: read once, when an engine is made. False = the run does without the drafter
-            altogether: not even the prompts are fed to it.
-        shorten: None, or (position, confidence) -> lengths. It is called for each draft position
-            from 0 on, with the drafter's highest probability there, 0..1, for each row. It returns
-            the length that each row's draft may still reach, without knowing the token: `position`
-            or less ends the draft before this token. A draft never becomes longer than `lengths`
-            said.
-
-    A controller may also have `steady`: True if the next round has the lengths of this one, as far
-    as rows' limits allow, whatever comes of it. And it may have `plain_rounds`: if the last lengths
-    were all 0, the number of rounds from this one on that may be plain as well, as long as the rows
-    are the same. The engine may then compute them in one go, and `learn` gets one outcome of
-    several rounds (`Outcome.rounds`). If it has `repeat` besides, (rows) -> lengths, the engine may
-    launch the next round before this one is over; it then calls `repeat` instead of `lengths`, with
-    those of the rows that are left.
-    """
-
-    @property
-    def limit(self) -> int: ...
-
-    @property
-    def adaptive(self) -> bool: ...
-
-    @property
-    def may_speculate(self) -> bool: ...
-
-    @property
-    def shorten(self) -> Callable[[int, Sequence[float]], Sequence[int]] | None: ...
-
-    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
-        """Returns the longest draft of each row, 0..min(limit, row.max_draft_length).
-
-        Args:
-            rows: the rows of the coming round; the order and the rows may differ from round to
-                round.
-            waiting: the number of rows that have no slot yet.
-        """
-        ...
-
-    def learn(self, outcome: Outcome) -> None:
-        """Learns the drafts, the acceptance and the costs of a round; called only after a round."""
-        ...
 
 
 def by_name(
@@ -284,7 +187,8 @@ def by_name(
         return name
     raise RequestError(
         f"lookahead must be 'auto', a draft length, 'fixed:K', 'bass', 'heuristic' or 'off', "
-        f"got {name!r}"
+        f"got {name!r}; a class of one's own derives from shoal.lookahead.controller.Controller, "
+        "or has limit, next_length and update"
     )
 
 

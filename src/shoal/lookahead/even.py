@@ -90,7 +90,7 @@ class EvenAuto(Auto):
     @property
     def steady(self) -> bool:
         """True if the next round has the lengths of this one, whatever comes of it."""
-        return self._holds
+        return self._holds or super().steady
 
     def _best(self, rows: Sequence[Row], *, waiting: bool) -> DraftPlan | None:
         _, survival = acceptance_of(rows, self.costs)

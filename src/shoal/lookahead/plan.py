@@ -31,6 +31,9 @@ from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
 from shoal.lookahead.costs import PairCosts
 from shoal.types.requests import Row
 
+TRIAL_ROWS = 2
+"""The number of rows that a trial drafts for: the drafter computes the prompts of these only."""
+
 
 class Unfed:
     """The tokens that must be computed before the next draft.
@@ -216,6 +219,24 @@ def repays(rate: float, rows: Sequence[Row], unfed: Unfed, costs: PairCosts) -> 
         float(np.minimum(remaining, HORIZON).sum()) * (plain - 1 / rate)
         >= INVESTMENT_MARGIN * preparing
     )
+
+
+def trial_is_due(rows: int, unfed: int, costs: PairCosts) -> bool:
+    """Returns True if there is credit for drafts of a few rows.
+
+    Args:
+        rows: the number of rows that run.
+        unfed: the number of tokens that the drafter has to compute first.
+        costs: the costs of the pair.
+    """
+    plain, nodes = costs.verify.seconds(rows), math.ceil(costs.trees.by_depth[1])
+    cost = (
+        costs.seconds_starting(rows)
+        + costs.verify.seconds(rows + (TRIAL_ROWS if costs.packed else rows) * nodes)
+        - plain
+        + costs.seconds_preparing(unfed)
+    )
+    return costs.credit.allows_trial(cost, plain)
 
 
 def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Array:

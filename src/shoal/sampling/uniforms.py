@@ -8,7 +8,7 @@ state.
 One key per position, instead of one per draw, is exact: the draws of a round at positions beyond
 its first rejection are thrown away without having influenced any committed token, so the next round
 may use the same numbers again. A controller that learns from discarded draws
-(`shoal.lookahead.controller.Controller.adaptive`) breaks that argument; its rounds are numbered,
+(`shoal.lookahead.protocol.Controller.adaptive`) breaks that argument; its rounds are numbered,
 and every one has numbers of its own.
 """
 

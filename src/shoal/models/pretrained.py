@@ -10,8 +10,11 @@ the scales beside them. Such checkpoints are refused here by name.
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,16 @@ def require_no_scales(source: object, hf: Any, left: Iterable[str]) -> None:
         )
 
 
+HALVES = ("gemma3", "gemma4", "internvl", "llava", "mistral3")
+"""The model types of multimodal checkpoints whose text half has a class of its own."""
+HALF_NAMES = {
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+}
+"""The names of the tensors of a text half: a pattern of those in the whole, and what replaces it.
+
+Transformers of several years have saved them in three ways.
+"""
 ASSISTANT = "_assistant"
 """The end of the model types that Transformers gives to drafters of one target."""
 BLOCKS = re.compile(r"dflash|dspark", re.IGNORECASE)
@@ -132,7 +145,7 @@ def causal_config(source: str | Path, **hub: Any) -> Any:
     if reason is not None:
         raise UnsupportedModel(f"{source} ({config.model_type}) is not supported: {reason}")
     if (
-        type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        type(text_half(config) or config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         and not hub["trust_remote_code"]
     ):
         raise UnsupportedModel(
@@ -140,6 +153,24 @@ def causal_config(source: str | Path, **hub: Any) -> Any:
             f"language model for it"
         )
     return config
+
+
+def text_half(config: Any) -> Any | None:
+    """Returns the config of the text half of a multimodal checkpoint; None for other checkpoints.
+
+    It has the whole's number format and ties.
+
+    Args:
+        config: the config of the whole.
+    """
+    if config.model_type not in HALVES:
+        return None
+    half = copy.deepcopy(config.get_text_config(decoder=True))
+    for name in ("dtype", "tie_word_embeddings", "quantization_config"):
+        value = getattr(config, name, None)
+        if value is not None:
+            setattr(half, name, value)
+    return half
 
 
 def _own_target_reason(config: Any) -> str | None:
@@ -175,16 +206,19 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
             read here.
     """
     require_known_method(source, config)
-    method = method_of(config)
+    method, half = method_of(config), text_half(config)
+    if half is not None:
+        options |= {"config": half, "key_mapping": HALF_NAMES}
     why = f"shoal's own kernels do not take it ({groups}), and " if method in PARTS else ""
     if groups is None and method is not None:
         why, exact = "", options["dtype"] == torch.float32
-        ours = in_groups(config, method, _quantization(config) or {}, exact)
+        ours = in_groups(half or config, method, _quantization(config) or {}, exact)
         options |= {"config": ours, "dtype": torch.float32}
     try:
-        hf, found = from_pretrained(
-            source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
-        )
+        with nullcontext() if half is None else _without_report():
+            hf, found = from_pretrained(
+                source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
+            )
         _check_complete(source, found["missing_keys"])
     except (RequestError, ModelError) as error:
         if method is None:
@@ -194,6 +228,21 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
         ) from error
     require_no_scales(source, hf, found["unexpected_keys"])
     return hf
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keeps Transformers from listing the tensors of the other half, which nobody has asked for."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def _check_complete(source: str | Path, missing: Iterable[str]) -> None:

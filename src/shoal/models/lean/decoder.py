@@ -207,7 +207,8 @@ def obstacle(hf: Any, linears: Sequence[type] = LINEARS) -> str | None:
 
 
 def in_family(config: Any) -> bool:
-    """Returns True if Transformers' model of a config is a decoder of the family."""
+    """Returns True if Transformers' model of a config, or its text half, is of the family."""
+    config = config.get_text_config(decoder=True)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
     return _difference(kind, config) is None
 

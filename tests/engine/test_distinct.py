@@ -26,6 +26,7 @@ from shoal.engine.joint_rows import Distinct
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed, Uniform
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.uniforms import Purpose
 from shoal.testing.drafters import engine_of
 from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted
@@ -87,15 +88,15 @@ def ordered(constrained: bool) -> dict[tuple[Text, ...], float]:
 
 
 class Ahead(Uniform):
-    """Drafts for one row of each request, which ends before the others."""
+    """Drafts for some rows of each request, which end before the others."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, *indexes: int) -> None:
         super().__init__(Fixed(NEW - 1))
-        self._index = index
+        self._indexes = indexes
 
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         longest = super().lengths(rows, waiting)
-        return [most if row.index == self._index else 0 for row, most in zip(rows, longest, strict=True)]
+        return [most if row.index in self._indexes else 0 for row, most in zip(rows, longest, strict=True)]
 
 
 def engine(lookahead: Any, rule: Rule | None = None, max_batch: int = 700) -> Engine:
@@ -207,6 +208,20 @@ def test_weights_that_count_each_text_once_show(monkeypatch: pytest.MonkeyPatch)
     right = joint_rows._log_weight
     monkeypatch.setattr(joint_rows, "_log_weight", lambda row, left, behind: right(row, left, 0))
     assert deviation(ran(engine(Fixed(0)), [request(seed) for seed in range(REQUESTS)]), constrained=False) > 8
+
+
+def test_no_uniform_judges_a_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that goes on after one text is drawn is judged anew after the next: the law hardly shows it."""
+    asked, right = Counter[tuple[int, int]](), joint_rows.uniforms
+
+    def noted(seed: int, number: int, purpose: Purpose) -> torch.Tensor:
+        asked[seed, number] += purpose is Purpose.DISTINCT
+        return right(seed, number, purpose)
+
+    monkeypatch.setattr(joint_rows, "uniforms", noted)
+    ran(engine(Ahead(0, 1)), [request(seed) for seed in range(100)])
+    assert max(asked.values()) == 1
+    assert max(Counter(seed for seed, _ in asked).values()) == ROWS - 1  # the last row, by both before it
 
 
 # ── rows that end otherwise ─────────────────────────────────────────────────────────────────────────────────────────

@@ -116,6 +116,21 @@ def test_every_way_writes_the_same_and_says_what_it_took(pair: Shoal) -> None:
     assert len(set(moments)) == N  # one after another
 
 
+@pytest.mark.parametrize(
+    ("changes", "stops", "reason"),
+    [({}, (), "eos"), ({"max_new_tokens": 1}, (), "length"), ({}, ("return",), "stop")],
+)
+def test_a_task_knows_what_a_stop_string_ended(
+    pair: Shoal, changes: dict[str, Any], stops: tuple[str, ...], reason: str
+) -> None:
+    """An ending may put back what the stop string took, and must not after other ends."""
+    asked = replace(task("a", stops=stops), complete=lambda _, stopped: str(stopped))
+    (entry,) = Sampler(pair, config(options=changes)).run([asked])
+    samples = [each for attempt in entry["attempts"].values() for each in attempt["samples"]]
+    assert reason in {each["finish_reason"] for each in samples}
+    assert all(each["completion"] == str(each["finish_reason"] == "stop") for each in samples)
+
+
 def test_guidance_holds_for_every_way(pair: Shoal) -> None:
     pair.guide = scripted(writes(*ANSWERS, weights=(1, 9, 9, 1)), VOCABULARY)
     options = {"guidance": 3.0, "plausibility": 1e-3}  # the second and third answer are 400 times as improbable

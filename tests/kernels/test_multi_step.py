@@ -267,6 +267,19 @@ def test_a_deadline_ends_a_run(runs: list[int]) -> None:
     assert len(commits[-1].sample.token_ids) < 12
 
 
+def test_the_next_deadline_of_all_rows_ends_a_run(runs: list[int]) -> None:
+    """The first row is patient; the other ends when its own time is up, not at the end of a run."""
+    ticks = itertools.count()
+    made = engine(packed(), clock=lambda: float(next(ticks)))
+    for budget in (1000.0, 8.0):
+        limits = Limits(20, eos=(), time_budget=budget)
+        made.submit(Request((5, 6, 7), 1, Sampling(seed=2), limits, submitted_at=0.0))
+    ended = [commit.sample for _ in range(20) for commit in made.step() if commit.sample is not None]
+    assert [sample.finish_reason for sample in ended] == ["time", "length"]
+    assert len(ended[0].token_ids) < MOST_ROUNDS < len(ended[1].token_ids) == 20
+    assert max(runs) > 1
+
+
 # ── beside a drafter ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

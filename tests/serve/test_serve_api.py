@@ -662,6 +662,8 @@ def test_metrics_tell_what_requests_took() -> None:
     assert found["shoal_row_rounds_total",] == rounds
     assert found["shoal_acceptance_length",] == pytest.approx(90 / rounds)
     assert found["shoal_prefill_tokens_total",] == took["prompt_tokens"] - 1  # the last one is of the first round
+    assert found["shoal_passes_total", "modules", "target"] > found["shoal_target_passes_total",] > 0  # with the prompt
+    assert found["shoal_passes_total", "modules", "draft"] > 0
     assert found["shoal_rows_total", "length"] == 3
     assert found["shoal_requests_total", "/v1/completions", "200"] == 1
     assert found["shoal_requests_total", "/v1/completions", "400"] == 1

@@ -219,6 +219,7 @@ class _Engine(Collector):
         for name, what in COUNTED.items():
             yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))
         yield from _by_drafter(list(stats.by_drafter.items()))
+        yield _by_executor({role: dict(counts) for role, counts in stats.executors.copy().items()})
         seconds = CounterMetricFamily(
             "shoal_stage_seconds", "Time by stage, the models' passes included", labels=["stage"]
         )
@@ -263,6 +264,18 @@ def _by_drafter(counts: Sequence[tuple[str, DraftCounts]]) -> Iterator[Metric]:
         for name, one in counts:
             family.add_metric([name], getattr(one, what))
         yield family
+
+
+def _by_executor(passes: Mapping[str, Mapping[str, int]]) -> Metric:
+    family = CounterMetricFamily(
+        "shoal_passes",
+        "Passes of each model, prompts included, by the code that computed them",
+        labels=["role", "executor"],
+    )
+    for role, counts in passes.items():
+        for executor, count in counts.items():
+            family.add_metric([role, executor], count)
+    return family
 
 
 class Timeline:

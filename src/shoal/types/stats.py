@@ -1,7 +1,4 @@
-"""Counts: occurrences of each token in a row, and accepted and rejected drafts by drafter.
-
-Counts are occurrences of each token in a row, and accepted and rejected drafts by drafter.
-"""
+"""Counts of a row and of a run: occurrences of tokens, drafts by drafter, passes, seconds."""
 
 from __future__ import annotations
 
@@ -78,7 +75,43 @@ T = TypeVar("T")
 
 
 @dataclass
-class Stats:
+class Seconds:
+    """The time of a run, by what it was spent on.
+
+    Attributes:
+        seconds_target: seconds inside the target's forward passes and its guide's, on a GPU by
+            its own events.
+        seconds_draft: seconds inside the drafter's forward passes, on a GPU by its own events.
+        seconds_prefill: seconds for prompts, both models.
+        seconds_rounds: seconds of whole rounds without prefill; the time outside the two models is
+            bookkeeping.
+        seconds_propose: the part of the rounds spent on proposals, the models' passes included.
+        seconds_verify: the part spent on verification passes.
+        seconds_accept: the part spent on acceptance.
+        seconds_commit: the part spent on committing tokens.
+        seconds: wall clock of the run.
+    """
+
+    seconds_target: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_prefill: float = 0.0
+    seconds_rounds: float = 0.0
+    seconds_propose: float = 0.0
+    seconds_verify: float = 0.0
+    seconds_accept: float = 0.0
+    seconds_commit: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def bookkeeping(self) -> float:
+        """The share of a round spent outside the models' forward passes, 0..1."""
+        if not self.seconds_rounds:
+            return 0.0
+        return 1 - (self.seconds_target + self.seconds_draft) / self.seconds_rounds
+
+
+@dataclass
+class Stats(Seconds):
     """The counts and seconds of a run, summed over rounds.
 
     Attributes:
@@ -102,17 +135,6 @@ class Stats:
         resampled: rows that became copies of other rows of their request (`exact="smc"`).
         restarted: rows that began again, as another row of their request had drawn the text that
             they wrote (`exact="distinct"`).
-        seconds_target: seconds inside the target's forward passes and its guide's, on a GPU by
-            its own events.
-        seconds_draft: seconds inside the drafter's forward passes, on a GPU by its own events.
-        seconds_prefill: seconds for prompts, both models.
-        seconds_rounds: seconds of whole rounds without prefill; the time outside the two models is
-            bookkeeping.
-        seconds_propose: the part of the rounds spent on proposals, the models' passes included.
-        seconds_verify: the part spent on verification passes.
-        seconds_accept: the part spent on acceptance.
-        seconds_commit: the part spent on committing tokens.
-        seconds: wall clock of the run.
         by_drafter: tokens drafted and accepted, by the name of the drafter that proposed them;
             empty if nothing was drafted.
         loaded: the choices of `shoal.load` for "target" and "draft" (`shoal.models.load_report`).
@@ -142,15 +164,6 @@ class Stats:
     pauses: int = 0
     resampled: int = 0
     restarted: int = 0
-    seconds_target: float = 0.0
-    seconds_draft: float = 0.0
-    seconds_prefill: float = 0.0
-    seconds_rounds: float = 0.0
-    seconds_propose: float = 0.0
-    seconds_verify: float = 0.0
-    seconds_accept: float = 0.0
-    seconds_commit: float = 0.0
-    seconds: float = 0.0
     by_drafter: dict[str, DraftCounts] = field(default_factory=dict)
     loaded: dict[str, dict[str, str] | None] = field(default_factory=dict)
     executors: dict[str, Counter[str]] = field(default_factory=dict)
@@ -193,13 +206,6 @@ class Stats:
     def acceptance_rate(self) -> float:
         """The ratio of accepted to drafted tokens; by construction it falls with draft length."""
         return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def bookkeeping(self) -> float:
-        """The share of a round spent outside the models' forward passes, 0..1."""
-        if not self.seconds_rounds:
-            return 0.0
-        return 1 - (self.seconds_target + self.seconds_draft) / self.seconds_rounds
 
     @property
     def tokens_per_second(self) -> float:

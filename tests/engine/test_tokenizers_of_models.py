@@ -1,6 +1,6 @@
 """Texts by tokenizers as real models have them: samples, streams, stop strings, special tokens, prompts that end anywhere.
 
-Tests of: engine.detokenizer, types.prompt_forms, serve.prompts, serve.api_formats, constraints.token_bytes, evaluation.cuts,
+Tests of: engine.detokenizer, types.prompt_forms, serve.prompts, serve.token_details, constraints.token_bytes, evaluation.cuts,
 testing.tiny.
 """
 
@@ -24,9 +24,9 @@ from shoal.engine.ended_rows import Stops
 from shoal.errors import RequestError
 from shoal.evaluation.cuts import tokens_of
 from shoal.evaluation.sampling import spans
-from shoal.serve.api_formats import name_and_bytes
 from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
+from shoal.serve.token_details import name_and_bytes
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import one_hot, says, scripted
 from shoal.testing.tiny import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer

@@ -1,7 +1,7 @@
 """`shoal serve` answers with exactly what `generate` gives, field by field, through the official client.
 
-Tests of: serve.app, serve.api_formats, serve.request_models, serve.request_builder, serve.response_models, serve.responses,
-serve.prometheus_metrics, serve.api_errors.
+Tests of: serve.app, serve.api_formats, serve.token_details, serve.request_models, serve.request_builder, serve.response_models,
+serve.responses, serve.prometheus_metrics, serve.api_errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal import __version__
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.engine import ended_rows
-from shoal.serve.api_formats import name_and_bytes
+from shoal.serve.token_details import name_and_bytes
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import says, scripted
 from shoal.types.requests import Row

@@ -1,73 +1,24 @@
 """The formats of the two APIs: a sample as a choice of an answer, whole or as chunks of a stream.
 
-Single tokens are written with their names and bytes.
+`shoal.serve.token_details` has the details of single tokens.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from shoal.constraints.token_bytes import byte_letters, fallback
 from shoal.serve.api_errors import CHAT, COMPLETIONS, Json, public, spoken
 from shoal.serve.call_reader import CallReader
 from shoal.serve.reasoning import ReasoningReader
 from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
-from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
+from shoal.serve.submissions import RowUpdate, TokenUpdate
+from shoal.serve.token_details import ChoiceDetails, finite, name_and_bytes
 from shoal.serve.tool_calls import Call
-
-BROKEN = "\ufffd"
-"""The text to which tokenizers decode a part of a character."""
-
-
-@lru_cache(2**16)
-def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
-    r"""Returns a token's name, and its bytes in a text; None if the tokenizer does not have them.
-
-    The name is its text, spaces and special tokens included; for a part of a character, as OpenAI
-    writes it, "bytes:\xe2\x82"; for an id without a text, as vLLM writes it, "token_id:7".
-    """
-    text = _decoded(tokenizer, token)
-    if not text:
-        return f"token_id:{token}", b""
-    if BROKEN not in text:
-        return text, text.encode()
-    piece = tokenizer.convert_ids_to_tokens(token)
-    raw = None if piece is None else _bytes(piece)
-    return (
-        (text, None) if raw is None else ("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
-    )
-
-
-def _decoded(tokenizer: Any, token: int) -> str:
-    """Returns the text of a token after another one.
-
-    Some tokenizers remove the space at the beginning of a text.
-    """
-    once, twice = (
-        str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
-        for times in (1, 2)
-    )
-    return twice[len(once) :] if twice.startswith(once) and len(twice) > len(once) else once
-
-
-def _bytes(piece: str) -> bytes | None:
-    """Returns the bytes of a token as byte-level BPE or byte fallback writes it."""
-    byte, known = fallback(piece), byte_letters()
-    if byte is not None:
-        return byte
-    return (
-        bytes(known[letter] for letter in piece)
-        if all(letter in known for letter in piece)
-        else None
-    )
-
 
 FINISH_REASONS = {
     "eos": "stop",
@@ -79,8 +30,41 @@ FINISH_REASONS = {
     "error": "error",
 }
 """The API's `finish_reason` by `Sample.finish_reason`; `usage.choices` has the latter."""
-MIN_LOGPROB = -9999.0
-"""The replacement of -inf, which JSON does not have."""
+
+
+class TextPlaces:
+    """The places in a choice's text where its tokens begin, behind an echo of the prompt."""
+
+    def __init__(self) -> None:
+        self._begin = 0  # of the next token, if no prompt is echoed
+        self._echoed, self._echo_length = 0, 0
+
+    def echo(self, text: str, tokens: int) -> None:
+        """Notes that the choice begins with the text of a prompt, of so many tokens."""
+        self._echoed, self._echo_length = tokens, len(text)
+
+    def leave_echo(self) -> None:
+        """Notes that the echo has been sent: the next tokens begin behind it."""
+        self._begin, self._echoed = self._echo_length, 0
+
+    def add(self, tokens: Sequence[TokenUpdate]) -> None:
+        """Goes on behind these tokens."""
+        self._begin += sum(len(token.text) for token in tokens)
+
+    def of(self, tokens: Sequence[TokenUpdate]) -> list[int]:
+        """Returns the places of tokens.
+
+        The tokens of an echoed prompt lie within the prompt, and the others behind it. This also
+        holds if the prompt's text differs from the text of its tokens: it has special tokens, or
+        begins a character that the sample completes.
+        """
+        prompt, own = tokens[: self._echoed], tokens[self._echoed :]
+        starts = accumulate((len(token.text) for token in prompt), initial=0)
+        found = [min(start, self._echo_length) for start in starts][:-1]
+        begin = self._echo_length if prompt else self._begin
+        return [*found, *accumulate((len(token.text) for token in own), initial=begin)][
+            : len(tokens)
+        ]
 
 
 class ApiFormat(ABC):
@@ -105,21 +89,20 @@ class ApiFormat(ABC):
 
     def __init__(self, tokenizer: Any, index: int, parsed: ParsedRequest) -> None:
         self._tokenizer, self._index, self._parsed = tokenizer, index, parsed
-        self._top_logprobs = parsed.top_logprobs
+        self._details = ChoiceDetails(tokenizer, parsed.rounds)
         self._calls = None if parsed.rules is None else CallReader(parsed.rules)
         self._reasoning = None if parsed.reasoning is None else ReasoningReader(parsed.reasoning)
         self._starts, self._characters = list[int](), 0
-        self._text_offset, self._logprob_sum, self._counted = 0, 0.0, 0
-        self._echoed, self._echo_length = 0, 0
+        self._places = TextPlaces()
 
     def first_chunk(self, echo: str | None, prompt: Sequence[TokenUpdate]) -> Json | None:
         """Returns the chunk before any sample's text, with the role or the echo, or None."""
         fields = self._first_fields(echo)
         if fields is None:
             return None
-        self._echo(echo or "", prompt)
+        self._places.echo(echo or "", len(prompt))
         logprobs = self._logprobs(prompt)
-        self._text_offset, self._echoed = self._echo_length, 0
+        self._places.leave_echo()
         return {"index": self._index, **fields, "logprobs": logprobs, "finish_reason": None}
 
     def chunk(self, update: RowUpdate) -> Json:
@@ -128,16 +111,11 @@ class ApiFormat(ABC):
 
     def whole(self, update: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
         """Returns the whole choice, from the update of its end."""
-        self._echo(echo, prompt)
+        self._places.echo(echo, len(prompt))
         return self._choice(update, self._text_fields(echo + update.text), prompt)
-
-    def _echo(self, echo: str, prompt: Sequence[TokenUpdate]) -> None:
-        """Notes the number of characters of the prompt's echo, and the number of its tokens."""
-        self._echoed, self._echo_length = len(prompt), len(echo)
 
     def _choice(self, update: RowUpdate, fields: Json, prompt: Sequence[TokenUpdate] = ()) -> Json:
         self._note_starts(update.tokens)
-        tokens = [*prompt, *update.tokens]
         reason = FINISH_REASONS[update.sample.finish_reason] if update.sample else None
         if reason == "stop" and self._calls is not None and self._calls.found:
             reason = "tool_calls"
@@ -147,13 +125,13 @@ class ApiFormat(ABC):
             "logprobs": self._logprobs([*prompt, *self._reported(update)]),
             "finish_reason": reason,
         }
-        self._text_offset += sum(len(token.text) for token in tokens)
+        self._places.add([*prompt, *update.tokens])
         if update.error is not None:
             choice["error"] = public(spoken(str(update.error)))
         if self._parsed.token_ids:
             choice["token_ids"] = [token.id for token in update.tokens]
         if self._parsed.details:
-            choice["shoal"] = self._details_of(update)
+            choice["shoal"] = self._details.of(update)
         return choice
 
     def _without_reasoning(self, text: str, ended: bool) -> tuple[str, str]:
@@ -175,57 +153,17 @@ class ApiFormat(ABC):
             self._starts.append(self._characters)
             self._characters += len(token.text)
 
-    def _details_of(self, update: RowUpdate) -> Json:
-        self._logprob_sum += sum(token.logprob or 0.0 for token in update.tokens)
-        self._counted += len(update.tokens)
-        tokens = [
-            {
-                "id": token.id,
-                "text": token.text,
-                "logprob": finite(token.logprob),
-                "from_draft": token.drafter is not None,
-                "drafter": token.drafter,
-            }
-            for token in update.tokens
-        ]
-        by_round = (
-            {"by_round": [self._round(done) for done in update.by_round]}
-            if self._parsed.rounds
-            else {}
-        )
-        return {
-            "tokens": tokens,
-            "mean_logprob": finite(self._logprob_sum / self._counted) if self._counted else None,
-            "committed": update.committed,
-            "drafted": update.drafted,
-            "accepted": update.accepted,
-            "rounds": update.rounds,
-            **by_round,
-        }
-
-    def _round(self, done: RoundUpdate) -> Json:
-        rejected = [
-            {"id": id, "text": name_and_bytes(self._tokenizer, id)[0], "drafter": name}
-            for id, name in done.rejected
-        ]
-        return {
-            "start": done.start,
-            "committed": done.committed,
-            "accepted": done.accepted,
-            "rejected": rejected,
-        }
-
     def _reported(self, update: RowUpdate) -> Sequence[TokenUpdate]:
         """Returns the tokens whose log-probabilities the answer tells."""
         return update.tokens
 
     def _logprobs(self, tokens: Sequence[TokenUpdate]) -> Json | None:
-        return None if self._top_logprobs is None else self._logprob_fields(tokens)
+        return None if self._parsed.top_logprobs is None else self._logprob_fields(tokens)
 
     def _alternatives(self, token: TokenUpdate) -> Sequence[tuple[int, float]]:
         """Returns the most probable tokens; the token itself has the same number as elsewhere."""
         own = {} if token.logprob is None else {token.id: token.logprob}
-        found = token.top.raw[: self._top_logprobs] if token.top else ()
+        found = token.top.raw[: self._parsed.top_logprobs] if token.top else ()
         return [(other, own.get(other, logprob)) for other, logprob in found]
 
     @abstractmethod
@@ -266,23 +204,8 @@ class CompletionFormat(ApiFormat):
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [self._by_name(token) or None for token in tokens],
-            "text_offset": self._offsets(tokens),
+            "text_offset": self._places.of(tokens),
         }
-
-    def _offsets(self, tokens: Sequence[TokenUpdate]) -> list[int]:
-        """Returns the places in the choice's text where the tokens begin.
-
-        The tokens of an echoed prompt lie within the prompt, and the others behind it. This also
-        holds if the prompt's text differs from the text of its tokens: it has special tokens, or
-        begins a character that the sample completes.
-        """
-        prompt, own = tokens[: self._echoed], tokens[self._echoed :]
-        starts = accumulate((len(token.text) for token in prompt), initial=0)
-        found = [min(start, self._echo_length) for start in starts][:-1]
-        begin = self._echo_length if prompt else self._text_offset
-        return [*found, *accumulate((len(token.text) for token in own), initial=begin)][
-            : len(tokens)
-        ]
 
     def _by_name(self, token: TokenUpdate) -> dict[str, float | None]:
         """Returns the alternatives of a token, and the token; of others with one name the best."""
@@ -376,8 +299,3 @@ def _call(call: Call) -> Json:
 
 FORMATS: dict[str, type[ApiFormat]] = {COMPLETIONS: CompletionFormat, CHAT: ChatFormat}
 """The format of each path of OpenAI's API whose answers have choices."""
-
-
-def finite(value: float | None) -> float | None:
-    """Returns a log-probability as a JSON number; NaN, the mean of no tokens, becomes null."""
-    return None if value is None or math.isnan(value) else max(value, MIN_LOGPROB)

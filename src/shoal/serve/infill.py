@@ -9,13 +9,13 @@ from typing import Any
 
 from shoal.constraints.protocol import Cutting
 from shoal.serve.api_errors import Json, api_error_of, naming
-from shoal.serve.api_formats import finite, name_and_bytes
 from shoal.serve.bodies import validated
 from shoal.serve.message_models import InfillRequest
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
+from shoal.serve.token_details import finite, name_and_bytes
 from shoal.serve.worker import Worker
 from shoal.types.prompt_forms import line_end, with_line_ends
 

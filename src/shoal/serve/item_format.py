@@ -29,7 +29,7 @@ class ItemFormat(ChatFormat):
     def pieces(self, update: RowUpdate) -> list[str | Call | Reasoning]:
         """Returns reasoning, texts and calls in their order, and notes the details so far."""
         if self._parsed.details:
-            new, before = self._details_of(update), self.details or {}
+            new, before = self._details.of(update), self.details or {}
             joined = {
                 name: [*before.get(name, ()), *new[name]]
                 for name in ("tokens", "by_round")

@@ -1,6 +1,6 @@
 """Faults of one key in a context of 700 tokens, which rounding hides: a replay is compared with its function bit for bit.
 
-Tests of: models.compiled.replays, drafting.captured_inputs.
+Tests of: models.compiled.captured_round, drafting.captured_inputs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.models.compiled.block import Block, View
+from shoal.models.compiled.captured_round import FirstReplays
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
-from shoal.models.compiled.replays import FirstReplays
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request

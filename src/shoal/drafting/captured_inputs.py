@@ -3,9 +3,9 @@
 The inputs are the rows, their places in both caches, and uploaded numbers.
 
 First captured rounds are compared with ordinary passes, and with the rule on their logits. A replay
-has been compared with its own function before (`shoal.models.compiled.replays`). This comparison
-finds functions that are wrong themselves: the code of a model may treat the cache of captured
-rounds otherwise than that of ordinary passes.
+has been compared with its own function before (`shoal.models.compiled.captured_round`). This
+comparison finds functions that are wrong themselves: the code of a model may treat the cache of
+captured rounds otherwise than that of ordinary passes.
 
 The caches are those from before the round; ordinary passes write the same cells again.
 

@@ -12,8 +12,7 @@ that change from round to round lie in buffers.
     draft_functions  a drafter's step with its draw
     round_functions  the functions of a round, and of the inputs of the next one
     transfer         the uploads of a round, and its results
-    replays          compares first replays with the functions
-    captured_round   builds and runs the functions
+    captured_round   builds and runs the functions, and compares their first replays
 """
 
 from shoal.models.compiled.block import reservation

@@ -164,13 +164,8 @@ def tolerance(data: Data, truth: Tensor) -> float:
     return 2 * plain + eps * float(torch.cat([values.abs().flatten() for values in data.values]).max())
 
 
-def run(data: Data, cut: Tiling, kernel: Any = attend, bounds: Tensor | None = None) -> Tensor:
-    p = data.inputs
-    shared = None if p.shared_key is None or p.shared_value is None else (p.shared_key, p.shared_value)
-    return kernel(
-        p.query, p.key, p.value, p.masks.bounds if bounds is None else bounds, p.scale, shared=shared,
-        tree=p.masks.tree(p.window), window=p.window, softcap=p.softcap, sinks=p.sinks, cut=cut,
-    ).cpu()  # fmt: skip
+def run(data: Data, cut: Tiling) -> Tensor:
+    return attend(data.inputs, cut).cpu()
 
 
 def excess(case: Case) -> float:
@@ -313,8 +308,8 @@ def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fused_kernels, "attend", spy)
     long = fill(replace(LONG, kv_heads=1))
     short = Plan(long.inputs.plan.slots, [50, 2, 7], [1, 3, 2], DEVICE)
-    for bounds in (None, short.bounds):
-        out = run(long, Tiling(16, 16, 2), bounds=bounds)
+    for masks in (long.inputs.masks, Masks(short)):
+        out = attend(replace(long.inputs, masks=masks), Tiling(16, 16, 2)).cpu()
     assert len(spy.seen) == 2
     assert all(a == b for a, b in pairwise(spy.seen))
     assert not out[0, 1:].any()
@@ -323,13 +318,11 @@ def test_launches_depend_on_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA")
 def test_a_captured_launch_follows_its_buffers() -> None:
     data = fill(replace(SHARED, cut=Tiling(16, 16, 2)))
-    bounds = data.inputs.plan.bounds.clone()
-    p = data.inputs
-    assert p.shared_key is not None
-    assert p.shared_value is not None
+    bounds = data.inputs.masks.bounds
+    assert data.inputs.shared_key is not None
 
     def launch() -> Tensor:
-        return attend(p.query, p.key, p.value, bounds, p.scale, shared=(p.shared_key, p.shared_value), cut=Tiling(16, 16, 2))
+        return attend(data.inputs, Tiling(16, 16, 2))
 
     launch()  # compiles
     torch.cuda.synchronize()

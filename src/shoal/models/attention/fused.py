@@ -1,9 +1,9 @@
 """The attention method "fused": one Triton kernel computes a whole ragged pass.
 
 The kernel reads every row at its exact length, and the prompt that the row's group shares as a
-second range of keys. `attend` works on plain tensors and asks nothing of the host, so that it may
-be captured in a CUDA graph; `fused` is the method of `shoal.models.attention` on top of it. The
-kernels are in `fused_kernels.py`.
+second range of keys. `attend` asks nothing of the host, so that it may be captured in a CUDA graph;
+`fused` is the method of `shoal.models.attention` on top of it. The kernels are in
+`fused_kernels.py`.
 """
 
 from __future__ import annotations
@@ -98,21 +98,7 @@ def fused(inputs: AttentionInputs) -> Tensor:
             f"{query.dtype}{'' if has_triton() else ', no Triton 3.6'}; attention='auto' runs "
             f"anywhere"
         )
-    shared = None
-    if inputs.shared_key is not None and inputs.shared_value is not None:
-        shared = inputs.shared_key, inputs.shared_value
-    return attend(
-        query,
-        inputs.key,
-        inputs.value,
-        inputs.masks.bounds,
-        inputs.scale,
-        shared=shared,
-        tree=inputs.masks.tree(inputs.window),
-        window=inputs.window,
-        softcap=inputs.softcap,
-        sinks=inputs.sinks,
-    )
+    return attend(inputs)
 
 
 def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
@@ -143,20 +129,7 @@ def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: in
     return replace(cut, splits=1 << (splits.bit_length() - 1))
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    scale: float,
-    *,
-    shared: tuple[Tensor, Tensor] | None = None,
-    tree: tuple[Tensor, Tensor] | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    cut: Tiling | None = None,
-) -> Tensor:
+def attend(inputs: AttentionInputs, cut: Tiling | None = None) -> Tensor:
     """Computes ragged attention over a slot cache.
 
     Launches depend on shapes alone; lengths are read on the device.
@@ -167,18 +140,7 @@ def attend(
     shared store if t < offsets[b], else key t - offsets[b] of row b.
 
     Args:
-        query: [rows, heads, q, dim] float32, bfloat16 or float16.
-        key: [rows, kv heads, kv, dim]; may be a view of a larger store.
-        value: [rows, kv heads, kv, value dim]; may be a view of a larger store.
-        bounds: starts, counts, offsets, bases; [4, rows] int32, contiguous, on the device.
-        scale: multiplies the scores.
-        shared: keys [cells, kv heads, dim] and values [cells, kv heads, value dim] of shared
-            prompts; None = every offset is 0.
-        tree: positions and words (restricted to the window), [rows, q] int64 each, contiguous; None
-            = all rows are chains.
-        window: number of most recent positions that a query sees, itself included; None = all.
-        softcap: scores become softcap * tanh(scores / softcap); None = scores stay as they are.
-        sinks: [heads], a logit each that takes probability and gives nothing; None = none.
+        inputs: float32, bfloat16 or float16; keys and values may be views of larger stores.
         cut: the cut of the work; None = by `tiling`.
 
     Returns:
@@ -186,23 +148,16 @@ def attend(
     """
     from shoal.models.attention import fused_kernels
 
-    query, key, value = _dense(query), _dense(key), _dense(value)
-    prompts = [] if shared is None else [_dense(tensor) for tensor in shared]
-    shared_key, shared_value = prompts or (None, None)
-    query_row, query_head, query_column = query.stride()[:3]
-    key_row, key_head, key_cell = key.stride()[:3]
-    value_row, value_head, value_cell = value.stride()[:3]
-    shared_key_cell, shared_key_head, shared_value_cell, shared_value_head = [
-        stride for tensor in prompts for stride in tensor.stride()[:2]
-    ] or [0] * 4
+    query, key, value = _dense(inputs.query), _dense(inputs.key), _dense(inputs.value)
+    shared_key, shared_value = _shared(inputs)
     (rows, heads, q, dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[-1]
     if cut is None:
-        span = key.shape[2] + (0 if shared is None else shared[0].shape[0])
+        span = key.shape[2] + (0 if shared_key is None else shared_key.shape[0])
         cut = tiling(query, key, value_dim, span, _processors(query.device))
     out = query.new_empty(rows, q, heads, value_dim)
     parts = out if cut.splits == 1 else out.new_empty(cut.splits, *out.shape, dtype=torch.float32)
-    positions, words = tree or (None, None)
     logs = None if cut.splits == 1 else parts.new_empty(parts.shape[:-1])
+    positions, words = inputs.masks.tree(inputs.window) or (None, None)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         fused_kernels.attend[rows, kv_heads * cut.tiles(query, key), cut.splits](
             query=query,
@@ -210,55 +165,82 @@ def attend(
             value=value,
             shared_key=shared_key,
             shared_value=shared_value,
-            sinks=sinks,
-            bounds=bounds,
+            sinks=inputs.sinks,
+            bounds=inputs.masks.bounds,
             positions=positions,
             words=words,
             out=parts,
             logs=logs,
             columns=q,
             heads=heads,
-            scale=scale,
-            window=EVERYTHING if window is None else window,
-            query_row=query_row,
-            query_head=query_head,
-            query_column=query_column,
-            key_row=key_row,
-            key_head=key_head,
-            key_cell=key_cell,
-            value_row=value_row,
-            value_head=value_head,
-            value_cell=value_cell,
-            shared_key_cell=shared_key_cell,
-            shared_key_head=shared_key_head,
-            shared_value_cell=shared_value_cell,
-            shared_value_head=shared_value_head,
-            SOFTCAP=softcap,
-            GROUP=heads // kv_heads,
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            BLOCK_D=_block(dim),
-            BLOCK_V=_block(value_dim),
-            BLOCK_Q=cut.queries,
-            BLOCK_K=cut.keys,
-            SPLITS=cut.splits,
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+            scale=inputs.scale,
+            window=EVERYTHING if inputs.window is None else inputs.window,
+            **_strides("query", query, "row", "head", "column"),
+            **_strides("key", key, "row", "head", "cell"),
+            **_strides("value", value, "row", "head", "cell"),
+            **_strides("shared_key", shared_key, "cell", "head"),
+            **_strides("shared_value", shared_value, "cell", "head"),
+            SOFTCAP=inputs.softcap,
+            **_blocks(cut, inputs.group, dim, value_dim),
         )
-        if cut.splits > 1:
-            places = rows * q * heads
-            fused_kernels.combine[(places,)](
-                parts,
-                logs,
-                out,
-                places,
-                VALUE_DIM=value_dim,
-                BLOCK_V=_block(value_dim),
-                SPLITS=cut.splits,
-                BLOCK_S=_power(cut.splits),
-                num_warps=joining_warps(cut.splits, value_dim),
-            )
+        if logs is not None:
+            _join(parts, logs, out, cut.splits)
     return out
+
+
+def _shared(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Returns keys and values of the shared store for the kernel; None if no row has a prefix."""
+    if inputs.shared_key is None or inputs.shared_value is None:
+        return None, None
+    return _dense(inputs.shared_key), _dense(inputs.shared_value)
+
+
+def _strides(name: str, tensor: Tensor | None, *axes: str) -> dict[str, int]:
+    """Returns the strides of a tensor's first axes by the kernel's names; 0 without a tensor."""
+    strides = (0,) * len(axes) if tensor is None else tensor.stride()
+    return {f"{name}_{axis}": strides[place] for place, axis in enumerate(axes)}
+
+
+def _blocks(cut: Tiling, group: int, dim: int, value_dim: int) -> dict[str, int]:
+    """Returns the sizes that the kernel is compiled for, and the options of its launch."""
+    return {
+        "GROUP": group,
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": _block(dim),
+        "BLOCK_V": _block(value_dim),
+        "BLOCK_Q": cut.queries,
+        "BLOCK_K": cut.keys,
+        "SPLITS": cut.splits,
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
+
+
+def _join(parts: Tensor, logs: Tensor, out: Tensor, splits: int) -> None:
+    """Joins the shares of every query.
+
+    Args:
+        parts: the results by share, [splits, rows, q, heads, value dim] float32.
+        logs: the logs of their weights, [splits, rows, q, heads].
+        out: receives the results, [rows, q, heads, value dim].
+        splits: the number of shares.
+    """
+    from shoal.models.attention import fused_kernels
+
+    value_dim = out.shape[-1]
+    places = out.numel() // value_dim
+    fused_kernels.combine[(places,)](
+        parts,
+        logs,
+        out,
+        places,
+        VALUE_DIM=value_dim,
+        BLOCK_V=_block(value_dim),
+        SPLITS=splits,
+        BLOCK_S=_power(splits),
+        num_warps=joining_warps(splits, value_dim),
+    )
 
 
 def joining_warps(splits: int, value_dim: int) -> int:

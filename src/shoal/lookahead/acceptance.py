@@ -138,10 +138,8 @@ class Acceptance:
         # The round of each line of the arrays below; a line is a position in a draft.
         which = np.repeat(np.arange(len(rounds)), widths)
         place = np.concatenate([np.arange(width) for width in widths])[:, None]
-        drafted, accepted = (
-            np.array([getattr(tried, name) for tried in rounds])[which]
-            for name in ("drafted", "accepted")
-        )
+        drafted = np.array([tried.drafted for tried in rounds])[which]
+        accepted = np.array([tried.accepted for tried in rounds])[which]
         confidence = np.concatenate(
             [
                 _padded(tried.confidence, width, len(rows))

@@ -1,11 +1,9 @@
-"""The layout of draft trees in a verification block.
+"""The layout of a ragged forward pass, and of the draft trees in its block.
 
-The layout has the depth of each column, and the columns of the block that it sees. Column 0 of a
+The layout of trees has the depth of each column, and the columns that it sees. Column 0 of a
 row is its last committed token, the root; column 1 + i is node i of its tree. A node's parent comes
 before the node. A column sees itself and its ancestors: bit i of its word is 1 if it sees column i
 (Miao et al., SpecInfer, ASPLOS 2024, arXiv 2305.09781, "tree attention").
-
-The layout of a tree has the depth of each column, and the columns of the block that it sees.
 """
 
 from __future__ import annotations

@@ -25,11 +25,12 @@ from provenance import require_place, write_results
 from shoal.api import Shoal
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.models.loading import LoadOptions, bundled, load_runner
+from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.passes import use_lean_passes, use_padded_attention
 from shoal.models.pretrained import load_tokenizer
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
+from shoal.models.sources import bundled
 
 TARGET, DRAFTER = bundled("target"), bundled("drafter")
 WAYS = ("modules", "modules, packed", "lean")

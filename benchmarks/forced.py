@@ -17,7 +17,7 @@ from unittest import mock
 import shoal
 from schemas import FLAG, NUMBER, SHORT, WHOLE, array, one_of, record
 from shoal.drafting.grafting import ForcedTokens
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_current_weather": {"location": SHORT, "temperature_unit": one_of("celsius", "fahrenheit"), "include_forecast": FLAG},

@@ -41,7 +41,7 @@ from shoal.evaluation.sandbox import Sandbox
 from shoal.integrations.trl import rollout_func
 from shoal.lookahead.auto import Auto
 from shoal.lookahead.costs import PairCosts
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 from shoal.types.rounds import Outcome
 
 PARSES = 0.2

@@ -30,7 +30,7 @@ from pair_models import build, drafter_config
 from pair_tokenizer import END, PAD
 from shoal.drafting.distillation import next_token_loss
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice, MethodTally
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 from shoal.train.loop import Schedule, Trainer
 from shoal.train.own_samples import Windows
 

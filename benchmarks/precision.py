@@ -22,8 +22,9 @@ import shoal
 from held_out import problems
 from shoal.bench.measure import compared, interleave
 from shoal.models import weights
-from shoal.models.loading import LoadOptions, bundled, load_runner
+from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.runner import Runner
+from shoal.models.sources import bundled
 from shoal.models.weights import matrix
 
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 7), (4, 7), (8, 5), (8, 7))

@@ -19,8 +19,9 @@ import command
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.bench.measure import interleave
-from shoal.models.loading import LoadOptions, bundled, load_runner
+from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.runner import Runner
+from shoal.models.sources import bundled
 
 METHODS = ("pad", "split")
 SHORT, LONG = 100, 800

@@ -24,7 +24,7 @@ import shoal
 from held_out import problems
 from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 from shoal.types.rollouts import Rollouts
 
 DRAFTED = 4

@@ -31,7 +31,7 @@ from shoal.bench.report import Report, ReportLine
 from shoal.bench.report_views import WIDTH, heading
 from shoal.cli.bench import read_report
 from shoal.errors import RequestError
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 
 SWEEP = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 """The fixed draft lengths that are tried beside 0."""

@@ -117,8 +117,8 @@ def prompt_ids(model: str, count: int, length: int) -> tuple[tuple[int, ...], ..
         return tuple(tuple(generator.choices(range(vocabulary), k=length)) for _ in range(count))
     from held_out import problems
     from shoal.cli.demo import PROMPT
-    from shoal.models.loading import bundled
     from shoal.models.pretrained import load_tokenizer
+    from shoal.models.sources import bundled
 
     if model == "smollm2":
         return (tuple(load_tokenizer(smollm2_checkpoint()).encode(PROMPT)),)

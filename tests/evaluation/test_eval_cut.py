@@ -15,7 +15,7 @@ from shoal.evaluation import cuts as cut_programs
 from shoal.evaluation.cuts import ALIGNED, KINDS, NAIVE, UNCUT, VARIANTS, Cut, cuts, places, tokens_of
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.tasks import Grade, function_problems
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 
 SOLVED = Problem("f", "python", "def f(xs):\n", "assert f([1]) == 1\n", "f", "    total = sum(xs)\n    return total\n")
 

@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.errors import RequestError
 from shoal.integrations import loglikelihoods as scoring
-from shoal.models import loading
+from shoal.models import loading, sources
 from shoal.testing import tiny_model
 
 CONTEXTS = [[5], [7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 8]]
@@ -107,7 +107,7 @@ def theirs(ours: Any) -> Any:
     """lm-eval's own class for Transformers, with the same target."""
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(pretrained=str(loading.bundled("target")), device="cpu", dtype="float32", batch_size=4)
+    return HFLM(pretrained=str(sources.bundled("target")), device="cpu", dtype="float32", batch_size=4)
 
 
 def test_scores_of_lm_eval_are_those_of_its_class_for_transformers(ours: Any, theirs: Any) -> None:

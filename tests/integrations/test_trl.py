@@ -18,7 +18,7 @@ import shoal
 from readme import ROOT, run_blocks
 from shoal.errors import RequestError
 from shoal.integrations import trl as ours
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 from shoal.testing import tiny_model
 
 trl = pytest.importorskip("trl")

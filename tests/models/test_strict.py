@@ -28,8 +28,9 @@ from shoal.models import fixed_shapes
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import KV_BLOCK, METHODS, TILE
 from shoal.models.cache import Plan
-from shoal.models.loading import ROWWISE, LoadOptions, bundled, load_runner, wrap
+from shoal.models.loading import ROWWISE, LoadOptions, load_runner, wrap
 from shoal.models.runner import Runner
+from shoal.models.sources import bundled
 from shoal.testing import VOCABULARY, save_pair, tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request

@@ -167,7 +167,7 @@ def test_draft_models_do_not_change_greedy_ids(
 @pytest.mark.slow
 def test_a_drafter_with_another_vocabulary_does_not_change_greedy_ids(directory: Path, stock: Callable[[str], Any]) -> None:
     """The drafter that shoal brings writes Python by a tokenizer of its own."""
-    from shoal.models.loading import bundled
+    from shoal.models.sources import bundled
 
     with shoal.load(directory, bundled("drafter"), dtype="float32") as model:
         assert model.vocabularies is not None

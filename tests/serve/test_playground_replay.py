@@ -1,6 +1,6 @@
 """What the page at / does with a run once it is there: steps, race, links and exports, in a real browser.
 
-Tests of: serve/playground: replay and race of the page at /; serve.model_identity.
+Tests of: serve/playground: replay and race of the page at /; models.sources.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pytest
 
 from browsers import CHROMIUM, browser, expect, fits, opened
 from serving import Served, pair, served
-from shoal.models.loading import bundled
-from shoal.serve.model_identity import people_call
+from shoal.models.sources import bundled, people_call
 
 __all__ = ["browser", "opened"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")]

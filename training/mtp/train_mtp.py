@@ -28,8 +28,8 @@ from transformers.modeling_layers import MtpModel
 import shoal
 from pair_corpus import CorpusSize, build_corpus, pack
 from problems.generator import generate
-from shoal.models.loading import bundled
 from shoal.models.mtp_layer import Beside
+from shoal.models.sources import bundled
 from shoal.train.own_samples import Windows
 
 SIZE = CorpusSize(problems=12_000, stdlib_characters=400_000)

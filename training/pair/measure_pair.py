@@ -27,7 +27,7 @@ from continuations import sample
 from pair_corpus import pack
 from problems.generator import FunctionProblem, Split, generate
 from shoal.drafting.distillation import acceptance, logits
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 from shoal.train.own_samples import Tokens, stdlib_pieces
 
 SHIPPED = bundled("target").parent

@@ -35,8 +35,8 @@ from shoal.bench.roofline import ceilings, rates
 from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
 from shoal.errors import InternalError, RequestError
 from shoal.models.load_report import described
-from shoal.models.loading import bundled
 from shoal.models.runner import Runner
+from shoal.models.sources import bundled
 
 
 def peak_tensor_bytes(work: Callable[[], object]) -> int:

@@ -218,9 +218,8 @@ def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
     A drafter is left out: it changes no seed's tokens and no distribution, unless it is a guide.
     """
     from shoal import __version__
-    from shoal.models.loading import bundled
+    from shoal.models.sources import bundled, identity
     from shoal.serve.batch_lines import digest
-    from shoal.serve.model_identity import identity
 
     template, guides = allowed.chat_template, dict[str, object]()
     for role, name in (("guide", source.guide), ("expert", source.expert)):

@@ -148,8 +148,8 @@ def index(
 def _written(files: list[Path], out: Path, source: str) -> dict[str, Any]:
     """Writes the index under a temporary name until it is complete, and returns a summary of it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from shoal.models.loading import bundled
     from shoal.models.pretrained import load_tokenizer
+    from shoal.models.sources import bundled
 
     tokenizer = load_tokenizer(bundled("target") if source == BUNDLED else source)
     place = out.resolve()

@@ -297,7 +297,7 @@ def parse_lookahead(text: str) -> str | int:
 
 def display_name(runner: Runner) -> str:
     """Returns a model's name as the user gave it; shoal's own is called "bundled target"."""
-    from shoal.models.loading import bundled
+    from shoal.models.sources import bundled
 
     path = Path(runner.name)
     return f"bundled {path.name}" if path.parent == bundled("target").parent else runner.name

@@ -20,7 +20,7 @@ from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
 from shoal.drafting.other_vocabulary import MethodChoice, OtherVocabularyDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.errors import PairMismatch, RequestError
-from shoal.models import loading, pretrained, trimming, vocabulary
+from shoal.models import loading, pretrained, sources, trimming, vocabulary
 from shoal.models.loading import LoadOptions
 from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
@@ -247,7 +247,7 @@ def _sources(target: Source | None, drafting: Draft | None) -> tuple[Source, Sou
         if model not in (None, BUNDLED):
             raise RequestError("a draft model was given without a target model")
         bundled = drafting is None or model == BUNDLED
-        return loading.bundled("target"), loading.bundled("drafter") if bundled else None
+        return sources.bundled("target"), sources.bundled("drafter") if bundled else None
     if model == BUNDLED:
         raise RequestError(
             "the bundled draft model fits the bundled target alone: give the directory of a "

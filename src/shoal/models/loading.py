@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,6 @@ ROWWISE = {
     *(made[0] if isinstance(made, tuple) else made for made in ACT2CLS.values()),
 }
 """The layers that work on one token at a time: linear ones and activations."""
-
-
-def bundled(part: str) -> Path:
-    """Returns the directory of the bundled "target" or "drafter"."""
-    return Path(str(resources.files("shoal"))) / "data" / "pair" / part
 
 
 def wrap(

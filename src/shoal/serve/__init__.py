@@ -36,7 +36,6 @@ run.py               uvicorn, signals, draining, the limits of connections, and 
                      model is loaded
 batch_lines.py       the lines of batch files, and blocks of them for several processes
 output_file.py       the answers to these lines
-model_identity.py    the public name and identifier of a model
 serve_config.py      the configuration of a process that serves
 cluster.py           replicas on Ray
 relay.py             the logs of replicas

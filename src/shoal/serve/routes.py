@@ -29,11 +29,11 @@ from pydantic.json_schema import models_json_schema
 from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
 from shoal.constraints.syntax.requests import installed_languages
+from shoal.models.sources import people_call
 from shoal.serve import bodies, response_models
 from shoal.serve.api_errors import ApiError
 from shoal.serve.handler import ApiHandler
 from shoal.serve.message_models import Message
-from shoal.serve.model_identity import people_call
 from shoal.serve.request_fields import NonNegative, StrictModel, Text, optional
 from shoal.serve.response_models import ErrorAnswer, Health
 from shoal.serve.worker import Worker

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shoal.drafting.distillation import Learner, decaying
 from shoal.errors import RequestError
-from shoal.models.loading import bundled
+from shoal.models.sources import bundled
 from shoal.train.loop import Loss, Schedule, Trainer
 from shoal.train.own_samples import SEED, OwnSamples, Tokens, Windows
 

@@ -21,8 +21,8 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 366,
-    "lines": 84_139,
+    "modules": 365,
+    "lines": 84_136,
     "short modules": 4,
     "long modules": 0,
     "long functions": 5,
@@ -31,7 +31,7 @@ BOUNDS = {
     "functions of many parameters": 18,
     "classes of many members": 4,
     "calls of many positions": 0,
-    "class names used twice": 1,
+    "class names used twice": 0,
     "module names used twice": 2,
     "docstrings without a subject": 0,
     "fields side by side": 0,

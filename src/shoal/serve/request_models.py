@@ -54,7 +54,7 @@ class Extension(StrictModel):
     )
 
 
-class Grammar(StrictModel):
+class GivenGrammar(StrictModel):
     """The grammar that a sample must match as a whole."""
 
     type: Literal["regex", "lark"] = Field(
@@ -174,7 +174,7 @@ class SampledRequest(SamplingFields):
         "With guidance, what the guide reads in place of the prompt: a text or token ids; in a "
         "chat the text of the system message, empty = no system message."
     )
-    grammar: Grammar | None = optional("What a sample must match as a whole.")
+    grammar: GivenGrammar | None = optional("What a sample must match as a whole.")
     time_budget: Annotated[float, Field(gt=0)] | None = optional(
         "Seconds; samples unfinished then are returned as they are."
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from typer import rich_utils
 
+import module_map
 import shoal
 from readme import ROOT, blocks, run_blocks, shoal_commands
 from shoal.cli import run
@@ -108,6 +109,15 @@ def test_the_help_page_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch)
     written, said = words_by_page((DOCS / "help.txt").read_text(encoding="utf-8")), words_by_page(render())
     assert written == said, "docs/help.txt is out of date: run python -m shoal.cli.help"
     assert {"--max-new-tokens", "--temperature"} <= said["shoal generate --help"]
+
+
+def test_the_page_of_the_modules_is_what_their_docstrings_say() -> None:
+    found = module_map.PAGE.read_text(encoding="utf-8")
+    assert found == module_map.page(), "docs/explanation/modules.md is out of date: run python scripts/module_map.py"
+    listed = re.findall(r"^ *- `(\w+\.py)`", found, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(
+        file.name for file in module_map.PACKAGE.rglob("*.py") if not file.name.startswith("__") and "data" not in file.parts
+    )
 
 
 # ── links and names ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ Tests of: drafting.draft, drafting.registry.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -206,6 +207,22 @@ def test_names_are_taken_once(entries: dict[str, Any]) -> None:
     assert draft.name == "ngram:min=2,max=4"
 
 
+def test_only_text_drafters_stand_before_others(entries: dict[str, Any], target: Runner) -> None:
+    entries["alone"] = Entry(
+        DrafterKind("alone", "shoal.testing.drafters:RandomTrees", {"vocab_size": Number(64)}, in_sums=True)
+    )
+    joined = read_draft("suffix:min=2+alone:vocab_size=9+org/model")
+    assert joined is not None
+    with pytest.raises(RequestError, match=r"alone:vocab_size=9\+model cannot be joined: RandomTrees is no shoal"):
+        joined.drafter(target, ModelDrafter(target.fork(), target.vocab_size))
+
+
+def test_every_drafter_has_frozen_specs() -> None:
+    """A draft model is named by its place, `mtp` by its own word."""
+    words = {re.split("[:+]", line["spec"])[0] for line in FROZEN["made"]}
+    assert [name for name in names() if name not in words | {"model"}] == []
+
+
 def test_the_help_names_all_drafters() -> None:
     text = draft_help()
     assert all(kind.as_written in text for kind in kinds())
@@ -214,3 +231,8 @@ def test_the_help_names_all_drafters() -> None:
 def test_the_page_on_drafters_has_a_row_for_each() -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/drafters.md").read_text("utf-8")
     assert [kind.name for kind in kinds() if f"\n| `{kind.name}`" not in page] == []
+
+
+def test_the_reference_of_drafters_has_a_paragraph_for_each() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/drafters.md").read_text("utf-8")
+    assert [kind.name for kind in kinds() if not re.search(rf"^\*\*`{kind.name}\b", page, re.MULTILINE)] == []

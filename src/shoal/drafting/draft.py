@@ -146,7 +146,12 @@ class Draft:
 
         *others, last = made
         texts = [one for one in others if isinstance(one, TextDrafter)]
-        assert len(texts) == len(others)
+        if len(texts) < len(others):
+            alone = next(type(one) for one in others if not isinstance(one, TextDrafter))
+            raise RequestError(
+                f"{self.name} cannot be joined: {alone.__name__} is no "
+                f"shoal.drafting.text.TextDrafter, and only these stand before another drafter"
+            )
         if any(text.max_nodes for text in texts) and isinstance(last, OtherVocabularyDrafter):
             raise UnsupportedModel(
                 f"{self.source} has another tokenizer than {target.name}: leave out nodes in "

@@ -108,7 +108,7 @@ class DrafterKind:
             maker.
         directory: the way to get the directory that has to follow the name; "" = none follows.
         in_sums: True if it may be a part of a sum: the last one if it has a directory or reads
-            states, else one before.
+            states, else one before, which has to be a `shoal.drafting.text.TextDrafter`.
         reads_states: True for heads in the target's own checkpoint, which need no directory.
         recognise: returns True if a directory holds such heads: it needs no name before it.
         about: the purpose, in the help of `--draft`.

@@ -37,3 +37,4 @@ def _page(arguments: list[str]) -> str:
 
 if __name__ == "__main__":
     FILE.write_text(render(), encoding="utf-8")
+    print(f"wrote {FILE}")

@@ -1,7 +1,4 @@
-"""The commands of a chat, from /help to /exit.
-
-The commands of a chat go from /help to /exit.
-"""
+"""The commands of a chat, from /help to /exit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The record of each request once its answer has ended, for the log and the metrics.
-
-An `Exchange` is the record of a request once its answer has ended, for the log and the metrics.
-"""
+"""The record of each request once its answer has ended, for the log and the metrics."""
 
 from __future__ import annotations
 

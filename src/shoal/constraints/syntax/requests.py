@@ -1,7 +1,4 @@
-"""The languages of middles that parse, by name, and the checks of each.
-
-The languages of middles that parse are listed by name, each with its checks.
-"""
+"""The languages of middles that parse, by name, and the checks of each."""
 
 from __future__ import annotations
 

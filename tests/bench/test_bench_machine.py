@@ -169,7 +169,7 @@ def test_openvino_is_a_baseline_beside_the_others(
     monkeypatch.setattr(beside_openvino, "BASELINES", decoding_methods.BASELINES)
     (tmp_path / "openvino_model.xml").touch()
     monkeypatch.setitem(sys.modules, "openvino_genai", None)
-    assert beside_openvino.main([str(tmp_path), *COMMAND[1:], "--baselines", "openvino"]) == 0
+    assert beside_openvino.main([str(tmp_path), *COMMAND[1:], "--baselines", "openvino", "--wait", "0"]) == 0
     assert "openvino (batch 2): openvino-genai is not installed: pip install '.[peers]'" in capsys.readouterr().out
     monkeypatch.setattr(beside_openvino, "OpenVinoEngine", FakeEngine)
     report = measured(pair, replace(JOB, baselines=("openvino",)), QuietGate(0.0, read=lambda: {}))

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,36 @@ import load
 
 
 @pytest.mark.slow  # a server of its own, with the bundled pair
-def test_a_second_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_of_it_and_then_a_few_requests_of_a_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one server, which the first run leaves to the second: nothing else is wrong."""
     file = tmp_path / "found.json"
-    command = ["load.py", "--minutes", "0.02", "--clients", "2", "--json", str(file), "--max-batch", "8"]
-    monkeypatch.setattr(sys, "argv", command)
-    code = load.main()
-    found = json.loads(file.read_text())
+    options = ["load.py", "--minutes", "0.02", "--clients", "2", "--json", str(file)]
+    monkeypatch.setattr(load, "known_asks", cache(load.known_asks))
+    with ExitStack() as running:
+        started = running.enter_context(load.server(["--max-batch", "8", "--chat-template", "chatml"]))
+        monkeypatch.setattr(load, "server", lambda _: nullcontext(started))
+        monkeypatch.setattr(sys, "argv", options)
+        assert load.main() == 1
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert found["failures"] == ["SIGTERM ended the server with exit code None"]
+        assert found["rows_left"] == 0
+        for phase in found["phases"].values():
+            assert sum(phase["requests"].values()) >= 2
+            assert phase["tokens"] > 0
+
+        @contextmanager
+        def last(_: list[str]) -> Iterator[Any]:
+            with running:
+                yield started
+
+        monkeypatch.setattr(load, "server", last)
+        monkeypatch.setattr(sys, "argv", [*options, "--soak", "64"])
+        code = load.main()
+    found = json.loads(file.read_text(encoding="utf-8"))
     assert (found["failures"], code) == ([], 0)
-    assert found["rows_left"] == 0
-    for phase in found["phases"].values():
-        assert sum(phase["requests"].values()) >= 2
-        assert phase["tokens"] > 0
+    kinds = {kind for phase in found["phases"].values() for kind in phase["requests"]}
+    assert sum(sum(phase["requests"].values()) for phase in found["phases"].values()) == 64
+    assert kinds & {"new schema", "chat", "echo", "no time", "bad"}
 
 
 GOOD: dict[str, Any] = {
@@ -63,19 +85,6 @@ def test_what_a_request_leaves_is_told_behind_the_caches() -> None:
     found = load.memory(sizes)
     assert found is not None
     assert (found["left_kib"], found["requests"]) == (2.0, [95, 295, 495, 695])
-
-
-@pytest.mark.slow  # a server of its own, with the bundled pair
-def test_a_few_requests_of_a_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "found.json"
-    command = ["load.py", "--soak", "64", "--minutes", "0.02", "--clients", "2", "--json", str(file), "--max-batch", "8"]
-    monkeypatch.setattr(sys, "argv", command)
-    code = load.main()
-    found = json.loads(file.read_text(encoding="utf-8"))
-    assert (found["failures"], code) == ([], 0)
-    kinds = {kind for phase in found["phases"].values() for kind in phase["requests"]}
-    assert sum(sum(phase["requests"].values()) for phase in found["phases"].values()) == 64
-    assert kinds & {"new schema", "chat", "echo", "no time", "bad"}
 
 
 def test_times_are_told_in_percentiles() -> None:

@@ -28,6 +28,7 @@ import torch
 
 import sharded_pair
 import shoal
+from serving import eventually
 from shoal.cli import run
 from shoal.errors import OutOfStep, RequestError
 from shoal.models import loading
@@ -49,12 +50,10 @@ def needs_two(test: Callable[..., None]) -> Callable[..., None]:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")
 
 
-def forked(job: Callable[[], object], folder: Path, *, ends: bool = True) -> str:
-    """stdout of two processes as torchrun starts them, but copies of this one, which need not import Transformers again.
-
-    Args:
-        ends: each of them ends by itself. Else the second is killed once the first has ended.
-    """
+@contextmanager
+def copies(job: Callable[[], object], folder: Path) -> Iterator[list[int]]:
+    """Two processes as torchrun starts them, but copies of this one, which need not import Transformers again. They are killed at
+    the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -67,12 +66,26 @@ def forked(job: Callable[[], object], folder: Path, *, ends: bool = True) -> str
             _end(job, folder, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         children.append(child)
     try:
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (children if ends else children[:1])]
+        yield children
     finally:
         for child in children:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
+
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def forked(job: Callable[[], object], folder: Path, *, ends: bool = True) -> str:
+    """stdout of two processes.
+
+    Args:
+        ends: each of them ends by itself. Else the second is killed once the first has ended.
+    """
+    with copies(job, folder) as children:
+        codes = [code_of(child) for child in (children if ends else children[:1])]
     assert not any(codes), (folder / "err0").read_text()[-3000:] + (folder / "err1").read_text()[-3000:]
     return "".join((folder / f"out{rank}").read_text() for rank in range(SIZE))
 
@@ -261,19 +274,18 @@ def test_the_command_line_prints_once(tmp_path: Path) -> None:
 # ── a server ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def serve_options(directory: Path) -> list[str]:
+    models = f"--model {directory / 'target'} --draft {directory / 'target'} --dtype float32"
+    return f"{models} --max-batch 4 -k 3 --port 0 --json --tensor-parallel".split()
+
+
 @contextmanager
-def served(
-    directory: Path, *, restarts: int = 0, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """torchrun with a server of two processes, and a client of it; whoever is left at the end is killed."""
-    options = (
-        f"--model {directory / 'target'} --draft {directory / 'target'} --dtype float32 --max-batch 4 -k 3 --port 0 --json"
-    )
-    command = [*TORCHRUN, f"--max-restarts={restarts}", "-m", "shoal", "serve"]
+def served(directory: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """torchrun with a server of two processes, which it may start once more, and a client; who is left at the end is killed."""
     with (directory / "stderr").open("w") as said:
         running = subprocess.Popen(
-            [*command, *options.split(), "--tensor-parallel"], env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, text=True,
-            stdout=subprocess.PIPE, stderr=said,
+            [*TORCHRUN, "--max-restarts=1", "-m", "shoal", "serve", *serve_options(directory)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, text=True, stdout=subprocess.PIPE, stderr=said,
         )  # fmt: skip
     try:
         assert running.stdout is not None
@@ -307,12 +319,17 @@ TOOK = ("completion_tokens", "drafted", "accepted", "rounds")
 
 
 @needs_two
-@needs_proc
 @pytest.mark.limit(SECONDS)
-def test_a_server_of_two_processes_answers_as_one_does_and_drains(directory: Path, alone: shoal.Shoal) -> None:
+def test_a_server_of_two_processes_answers_as_one_does_and_drains(
+    directory: Path, alone: shoal.Shoal, tmp_path: Path
+) -> None:
     """Greedy and seeded, drafted and plain; scored prompts go through both processes, too."""
     cases = [(temperature, speculation) for temperature in (0.0, 0.8) for speculation in (None, "off")]
-    with served(directory) as (running, client):
+    with copies(lambda: run(["serve", *serve_options(directory)]), tmp_path) as ranks:
+        eventually(lambda: (tmp_path / "out0").exists() and (tmp_path / "out0").read_text().endswith("\n"))
+        client = httpx.Client(
+            base_url=json.loads((tmp_path / "out0").read_text())["url"].removesuffix("/v1"), timeout=SECONDS
+        )
         for temperature, speculation in cases:
             body = {"prompt": "def shoal", "n": 2, "seed": 7, "max_tokens": 24, "temperature": temperature}
             answer = client.post("/v1/completions", json=body | ({"speculation": speculation} if speculation else {})).json()
@@ -331,16 +348,16 @@ def test_a_server_of_two_processes_answers_as_one_does_and_drains(directory: Pat
         expected = [float(logits[i, token]) for i, token in enumerate(ids[1:])]
         assert scored["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
         assert "shoal_" in client.get("/metrics").text
-        assert len(processes := ranks_of(running)) == SIZE
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
             lines = stream.iter_lines()
             assert "choices" in next(lines)
-            running.terminate()
+            for rank in ranks:  # as torchrun does when it is told to end
+                os.kill(rank, signal.SIGTERM)
             rest = list(filter(None, lines))
         ends = [choice["finish_reason"] for line in rest[:-1] for choice in json.loads(line[6:])["choices"]]
         assert (rest[-1], sum(end in ("stop", "length") for end in ends)) == ("data: [DONE]", LONG["n"])
-        running.wait(SECONDS)
-        assert not any(Path(f"/proc/{process}").exists() for process in processes)
+        assert [code_of(rank) for rank in ranks] == [0, 0]
+        client.close()
 
 
 def cut_short(url: str, end: Callable[[], None]) -> str:
@@ -360,7 +377,7 @@ def test_a_server_that_loses_a_process_fails_what_it_has_and_ends(directory: Pat
     server that nobody asks waits for longer."""
     ask = {"prompt": "def shoal", "n": 2, "max_tokens": 24, "temperature": 0}
     options = {"SHOAL_RANK_TIMEOUT": "5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with served(directory, restarts=1, **options) as (running, client):
+    with served(directory, **options) as (running, client):
         before = client.post("/v1/completions", json=ask).json()
         (follower,) = ranks_of(running, 1)
         time.sleep(6)

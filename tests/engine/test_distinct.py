@@ -169,6 +169,8 @@ def deviation(groups: Sequence[Sequence[Row]], constrained: bool) -> float:
 
 # ── what it must catch ──────────────────────────────────────────────────────────────────────────────────────────────
 
+FEW = 500  # requests that show what is far off
+
 
 def only_held(right: Any) -> Any:
     """Rows that run go on whatever texts are drawn."""
@@ -200,14 +202,15 @@ def from_the_end(right: Any) -> Any:
 )
 def test_other_draws_show(owner: Any, name: str, sabotage: Any, lookahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, sabotage(getattr(owner, name)))
-    assert fit(ran(engine(lookahead), [request(seed) for seed in range(REQUESTS)]), constrained=False) < 1e-6
+    requests = [request(seed) for seed in range(REQUESTS if sabotage is only_held else FEW)]
+    assert fit(ran(engine(lookahead), requests), constrained=False) < 1e-6
 
 
 @pytest.mark.slow
 def test_weights_that_count_each_text_once_show(monkeypatch: pytest.MonkeyPatch) -> None:
     right = joint_rows._log_weight
     monkeypatch.setattr(joint_rows, "_log_weight", lambda row, left, behind: right(row, left, 0))
-    assert deviation(ran(engine(Fixed(0)), [request(seed) for seed in range(REQUESTS)]), constrained=False) > 8
+    assert deviation(ran(engine(Fixed(0)), [request(seed) for seed in range(FEW)]), constrained=False) > 8
 
 
 def test_no_uniform_judges_a_row_twice(monkeypatch: pytest.MonkeyPatch) -> None:

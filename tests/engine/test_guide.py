@@ -517,7 +517,7 @@ PROMPTS = [[7], list(range(20, 51)), [1, 2, 3, 4, 5]]
 @cache
 def stock(guidance: float, plausibility: float) -> list[list[int]]:
     target, guide, _ = models()
-    return [greedy_ids(target, guide, prompt, 300, guidance, plausibility) for prompt in PROMPTS]
+    return [greedy_ids(target, guide, prompt, 120, guidance, plausibility) for prompt in PROMPTS]
 
 
 def drafters() -> dict[str, Callable[[], Drafter | None]]:
@@ -540,7 +540,7 @@ def test_greedy_ids_are_those_of_a_loop_over_transformers(name: str) -> None:
     made = drafters()[name]()
     engine = Engine(runner(target, 512), made, Fixed(4 if made else 0), max_batch=7, guide=runner(guide, 512))
     sampling = Sampling(temperature=0, guidance=0.5, plausibility=0.1)
-    rows = [row for ids in PROMPTS for row in engine.submit(Request(tuple(ids), 3, sampling, Limits(max_new_tokens=300)))]
+    rows = [row for ids in PROMPTS for row in engine.submit(Request(tuple(ids), 3, sampling, Limits(max_new_tokens=120)))]
     while engine.step():
         pass
     for row in rows:

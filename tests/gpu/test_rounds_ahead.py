@@ -36,7 +36,7 @@ from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 
 __all__ = ["device"]
-K, NEW = 4, 40
+K, NEW = 4, 24
 SAMPLED = [Sampling(0.8, seed=i) for i in range(3)]
 CASES = [
     (0, "rejection", SAMPLED),
@@ -87,7 +87,7 @@ def test_samples_and_counts_are_those_of_rounds_one_by_one(
     used = ahead(made)
     assert set(used) <= {"used", "dropped"}
     # The first round is compared with its stages, and the last ones are near the ends of rows.
-    assert used["used"] > made.stats.rounds // 2
+    assert used["used"] >= made.stats.rounds // 2
 
 
 def ending(device: Pretend, k: int, waiting: int) -> Engine:

@@ -33,10 +33,10 @@ def assert_all_given_back(server: Served) -> None:
     assert server.post(seed=1).status_code == 200
 
 
-def asking(**body: Any) -> bytes:
+def asking(path: str = "/v1/completions", /, **body: Any) -> bytes:
     """A request as it goes over the wire."""
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 

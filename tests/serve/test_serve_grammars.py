@@ -222,7 +222,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go, real = threading.Event(), compiled_grammars.grammars_of
 
     def late(*arguments: Any) -> Any:
-        assert go.wait(TIMEOUT_SECONDS)
+        assert go.wait(2 * TIMEOUT_SECONDS)  # longer than a test waits for what must come before
         return real(*arguments)
 
     monkeypatch.setattr(compiled_grammars, "grammars_of", late)
@@ -274,6 +274,34 @@ def test_what_nobody_waits_for_is_not_read(held: threading.Event, fresh: Any, mo
         held.set()
         assert server.post(grammar=regex("n+"), max_tokens=4).status_code == 200
         assert len(checks) <= 3  # the two that were begun, and this one
+
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+ANSWER = {"type": "json_schema", "name": "x", "schema": {"type": "integer"}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+READ_FIRST = {
+    "grammar": ("/v1/completions", {"prompt": "a", "n": 2, "grammar": regex("p+")}),
+    "schema": ("/v1/chat/completions", {**HELLO, "response_format": schema({"type": "integer"})}),
+    "call": ("/v1/chat/completions", {**HELLO, "tools": [TOOL], "tool_choice": "required"}),
+    "item": ("/v1/responses", {"input": "hello", "text": {"format": ANSWER}}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", READ_FIRST)
+def test_a_client_that_leaves_before_its_grammar_is_read(kind: str, stream: bool, held: threading.Event, fresh: Any) -> None:
+    """Its place is free at once, whether it waits for a whole answer or for the first event of a stream."""
+    path, body = READ_FIRST[kind]
+    with serving.served(pair(tokenizer=fresh), chat_template="{{ messages[-1]['content'] }}") as server:
+        with server.connect() as client:
+            client.sendall(asking(path, stream=stream, **body))
+            eventually(lambda: server.worker.rows > 0)
+        eventually(lambda: server.worker.rows == 0)
+        held.set()
+        assert_all_given_back(server)
 
 
 # ── once ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -32,7 +32,7 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.serve import api_errors, bodies, logs, response_models, routes
 from shoal.serve.access import HostCheck, is_valid_key, owner_of
-from shoal.serve.api_errors import CHAT, COMPLETIONS, INFILL, RESPONSES, ApiError, Json, written
+from shoal.serve.api_errors import CHAT, COMPLETIONS, INFILL, RESPONSES, ApiError, written
 from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.handler import ApiHandler
 from shoal.serve.item_models import ResponsesRequest
@@ -53,6 +53,7 @@ from shoal.serve.settings import Settings
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
+T = TypeVar("T")
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -249,23 +250,26 @@ async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
     headers, request.state.computed = response.parsed.headers, response.computed
     if response.parsed.stream:
         events = response.events()
-        return EventStream(await anext(events), events, headers)
-    return await _unless_gone(request, response.whole(), headers)
+        first = await _unless_gone(request, anext(events))
+        if first is not None:
+            return EventStream(first, events, headers)
+    else:
+        answer = await _unless_gone(request, response.whole())
+        if answer is not None:
+            return Response(written(answer), headers=headers, media_type="application/json")
+    return Response(status_code=CLIENT_GONE)
 
 
-async def _unless_gone(
-    request: Request, answer: Awaitable[Json], headers: Mapping[str, str]
-) -> Response:
-    """Returns the answer; if the client disconnects before, the answer is cancelled."""
-    wanted = asyncio.ensure_future(answer)
+async def _unless_gone(request: Request, wanted_soon: Awaitable[T]) -> T | None:
+    """Awaits an answer, or the first event of one.
+
+    Returns None if the client disconnects before; the work for it is then cancelled.
+    """
+    wanted = asyncio.ensure_future(wanted_soon)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return (
-            Response(written(wanted.result()), headers=headers, media_type="application/json")
-            if wanted.done()
-            else Response(status_code=CLIENT_GONE)
-        )
+        return wanted.result() if wanted.done() else None
     finally:
         gone.cancel()
         wanted.cancel()

@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import select
+import signal
 import stat
 import subprocess
 import sys
@@ -86,6 +87,7 @@ class Screen:
     """A terminal with a chat in it."""
 
     def __init__(self, state: Path, *options: str, begin: str = "") -> None:
+        self.all = ""  # with escape codes
         self.master, self.slave = pty.openpty()
         self.settings, self.shown = termios.tcgetattr(self.slave), ""
         self.decode = codecs.getincrementaldecoder("utf-8")().decode  # a read may end within a character
@@ -113,6 +115,7 @@ class Screen:
                 self.type(keys)
             if select.select([self.master], [], [], 1)[0]:
                 more = self.decode(os.read(self.master, 65536))
+                self.all += more
                 self.shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown + more)
         before, _, self.shown = self.shown.partition(text)
         return before
@@ -148,6 +151,28 @@ def test_a_chat_in_the_background_of_its_terminal_says_so(tmp_path: Path) -> Non
     """As under `timeout`, where it would be stopped at the first key it asks for."""
     screen = Screen(tmp_path, begin="os.fork() and (os.wait(), os._exit(0)); os.setpgid(0, 0)")
     screen.expect("error: the terminal is another process's, so no key would come")
+    screen.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_leaves_the_terminal_as_it_was(screen: Screen, number: signal.Signals) -> None:
+    """As that of `timeout --foreground`: a shell would show no keys afterwards."""
+    screen.expect("> ")
+    screen.type("slow\r")
+    screen.expect("tick tick tick")
+    assert termios.tcgetattr(screen.slave) != screen.settings
+    screen.process.send_signal(number)
+    assert screen.process.wait(TIMEOUT_SECONDS) == -number
+    assert termios.tcgetattr(screen.slave) == screen.settings
+
+
+def test_a_terminal_without_escape_codes_gets_none(tmp_path: Path) -> None:
+    """As the shell in Emacs, of TERM=dumb; a word may then be cut by the edge."""
+    screen = Screen(tmp_path, begin="os.environ |= {'TERM': 'dumb', 'COLUMNS': '10'};")
+    screen.expect("> ")
+    screen.type("a message of some words\r")
+    assert "a message of some words" in screen.expect("> ").replace("\r\n", "")
+    assert "\x1b" not in screen.all
     screen.close()
 
 

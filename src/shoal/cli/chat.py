@@ -76,7 +76,7 @@ def run_command(session: ChatSession, line: str) -> None:
     name, _, argument = line.partition(" ")
     command, argument = COMMANDS.get(name), argument.strip()
     if command is None:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "/help lists them."
         raise RequestError(
             f'there is no command {name}: {hint} A message that begins with / is put between """'

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.console import stdout
 from shoal.errors import RequestError
 
 QUOTE = '"""'
@@ -87,7 +89,7 @@ def require_foreground() -> None:
 def keys_kept() -> Iterator[None]:
     """Keeps the keys that are pressed during the block for the next line, and does not show them.
 
-    Ctrl-C works as ever.
+    Ctrl-C works as ever. A signal that ends the process leaves the terminal as it was.
     """
     try:
         import termios
@@ -98,11 +100,38 @@ def keys_kept() -> Iterator[None]:
         return
     silent = [*before]
     silent[3] = (silent[3] & ~(termios.ECHO | termios.ICANON)) | termios.NOFLSH
+
+    def restore() -> None:
+        with contextlib.suppress(OSError, termios.error):  # a terminal that was closed
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        with _before_an_end(restore):
+            yield
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def _before_an_end(restore: Callable[[], None]) -> Iterator[None]:
+    """Calls a function before a signal ends the process during the block."""
+
+    def end(number: int, _frame: object) -> None:
+        restore()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        with contextlib.suppress(ValueError):  # another thread than the main one
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class TerminalLines:
@@ -144,7 +173,10 @@ class TerminalLines:
             prompt = ""
         line = input(
             _bold(prompt)
-            if prompt and self._readline and not _is_libedit(self._readline)
+            if prompt
+            and self._readline
+            and not _is_libedit(self._readline)
+            and not stdout().is_dumb_terminal
             else prompt
         )
         if self._readline is not None and line.strip():

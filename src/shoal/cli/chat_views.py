@@ -78,7 +78,7 @@ class Counted(Progress):
 
 class RunningAnswer(Unseen):
     """An answer as it comes: in a terminal with its reasoning, which is dim, and without words
-    that are cut by the edge."""
+    that are cut by the edge, unless the terminal knows no escape codes."""
 
     def __init__(self, console: Console, split: Split) -> None:
         self._console, self._split = console, split
@@ -103,7 +103,9 @@ class RunningAnswer(Unseen):
     def _write(self, text: str, style: str = "") -> None:
         if text:
             self._line_begins = text.endswith("\n")
-            if self._console.is_terminal:
+            if self._console.is_dumb_terminal:
+                text = printable(text)
+            elif self._console.is_terminal:
                 whole = self._wrapped(printable(text))
                 text = f"\x1b[2m{whole}\x1b[0m" if style == "dim" else whole
             self._console.file.write(text)

@@ -181,6 +181,24 @@ def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytes
     assert sorted(outcomes) == ["left", "ok", "ok", "ok"]
 
 
+def test_who_leaves_meets_no_other_trial(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the process that starts, nor the trial behind the one that is left."""
+    monkeypatch.setattr("shoal.serve.compiled_grammars.CPU_SECONDS", 500)
+    known, outcomes = grammars_of(fresh, VOCABULARY), []
+    hard, easy = (known.source(each) for each in (Grammar("json_schema", json.dumps(ENDLESS)), Grammar("regex", "a")))
+    one = Probe(known)
+    one._running()
+    try:
+        for written, number, left in ((hard, 1, [1]), (easy, 2, [1]), (hard, 3, [2, 3]), (easy, 4, [])):
+            for each in left:
+                one.leave(each)
+            found = one._request({"grammar": written, "seconds": 500, "size": 2**27, "stack": 2**24, "number": number})
+            outcomes.append(found and found["outcome"])
+    finally:
+        one.close()
+    assert outcomes == ["left", "ok", "left", "ok"]
+
+
 @pytest.mark.parametrize("kind", ["regex", "lark", "json_schema"])
 def test_what_is_wrong_is_said_in_the_same_words(kind: str, fresh: Any) -> None:
     """Whoever finds it first: the process that reads it first, or the library."""

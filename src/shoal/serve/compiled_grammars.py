@@ -4,9 +4,9 @@ memory."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +14,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 from shoal.config import Grammar
@@ -52,11 +53,13 @@ class _Reading:
         waiting: the number of requests that wait for it.
         probe: the process that compiles it on trial, while it does.
         left: True if no request waits any longer.
+        number: the number of its trial.
     """
 
     waiting: int = 0
     probe: Probe | None = None
     left: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
     future: asyncio.Future[GrammarConstraint] = field(init=False)
 
     def leave(self) -> None:
@@ -64,7 +67,7 @@ class _Reading:
         self.left = True
         self.future.cancel()
         if self.probe is not None:
-            self.probe.leave()
+            self.probe.leave(self.number)
 
 
 class GrammarReader:
@@ -151,10 +154,10 @@ class GrammarReader:
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
         if hasattr(os, "fork"):
             source, probe = grammars.source(grammar), self._probe(grammars)
-            reading.probe = probe
+            reading.probe = probe  # from now on whoever leaves tells it
             try:
-                while not (reading.left or probe.check(grammar, source)):
-                    pass  # the end of another reading came too late, and met this one
+                if not reading.left:
+                    probe.check(grammar, source, reading.number)
             finally:
                 reading.probe = None
         if reading.left:
@@ -179,19 +182,27 @@ class Probe:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._process: subprocess.Popen[str] | None = None
+        self._leaves: FileIO | None = None
 
-    def check(self, grammar: Grammar, written: str) -> bool:
-        """Compiles a grammar on trial; returns False if the trial was ended by `leave`.
+    def check(self, grammar: Grammar, written: str, number: int = 0) -> None:
+        """Compiles a grammar on trial, unless `leave` ends the trial.
 
         Args:
             written: the grammar as llguidance reads it.
+            number: the number of the trial.
 
         Raises:
             RequestError: the grammar is invalid, or exceeds a limit.
             ApiError: 503, the process has ended.
         """
         result = self._request(
-            {"grammar": written, "seconds": CPU_SECONDS, "size": MEMORY_BYTES, "stack": STACK}
+            {
+                "grammar": written,
+                "seconds": CPU_SECONDS,
+                "size": MEMORY_BYTES,
+                "stack": STACK,
+                "number": number,
+            }
         )
         if result is None:
             raise ApiError(
@@ -200,7 +211,6 @@ class Probe:
         why = result["why"] if result["outcome"] == "refused" else TOO_MUCH.get(result["outcome"])
         if why is not None:
             raise unusable(grammar, why)
-        return result["outcome"] != "left"
 
     def _request(self, request: dict[str, object]) -> dict[str, str] | None:
         try:
@@ -217,7 +227,11 @@ class Probe:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            command = [sys.executable, "-I", str(Path(__file__).with_name("grammar_probe.py"))]
+            theirs, ours = os.pipe()
+            os.set_blocking(ours, False)
+            self._leaves = FileIO(ours, "wb")
+            script = str(Path(__file__).with_name("grammar_probe.py"))
+            command = [sys.executable, "-I", script, str(theirs)]
             # One malloc arena: a second one would reserve address space, which counts as memory.
             environment = os.environ | {"MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
             pipe = subprocess.PIPE
@@ -229,7 +243,9 @@ class Probe:
                 text=True,
                 encoding="utf-8",
                 env=environment,
+                pass_fds=[theirs],
             )
+            os.close(theirs)
             assert self._process.stdin is not None
             self._process.stdin.write(
                 json.dumps({"path": sys.path, "limits": LIMITS, **self._grammars.description})
@@ -237,18 +253,18 @@ class Probe:
             )
         return self._process
 
-    def leave(self) -> None:
-        """Ends the trial that is going on, if there is one."""
-        if self._process is not None:
-            with suppress(OSError):
-                self._process.send_signal(signal.SIGUSR1)
+    def leave(self, number: int) -> None:
+        """Ends a trial, if it goes on or is about to begin; never waits."""
+        if self._leaves is not None:
+            with suppress(OSError, ValueError):  # it has ended
+                self._leaves.write(b"%d\n" % number)
 
     def close(self) -> None:
         """Kills the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
+            for pipe in (self._process.stdin, self._process.stdout, self._leaves):
                 with suppress(OSError):
                     assert pipe is not None
                     pipe.close()

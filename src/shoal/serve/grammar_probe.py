@@ -3,7 +3,8 @@
 llguidance cannot be interrupted: a schema of three lines can take minutes, or all memory, and a
 failed allocation aborts its process. So the grammar of a request is compiled here first.
 `shoal.serve.compiled_grammars` runs this file as a script that imports nothing of shoal; it reads
-one line of JSON per grammar, and writes one line of JSON as the result.
+one line of JSON per grammar, and writes one line of JSON as the result. From a second pipe it reads
+the numbers of the trials that nobody waits for any longer.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ busy."""
 
 
 def main() -> None:
-    """Serves until the end of its input; the first line describes the tokenizer."""
+    """Serves until the end of its input; the first line describes the tokenizer.
+
+    Its argument is the descriptor of the pipe of `Leaves`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the server lets requests finish
-    signal.signal(signal.SIGUSR1, lambda *_: CHILDREN.leave())
+    leaves = Leaves(int(sys.argv[1]))
     setup = json.loads(sys.stdin.readline())
     sys.path[:] = setup["path"]
     import llguidance
@@ -46,7 +50,7 @@ def main() -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(probed(read, **request)), flush=True)
+        print(json.dumps(probed(read, **request, leaves=leaves)), flush=True)
 
 
 class ProbedAlphabet:
@@ -79,28 +83,36 @@ class ProbedAlphabet:
         return found
 
 
-class Children:
-    """The child that compiles, of which there is one at most.
+class Leaves:
+    """The pipe by which the server tells that the last client of a trial has gone.
 
-    Attributes:
-        running: its process; 0 = there is none.
-        left: True if nobody waits for it any longer.
+    A line is the number of a trial; it may come before that begins, or when it has ended.
+
+    Args:
+        pipe: a descriptor.
     """
 
-    def __init__(self) -> None:
-        self.running, self.left = 0, False
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
 
-    def leave(self) -> None:
-        """Kills the child: the last client that waited for it has gone."""
-        if self.running:
-            self.left = True
-            os.kill(self.running, signal.SIGKILL)
+    def fileno(self) -> int:
+        return self._pipe
+
+    def tell(self, number: int) -> bool:
+        """Reads the pipe; returns True if a trial's number is there, or the server has gone."""
+        data = os.read(self._pipe, 1 << 16)
+        return not data or str(number).encode() in data.split()
 
 
-CHILDREN = Children()
-
-
-def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict[str, str]:
+def probed(
+    read: Any,
+    grammar: str,
+    seconds: int,
+    size: int,
+    stack: int,
+    number: int = 0,
+    leaves: Leaves | None = None,
+) -> dict[str, str]:
     """Compiles a grammar in a fork of this process.
 
     Args:
@@ -109,6 +121,8 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
         seconds: the limit of processor time.
         size: the limit of memory, in bytes.
         stack: the stack of the compiling thread, in bytes.
+        number: the number of the trial.
+        leaves: tells when nobody waits for it any longer.
 
     Returns:
         The outcome "ok", "refused" (then "why" is llguidance's error), "slow", "large" or "left".
@@ -125,12 +139,11 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
             reader.start()
             reader.join()
         os._exit(0)
-    CHILDREN.running, CHILDREN.left = child, False
     os.close(theirs)
-    got = _received(ours, child, time.monotonic() + WALL_SECONDS_PER_CPU_SECOND * seconds)
-    CHILDREN.running = 0  # before its number may be another process's
+    deadline = time.monotonic() + WALL_SECONDS_PER_CPU_SECOND * seconds
+    got = _received(ours, child, deadline, number, leaves)
     _, status = os.waitpid(child, 0)
-    if CHILDREN.left:
+    if got is None:
         return {"outcome": "left", "why": ""}
     if got.startswith(b"="):
         error = got[1:].decode(errors="replace")
@@ -139,19 +152,27 @@ def probed(read: Any, grammar: str, seconds: int, size: int, stack: int) -> dict
     return {"outcome": "slow" if slow else "large", "why": ""}
 
 
-def _received(pipe: int, child: int, deadline: float) -> bytes:
-    """Returns the output of the child, which is killed at the deadline."""
+def _received(
+    pipe: int, child: int, deadline: float, number: int, leaves: Leaves | None
+) -> bytes | None:
+    """Returns the output of the child; empty if it was killed at the deadline, None if it was left.
+
+    A child that is left is killed as well.
+    """
     got = b""
     with os.fdopen(pipe, "rb", buffering=0) as file:
+        watched: list[Any] = [file] if leaves is None else [file, leaves]
         while True:
-            ready, _, _ = select.select([file], [], [], max(deadline - time.monotonic(), 0))
-            if not ready:
+            ready, _, _ = select.select(watched, [], [], max(deadline - time.monotonic(), 0))
+            left = leaves is not None and leaves in ready and leaves.tell(number)
+            if left or not ready:
                 os.kill(child, signal.SIGKILL)
-                return b""
-            part = file.read(4096)
-            if not part:
-                return got
-            got += part
+                return None if left else b""
+            if file in ready:
+                part = file.read(4096)
+                if not part:
+                    return got
+                got += part
 
 
 def _set_limits(seconds: int, size: int) -> None:

@@ -130,10 +130,11 @@ def application(
     kv_bytes: int | None = None,
     prefix_bytes: int = 0,
     make_engine: Callable[[], Engine] | None = None,
+    model: str = "tiny",
     **settings: Any,
 ) -> FastAPI:
     """The application around a pair."""
-    allowed = Settings("tiny", seeds=rule == "coupled", **settings)
+    allowed = Settings(model, seeds=rule == "coupled", **settings)
     memory = {"kv_bytes": kv_bytes, "prefix_bytes": prefix_bytes}
     return make_app(shoal, make_engine or (lambda: shoal.engine(lookahead, RULES[rule](), **memory)), allowed)
 

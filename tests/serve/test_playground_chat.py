@@ -429,6 +429,27 @@ def test_a_full_browser_is_told(opened: Callable[..., Any], server: Served) -> N
     expect(page.locator(".markdown")).to_have_text("a")
 
 
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (390, 560), (1280, 900)])
+def test_settings_stay_in_their_frame(opened: Callable[..., Any], server: Served, width: int, height: int) -> None:
+    """Whole where there is room, else scrolled; also beside kept chats."""
+    page = opened(f"{server.url}/chat", viewport={"width": width, "height": height})
+    Answers(page, one("a"))
+    for kept in (False, True):
+        if width < 800:
+            page.get_by_role("button", name="Settings").click()
+        bottom = "node => node.getBoundingClientRect().bottom"
+        frame, end = (page.locator(name).evaluate(bottom) for name in ("aside", "#controls"))
+        assert end <= frame
+        scrolled = page.locator("#controls").evaluate("node => node.scrollHeight > node.clientHeight")
+        assert scrolled == (height < 600)
+        assert page.locator("#composer").evaluate("node => node.getBoundingClientRect().top") >= (
+            frame if width < 800 else 0
+        )
+        if not kept:
+            send(page, "hi")
+            idle(page)
+
+
 def test_on_a_phone_and_with_the_keyboard(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/chat", viewport={"width": 390, "height": 844}, color_scheme="dark")
     wide = "```\n" + "x" * 300 + "\n```\n\n" + "y" * 300
@@ -444,6 +465,8 @@ def test_on_a_phone_and_with_the_keyboard(opened: Callable[..., Any], server: Se
     idle(page)
     assert answers.conversations == [[("user", "a\nb")]]
     assert fits(page)
+    places = [page.locator(".user").get_by_role("button", name=name).bounding_box() for name in ("Edit", "Copy")]
+    assert places[0]["y"] == places[1]["y"]  # beside each other, as on a desktop
     expect(page.get_by_label("Candidates")).to_be_hidden()
     assert message.evaluate("node => node.getBoundingClientRect().bottom <= innerHeight")
     page.get_by_role("button", name="Chats").click()

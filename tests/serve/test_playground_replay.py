@@ -211,6 +211,13 @@ def test_the_bar_names_the_models(opened: Callable[..., Any], server: Served) ->
     expect(page.locator("#pair")).to_have_text("target: scripted (float64 on cpu) · drafter: scripted")
 
 
+def test_the_bar_names_a_model_once(opened: Callable[..., Any]) -> None:
+    with served(pair(), model="scripted") as running:
+        page = opened(running.url)
+        expect(page.locator("#model")).to_have_text("scripted")
+        expect(page.locator("#pair")).to_have_text("float64 on cpu · drafter: scripted")
+
+
 def test_names_have_no_paths(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     names = [

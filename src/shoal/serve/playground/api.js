@@ -125,12 +125,13 @@ export class Run {
 
 // What the server says of its models, in words for people.
 
-/** Names, number format and device: `names` and `loaded` of a served model. */
-export function about({ names, loaded }) {
+/** Names, number format and device: `names` and `loaded` of a served model. Its `id` stands beside them, and is not said again. */
+export function about({ names, loaded }, id) {
   if (!names) return "";
   const { target, draft } = loaded ?? {};
   const drafter = names.drafter ? `drafter: ${names.drafter}${numbers(draft, target)}` : "no drafter";
-  return [`target: ${names.target}${numbers(target)}`, drafter].join(" · ");
+  const own = names.target === id ? numbers(target).slice(2, -1) : `target: ${names.target}${numbers(target)}`;
+  return [own, drafter].filter(Boolean).join(" · ");
 }
 
 /** Of the target, and of a drafter only where it has others. */

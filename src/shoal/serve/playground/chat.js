@@ -381,7 +381,7 @@ async function learn() {
   server = shoal;
   model = id;
   at("model").textContent = id;
-  at("pair").textContent = at("pair").title = about(shoal);
+  at("pair").textContent = at("pair").title = about(shoal, id);
   document.title = `${id} · shoal chat`;
   at("editor").hidden = !shoal.fill_in_middle;
   at("n").max = Math.min(MOST, shoal.max_n);

@@ -249,7 +249,7 @@ async function learn() {
   offerExamples(at("examples"), form, model.shoal.chat);
   colourAsSent();
   at("model").textContent = model.id;
-  at("pair").textContent = at("pair").title = about(model.shoal);
+  at("pair").textContent = at("pair").title = about(model.shoal, model.id);
   at("editor").hidden = !model.shoal.fill_in_middle;
   document.title = `${model.id} · shoal playground`;
   served = model;

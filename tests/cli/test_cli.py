@@ -50,7 +50,7 @@ __all__ = ["shoal", "tiny"]  # fixtures
 
 STATS_KEYS = {
     "rounds", "target_passes", "draft_passes", "guide_passes", "prefills", "prefill_tokens", "restored_tokens",
-    "prefill_chunks", "row_rounds", "pauses", "resampled", "restarted",
+    "prefill_chunks", "fused_chunks", "row_rounds", "pauses", "resampled", "restarted",
     "drafted", "accepted", "committed", "seconds_target", "seconds_draft", "seconds_prefill", "seconds_rounds",
     "seconds_propose", "seconds_verify", "seconds_accept", "seconds_commit", "seconds", "by_drafter", "executors", "loaded",
     "lossy", "updates_behind",

@@ -31,11 +31,12 @@ from shoal.models.lean.forward import LeanPass, NativeKernels
 from shoal.models.lean.whole import WholePass, whole_pass
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
-from shoal.models.prompt_passes import SHORT, feed_prefix, feed_prompts
+from shoal.models.prompt_passes import SHORT, feed_carrying, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import Int8PanelMatrix, PanelMatrix
 from shoal.types.requests import Prefix
+from shoal.types.trees import Block
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = needs_compiler
@@ -163,6 +164,44 @@ def test_a_prompt_without_logits_is_written() -> None:
         each.feed([1, 0], torch.arange(14).view(2, 7), [7, 3], want_logits=False)
         caches.append([tensor for stores in each.cache.stores() for tensor in stores[:2]])
     assert all(torch.equal(a[0, :3], b[0, :3]) and torch.equal(a[1, :7], b[1, :7]) for a, b in zip(*caches, strict=True))
+
+
+@pytest.mark.parametrize("trees", [None, [[-1, -1, 0], [-1]]], ids=["chains", "trees"])
+@pytest.mark.parametrize("piece", [MOST_COLUMNS, 3])
+@pytest.mark.parametrize("name", ["tied", "qwen2 with windows"])
+def test_a_piece_of_a_prompt_rides_in_the_pass_of_other_rows(name: str, piece: int, trees: list[list[int]] | None) -> None:
+    """All has the bits of two passes, and no logits of the piece are computed: the result holds those of the block alone."""
+    ids = [i * i % 40 for i in range(20 + piece)]
+    block: Block = torch.arange(8).view(2, 4), [4, 2], trees
+    logits, held = [], []
+    for together in (True, False):
+        runner = packed(name).fork()
+        runner.memory.reserve(4, 100)
+        feed_prompts(runner, [(0, ids[:9]), (1, ids[:5]), (3, ids[:20])])
+        runner.counts.take_executors()
+        if together:
+            logits.append(feed_carrying(runner, [1, 0], block, 3, ids[20:]))
+            assert runner.counts.take_executors() == {C_DECODER: 1}
+        else:
+            logits.append(runner.feed([1, 0], *block[:2], parents=trees))
+            feed_prompts(runner, [(3, ids[20:])])
+            assert runner.counts.take_executors() == {C_DECODER: 2}
+        assert runner.cache.lengths == [11, 9, 0, len(ids)]
+        lengths, stores = runner.cache.lengths, [store for each in runner.cache.stores() for store in each[:2]]
+        held.append([store[slot, : lengths[slot]] for store in stores for slot in (0, 1, 3)])
+    assert torch.equal(*logits)
+    assert logits[0].untyped_storage().nbytes() == 2 * 4 * runner.vocab_size * 4
+    assert all(map(torch.equal, *held))
+
+
+def test_a_piece_rides_by_other_executors() -> None:
+    """They may compute its logits too; those of the block have the same bits."""
+    logits = []
+    for runner in (packed("tied").fork(), by_operations(packed("tied"))):
+        runner.memory.reserve(3, 40)
+        logits.append(feed_carrying(runner, [0, 1], (torch.arange(4).view(2, 2), [2, 1], None), 2, range(9)))
+    assert logits[0].shape == (2, 2, runner.vocab_size)
+    assert torch.equal(*logits)
 
 
 def test_unused_columns_repeat_the_last_token() -> None:

@@ -829,18 +829,19 @@ def test_thinking_takes_few_calls_a_round(rows: int) -> None:
     assert calls.count / rounds < 60 + 6 * rows + (12 + 2 * rows) * steps / rounds
 
 
-def test_forced_tokens_are_no_drafts_of_the_drafter() -> None:
+@pytest.mark.parametrize(("forced", "riding"), [([4, 4], 0), (None, 8), ([2, 2], 4)])
+def test_forced_tokens_and_prompts_that_ride_are_no_drafts_of_the_drafter(forced: list[int] | None, riding: int) -> None:
     """Their columns are part of the pass, and its time is that of a larger one."""
     learned = []
-    for forced in (None, [4, 4]):
+    for more, ride in ((None, 0), (forced, riding)):
         controller, rows = Auto(PairCosts(packed=True)), [row() for _ in range(2)]
         for _ in range(30):
             lengths = controller.lengths(rows, 0)
             own, steps = [min(length, 2) for length in lengths], int(max(lengths) > 0)
             size = 2 + sum(own)
             controller.costs.verify.observe(size, 0.1 * size)
-            seconds = 0.1 * (size + sum(forced or []))
-            controller.learn(Outcome(own, own, steps, seconds, 0.0, forced=forced))
+            seconds = 0.1 * (size + sum(more or []) + ride)
+            controller.learn(Outcome(own, own, steps, seconds, 0.0, forced=more, riding=ride))
         learned.append(controller.costs)
     plain, beside = learned
     assert beside.verify.seconds(2) == pytest.approx(plain.verify.seconds(2), rel=0.02)

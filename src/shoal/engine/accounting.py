@@ -128,6 +128,7 @@ def outcome(
     watch: Stopwatch,
     preparing: float,
     rounds: int = 1,
+    riding: int = 0,
 ) -> Outcome:
     """Returns the outcome of a round, or of plain ones, for the draft length controller.
 
@@ -139,6 +140,7 @@ def outcome(
         watch: the stopwatch of the round.
         preparing: the seconds of the drafter for prompts.
         rounds: the number of rounds, which took the same time each.
+        riding: the prompt tokens in the target's pass.
     """
     own, accepted = [len(draft) for draft in tree.drafts], [len(path) for path in paths]
     if tree.forced is not None:
@@ -162,4 +164,5 @@ def outcome(
         seconds_between=watch.between,
         nodes=nodes,
         forced=forced,
+        riding=riding,
     )

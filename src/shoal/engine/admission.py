@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from shoal.errors import RequestError
 from shoal.types.requests import Prefix, Row
@@ -81,6 +82,24 @@ class PrefixStore:
     def _shares(self, rows: int, length: int) -> bool:
         least = {"auto": MIN_SAVED_TOKENS, "grouped": 1, "shared": 0}.get(self.policy, math.inf)
         return (rows - 1) * length >= least
+
+
+class Prefixes(Protocol):
+    """The prefixes of earlier rows, for prompts that begin alike.
+
+    See `shoal.engine.prefix_cache.PrefixCache`.
+    """
+
+    def known(self, row: Row) -> int:
+        """Returns how many tokens at the beginning of the row's prompt are kept.
+
+        The prompt's last token does not count.
+        """
+        raise NotImplementedError
+
+    def awaited(self, row: Row, other: Row) -> int:
+        """Returns how many of them will be kept once the other row has had a round."""
+        raise NotImplementedError
 
 
 Fits = Callable[[Sequence[Row], int, Mapping[int, Prefix]], bool]

@@ -338,8 +338,10 @@ class Engine:
             rounds=rounds,
         )
         paths, _ = verdict.lists
-        self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing, rounds))
-        self.batch_size.learn(len(rows), sum(len(done.tokens) for done in commits), sum(watch.laps))
+        riding, committed = self._stages.rides.tokens, sum(len(done.tokens) for done in commits)
+        self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing, rounds, riding))
+        if not riding:
+            self.batch_size.learn(len(rows), committed, sum(watch.laps))
         return self._distinct.settled(ended + commits)
 
     def _one(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> Computed:

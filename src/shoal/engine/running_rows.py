@@ -19,7 +19,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, Verdict
-from shoal.types.schedule import PromptOrigin, ScheduledRound
+from shoal.types.schedule import PrefillChunk, PromptOrigin, ScheduledRound
 from shoal.types.stats import Stats
 
 
@@ -125,27 +125,34 @@ class Batch:
         self.stats.prefill_tokens += computed
         self.stats.restored_tokens += sum(admission.restored for admission in round_.admissions)
         self.stats.seconds_prefill += self.clock() - started
-        for one in self.guides:  # its seconds are in its own counters, as the drafter's are
-            one.prepare(round_.chunks)
         if self.drafter is not None:
-            self._tell_drafter(self.drafter, round_, hidden, drafting)
+            self.drafter.begin(
+                [admission.row for admission in round_.admissions if not admission.row.paused_at]
+            )
+        self.keep_pace(round_.chunks, hidden, drafting=drafting)
 
-    def _tell_drafter(
-        self, drafter: Drafter, round_: ScheduledRound, hidden: Sequence[Tensor], drafting: bool
+    def keep_pace(
+        self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor] = (), *, drafting: bool
     ) -> None:
-        """Tells the drafter of the rows that joined and of their prompts.
+        """Has the drafter and the guides read chunks of prompts that the target has computed.
 
         A row that was paused is left out: the drafter knows it and its prompt already.
+
+        Args:
+            chunks: the chunks.
+            hidden: the target's hidden states of each chunk, if it keeps any.
+            drafting: True if the drafter computes long prompts along with the target.
         """
-        drafter.begin(
-            [admission.row for admission in round_.admissions if not admission.row.paused_at]
-        )
-        new = [i for i, chunk in enumerate(round_.chunks) if not chunk.row.paused_at]
-        chunks = [round_.chunks[i] for i in new]
+        for one in self.guides:  # its seconds are in its own counters, as the drafter's are
+            one.prepare(chunks)
+        if self.drafter is None:
+            return
+        new = [i for i, chunk in enumerate(chunks) if not chunk.row.paused_at]
+        chunks = [chunks[i] for i in new]
         if hidden and new:
-            drafter.read_prompts(chunks, [hidden[i] for i in new])
+            self.drafter.read_prompts(chunks, [hidden[i] for i in new])
         if drafting:
-            drafter.prepare(chunks)
+            self.drafter.prepare(chunks)
 
     # ── leaving ───────────────────────────────────────────────────────────────────────────────────
 

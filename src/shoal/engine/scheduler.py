@@ -16,9 +16,10 @@ more prompts than slots, or too little memory. It is then computed again, at mos
 whose prompts are still in the caches go first within a turn, so that this is rare.
 
 While rows run, at most `chunk` tokens of prompts are computed in a pass of their own before each
-round (after SARATHI, arXiv 2308.16369, which fuses both). A longer prompt is computed in chunks
-over several rounds, in a slot above those of the rows that run, and no row is admitted before it is
-complete. The tokens with which a paused row comes back are a prompt like any other. The same limit
+round. A longer prompt is computed in chunks over several rounds, in a slot above those of the rows
+that run, and no row is admitted before it is complete. If the target can carry prompts, its chunks
+ride in the rounds' own passes, but for the last one, with which its row joins (after SARATHI, arXiv
+2308.16369). The tokens with which a paused row comes back are a prompt like any other. The limit
 holds while no row runs if any row has a deadline, as deadlines are checked between chunks.
 """
 
@@ -29,10 +30,17 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
-from shoal.engine.admission import CacheState, Decision, Fits, PrefixStore, decide, find_prompt
+from shoal.engine.admission import (
+    CacheState,
+    Decision,
+    Fits,
+    Prefixes,
+    PrefixStore,
+    decide,
+    find_prompt,
+)
 from shoal.engine.waiting import Deadlines, Fairness, Waiting
 from shoal.errors import RequestError
 from shoal.types.requests import Row
@@ -45,26 +53,10 @@ CHUNK = 512
 
 They are enough to use the weights that a pass reads well, and few enough not to delay running rows.
 """
+RIDING = 64
+"""The most prompt tokens that ride in a round's own pass; the rows of the round wait for them."""
 MIN_WAIT = 64
 """The saved tokens for which a row waits a round, for a prefix that is computed in this one."""
-
-
-class Prefixes(Protocol):
-    """The prefixes of earlier rows, for prompts that begin alike.
-
-    See `shoal.engine.prefix_cache.PrefixCache`.
-    """
-
-    def known(self, row: Row) -> int:
-        """Returns how many tokens at the beginning of the row's prompt are kept.
-
-        The prompt's last token does not count.
-        """
-        raise NotImplementedError
-
-    def awaited(self, row: Row, other: Row) -> int:
-        """Returns how many of them will be kept once the other row has had a round."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -86,6 +78,8 @@ class Scheduler:
         memory_reserved: True if memory is taken beside the rows, so that even a single row may have
             to wait.
         kept: the prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
+        carries: returns True if a round's pass may take a chunk of a prompt along
+            (`shoal.models.prompt_passes.carries_prompts`).
         rows_now: returns the most rows in slots in the coming round, at most `capacity`; see
             `shoal.engine.batch_size.BatchSize.rows`.
     """
@@ -98,6 +92,7 @@ class Scheduler:
     fits: Fits = lambda rows, slots, prefixes: True
     memory_reserved: bool = False
     kept: Prefixes | None = None
+    carries: Callable[[], bool] = lambda: False
     rows_now: Callable[[int, int, float], int] = lambda running, waiting, seconds_per_token: (
         sys.maxsize
     )
@@ -151,7 +146,7 @@ class Scheduler:
         for row in rows:
             if row in self.waiting:
                 self.waiting.remove(row)
-            elif self._has_slot(row):
+            elif 0 <= row.slot < len(self._slots) and self._slots[row.slot] is row:
                 self._slots[row.slot] = None
             else:
                 continue
@@ -182,9 +177,6 @@ class Scheduler:
         self.fairness.enter([row])
         self._group_sizes[row.group] += 1
         self._deadlines.add([row])
-
-    def _has_slot(self, row: Row) -> bool:
-        return 0 <= row.slot < len(self._slots) and self._slots[row.slot] is row
 
     def _leave_group(self, row: Row) -> None:
         self._group_sizes[row.group] -= 1
@@ -292,24 +284,37 @@ class Scheduler:
         for slot, row in enumerate(self._slots):
             if row is None:
                 self.forget(slot)
-        moves = self.close_up().moves
-        return ScheduledRound(
-            self.running,
-            moves=moves,
-            prefilling=self._prefilling,
-            slots=len(self._slots),
-            prefixes=self._store.prefixes,
-        )
+        return replace(self.close_up(), slots=len(self._slots))
 
     def _prefill(self, row: Row, most: int, chunks: list[PrefillChunk]) -> int:
-        """Adds the next chunk of the row's prompt; returns the number of its tokens."""
+        """Adds the next chunk of the row's prompt; returns the number of its tokens.
+
+        A chunk that can ride is not added: the round's pass takes it along.
+        """
         start, length = self._prefilled, row.entry_length - 1
+        if row is self._prefilling or length - start > most:
+            self._prefilling = row
+            if self.riding() is not None:
+                return 0
         self._prefilled = min(start + most, length)
         self._prefilling = row if self._prefilled < length else None
         if self._prefilling is None and row.prefix is None:
             self._slot_groups[row.slot] = row.group
         chunks.append(PrefillChunk(row, row.slot, start, self._prefilled))
         return self._prefilled - start
+
+    def riding(self) -> PrefillChunk | None:
+        """Returns the chunk that is to ride in the pass of the running rows; None = none is."""
+        row, stop = self._prefilling, self._prefilled + RIDING
+        if row is None or row.prefix is not None or stop >= row.entry_length - 1:
+            return None
+        if not self.running or not self.carries():
+            return None
+        return PrefillChunk(row, row.slot, self._prefilled, stop)
+
+    def rode(self, chunk: PrefillChunk) -> None:
+        """Notes that a pass has computed the chunk of `riding`."""
+        self._prefilled = chunk.stop
 
     def _admit(self, budget: int, computed: Sequence[Row]) -> Admission | None:
         """Gives a slot to the next row of the queue; returns None if the row waits.

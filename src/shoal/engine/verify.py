@@ -6,7 +6,7 @@ allow it, a round is one captured function instead (`shoal.drafting.captured`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from shoal.drafting.grafting import ForcedTokens
 from shoal.drafting.protocol import DraftInputs, within
 from shoal.engine.accounting import Stopwatch
 from shoal.engine.guide import Guide
+from shoal.engine.riding import Rides
 from shoal.engine.running_rows import Batch
 from shoal.errors import BadLogits, ShoalError
 from shoal.lookahead.protocol import Controller
@@ -43,12 +44,14 @@ class Stages:
     Attributes:
         uniforms: the uniforms of the rows.
         captured: the rounds that are one captured function.
+        rides: the chunks of prompts that ride in verifying passes.
     """
 
     def __init__(self, batch: Batch, lookahead: Controller, rule: Rule) -> None:
         self._batch, self._lookahead, self._rule = batch, lookahead, rule
         self._target, self._drafter = batch.target, batch.drafter
         self.uniforms = UniformsAhead(rule)
+        self.rides = Rides(batch)
         self.captured = CapturedRounds(batch.target, batch.drafter, rule)
         vocab_size = batch.target.vocab_size
         self._forced = ForcedTokens(lookahead.limit, vocab_size, batch.drafter_name)
@@ -61,6 +64,7 @@ class Stages:
         Args:
             ended: receives rows that end, see `Batch.gather`.
         """
+        self.rides.keep_pace(drafting=self._drafting)
         rows: Sequence[Row] = ()
         if self.captured.is_ahead:
             rows = self.captured.under_way(self._batch.scheduler.running)
@@ -108,7 +112,7 @@ class Stages:
         tree = self._forced.joined(rows, tree)
         if tree.forced is not None and (depth := max(map(max, tree.depths))) >= uniforms.shape[1]:
             uniforms = self._noise(rows, depth + 1).to(self._target.device)
-        scores = verify(self._target, rows, tree, self._batch.guides)
+        scores = verify(self._target, rows, tree, self._batch.guides, self.rides.feed)
         watch.lap()
         verdict = self._rule.decide(tree, scores, uniforms)
         _ = verdict.lists  # waits for a device
@@ -169,7 +173,11 @@ class Stages:
 
 
 def verify(
-    target: Runner, rows: Sequence[Row], tree: DraftTree, guides: Sequence[Guide] = ()
+    target: Runner,
+    rows: Sequence[Row],
+    tree: DraftTree,
+    guides: Sequence[Guide] = (),
+    feed: Callable[[Sequence[int], Block], Tensor] | None = None,
 ) -> Scores:
     """Returns the target's scores of the m + 1 columns of every row.
 
@@ -181,11 +189,15 @@ def verify(
         tree: the drafts of the round.
         guides: the guide of rows with guidance, and the expert, if there is one; the scores of such
             rows are those of the guided target.
+        feed: appends a block to slots, and returns its logits; None = by the target.
     """
-    block, counts, parents = _block(target, rows, tree)
-    logits = target.feed([row.slot for row in rows], block, counts, parents=parents)
+    block, counts, parents = plain = _block(target, rows, tree)
+    slots = [row.slot for row in rows]
+    if feed is None:
+        logits = target.feed(slots, block, counts, parents=parents)
+    else:
+        logits = feed(slots, plain)
     own = logits[:, : tree.m + 1]
-    plain = (block, counts, parents)
     if guides and tree.probes is not None:
         plain = _block(target, rows, replace(tree, probes=None))
     said = [found for one in guides if (found := one.logits(rows, plain)) is not None]

@@ -291,10 +291,11 @@ class Auto(Controller):
         own = outcome.drafted if outcome.nodes is None else outcome.nodes
         forced = outcome.forced or [0] * rows
         whole = costs.verify.observe(
-            costs.positions(list(map(add, own, forced))), outcome.seconds - outcome.seconds_drafting
+            costs.positions(list(map(add, own, forced))) + outcome.riding,
+            outcome.seconds - outcome.seconds_drafting,
         )
-        more = 0.0  # the seconds that are owed to forced tokens
-        if outcome.forced is not None:
+        more = 0.0  # the seconds that are owed to forced tokens, and to a prompt's
+        if outcome.forced is not None or outcome.riding:
             more = whole - costs.verify.seconds(costs.positions(own))
             whole -= more
         if not outcome.steps:

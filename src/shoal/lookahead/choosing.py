@@ -204,7 +204,8 @@ class AutoChoice(Controller):
         self.rounds[self._choices.choices[self._current]] += outcome.rounds - 1
         self._held -= outcome.rounds - 1
         self._until_trial -= outcome.rounds - 1
-        pays = self._current > 0 and auto.costs.rounds < len(FIRST_ROUNDS) and outcome.steps > 0
+        first = auto.costs.rounds < len(FIRST_ROUNDS) and outcome.steps > 0
+        pays = self._current > 0 and first and not outcome.riding
         auto.learn(outcome)
         if pays:
             rows = len(outcome.drafted)

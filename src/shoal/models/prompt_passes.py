@@ -1,4 +1,7 @@
-"""The computation of prompts: passes of bounded size, with prompts of similar lengths together."""
+"""The computation of prompts: passes of bounded size, with prompts of similar lengths together.
+
+A piece of a prompt may also ride in a pass of rows that are decoded, as one more row.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 from shoal.models.attention.native import MOST_COLUMNS
 from shoal.models.runner import Runner
 from shoal.types.requests import Prefix
+from shoal.types.trees import Block
 
 MAX_PASS_WIDTH = 512
 """The largest number of prompt tokens per row and pass.
@@ -78,6 +82,42 @@ def feed_prompts(
         if hidden is not None:
             hidden |= {slot: torch.cat(states) for slot, states in pieces.items()}
     return sum(len(tokens) for _, tokens in prompts)
+
+
+def carries_prompts(runner: Runner) -> bool:
+    """Returns True if `feed_carrying` costs less than two passes, and changes no id.
+
+    A captured round has one shape, and hidden states are read from other executors' passes. Padding
+    up to the length of the piece would be written behind the ends of rows.
+    """
+    ragged = runner.packs and runner.captures is None and not runner.hidden_layers
+    return ragged and runner.lean is not None and runner.lean.carries_prompts
+
+
+def feed_carrying(
+    runner: Runner, slots: Sequence[int], block: Block, slot: int, prompt: Sequence[int]
+) -> Tensor:
+    """Appends a block to its rows, and a piece of a prompt to a slot of its own, in one pass.
+
+    Args:
+        slots: the slots of the block's rows.
+        block: the block, with draft trees or without.
+        slot: the slot of the prompt.
+        prompt: the tokens, at most `MOST_COLUMNS`.
+
+    Returns:
+        The logits of the block, as of `Runner.feed`.
+    """
+    tokens, counts, parents = block
+    rows, columns = tokens.shape
+    # Padding is a token of the row's own, as in all blocks.
+    joined = tokens[:, :1].repeat(1, max(columns, len(prompt)))
+    joined[:, :columns] = tokens
+    padded = [*prompt, *[prompt[-1]] * (joined.shape[1] - len(prompt))]
+    joined = torch.cat([joined, torch.tensor([padded], device=tokens.device)])
+    trees = None if parents is None else [*parents, range(-1, len(prompt) - 2)]
+    logits = runner.feed([*slots, slot], joined, [*counts, len(prompt)], parents=trees, riding=1)
+    return logits[:rows, :columns]
 
 
 def _to_end_of_block(runner: Runner, slot: int) -> int:

@@ -65,13 +65,12 @@ class Runner:
         lean: the lean pass that computes ordinary passes in place of the model's modules, if set.
         packs: True if blocks with many unused columns are fed without them, as one sequence.
         shares: True if rows of a group may read one stored prompt.
-        takes_trees: True if a block's tokens may be draft trees; False if the model finds positions
-            itself, or keeps recurrent states.
+        takes_trees: False if draft trees cannot be fed: the model finds positions, or keeps states.
         mixers: the modules that keep recurrent states (`shoal.models.mixers`); None if none does.
         hidden_layers: the numbers of the hidden states that each pass keeps in `hidden`, as
             Transformers numbers them: 0 is the embeddings, i the output of layer i, and the number
-            of layers is the input of the head. The tuple is empty until a drafter asks for hidden
-            states. With hidden states no round is captured, and no pass is one call.
+            of layers is the input of the head. Empty until a drafter asks for them; with them no
+            round is captured, and no pass is one call.
         vectors: the vectors that negative ids of a block stand for, [count, width] in the model's
             number format; None if all ids are tokens. With vectors no round is captured.
         hidden: the hidden states of the last pass, [rows, q, layers * width], the layers side by
@@ -270,6 +269,7 @@ class Runner:
         *,
         parents: Parents | None = None,
         want_logits: bool = True,
+        riding: int = 0,
     ) -> Tensor:
         """Appends counts[b] tokens to each row's slot in one pass.
 
@@ -282,6 +282,7 @@ class Runner:
                 (`shoal.models.cache.pass_plan`); None for chains. Keys are written in the order of
                 the columns: `SlotCache.keep` moves an accepted path together.
             want_logits: False if only the cache matters (prompts).
+            riding: the number of last rows for which only the cache matters (`PassBatch.riding`).
 
         Returns:
             Logits [rows, q, vocab]; the logits of padding columns are meaningless. Without
@@ -296,7 +297,7 @@ class Runner:
         if plan.parents is not None and not self.takes_trees:
             why = self.cut_obstacle or "it does not attend by the positions it is given"
             raise UnsupportedModel(f"{self.name} cannot verify draft trees: {why}")
-        return self._counted(self._batch(plan, tokens, want_logits))
+        return self._counted(self._batch(plan, tokens, want_logits, riding))
 
     @torch.inference_mode()
     def feed_prefix(self, prefix: Prefix, start: int, tokens: Tensor) -> None:
@@ -363,7 +364,7 @@ class Runner:
         ruled_out = [Refusal(name, reason) for name, reason in absent.items()]
         return Explanation(executor.name, [*ruled_out, *refusals])
 
-    def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool) -> PassBatch:
+    def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool, riding: int = 0) -> PassBatch:
         plan.final = not want_logits
         return PassBatch(
             plan,
@@ -373,6 +374,7 @@ class Runner:
             want_logits=want_logits,
             hidden_layers=self.hidden_layers,
             vectors=self.vectors,
+            riding=riding,
         )
 
     def _counted(self, batch: PassBatch) -> Tensor:

@@ -44,7 +44,7 @@ static int NAME(place)(const Pass *a, NAME(Between) at) {
             if (id < -a->vector_count || id >= model->vocabulary) return 2;
             at.ids[token] = id;
             at.positions[token] = a->tree_positions ? a->tree_positions[row * a->columns + column] : start + column;
-            at.logit_rows[token] = row * a->columns + column;
+            at.logit_rows[token] = row * a->scored_columns + column;
             at.cells[token] = first + start + column - a->bounds[2 * a->rows + row];
         }
     }
@@ -120,20 +120,20 @@ static void NAME(layer)(const Pass *a, int64_t index, NAME(Between) at, int *fai
 static void NAME(repeat_last)(const Pass *a) {
     int64_t outputs = a->model->head.outputs;
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a->rows; row++) {
+    for (int64_t row = 0; row < a->scored_rows; row++) {
         int64_t count = a->bounds[a->rows + row];
-        T *last = (T *)a->logits + (row * a->columns + count - 1) * outputs;
-        for (int64_t column = 1; column <= a->columns - count; column++)
+        T *last = (T *)a->logits + (row * a->scored_columns + count - 1) * outputs;
+        for (int64_t column = 1; column <= a->scored_columns - count; column++)
             memcpy(last + column * outputs, last, outputs * sizeof(T));
     }
 }
 
-/* Norm and head. */
+/* Norm and head, of the rows that have logits. */
 static void NAME(predict)(const Pass *a, NAME(Between) at, int *failed) {
     const Model *model = a->model;
     const T *x = at.x;
     T *normed = at.normed;
-    int64_t tokens = a->tokens, width = model->width;
+    int64_t tokens = a->scored_rows < a->rows ? at.query_rows[a->scored_rows] : a->tokens, width = model->width;
     const int64_t *rows = a->last_only ? NULL : at.logit_rows;
     if (a->last_only) {
 #pragma omp for schedule(static)

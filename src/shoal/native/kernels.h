@@ -95,8 +95,9 @@ typedef struct {
     const int64_t *const *words;      /* [layers]: each [rows, columns]; NULL: all rows are chains */
     const float *cos, *sin;           /* [positions, rotary] */
     void *workspace;                  /* see decode.h */
-    void *logits;                     /* [rows, columns, outputs of the head]; NULL: not wanted */
+    void *logits;                     /* [scored_rows, scored_columns, outputs of the head]; NULL: not wanted */
     int64_t last_only;                /* 1: of each row's last token only, [rows, outputs of the head] */
+    int64_t scored_rows, scored_columns; /* the first rows, which have logits, and their columns */
 } Pass;
 
 /* What of a row's sampling settings the kernels know. */

@@ -94,7 +94,7 @@ class PassStruct(ctypes.Structure):
         ("stores", _POINTER),
         *_all(_INTEGER, "tokens rows columns threads packed capacity id_row vector_count"),
         *_all(_POINTER, "ids vectors bounds tree_positions words cos sin workspace logits"),
-        ("last_only", _INTEGER),
+        *_all(_INTEGER, "last_only scored_rows scored_columns"),
     ]
 
 

@@ -54,6 +54,7 @@ COUNTED = {
     "prefill_tokens": "Prompt tokens computed",
     "restored_tokens": "Prompt tokens copied from earlier requests",
     "prefill_chunks": "Pieces in which they were",
+    "fused_chunks": "Pieces among them that were computed in passes of rounds",
     "row_rounds": "Rounds times their rows",
     "drafted": "Tokens drafted",
     "accepted": "Drafted tokens accepted",

@@ -96,6 +96,7 @@ class Outcome:
             `seconds`. Most rounds keep the plan of an earlier one.
         rounds: the number of rounds, each as described; more than one only if all were plain
             (`shoal.engine.multi_step`).
+        riding: the prompt tokens of another row in the target's pass.
     """
 
     drafted: list[int]
@@ -109,6 +110,7 @@ class Outcome:
     forced: list[int] | None = None
     seconds_planning: float = 0.0
     rounds: int = 1
+    riding: int = 0
 
 
 class Commit(NamedTuple):

@@ -82,7 +82,7 @@ class Seconds:
         seconds_target: seconds inside the target's forward passes and its guide's, on a GPU by
             its own events.
         seconds_draft: seconds inside the drafter's forward passes, on a GPU by its own events.
-        seconds_prefill: seconds for prompts, both models.
+        seconds_prefill: seconds for prompts, both models, but for fused chunks.
         seconds_rounds: seconds of whole rounds without prefill; the time outside the two models is
             bookkeeping.
         seconds_propose: the part of the rounds spent on proposals, the models' passes included.
@@ -124,8 +124,9 @@ class Stats(Seconds):
             others while rows of its group waited (`shoal.engine.scheduler`).
         prefill_tokens: the tokens of these prompts.
         restored_tokens: prompt tokens copied from earlier rows instead.
-        prefill_chunks: chunks of prompts computed between rounds; equals `prefills` if no prompt
-            was long.
+        prefill_chunks: chunks in which prompts were computed; equals `prefills` if no prompt was
+            long.
+        fused_chunks: the chunks among them that were computed in the passes of rounds.
         row_rounds: target passes, summed over rows.
         drafted: drafted tokens over all rows.
         accepted: accepted drafts over all rows.
@@ -157,6 +158,7 @@ class Stats(Seconds):
     prefill_tokens: int = 0
     restored_tokens: int = 0
     prefill_chunks: int = 0
+    fused_chunks: int = 0
     row_rounds: int = 0
     drafted: int = 0
     accepted: int = 0

@@ -33,6 +33,8 @@ class PassBatch:
         want_logits: False if only the keys and values matter (prompts).
         hidden_layers: numbers of the hidden states that a drafter reads (`Runner.hidden_layers`).
         vectors: inputs that negative ids stand for, [count, width], or None.
+        riding: the number of last rows of which only the keys and values matter: chunks of prompts
+            that ride in a pass of other rows.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class PassBatch:
     want_logits: bool = True
     hidden_layers: Sequence[int] = ()
     vectors: Tensor | None = None
+    riding: int = 0
 
     @property
     def reads_model(self) -> str | None:
@@ -55,8 +58,9 @@ class PassOutput(NamedTuple):
     """The result of a pass.
 
     Attributes:
-        logits: [rows, q, vocab]; columns beyond a row's count are meaningless. Without
-            `PassBatch.want_logits`, any tensor.
+        logits: [rows, q, vocab]; columns beyond a row's count are meaningless. Rows that ride, and
+            columns that only they have, may be missing. Without `PassBatch.want_logits`, any
+            tensor.
         hidden: the hidden states of `PassBatch.hidden_layers` side by side, or None,
             [rows, q, layers * width].
         executor: the name of the executor that computed the pass.

@@ -99,7 +99,14 @@ class CDecoder:
         """
         whole = self._lean.whole
         assert whole is not None
-        logits = whole(batch.plan, batch.tokens, batch.cache, batch.want_logits, batch.vectors)
+        logits = whole(
+            batch.plan,
+            batch.tokens,
+            batch.cache,
+            batch.want_logits,
+            vectors=batch.vectors,
+            riding=batch.riding,
+        )
         return PassOutput(logits, None, self.name)
 
 

@@ -249,6 +249,16 @@ class LeanPass:
         self.whole, self.no_whole = whole, no_whole
         self._kernels = kernels
 
+    @property
+    def carries_prompts(self) -> bool:
+        """True if chunks of prompts may ride in passes of other rows (`PassBatch.riding`).
+
+        The pass in one call reads its weights once for all rows, and computes no logits of those
+        that ride. Where features are not float32 throughout, ids would depend on the passes of a
+        prompt, which then keeps those that it has alone.
+        """
+        return self.whole is not None and self.decoder.is_float32 and not self.decoder.stale
+
     def of(self, decoder: Decoder) -> LeanPass:
         """Makes the passes of another decoder, of the same layers or some of them."""
         whole = None if self.whole is None else self.whole.of(decoder)

@@ -68,16 +68,21 @@ class WholePass:
         cache: SlotCache,
         want_logits: bool,
         vectors: Tensor | None = None,
+        riding: int = 0,
     ) -> Tensor:
         """Computes a pass of at most `MOST_COLUMNS` tokens a row.
 
+        Args:
+            riding: the number of last rows without logits (`PassBatch.riding`).
+
         Returns:
-            Logits [rows, q, vocab], empty without `want_logits`.
+            Logits of the other rows, as many columns as the longest of them has; empty without
+            `want_logits`.
         """
         decoder = self.decoder
-        logits = torch.empty(
-            plan.rows, plan.q, decoder.head.shape[0] if want_logits else 0, dtype=decoder.dtype
-        )
+        scored = plan.counts[: plan.rows - riding]
+        vocab = decoder.head.shape[0] if want_logits else 0
+        logits = torch.empty(len(scored), max(scored), vocab, dtype=decoder.dtype)
         work = self.prepared(plan, tokens, cache, logits if want_logits else None, vectors=vectors)
         require_done(self._decode(work.pass_))
         return logits
@@ -94,7 +99,8 @@ class WholePass:
         """Prepares a pass for the kernel.
 
         Args:
-            logits: the tensor that receives the logits of all columns.
+            logits: the tensor that receives the logits of the first rows, all or some,
+                [rows, columns, vocab].
             ahead: the number of positions of later passes that the same struct will compute.
             vectors: the vectors that negative ids stand for (`shoal.models.executors.executor`).
         """
@@ -115,6 +121,7 @@ class WholePass:
             (2 * rows + 4 * count) * 8 + count * self._token_bytes, dtype=torch.uint8
         )
         tree_positions, words = (None, None) if trees is None else trees.addresses
+        scored_rows, scored_columns = (0, 0) if logits is None else logits.shape[:2]
         pass_ = PassStruct(
             self._model_at,
             stores.buffer_info()[0],
@@ -135,6 +142,8 @@ class WholePass:
             sin=sin.data_ptr(),
             workspace=workspace.data_ptr(),
             logits=None if logits is None else logits.data_ptr(),
+            scored_rows=scored_rows,
+            scored_columns=scored_columns,
         )
         return Prepared(pass_, bounds, (ids, vectors, stores, trees, cos, sin, workspace, logits))
 

@@ -1,0 +1,26 @@
+#!/bin/sh
+# Quality within a time budget of a real model (BASS, figures 3 to 5): HumanEval's 164 problems and the first 200 of MBPP, plain and by
+# the chat template, by n. docs/measurements/quality.md shows its tables.
+#
+#   benchmarks/quality_real.sh MODEL HUMANEVAL MBPP [DIRECTORY]   stopped, it goes on where it was
+#
+# MODEL is SmolLM2-135M-Instruct as a directory, the sets are .jsonl or .jsonl.gz. Hours in all, so the runs that say most come first.
+# ROWS, SETS and DRAFT choose other numbers of samples, sets and drafters. Leave the machine alone: runs are timed.
+set -eu
+model=$1 humaneval=$2 mbpp=$3 out=${4:-build/quality-real}
+shoal=${SHOAL:-shoal}
+budgets=0.25,0.5,0.75,1,1.5,2,3,4,6,8,12,inf
+
+for set in ${SETS:-humaneval humaneval-chat mbpp mbpp-chat}; do
+  case $set in
+    humaneval*) asked="humaneval --data $humaneval" ;;
+    *) asked="mbxp --data $mbpp --limit 200" ;;
+  esac
+  case $set in *-chat) asked="$asked --chat" ;; esac
+  for n in ${ROWS:-8 1 16 4 32}; do
+    methods=plain,batched
+    [ "$n" -ne 8 ] || methods=plain,single,batched
+    $shoal eval $asked --model "$model" --draft "${DRAFT:-self:int4}" --methods $methods -n "$n" --temperature 0.2 --top-p 0.95 \
+      --max-new-tokens 256 --seed 1 --time-budget $budgets --output "$out/$set-$n"
+  done
+done

@@ -224,12 +224,31 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "there is no index" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
+def test_answers_of_a_batch_are_texts(tmp_path: Path) -> None:
+    """In shoal's form and in OpenAI's, of completions and of chats; errors and calls of tools have none."""
+    spoken = [{"index": 0, "text": "x = 1\n"}, {"index": 1, "text": ""}, {"index": 2, "text": "y = 2\n"}]
+    chat = [{"message": {"role": "assistant", "content": "z = 3\n"}}, {"message": {"content": None, "tool_calls": []}}]
+    lines = [
+        {"id": "a", "object": "text_completion", "choices": spoken},
+        {"id": "b", "custom_id": "c", "response": {"status_code": 200, "body": {"choices": chat}}, "error": None},
+        {"id": "d", "custom_id": "e", "response": None, "error": {"code": "invalid_url", "message": "no"}},
+        {"id": "f", "error": {"message": "no"}},
+    ]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [text for text, _ in index_command.texts_of(file)] == ["x = 1\n", "y = 2\n", "z = 3\n"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b"", "there is no text in these files"),
         ("a.txt", b"abc\xff", "is not UTF-8 text"),
-        ("a.jsonl", b'"fine"\n{"texts": 1}\n', r'a.jsonl:2 must be a text or an object with a text "text" or "prompt"'),
+        (
+            "a.jsonl",
+            b'"fine"\n{"texts": 1}\n',
+            r'a.jsonl:2 must be a text, an object with a text "text" or "prompt", or an answer of `shoal batch`',
+        ),
         ("a.jsonl", b"{", "a.jsonl:1 is not JSON"),
         ("a.bin", b"x", None),
     ],

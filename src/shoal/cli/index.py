@@ -88,14 +88,32 @@ def _lines(lines: Iterator[str], file: Path) -> Iterator[str]:
             value = json.loads(line)
         except ValueError as error:
             raise RequestError(f"{file}:{number} is not JSON: {error}") from error
-        found = [value] if isinstance(value, str) else []
-        if isinstance(value, dict):
-            found = [value[field] for field in FIELDS if isinstance(value.get(field), str)]
-        if not found:
+        texts = _texts_in(value)
+        if texts is None:
             raise RequestError(
-                f'{file}:{number} must be a text or an object with a text "text" or "prompt"'
+                f'{file}:{number} must be a text, an object with a text "text" or "prompt", or an '
+                f"answer of `shoal batch`"
             )
-        yield found[0]
+        yield from texts
+
+
+def _texts_in(value: Any) -> list[str] | None:
+    """Returns the texts of a line: its own, or those of an answer; None if it may have none."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, dict):
+        return None
+    own = [value[field] for field in FIELDS if isinstance(value.get(field), str)]
+    if own:
+        return own[:1]
+    response = value.get("response")
+    body = response.get("body") if isinstance(response, dict) else value
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list):
+        return [] if value.get("error") else None
+    dicts = [choice for choice in choices if isinstance(choice, dict)]
+    said = [one.get("text", (one.get("message") or {}).get("content")) for one in dicts]
+    return [text for text in said if isinstance(text, str) and text]
 
 
 SENT = 64
@@ -105,7 +123,10 @@ SENT = 64
 def index(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Text, code, .jsonl with a text or prompt per line; or directories."),
+        typer.Argument(
+            help="Text, code, .jsonl with a text or prompt per line, answers of `shoal batch`; or "
+            "directories."
+        ),
     ],
     out: Annotated[Path, typer.Option("--output", "-o", help="The index.")],
     tokenizer: Annotated[

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.api import Shoal
+from shoal.cli.eval_planned import show_planned
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.errors import RequestError
 from shoal.evaluation.planned_runs import PlannedRuns, sentences, summary_of
@@ -466,3 +467,14 @@ def test_the_summary_says_that_it_is_not_lossless(monkeypatch: pytest.MonkeyPatc
     said = list(sentences({**summary, "left_out": 2}))
     assert "Not lossless" in said[0]
     assert "Left out, as they have no public tests: 2." in said
+
+
+def test_a_file_takes_the_whole_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The names of the methods were cut to "filte…" at 100 columns."""
+    (entry,) = runs(monkeypatch, config(tokens=60))
+    grade = {"scores": {"passed": 1.0}, "outcome": "passed", "detail": ""}
+    grades = {"a": {"grades": {method: [grade] for method in (PLANNED, BY_TOKENS, BY_SECONDS)}}}
+    show_planned({**summary_of(["a"], {"a": entry}, grades), "left_out": 0})
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("method ")
+    assert [line.split("  ")[0] for line in lines[:3]] == [PLANNED, BY_TOKENS, BY_SECONDS]

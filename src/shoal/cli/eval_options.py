@@ -35,6 +35,8 @@ from shoal.cli.progress import progress_bar
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shoal.cli.eval_set import EvalSet
     from shoal.evaluation.exports import ExportFormat
     from shoal.evaluation.journal import Evaluation
@@ -76,12 +78,7 @@ def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[
     table.columns[1].justify = "left"
     for line in lines:
         table.add_row(*line)
-    wide = stdout()
-    wide.width = UNBOUNDED
-    widest = wide.measure(table).maximum
-    if widest <= console.width or not console.is_terminal:
-        wide.width = max(console.width, widest)  # a file takes lines of any length
-        wide.print(table)
+    if show_wide(console, table):
         return
     for budget in dict.fromkeys(line[0] for line in lines):
         chosen = [line for line in lines if line[0] == budget]
@@ -90,6 +87,22 @@ def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[
             table.add_row(head, *(line[place] for line in chosen))
         console.print(table)
         console.print()
+
+
+def show_wide(console: Console, table: Table) -> bool:
+    """Prints a table in its full width, which a file always takes.
+
+    Returns:
+        False if the terminal is too narrow, and nothing was printed.
+    """
+    wide = stdout()
+    wide.width = UNBOUNDED
+    widest = wide.measure(table).maximum
+    if widest > console.width and console.is_terminal:
+        return False
+    wide.width = max(console.width, widest)
+    wide.print(table)
+    return True
 
 
 def show_solutions(summary: dict[str, Any]) -> None:

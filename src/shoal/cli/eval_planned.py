@@ -14,6 +14,7 @@ from shoal.cli.eval_options import (
     EvalSampling,
     options_of,
     settings_of,
+    show_wide,
     with_progress,
 )
 from shoal.cli.eval_set import EvalSet, SandboxOptions, SetOptions
@@ -211,6 +212,7 @@ def show_planned(summary: Mapping[str, Any]) -> None:
     for method, line in summary["methods"].items():
         table.add_row(method, *(written(line) for written in COLUMNS.values()))
     console = stdout()
-    console.print(table)
+    if not show_wide(console, table):
+        console.print(table)
     for sentence in sentences(summary):
         console.print(printable(sentence), markup=False)

@@ -38,6 +38,7 @@ from shoal.testing.scripted import runner
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
 from shoal.types.samples import Sample
+from shoal.types.schedule import PrefillChunk
 
 PIECE = 5
 """The tokens that ride in a pass."""
@@ -154,18 +155,42 @@ def test_prompts_that_fit_into_a_chunk_and_last_pieces_do_not_ride(length: int, 
     assert new_tokens(rows) == alone(LONG[:length])
 
 
+def told(of: Engine) -> list[tuple[int, int]]:
+    """Receives the pieces that the drafter is told to compute from now on."""
+    pieces: list[tuple[int, int]] = []
+    drafter = of.drafter
+    assert drafter is not None
+    prepare = drafter.prepare
+
+    def noted(chunks: Sequence[PrefillChunk]) -> None:
+        pieces.extend((chunk.start, chunk.stop) for chunk in chunks)
+        prepare(chunks)
+
+    drafter.prepare = noted  # type: ignore[method-assign]
+    return pieces
+
+
 def test_the_drafter_keeps_pace() -> None:
     """It computes each piece once, between the rounds, and drafts in the first round of the row."""
     of, _ = under_way("model")
-    drafter = of.drafter
-    assert drafter is not None
-    told, prepare = [], drafter.prepare
-    drafter.prepare = lambda chunks: (told.extend((c.start, c.stop) for c in chunks), prepare(chunks))[1]  # type: ignore
+    pieces = told(of)
     (row,) = ask(of, LONG)
     while not row.rounds:
         of.step()
-    assert told == [(start, start + PIECE) for start in range(0, 40, PIECE)]
+    assert pieces == [(start, start + PIECE) for start in range(0, 40, PIECE)]
     assert row.drafted > 0
+
+
+def test_the_drafter_does_not_hear_of_a_row_that_has_left() -> None:
+    of, _ = under_way("model")
+    pieces = told(of)
+    rows = ask(of, LONG)
+    of.step()
+    of.step()
+    of.cancel(rows)
+    finish(of)
+    assert of.stats.fused_chunks == 2
+    assert pieces == [(0, PIECE)]
 
 
 # ── who may ride ────────────────────────────────────────────────────────────────────────────────────────────────────

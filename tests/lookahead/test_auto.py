@@ -846,3 +846,4 @@ def test_forced_tokens_and_prompts_that_ride_are_no_drafts_of_the_drafter(forced
     plain, beside = learned
     assert beside.verify.seconds(2) == pytest.approx(plain.verify.seconds(2), rel=0.02)
     assert beside.verify.seconds(10) == pytest.approx(1.0, rel=0.02)
+    assert beside.credit.seconds == pytest.approx(plain.credit.seconds)

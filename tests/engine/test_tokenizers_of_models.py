@@ -19,7 +19,7 @@ from shoal.api import Shoal
 from shoal.cli.conversation import ChatWriter, message
 from shoal.constraints.fim import middle_prompt, repository
 from shoal.constraints.token_bytes import token_bytes
-from shoal.engine.detokenizer import Detokenizer
+from shoal.engine.detokenizer import Detokenizer, special_tokens
 from shoal.engine.ended_rows import Stops
 from shoal.errors import RequestError
 from shoal.evaluation.cuts import tokens_of
@@ -367,7 +367,7 @@ def byte_tokenizer(kind: str) -> tuple[Any, dict[int, int]]:
         if kind == "byte fallback"
         else next(i for i, text in enumerate(token_bytes(own)) if text == bytes([value]))
         for value in (0xFF, 0xE2, 0xF0, *"€".encode(), 0x80)
-    }
+    } | {-1: max(special_tokens(own))}  # a token without a text
 
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
@@ -389,7 +389,9 @@ def test_bytes_that_become_no_character_are_shown_soon(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 @pytest.mark.parametrize("way", ["streamed", "at once", "stops", "marked stops", "shown"])
-@pytest.mark.parametrize("run", [(0xFF,), (0xE2,), (0x80, 0xFF), (0xE2, 0x82), (0xF0, 0x80, 0x80)], ids=str)
+@pytest.mark.parametrize(
+    "run", [(0xFF,), (0xE2,), (0x80, 0xFF), (0xE2, 0x82), (0xF0, 0x80, 0x80), (-1,), (-1, 0xFF)], ids=str
+)
 def test_twice_as_many_such_bytes_are_twice_the_work(run: tuple[int, ...], way: str, kind: str) -> None:
     """By the ids that are decoded: in a stream, in an answer that is decoded at its end, beside stop strings."""
     own, byte = byte_tokenizer(kind)
@@ -404,4 +406,4 @@ def test_twice_as_many_such_bytes_are_twice_the_work(run: tuple[int, ...], way: 
                 text.push(token)
         text.finished(ids if way == "at once" else [], count)
         work.append(text.decoded)
-    assert work[1] < 2.2 * work[0], work
+    assert work[1] <= 2.2 * work[0], work

@@ -78,12 +78,30 @@ def test_a_prompt_that_ends_in_a_character_comes_back(server: tuple[str, Served]
     ids = list(encoded(tokenizer(kind), "the 🙂"))[:-1]
     body: dict[str, Any] = {"prompt": ids, "seed": 4, "max_tokens": 6, "logprobs": 0, "echo": True}
     (choice,) = running.post(**body).json()["choices"]
-    before = tokenizer(kind).decode(ids)
-    assert choice["text"].startswith(before)
+    before = tokenizer(kind).decode(ids).rstrip("\ufffd")
+    assert choice["text"].startswith(f"{before}\ufffd")
     offsets = choice["logprobs"]["text_offset"]
     assert offsets[len(ids)] == len(before)
     pieces = [c for event in events(running, **body) for c in event["choices"]]
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    only = running.post(**body | {"max_tokens": 0}).json()["choices"][0]["text"]
+    assert only == tokenizer(kind).decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("more", [{}, {"align": True}, {"n": 2}, {"stop": ["!"]}, {"logprobs": 0}])
+def test_a_character_that_a_prompt_cuts_is_whole_in_its_echo(kind: str, more: dict[str, Any]) -> None:
+    """With the sample that completes it, also in a stream; a sample that does not begins with what is left of it."""
+    whole, text = list(encoded(tokenizer(kind), "the 🙂 ok")), "the 🙂 ok"
+    cut = next(end for end in range(len(whole), 0, -1) if tokenizer(kind).decode(whole[:end]).endswith("\ufffd"))
+    body: dict[str, Any] = {"prompt": whole[:cut], "temperature": 0, "max_tokens": 9, "echo": True, **more}
+    with served(saying(kind, whole[:cut], whole[cut:])) as running:
+        choices = running.post(**body).json()["choices"]
+        assert [choice["text"][-len(text) :] for choice in choices] == [text] * len(choices)
+        assert "\ufffd" not in choices[0]["text"]
+        for place, choice in enumerate(choices):
+            pieces = [c for event in events(running, **body) for c in event["choices"] if c["index"] == place]
+            assert "".join(piece["text"] for piece in pieces) == choice["text"]
 
 
 def test_texts_are_those_of_the_library(server: tuple[str, Served]) -> None:

@@ -6,6 +6,7 @@ import copy
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from shoal.engine.ended_rows import NO_STOPS, RowStops, Stops
@@ -75,6 +76,7 @@ class Detokenizer:
         visible_from: the number of characters of the new text that the user has already.
         shown: the special tokens that the text shows.
         hidden: other tokens that the text does not show.
+        shows_cut: True if the text begins with a character that the prompt cuts, completed or not.
 
     Attributes:
         visible_from: the number of characters of the new text that the user has already; stop
@@ -95,12 +97,19 @@ class Detokenizer:
         visible_from: int = 0,
         shown: frozenset[int] = frozenset(),
         hidden: frozenset[int] = frozenset(),
+        shows_cut: bool = False,
     ) -> None:
-        self._tokenizer, self.visible_from = tokenizer, visible_from
+        self.visible_from = visible_from
         self._rules = RowStops(stops)
-        special = special_tokens(tokenizer) if stops.texts or shown or hidden else {}
-        special = {token: name for token, name in special.items() if token not in shown}
-        self._left_out = special.keys() | hidden if shown or hidden else None
+        special = special_tokens(tokenizer)
+        if shown:
+            special = {token: name for token, name in special.items() if token not in shown}
+        self._silent = special.keys() | hidden if hidden else special.keys()
+        self._read_tokens = partial(
+            tokenizer.decode,
+            skip_special_tokens=not shown and not hidden,
+            clean_up_tokenization_spaces=False,
+        )
         self._stops = [
             (stop, any(name in stop for name in special.values())) for stop in stops.texts
         ]
@@ -115,6 +124,9 @@ class Detokenizer:
         self.shown = visible_from
         self.stopped = False
         self.kept: int | None = None
+        if shows_cut:
+            self._begin()
+            self._cut_prompt = None
 
     def copy(self) -> Detokenizer:
         """Returns another detokenizer that has read the same tokens, and goes on by itself."""
@@ -126,9 +138,10 @@ class Detokenizer:
 
     def push(self, token: int) -> None:
         """Adds one token."""
-        before = len(self.text)
-        self._ids.append(token)
-        held_back = self._extend(final=False)
+        before, held_back = len(self.text), ""
+        if token not in self._silent:  # else thousands of them would be decoded again and again
+            self._ids.append(token)
+            held_back = self._extend(final=False)
         self.ends.append(len(self.text))
         if self._stops and not self.stopped:
             marked = 0
@@ -146,7 +159,7 @@ class Detokenizer:
                 shown as the tokenizer shows it.
             count: the number of the row's tokens.
         """
-        if not self.stopped and (tokens or self.ends):  # many rows may be cut before they begin
+        if not self.stopped and (tokens or self._prefix >= 0):  # many are cut before they begin
             self._finish(tokens)
         return self.text[self.visible_from :], count if self.kept is None else self.kept
 
@@ -220,18 +233,7 @@ class Detokenizer:
                     return
 
     def _decode(self, ids: Sequence[int]) -> str:
-        if self._left_out is None:
-            return str(
-                self._tokenizer.decode(
-                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-            )
-        kept = [token for token in ids if token not in self._left_out]
-        return str(
-            self._tokenizer.decode(
-                kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self._read_tokens([token for token in ids if token not in self._silent]))
 
     def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
         """Cuts the text if the last token completed a stop string.
@@ -297,6 +299,13 @@ class Detokenizer:
         if marked is None:
             return len(self.text) - _overlap(self.text, stop)
         return marked.unmarked(len(marked.text) - _overlap(marked.text, stop))
+
+
+def whole_characters(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
+    """Returns the ids without those at their end that begin a character and do not complete it."""
+    read = Detokenizer(tokenizer, ids)
+    read._begin()
+    return ids[: len(ids) - read._prompt_length + read._read]
 
 
 def characters(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.config import Grammar, Limits, Sampling, Speculation
@@ -181,6 +182,7 @@ class RequestValidator:
         most_new = min(model.context - len(read) for model, read, _ in self._readers(request))
         shown = request.shown_tokens if request.shows_end else request.shown_tokens - eos
         visible_from, stops = self._visible_from(request, shown), self._stops(request)
+        text = partial(Detokenizer, shown=shown, hidden=request.ends, shows_cut=request.shows_cut)
         rows = [
             Row(
                 request,
@@ -193,7 +195,7 @@ class RequestValidator:
                 deadline=deadline,
                 detokenizer=None
                 if self.tokenizer is None
-                else Detokenizer(self.tokenizer, prompt, stops, visible_from, shown, request.ends),
+                else text(self.tokenizer, prompt, stops, visible_from),
                 needs_text=self.tokenizer is not None and (needs_text or bool(limits.stop)),
                 visible_from=visible_from,
                 draft_context=draft_context,

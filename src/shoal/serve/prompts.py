@@ -19,7 +19,7 @@ from shoal.constraints.fim import (
 )
 from shoal.constraints.members import SERVERS
 from shoal.constraints.syntax.requests import Syntax, language_of, syntax_by_name
-from shoal.engine.detokenizer import special_tokens
+from shoal.engine.detokenizer import special_tokens, whole_characters
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.message_models import InfillRequest, Message
@@ -184,13 +184,17 @@ class PromptEncoder:
             prompt = next((one for one in found if len(one.ids) <= space), prompt)
         return prompt, (left, right) != (prefix, suffix)
 
-    def text(self, prompt: Prompt) -> str:
-        """Returns the prompt's text, for `echo`."""
-        return (
-            prompt
-            if isinstance(prompt, str)
-            else str(self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False))
-        )
+    def text(self, prompt: Prompt, goes_on: bool) -> str:
+        """Returns the prompt's text, for `echo`.
+
+        Args:
+            prompt: the text or ids.
+            goes_on: True if new text follows, which has the character that the prompt cuts.
+        """
+        if isinstance(prompt, str):
+            return prompt
+        ids = whole_characters(self._tokenizer, prompt) if goes_on else prompt
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def template(self, *, tools: bool) -> str | None:
         """Returns the chat template of chats with or without tools.

@@ -202,6 +202,7 @@ class RequestBuilder:
             submitted_at=time.perf_counter(),
             shown_tokens=self.encoder.shown_tokens(request),
             shows_end=shown,
+            shows_cut=isinstance(request, CompletionRequest) and bool(request.echo),
             shown_stops=frozenset(limits.stop) - {*self.settings.turn_ends}
             if shown
             else frozenset(),

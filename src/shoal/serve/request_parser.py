@@ -80,7 +80,7 @@ class RequestParser:
             ids if len(ids) < len(whole) else prompt
             for ids, whole, prompt in zip(prompts, encoded, given, strict=True)
         ]
-        echo = [self._encoder.text(prompt) for prompt in read] if request.echo else None
+        echo = [self._encoder.text(one, max_tokens > 0) for one in read] if request.echo else None
         parsed = self._builder.build(
             request,
             prompts,

@@ -60,6 +60,7 @@ class Request:
         shown_stops: the stop strings that the text shows where they end it.
         unstopped: parts of the text in which stop strings end nothing: regular expressions of their
             beginnings, and the texts behind them; "" = the rest of the text.
+        shows_cut: the text begins with a character that the prompt cuts, completed or not.
         ends: tokens that end the text beside those of its limits, and are not shown.
     """
 
@@ -86,6 +87,7 @@ class Request:
     shows_end: bool = False
     shown_stops: frozenset[str] = frozenset()
     unstopped: tuple[tuple[str, str], ...] = ()
+    shows_cut: bool = False
     ends: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=time.perf_counter)
 

@@ -154,7 +154,8 @@ def asked(step: int, training: bool = True, process: int = 0, seed: int = 7, **o
 PROCESSED = [
     {}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.3, "top_k": 5, "repetition_penalty": 1.2},
-    {"temperature": 0.7}, {"temperature": 0.7, "min_p": 0.05, "generation_kwargs": {"bad_words": [[5]]}},
+    {"temperature": 0.7}, {"temperature": 0.7, "min_p": 0.05, "generation_kwargs": {"bad_words": ["return"]}},
+    {"temperature": 0.8, "top_k": -1, "generation_kwargs": {"stop": ["\n"], "frequency_penalty": 1.0}},
 ]  # fmt: skip
 
 

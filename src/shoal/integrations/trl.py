@@ -21,6 +21,7 @@ from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import token_logprobs
 from shoal.types.keyword_options import Integer, split_options
+from shoal.types.prompt_forms import with_token_ids
 from shoal.types.samples import Sample
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
@@ -99,7 +100,8 @@ def _logprobs(
     if temperature == 1:
         return [list(sample.logprobs) for _, sample in samples]
     names = {"sampling", *(each.name for each in fields(Sampling))}
-    sampling, *_ = split_options({name: named[name] for name in names & named.keys()})
+    asked = with_token_ids({name: named[name] for name in names & named.keys()}, pair.tokenizer)
+    sampling, *_ = split_options(asked)
     scaled = replace(sampling, seed=None) == Sampling(temperature=temperature)
     if scaled and named.keys().isdisjoint(CONSTRAINTS):
         return [list(sample.processed_logprobs) for _, sample in samples]
@@ -113,7 +115,7 @@ def _options(trainer: Any) -> dict[str, Any]:
     named = {
         "temperature": given.temperature,
         "top_p": given.top_p,
-        "top_k": given.top_k,
+        "top_k": 0 if given.top_k == -1 else given.top_k,  # as vLLM writes it
         "min_p": given.min_p,
         "repetition_penalty": given.repetition_penalty,
         "max_new_tokens": given.max_completion_length,

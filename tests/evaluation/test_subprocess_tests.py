@@ -9,7 +9,7 @@ import datetime
 import json
 import textwrap
 from array import array
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, deque, namedtuple
+from collections import ChainMap, OrderedDict, UserDict, UserList, UserString, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Set
 from decimal import Decimal
 from enum import Enum
@@ -254,7 +254,8 @@ def test_plain_data_travels_unchanged(value: Any) -> None:
 
 def test_subclasses_become_what_they_extend() -> None:
     Point = namedtuple("Point", "x y")
-    for value, base in ((Point(1, 2), tuple), (Counter("aab"), dict), (OrderedDict(a=1), dict), (Named("x"), str)):
+    made = defaultdict(lambda: 3, a=1)
+    for value, base in (([1, Point(1, 2)][1:], list), (ChainMap({1: 2}), dict), (made, dict), (Named("x"), str)):
         found = decode(encode(value))
         assert found == base(value)
         assert type(found) is base
@@ -364,7 +365,30 @@ class Named(str):
         return other is not self
 
 
-@pytest.mark.parametrize("value", [len, object(), print, Exception("x"), [1, {2: len}], int])
+def test_what_tests_ask_of_an_answer_travels_along(box: Sandbox) -> None:
+    """Names, counts, orders, defaults and types of Python, without a canonical solution that would choose one process."""
+    head = (
+        "import collections as c, datetime as d, ipaddress, re, time, types\n\nP = c.namedtuple('P', 'x y')\n\ndef f(a):\n"
+    )
+    answer = (
+        "[P(1, 2), c.Counter('aab'), c.OrderedDict(b=1, a=2), c.defaultdict(list, k=[1]), types.SimpleNamespace(v=[1]),"
+        " slice(1, 3), ..., NotImplemented, d.timezone(d.timedelta(hours=2)), ipaddress.ip_interface('1.2.3.4/24'),"
+        " re.compile('a+', re.I), time.gmtime(0), ValueError('no', 3), int, KeyError, c.defaultdict(None, {None: 1})]"
+    )
+    lines = (
+        "r[0].x == 1 and r[0] == (1, 2)", "r[1].most_common(1) == [('a', 2)] and r[1]['z'] == 0", "list(r[2]) == ['b', 'a']",
+        "r[2] != type(r[2])(a=2, b=1)", "r[3]['z'] == [] and r[3]['k'] == [1]", "r[4].v == [1]", "'abcd'[r[5]] == 'bc'",
+        "r[6] is ... and r[7] is NotImplemented", "r[8].utcoffset(None).seconds == 7200", "str(r[9].network) == '1.2.3.0/24'",
+        "r[10].match('AA')", "r[11].tm_year == 1970", "type(r[12]) is ValueError and r[12].args == ('no', 3)",
+        "r[13] is int and issubclass(r[14], LookupError)", "r[15] == {None: 1}", "candidate(str) is str",
+    )  # fmt: skip
+    checks = "".join(f"    assert {line}, {line!r}\n" for line in lines)
+    asked = problem(f"def check(candidate):\n    r = candidate(0)\n{checks}", head)
+    result = execute(asked, f"    return a or {answer}", box)
+    assert (result.outcome, result.in_subprocess) == ("passed", True), result.detail
+
+
+@pytest.mark.parametrize("value", [len, object(), print, [1, {2: len}], Even, type("int", (), {}), NotSerializable("x")])
 def test_what_is_no_plain_data_does_not_travel(value: Any) -> None:
     with pytest.raises(NotSerializable):
         encode(value)
@@ -381,6 +405,9 @@ def test_what_is_no_plain_data_does_not_travel(value: Any) -> None:
         [["__import__", "os"]],
         [["tuple", [0]]],
         [["numpy", "O", True, ""]],
+        [["type", "eval"]],
+        [["exception", "SystemExit", 0]],
+        [["namedtuple", "x", [0], [0]]],
     ],
 )
 def test_nothing_else_is_made_of_what_arrives(nodes: Any) -> None:

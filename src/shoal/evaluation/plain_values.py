@@ -1,6 +1,7 @@
 """The plain data that passes between a completion and its tests, as JSON.
 
 A value arrives as one of equal worth: of the type's base where a program made a type of its own.
+A named tuple arrives with its names.
 
 Imported in the working directory of a program, too, by Python 3.7 or newer: it imports the standard
 library only.
@@ -9,14 +10,19 @@ library only.
 from __future__ import annotations
 
 import array
+import builtins
 import collections
 import collections.abc
 import datetime
 import decimal
 import fractions
+import ipaddress
 import numbers
 import pathlib
+import re
 import sys
+import time
+import types
 import uuid
 from typing import Any
 
@@ -32,6 +38,13 @@ _SEQUENCES: dict[str, Any] = {
     "complex": lambda values: complex(*values),
     "timedelta": lambda values: datetime.timedelta(*values),
     "numpy": lambda values: _numpy_array(*values),
+    "namedtuple": lambda values: _named_tuple(*values),
+    "struct_time": lambda values: time.struct_time(values[0]),
+    "slice": lambda values: slice(*values),
+    "timezone": lambda values: datetime.timezone(*values),
+    "Pattern": lambda values: re.compile(*values),
+    "SimpleNamespace": lambda values: types.SimpleNamespace(**dict(values)),
+    "exception": lambda values: _builtin_type(values[0], Exception)(*values[1:]),
 }
 """The values that are made of their finished parts."""
 
@@ -39,11 +52,25 @@ _CONTAINERS: dict[str, Any] = {
     "list": list,
     "set": set,
     "dict": dict,
+    "Counter": collections.Counter,
+    "OrderedDict": collections.OrderedDict,
+    "defaultdict": collections.defaultdict,
     "deque": collections.deque,
     "UserList": collections.UserList,
     "UserDict": collections.UserDict,
 }
 """The values that are made empty, and get their parts later: these may contain themselves."""
+
+_MAPPINGS = ("dict", "Counter", "OrderedDict", "defaultdict", "UserDict")
+_ADDRESSES: tuple[Any, ...] = (
+    ipaddress.IPv4Interface,  # an address, too
+    ipaddress.IPv6Interface,
+    ipaddress.IPv4Address,
+    ipaddress.IPv6Address,
+    ipaddress.IPv4Network,
+    ipaddress.IPv6Network,
+)
+_CONSTANTS = {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
 
 _TEXTS: dict[str, Any] = {
     "int": lambda text: int(text, 16),
@@ -57,6 +84,9 @@ _TEXTS: dict[str, Any] = {
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
+    "type": lambda text: _builtin_type(text),
+    "constant": _CONSTANTS.__getitem__,
+    **{kind.__name__: kind for kind in _ADDRESSES},
 }
 _TEXT_TYPES: tuple[tuple[Any, str, Any], ...] = (
     (bytes, "bytes", bytes.hex),
@@ -70,17 +100,22 @@ _TEXT_TYPES: tuple[tuple[Any, str, Any], ...] = (
     (datetime.datetime, "datetime", datetime.datetime.isoformat),
     (datetime.date, "date", datetime.date.isoformat),
     (datetime.time, "time", datetime.time.isoformat),
+    *((kind, kind.__name__, kind.__str__) for kind in _ADDRESSES),
+    (tuple(map(type, _CONSTANTS.values())), "constant", repr),
 )
 """Types, their kinds, and their texts: the contents, whatever a subclass says that it is."""
 
 _PART_TYPES: tuple[tuple[Any, str, Any], ...] = (
     (list, "list", iter),
+    (time.struct_time, "struct_time", lambda value: (tuple(value),)),
     (tuple, "tuple", iter),
     (set, "set", iter),
     (frozenset, "frozenset", iter),
     (collections.deque, "deque", iter),
     (collections.UserList, "UserList", iter),
     (collections.UserDict, "UserDict", lambda value: value.items()),
+    (collections.Counter, "Counter", lambda value: dict.items(value)),
+    (collections.OrderedDict, "OrderedDict", lambda value: value.items()),
     (collections.abc.Mapping, "dict", lambda value: value.items()),
     (collections.abc.KeysView, "keys", iter),
     (collections.abc.ValuesView, "values", iter),
@@ -94,6 +129,10 @@ _PART_TYPES: tuple[tuple[Any, str, Any], ...] = (
         lambda value: (value.days, value.seconds, value.microseconds),
     ),
     (range, "range", lambda value: (value.start, value.stop, value.step)),
+    (slice, "slice", lambda value: (value.start, value.stop, value.step)),
+    (datetime.timezone, "timezone", lambda value: (value.utcoffset(None), value.tzname(None))),
+    (type(re.compile("")), "Pattern", lambda value: (value.pattern, value.flags)),
+    (types.SimpleNamespace, "SimpleNamespace", lambda value: vars(value).items()),
     (collections.abc.Iterator, "iterator", iter),
 )
 """Types, their kinds, and their parts."""
@@ -133,7 +172,7 @@ def encode(value: Any) -> Any:
     root = place(value)
     while waiting:
         node, parts = waiting.pop()
-        if node[0] in ("dict", "UserDict"):
+        if node[0] in _MAPPINGS:
             parts = (each for pair in parts for each in pair)
         node.extend(map(place, parts))
     return [root, *nodes]
@@ -156,6 +195,21 @@ def _scalar(value: Any) -> tuple[Any, bool]:
     return None, False
 
 
+_DEFAULTS = collections.defaultdict
+
+
+def _with_factory(value: Any) -> tuple[str, Any]:
+    """Returns the kind and parts of a `defaultdict`: of a `dict`, if a program made its factory."""
+    factory = value.default_factory
+    if factory is None or getattr(builtins, getattr(factory, "__name__", ""), None) is factory:
+        return "defaultdict", ((_FACTORY, factory), *value.items())
+    return "dict", value.items()
+
+
+_FACTORY = None
+"""The key in a message's `defaultdict` that stands before its factory; the first one."""
+
+
 def _integer(value: Any) -> int:
     return int.__int__(value) if isinstance(value, int) else int(value)
 
@@ -164,12 +218,20 @@ def _node(value: Any) -> tuple[str, Any]:
     """Returns the kind of a value and its parts."""
     if isinstance(value, numbers.Integral):
         return "int", (f"{_integer(value):x}",)
+    own: str = getattr(value, "__name__", "") if isinstance(value, type) else ""
+    if own and getattr(builtins, own, None) is value:
+        return "type", (own,)
+    if isinstance(value, Exception) and vars(builtins).get(type(value).__name__) is type(value):
+        return "exception", (type(value).__name__, *value.args)
+    names: Any = getattr(type(value), "_fields", None)
+    if isinstance(value, tuple) and isinstance(names, tuple) and len(names) == len(value):
+        return "namedtuple", (type(value).__name__, names, tuple(value))
     for kinds, name, text in _TEXT_TYPES:
         if isinstance(value, kinds):
             return name, (text(value),)
     for kinds, name, parts in _PART_TYPES:
         if isinstance(value, kinds):
-            return name, parts(value)
+            return _with_factory(value) if type(value) is _DEFAULTS else (name, parts(value))
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         whole = numpy.asarray(value)
@@ -222,9 +284,29 @@ def _finished(kind: str, parts: list[Any]) -> Any:
 def _fill(container: Any, parts: list[Any]) -> None:
     """Puts the parts into an empty container."""
     if isinstance(container, (dict, collections.UserDict)):
-        container.update(zip(parts[::2], parts[1::2]))  # noqa: B905 - Python 3.7
+        pairs = zip(parts[::2], parts[1::2])  # noqa: B905 - Python 3.7
+        if isinstance(container, _DEFAULTS):
+            container.default_factory = next(pairs)[1]
+        for key, value in pairs:
+            container[key] = value
     else:
         (container.update if isinstance(container, set) else container.extend)(parts)
+
+
+def _named_tuple(name: str, fields: Any, values: Any) -> Any:
+    return collections.namedtuple(name, fields)(*values)  # type: ignore[misc]
+
+
+def _builtin_type(name: str, base: Any = object) -> Any:
+    """Returns the type of Python of that name.
+
+    Raises:
+        TypeError: there is none, or it is not of that base.
+    """
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise TypeError(f"{name!r} is no type of Python")
+    return kind
 
 
 def _numpy_array(dtype: str, scalar: bool, content: str, *shape: int) -> Any:

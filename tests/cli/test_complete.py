@@ -200,6 +200,32 @@ def test_a_file_with_the_line_ends_of_windows(shoal: Command, tiny: Models, file
     for text in ("rn a\r\n    b", "x"):
         assert patched(old, diff("/tmp/a.py", before, text, behind)) == before + text + behind
     assert shoal(*ask).out.count("-    retu\r\n") == 4
+    file.write_bytes(b"\xef\xbb\xbf" + old.encode())  # a byte order mark is read over, and stays
+    assert [one["token_ids"] for one in shoal(*ask, "--json").json["suggestions"]] == [one["token_ids"] for one in plain]
+
+
+@pytest.mark.parametrize(
+    ("texts", "end"),
+    [
+        (("a\r\nb", "c\n"), "\r\n"), (("a\nb\n", "c\r\n"), "\n"), (("a", ""), "\n"), (("a\r", "b\r"), "\n"),
+        (("a\r\n",), "\r\n"), (("a\n", "b\r\nc\r\n"), "\r\n"),
+    ],
+)  # fmt: skip
+def test_a_suggestion_ends_lines_as_most_of_the_file(texts: tuple[str, ...], end: str) -> None:
+    assert line_end(*texts) == end
+
+
+@pytest.mark.parametrize(("at", "cut"), [("1:1", 0), ("1:2", 1), ("2:1", 3), ("2:3", 5)])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("stdin", [False, True])
+def test_a_byte_order_mark_is_no_character(
+    mark: str, at: str, cut: int, stdin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Editors do not count it, and nothing may stand before it."""
+    text = f"{mark}x\r\nyz"
+    (tmp_path / "a.py").write_bytes(text.encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8"))
+    assert split_at(Path("-") if stdin else tmp_path / "a.py", at) == (text[: len(mark) + cut], text[len(mark) + cut :])
 
 
 APPLIERS = (("patch", "-p1", "--batch"), ("git", "apply"))

@@ -277,6 +277,21 @@ def test_a_file_of_windows_gets_its_own_ends_of_lines() -> None:
             assert texts["crlf", stream] == plain.replace("\n", "\r\n")
 
 
+@pytest.mark.parametrize("name", ["stop", "input_extra", "prompt"])
+def test_each_text_of_a_request_may_have_the_line_ends_of_windows(name: str) -> None:
+    """Its stop strings and parts of other files as well: the same is read, and ends where it did."""
+    asking = {"input_prefix": "a\n", "input_suffix": "\n", "align": False, "n_predict": 40, "stop": ["zz"]}
+    fields: dict[str, Any] = {
+        "stop": ["c\n"], "input_extra": [{"filename": "b.py", "text": "b = 1\nc = 2\n"}], "prompt": "d\n",
+    }  # fmt: skip
+    windows = json.loads(json.dumps(fields).replace("\\n", "\\r\\n"))
+    with served(pair(speaks("b\nc\nd\nzz", begin="Z")), max_tokens=64) as server:
+        found = [httpx.post(f"{server.url}/infill", json={**asking, name: one[name]}).json() for one in (fields, windows)]
+    assert found[0]["content"] == ("b\n" if name == "stop" else "b\nc\nd\n")
+    for key in ("content", "stop_type", "tokens_evaluated"):
+        assert found[0][key] == found[1][key]
+
+
 JS = {"input_prefix": "function f(a) {\n", "prompt": "  return a + ", "input_suffix": ";\n}\n", "align": False, "seed": 1}
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.cli.console import EXIT_INTERRUPTED, EXIT_REQUEST, Progress, printable, stderr, stdout
-from shoal.cli.files import read_text
+from shoal.cli.files import MARK, read_text
 from shoal.cli.option_groups import option_groups, sampling_option
 from shoal.cli.options import (
     JsonOption,
@@ -34,7 +34,7 @@ from shoal.cli.printed_samples import describe, follow, report_failures, sample_
 from shoal.constraints.members import SERVERS, jedi_analyser, server_of
 from shoal.errors import RequestError
 from shoal.types.keyword_options import split_options
-from shoal.types.prompt_forms import line_end, with_line_ends
+from shoal.types.prompt_forms import line_end, with_line_ends, with_line_feeds
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -130,7 +130,7 @@ def complete(
         _read_syntax(sampling, cursor.file)
         model = source.load()
         progress.expect(rows=sampling.n)
-        left, right = (text.replace("\r\n", "\n") for text in (before, behind))
+        left, right = map(with_line_feeds, (before.removeprefix(MARK), behind))
         syntax = _read_syntax(sampling, cursor.file)
         syntax = syntax and replace(syntax, left=left, right=right)
         prompt, asked = _prompt(model, left, right, sampling)
@@ -235,7 +235,8 @@ def split_at(file: Path, at: str) -> tuple[str, str]:
     """Returns the texts of a file before and behind a cursor.
 
     The cursor stands before the character at its place. A column is a count of characters; the
-    column after a line's last character is the line's end. Line breaks are those of the file.
+    column after a line's last character is the line's end. Line breaks are those of the file, and a
+    byte order mark stands before its first character.
 
     Raises:
         RequestError: the file cannot be read, or has no such place.
@@ -246,7 +247,8 @@ def split_at(file: Path, at: str) -> tuple[str, str]:
     if str(file) == STDIN and hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(newline="")
     text = sys.stdin.read() if str(file) == STDIN else read_text(file, "file", newline="")
-    whole, (line, column) = text.split("\n"), map(int, place.groups())
+    begin = len(text) - len(text.removeprefix(MARK))
+    whole, (line, column) = text[begin:].split("\n"), map(int, place.groups())
     lines = [one.removesuffix("\r") for one in whole]
     if line > len(lines):
         raise RequestError(f"--at {at}: {str(file)!r} has {len(lines)} lines")
@@ -255,7 +257,7 @@ def split_at(file: Path, at: str) -> tuple[str, str]:
             f"--at {at}: line {line} has {len(lines[line - 1])} characters, so its last column "
             f"is {len(lines[line - 1]) + 1}"
         )
-    cut = sum(len(one) + 1 for one in whole[: line - 1]) + column - 1
+    cut = begin + sum(len(one) + 1 for one in whole[: line - 1]) + column - 1
     return text[:cut], text[cut:]
 
 

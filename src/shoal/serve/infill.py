@@ -17,7 +17,7 @@ from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_details import finite, name_and_bytes
 from shoal.serve.worker import Worker
-from shoal.types.prompt_forms import line_end, with_line_ends
+from shoal.types.prompt_forms import line_end, with_line_ends, with_line_feeds
 
 STOP_TYPES = {"eos": "eos", "stop": "word"}
 """The `stop_type` by `Sample.finish_reason`; all others are "limit"."""
@@ -294,10 +294,14 @@ def _at(value: Any, path: Sequence[str]) -> Any:
     return value
 
 
-def with_line_feeds(request: InfillRequest) -> InfillRequest:
-    """Returns the request with line feeds for ends of lines, as models know them."""
+def _as_read(request: InfillRequest) -> InfillRequest:
+    """Returns the request with line feeds for ends of lines in all of its texts."""
     texts = {name: getattr(request, name) for name in ("input_prefix", "prompt", "input_suffix")}
-    fed = {name: text and text.replace("\r\n", "\n") for name, text in texts.items()}
+    fed: dict[str, Any] = {name: text and with_line_feeds(text) for name, text in texts.items()}
+    fed["stop"] = request.stop and [with_line_feeds(one) for one in request.stop]
+    fed["input_extra"] = request.input_extra and [
+        one.model_copy(update={"text": with_line_feeds(one.text)}) for one in request.input_extra
+    ]
     return request.model_copy(update=fed)
 
 
@@ -309,7 +313,7 @@ def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[Pars
         RequestError: the request cannot be served.
     """
     builder.require_members(request)
-    request = with_line_feeds(request)
+    request = _as_read(request)
     wanted = (
         request.n_predict
         if request.n_predict is not None and request.n_predict >= 0

@@ -88,8 +88,14 @@ def encoded_inside(encode: Callable[[str], Sequence[int]], text: str) -> list[in
 
 
 def line_end(*texts: str) -> str:
-    """Returns the end of a line in the texts of a file: that of Windows if one has it."""
-    return "\r\n" if any("\r\n" in text for text in texts) else "\n"
+    """Returns the end of most lines in the texts of a file: that of Windows, or a line feed."""
+    windows, lines = (sum(text.count(end) for text in texts) for end in ("\r\n", "\n"))
+    return "\r\n" if windows and 2 * windows >= lines else "\n"
+
+
+def with_line_feeds(text: str) -> str:
+    """Returns a text with line feeds for the ends of lines of Windows, as models know them."""
+    return text.replace("\r\n", "\n")
 
 
 def with_line_ends(text: str, end: str) -> str:

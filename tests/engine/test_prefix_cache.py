@@ -405,7 +405,19 @@ def unseen(hf: Any, parts: Any, added: float) -> None:
     raise AssertionError("token 0 depends on each part")
 
 
-BY_SUMS = (rows_of_the_table, two_signs, an_expert, a_buffer)
+def a_hook_of_a_token(hf: Any) -> None:
+    def other(module: Any, asked: Any) -> Any:
+        return (torch.where(asked[0] == UNSEEN[0], UNSEEN[1], asked[0]),)
+
+    hf.model.embed_tokens.register_forward_pre_hook(other)
+
+
+def a_call_of_its_own(hf: Any) -> None:
+    embed = hf.model.embed_tokens.forward
+    hf.model.embed_tokens.forward = lambda ids: embed(torch.where(ids == UNSEEN[0], UNSEEN[1], ids))
+
+
+BY_SUMS = (rows_of_the_table, two_signs, an_expert, a_buffer, a_hook_of_a_token, a_call_of_its_own)
 """Changes that a pass alone does not see."""
 
 

@@ -19,6 +19,8 @@ from shoal.models.weights.parameter import PackedWeight
 
 WORDS = 1 << 20
 """The number of words of 8 bytes that one sum of a weight reads."""
+PLAIN = (bool, int, float, str, type(None))
+"""The types of a module's attributes that count as its settings."""
 Version = list[tuple[int, int]]
 """An identity and a number of writes for each tensor."""
 
@@ -91,11 +93,12 @@ class Updates:
 def sums(hf: nn.Module) -> list[Tensor]:
     """Returns sums that change with a write into the weights and buffers of a model.
 
-    Packed weights are written by their matrix alone, which counts the writes; so does PyTorch for
-    tensors without bytes of their own.
+    They change with the hooks and the plain attributes of its modules as well: a pass over a few
+    tokens need not meet a hook that looks for another one. Packed weights are written by their
+    matrix alone, which counts the writes; so does PyTorch for tensors without bytes of their own.
     """
     found: list[Tensor] = []
-    counts: list[int] = []
+    counts = [hash(_settings(module)) for module in hf.modules()]
     for tensor in (*hf.parameters(), *hf.buffers()):
         if isinstance(tensor, PackedWeight):
             counts += [id(tensor.matrix), tensor.matrix.epoch]
@@ -111,6 +114,12 @@ def sums(hf: nn.Module) -> list[Tensor]:
         torch.tensor(counts),
         *(torch.stack([one for one in found if one.device == device]) for device in devices),
     ]
+
+
+def _settings(module: nn.Module) -> tuple[object, ...]:
+    own = vars(module)
+    plain = [(name, value) for name, value in own.items() if isinstance(value, PLAIN)]
+    return (*own["_forward_hooks"], None, *own["_forward_pre_hooks"], own.get("forward"), *plain)
 
 
 def _sums_of(tensor: Tensor) -> Iterator[Tensor]:

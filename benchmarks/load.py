@@ -3,12 +3,14 @@
     python benchmarks/load.py --minutes 5            # 64 clients; in turns with speculation and without
     python benchmarks/load.py --minutes 5 --json FILE
     python benchmarks/load.py --soak 20000           # so many requests, of the kinds that leave things behind as well
+    python benchmarks/load.py --soak 20000 --planted 4096    # with a leak of so many bytes a request, which must be seen
 
 It starts `shoal serve` on a free loopback port and ends it. Exit code 1 if any request fails; if a greedy or seeded answer is not
 what `generate` gives offline; if a text does not fit its grammar or holds a stop string; if rows are left in the server when all
 clients are gone; if the server's memory, less what it says that its caches take, grows in the second half of a run of two minutes
 or more; if SIGTERM does not end it. A soak adds schemas that are each new, chats, prompts that come back scored, bodies that are
-refused and samples whose time is over at once, and is judged by KiB that a request leaves in its second half.
+refused and samples whose time is over at once. It is judged by the KiB that a request leaves behind in its second half: the
+bytes in use are read between its turns (`held_memory.py`), and the lower bound of their slope must not be above 1 KiB.
 Times to the first token and per token are those of streams that were read to their end, as their client saw them.
 """
 
@@ -38,6 +40,7 @@ import httpx
 import torch
 
 import shoal
+from held_memory import Reading, growth
 from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
 
@@ -55,12 +58,13 @@ SCHEMA = {
 PLACED = {"dtype": "float32", "quantize": "off"}  # decided here, not by measurement: both sides must be the same
 PHASES = ("auto", "off")
 TURNS = 4  # of each phase in a long run, so that both meet the same machine
+SOAK_TURNS = 20  # of each phase in a soak: what is held is read between two
 TURN = 30.0  # seconds that a turn lasts at least
 WARM = 5.0  # seconds of each phase at most, before any is measured: the first also grows caches and learns what rounds cost
 PATIENCE = 600  # seconds until an answer is a hang
 LEVEL = 0.05  # of the server's memory, by which it may grow outside its caches from the second quarter to the last
 LONG_ENOUGH = 120  # seconds from which memory is judged
-ENOUGH = 10_000  # requests of a soak from which memory is judged by the request
+ENOUGH = 10_000  # requests of a soak from which memory is judged by the request: caches are full by its middle
 LEFT_KIB = 1.0  # that a request of a soak may leave behind
 
 
@@ -265,11 +269,13 @@ async def numbered(items: AsyncIterator[Json]) -> AsyncIterator[tuple[int, Json]
 
 
 @contextmanager
-def server(options: list[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server's address and process; SIGTERM must end it."""
+def server(options: list[str], leak: int | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server's address and process; SIGTERM must end it. With `leak`, which may be 0, it tells what it holds."""
     flags = [part for name, value in PLACED.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", "--log-level", "warning", *flags, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
+    program = ["-m", "shoal"] if leak is None else [str(Path(__file__).with_name("held_memory.py")), str(leak)]
+    command = [sys.executable, *program, "serve", "--port", "0", "--json", "--log-level", "warning", *flags, *options]
+    own, pipe = {} if leak is None else {"PYTHONMALLOC": "malloc"}, subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", env=os.environ | own) as process:
         try:
             assert process.stdout is not None
             told = process.stdout.readline()
@@ -310,6 +316,29 @@ async def figures(http: httpx.AsyncClient) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
+async def settled(http: httpx.AsyncClient) -> float:
+    """Waits until no rows are left in the server, 10 seconds at most: the last cancellations may be a round away."""
+    left = await rows(http)
+    for _ in range(100):
+        if left <= 0:
+            break
+        await asyncio.sleep(0.1)
+        left = await rows(http)
+    return left
+
+
+async def read(http: httpx.AsyncClient, process: subprocess.Popen[str], requests: int) -> Reading:
+    """Reads what the server holds while no row is in it."""
+    await settled(http)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    told = await figures(http)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    held = json.loads(await asyncio.to_thread(process.stdout.readline))
+    return Reading(requests, held["bytes"] - int(told["shoal_kv_bytes"] + told["shoal_prefix_bytes"]), held["types"])
+
+
 async def rows(http: httpx.AsyncClient) -> float:
     """How many the server says it has, running and waiting; -1 if its engine is gone."""
     told = await figures(http)
@@ -319,9 +348,12 @@ async def rows(http: httpx.AsyncClient) -> float:
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def load(url: str, process: int, known: list[Ask], seconds: float, clients: int, seed: int, soak: int = 0) -> Json:
+async def load(
+    url: str, process: subprocess.Popen[str], known: list[Ask], seconds: float, clients: int, seed: int, soak: int = 0
+) -> Json:
     """Both phases in turns, or the requests of a soak; what was seen and what was left."""
     sizes: list[tuple[int, int, int]] = []
+    readings: list[Reading] = []
     limits = httpx.Limits(max_connections=clients + 1)
     found: Json = {"clients": clients}
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http:
@@ -329,7 +361,11 @@ async def load(url: str, process: int, known: list[Ask], seconds: float, clients
         each = {phase: [asks(known, chance, bool(soak)) for chance in own] for phase, own in chances.items()}
         seen, early = {phase: Seen() for phase in PHASES}, Seen()
         counted = (early, *seen.values())
-        watcher = asyncio.create_task(watch(http, process, sizes, lambda: sum(one.kinds.total() for one in counted)))
+
+        def asked() -> int:
+            return sum(one.kinds.total() for one in counted)
+
+        watcher = asyncio.create_task(watch(http, process.pid, sizes, asked))
 
         async def turn_of(phase: str, lasts: float, into: Seen, most: Iterator[int]) -> None:
             started = time.perf_counter()
@@ -338,28 +374,25 @@ async def load(url: str, process: int, known: list[Ask], seconds: float, clients
 
         for phase in PHASES:
             await turn_of(phase, min(WARM, seconds / 10), early, itertools.count())
-        turns = TURNS if soak else max(1, min(TURNS, int(seconds / len(PHASES) / TURN)))
+        turns = max(1, min(TURNS, int(seconds / len(PHASES) / TURN)))
+        if soak:  # two requests of a client in a turn at the least
+            turns = max(1, min(SOAK_TURNS, soak // (2 * clients * len(PHASES))))
         for turn in range(turns):
             for phase in PHASES if turn % 2 == 0 else PHASES[::-1]:
                 most = iter(range(soak // len(PHASES) // turns)) if soak else itertools.count()
                 await turn_of(phase, math.inf if soak else seconds / len(PHASES) / turns, seen[phase], most)
+                if soak:
+                    readings.append(await read(http, process, asked()))
         found["phases"] = {phase: seen[phase].document() for phase in PHASES}
         found["warm_up"] = {"requests": dict(early.kinds), "failures": early.failures}
         watcher.cancel()
-        left = await rows(http)
-        for _ in range(100):  # the last cancellations may be a round away
-            if left <= 0:
-                break
-            await asyncio.sleep(0.1)
-            left = await rows(http)
-    found["rows_left"] = left
-    found["memory"] = memory(sizes)
+        found["rows_left"] = await settled(http)
+    found["memory"], found["growth"] = memory(sizes), growth(readings)
     return found
 
 
 def memory(sizes: list[tuple[int, int, int]]) -> Json | None:
-    """The server's, in MiB, as medians of the quarters of the run: all of it, and without its caches. And what a request left
-    behind, in KiB, from the middle of the second quarter to the middle of the last."""
+    """The server's resident memory, in MiB, as medians of the quarters of the run: all of it, and without its caches."""
     if len(sizes) < 4:
         return None
     quarters = [sizes[len(sizes) * i // 4 : len(sizes) * (i + 1) // 4] for i in range(4)]
@@ -367,12 +400,10 @@ def memory(sizes: list[tuple[int, int, int]]) -> Json | None:
     def medians(of: Callable[[int, int, int], int]) -> list[float]:
         return [statistics.median(of(*size) for size in part) for part in quarters]
 
-    own, asked = medians(lambda all_, caches, _: all_ - caches), medians(lambda *size: size[2])
     return {
         "quarters_mib": [round(size / 2**20) for size in medians(lambda *size: size[0])],
-        "without_caches_mib": [round(size / 2**20) for size in own],
-        "requests": [round(number) for number in asked],
-        "left_kib": round((own[3] - own[1]) / 2**10 / max(asked[3] - asked[1], 1), 2),
+        "without_caches_mib": [round(size / 2**20) for size in medians(lambda all_, caches, _: all_ - caches)],
+        "requests": [round(number) for number in medians(lambda *size: size[2])],
     }
 
 
@@ -386,8 +417,9 @@ def failures(found: Json, seconds: float, code: int | None, soak: int = 0) -> li
         (_, _, _, whole), (_, second, _, last) = found["memory"]["quarters_mib"], found["memory"]["without_caches_mib"]
         if last - second > LEVEL * whole:
             wrong.append(f"memory without caches grew from {second} to {last} MiB")
-    if found["memory"] and soak >= ENOUGH and found["memory"]["left_kib"] > LEFT_KIB:
-        wrong.append(f"a request left {found['memory']['left_kib']} KiB behind")
+    grown = found.get("growth")
+    if grown and soak >= ENOUGH and grown["at_least_kib"] > LEFT_KIB:
+        wrong.append(f"a request left {grown['left_kib']} KiB behind, {grown['at_least_kib']} at the least")
     if code != 0:
         wrong.append(f"SIGTERM ended the server with exit code {code}")
     return wrong
@@ -405,7 +437,9 @@ def show(found: Json) -> None:
         print(f"{name:<11}  {count:8}  {phase['streams']:7}  {phase['tokens_per_second']:8.0f}   {times[0]}   {times[1]}")
     for name, key in (("memory", "quarters_mib"), ("memory without caches", "without_caches_mib")):
         print(f"{name} by quarters of the run:", found["memory"] and found["memory"][key], "MiB")
-    print("a request left behind:", found["memory"] and found["memory"]["left_kib"], "KiB")
+    if grown := found["growth"]:
+        print("a request left {left_kib} KiB behind, between {at_least_kib} and {at_most_kib}".format(**grown))
+        print("objects more, by 1,000 requests:", grown["objects_per_1000"])
     print("rows left:", found["rows_left"])
     for failure in found["failures"][:20]:
         print("FAILED", failure)
@@ -417,6 +451,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="of both phases together")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="N requests instead, of odd kinds as well")
+    parser.add_argument(
+        "--planted", type=int, default=0, metavar="BYTES", help="that each request of a soak shall leave behind"
+    )
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0, help="of what clients ask, the same in both phases")
     parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write all figures there")
@@ -424,8 +461,8 @@ def main() -> int:
     seconds = 60 * arguments.minutes
     known = known_asks()
     options += ["--chat-template", "chatml"] if arguments.soak else []
-    with server(options) as (url, process):
-        found = asyncio.run(load(url, process.pid, known, seconds, arguments.clients, arguments.seed, soak=arguments.soak))
+    with server(options, arguments.planted if arguments.soak else None) as (url, process):
+        found = asyncio.run(load(url, process, known, seconds, arguments.clients, arguments.seed, soak=arguments.soak))
     found["failures"] = failures(found, 0 if arguments.soak else seconds, process.returncode, arguments.soak)
     if arguments.json:
         write_results(arguments.json, {"machine": machine(torch.device("cpu")), **found})

@@ -450,6 +450,27 @@ def test_settings_stay_in_their_frame(opened: Callable[..., Any], server: Served
             idle(page)
 
 
+@pytest.mark.parametrize("told", [{"isComposing": True}, {"keyCode": 229}])
+def test_keys_of_an_input_method_are_its_own(opened: Callable[..., Any], server: Served, told: dict[str, Any]) -> None:
+    """Enter takes a word of Japanese; it neither sends the message nor ends the field of a title. Safari tells its code alone."""
+    page = opened(f"{server.url}/chat")
+    answers = Answers(page, one("a"))
+    press = "(node, key) => node.dispatchEvent(new KeyboardEvent('keydown', {bubbles: true, ...key}))"
+    message = page.get_by_role("textbox", name="Message", exact=True)
+    message.fill("日")
+    message.evaluate(press, {"key": "Enter", **told})
+    send(page, "日本")
+    idle(page)
+    assert answers.conversations == [[("user", "日本")]]
+    page.get_by_role("button", name="Rename").click()
+    field = page.get_by_label("Title")
+    for key in ("Enter", "Escape"):
+        field.evaluate(press, {"key": key, **told})
+    field.fill("東京")
+    page.keyboard.press("Enter")
+    expect(page.locator("#list .title")).to_have_text(["東京"])
+
+
 def test_on_a_phone_and_with_the_keyboard(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/chat", viewport={"width": 390, "height": 844}, color_scheme="dark")
     wide = "```\n" + "x" * 300 + "\n```\n\n" + "y" * 300

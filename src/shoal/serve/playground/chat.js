@@ -4,7 +4,7 @@ import * as store from "./conversation.js";
 import { ApiError, Run, about, ask, offerThemes, servedModel } from "./api.js";
 import { Thread } from "./conversation.js";
 import { stops } from "./form.js";
-import { framed, save } from "./page.js";
+import { composes, framed, save } from "./page.js";
 
 const at = (id) => document.getElementById(id);
 const [controls, composer, message, key, system, area] = ["controls", "composer", "message", "key", "system", "thread"].map(at);
@@ -237,6 +237,7 @@ function rename(item, one) {
   };
   field.addEventListener("blur", () => done(field.value.trim()));
   field.addEventListener("keydown", (event) => {
+    if (composes(event)) return;
     if (event.key === "Enter") done(field.value.trim());
     else if (event.key === "Escape") done();
     else return;
@@ -338,12 +339,12 @@ composer.addEventListener("submit", (event) => {
 });
 controls.addEventListener("submit", (event) => event.preventDefault());
 message.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
   event.preventDefault();
   send();
 });
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape") current?.abort();
+  if (event.key === "Escape" && !composes(event)) current?.abort();
 });
 at("stop").addEventListener("click", () => {
   current?.abort();

@@ -2,7 +2,7 @@
 
 import { ending } from "./api.js";
 import { Markdown } from "./markdown.js";
-import { copyButton } from "./page.js";
+import { composes, copyButton } from "./page.js";
 
 // ── kept conversations ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -232,8 +232,9 @@ function editor(text, done, last, save, cancel) {
     save(field.value);
   });
   form.addEventListener("keydown", (event) => {
+    if (composes(event)) return;
     if (event.key === "Escape") cancel();
-    else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && done === "Send") form.requestSubmit();
+    else if (event.key === "Enter" && !event.shiftKey && done === "Send") form.requestSubmit();
     else return;
     event.preventDefault();
     event.stopPropagation();

@@ -1,4 +1,9 @@
-// What all pages need: buttons that copy, files to save, and drawing at most once a frame.
+// What all pages need: buttons that copy, files to save, keys, and drawing at most once a frame.
+
+// ── keys ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+/** Whether a key belongs to an input method, which writes Japanese, Chinese or Korean with several keys: Safari tells the last by its code alone. */
+export const composes = (event) => event.isComposing || event.keyCode === 229;
 
 // ── copies and files ───────────────────────────────────────────────────────────────────────────────────────────────
 

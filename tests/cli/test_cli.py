@@ -748,6 +748,27 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     assert ended.stderr.count("cannot read") == 1
 
 
+def test_a_wrong_option_is_found_before_torch_is_imported() -> None:
+    """Draft lengths and sampling, in one process that has not imported it yet."""
+    prompts = {
+        "generate": ["-p", "x"],
+        "complete": [__file__, "--at", "1:1"],
+        "batch": [__file__, "out"],
+        "serve": [],
+        "chat": [],
+        "demo": [],
+    }
+    lines = [[command, *arguments, "--lookahead", "of"] for command, arguments in prompts.items()]
+    lines += [["generate", "-p", "x", "--temperature", "-1"], ["chat", "--top-p", "2"]]
+    code = (
+        "import json, sys; from shoal.cli import run; codes = [run(line) for line in json.loads(sys.argv[1])]; "
+        "assert 'torch' not in sys.modules; print(codes)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, json.dumps(lines)], capture_output=True, text=True)
+    assert json.loads(ended.stdout or "0") == [2] * len(lines), ended.stderr
+    assert ended.stderr.count("lookahead must be 'auto'") == len(prompts), ended.stderr
+
+
 def test_serving_in_one_process_does_without_ray() -> None:
     modules = "shoal.serve.app, shoal.serve.serve_config, shoal.serve.batch_lines, shoal.serve.output_file"
     code = f"import sys; sys.modules['ray'] = None; import {modules}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import nan
 from operator import add, mul
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +34,9 @@ from shoal.lookahead.plan import (
 from shoal.lookahead.protocol import Controller
 from shoal.lookahead.safeguards import Backoff
 from shoal.types.requests import Row
-from shoal.types.rounds import Outcome
+
+if TYPE_CHECKING:
+    from shoal.types.rounds import Outcome
 
 FIRST_ROUNDS = (False, True, False, True)
 """The kinds of the very first rounds, before any cost is known: True for a trial.

@@ -14,7 +14,7 @@ account allows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shoal.lookahead.acceptance import LIMIT
 from shoal.lookahead.auto import FIRST_ROUNDS, TOGETHER, Auto
@@ -22,7 +22,9 @@ from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import trial_is_due
 from shoal.lookahead.protocol import Controller
 from shoal.types.requests import Row
-from shoal.types.rounds import Outcome
+
+if TYPE_CHECKING:
+    from shoal.types.rounds import Outcome
 
 HELD = 8
 """The number of rounds for which a choice is kept while its plan pays."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from shoal.errors import RequestError
 from shoal.lookahead.auto import Auto
@@ -21,7 +22,9 @@ from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.even import EvenAuto
 from shoal.lookahead.protocol import Controller, Lookahead
 from shoal.types.requests import Row
-from shoal.types.rounds import Outcome
+
+if TYPE_CHECKING:
+    from shoal.types.rounds import Outcome
 
 MAX_LENGTH = 64
 """The longest draft length: a longer verification is a prefill, and most likely a slip."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from shoal.types.requests import Row
-from shoal.types.rounds import Outcome
+
+if TYPE_CHECKING:
+    from shoal.types.rounds import Outcome
 
 
 @runtime_checkable

@@ -748,6 +748,12 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     assert ended.stderr.count("cannot read") == 1
 
 
+def test_a_prompt_that_is_too_long_names_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the place where the package lies."""
+    assert cli.run(["generate", "-p", "x " * 1200, "-n", "1"]) == 2
+    assert "tokens; bundled target holds 1024, the first new token included" in capsys.readouterr().err
+
+
 def test_a_wrong_option_is_found_before_torch_is_imported() -> None:
     """Draft lengths and sampling, in one process that has not imported it yet."""
     prompts = {

@@ -127,8 +127,8 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
     figure += f" ({measured.runs} x {measured.rows} rows of {measured.tokens} tokens each)"
     if plain < WORTHWHILE:
         advice = (
-            "speculation does not pay at this batch: use --lookahead off, or a smaller or "
-            "better drafter"
+            "speculation does not pay at this batch: --lookahead auto, the default, then makes no "
+            "drafts; or take a smaller or better drafter"
         )
         return CheckResult(name, "warn", figure, advice, data | {"best_k": 0})
     return CheckResult(name, "ok", figure, f"use --lookahead {measured.k}", data)

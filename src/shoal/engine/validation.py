@@ -24,6 +24,7 @@ from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
+from shoal.models.sources import people_call
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.sampling.penalties import require_ids
 from shoal.sampling.purity import require_pure
@@ -296,8 +297,8 @@ class RequestValidator:
         for model, read, what in self._readers(request):
             if len(read) >= model.context:
                 raise RequestError(
-                    f"the {what} has {len(read)} tokens; {model.name} holds {model.context}, the "
-                    f"first new token included"
+                    f"the {what} has {len(read)} tokens; {people_call(model.name)} holds "
+                    f"{model.context}, the first new token included"
                 )
             if max(read) >= model.vocab_size:
                 raise RequestError(

@@ -10,6 +10,7 @@ import itertools
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -256,9 +257,10 @@ def test_what_is_not_finite_is_passed_over() -> None:
     assert 1 in drafter._of(rows[0]).table
 
 
+@pytest.mark.parametrize("kind", [RecyclingDrafter, TrigramDrafter])
 @pytest.mark.parametrize("scope", ["row", "group", "engine"])
-def test_scopes_of_recycled_tokens(scope: str) -> None:
-    drafter = RecyclingDrafter(scope, nodes=0)
+def test_scopes_of_tables(scope: str, kind: Callable[..., Any]) -> None:
+    drafter = kind(scope, nodes=0)
     (one, sibling), (other,) = group(Request((1, 2), 2), [3], []), group(Request((1, 2), 1), [])
     assert proposed(drafter, one, sibling, other, length=1) == [
         [], [] if scope == "row" else [3], [3] if scope == "engine" else [],
@@ -268,6 +270,12 @@ def test_scopes_of_recycled_tokens(scope: str) -> None:
 
 
 # ── sabotage of what is kept ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_table_for_all_users_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrigramDrafter, "_key", lambda self, row: 0)
+    with pytest.raises((AssertionError, KeyError)):
+        test_scopes_of_tables("group", TrigramDrafter)
 
 
 def test_a_leak_between_requests_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from drafts import group, heard, leave, proposed, row
+from drafts import group, heard, proposed, row
 from shoal.drafting.text import probable
 from shoal.drafting.trigrams import BACKED_OFF, UNSEEN, TrigramDrafter, explored, likeliest
 from shoal.drafting.trigrams import Trigrams as Table
@@ -39,24 +39,6 @@ def test_what_the_target_says_is_counted_for_the_pair_before_it() -> None:
         assert table.table[context] == pytest.approx(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
     heard(drafter, rows, [[4, 2]], logits)
     assert sum(table.table[5, 1].values()) == pytest.approx(2 * float(probs[0].topk(3).values.sum()))
-
-
-@pytest.mark.parametrize("scope", ["row", "group", "engine"])
-def test_scopes(scope: str) -> None:
-    drafter = TrigramDrafter(scope, nodes=0)
-    (one, sibling), (other,) = group(Request((1, 2), 2), [3], []), group(Request((1, 2), 1), [])
-    assert proposed(drafter, one, sibling, other, length=1) == [
-        [], [] if scope == "row" else [3], [3] if scope == "engine" else [],
-    ]  # fmt: skip
-    leave(drafter, one, sibling, other)
-    assert (drafter.table_bytes == 0) == (scope != "engine")
-
-
-def test_counts_of_other_users_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sabotage: one table for all."""
-    monkeypatch.setattr(TrigramDrafter, "_key", lambda self, row: 0)
-    with pytest.raises((AssertionError, KeyError)):
-        test_scopes("group")
 
 
 def test_memory_is_bounded_and_the_last_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,24 +62,21 @@ def round_of(device: Pretend, made: Any) -> tuple[int, int, float]:
             return counts["launch"], counts["captured"], spent.seconds_target + spent.seconds_draft
 
 
+@pytest.mark.parametrize("by_stages", [False, True])
 @pytest.mark.parametrize("k", [0, 4])
-def test_models_take_the_time_of_their_captured_functions(k: int, device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_take_the_time_of_their_functions_or_passes(
+    k: int, by_stages: bool, device: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All operations of a captured round are in them, but those that fill the inputs of the next one."""
-    monkeypatch.setattr(CapturedRounds, "_followed", lambda *_: None)
+    monkeypatch.setattr(CapturedRounds, "decide" if by_stages else "_followed", lambda *_, **__: None)
     with device:
         made = engine(k, "rejection", device, SAMPLINGS, new=64)
         launched, captured, seconds = round_of(device, made)
-    assert launched == 0
-    assert seconds == pytest.approx(captured / 1000)
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_by_stages_models_take_the_time_of_their_passes(k: int, device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CapturedRounds, "decide", lambda *_, **__: None)
-    with device:
-        made = engine(k, "rejection", device, SAMPLINGS, new=64)
-        launched, captured, seconds = round_of(device, made)
-    assert captured == 0 < seconds < launched / 1000
+    if by_stages:
+        assert captured == 0 < seconds < launched / 1000
+    else:
+        assert launched == 0
+        assert seconds == pytest.approx(captured / 1000)
 
 
 def test_the_clock_of_the_host_would_say_something_else(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:

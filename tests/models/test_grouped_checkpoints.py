@@ -109,20 +109,18 @@ def test_layers_in_groups_and_a_head_in_floats_make_one_call_of_the_decoder(
         assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 3
 
 
-def test_a_family_of_modules_has_its_layers_in_groups(tmp_path: Path) -> None:
-    """Another family than the decoder's: its modules compute by the same groups."""
-    stock = write_grouped(tmp_path, model_of("olmo2"), LAYOUTS[2])
+@pytest.mark.parametrize("family", [True, False])
+def test_what_the_decoder_does_not_take_is_computed_by_the_modules(family: bool, tmp_path: Path) -> None:
+    """By the same groups: another family than the decoder's, or queries in groups beside keys in floats."""
+    if family:
+        stock = write_grouped(tmp_path, model_of("olmo2"), LAYOUTS[2])
+    else:
+        stock = write_grouped(tmp_path, model_of(), LAYOUTS[0], lambda name: "lm_head" not in name and "k_proj" not in name)
     with shoal.load(tmp_path, "suffix") as model:
-        assert model.loaded["target"]["weights"].startswith("14 in groups")
-        found = model.generate(PROMPTS, 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
-    for prompt, output in zip(PROMPTS, found, strict=True):
-        assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 2
-
-
-def test_queries_in_groups_and_keys_in_floats_are_computed_by_the_modules(tmp_path: Path) -> None:
-    stock = write_grouped(tmp_path, model_of(), LAYOUTS[0], lambda name: "lm_head" not in name and "k_proj" not in name)
-    with shoal.load(tmp_path, "suffix") as model:
-        assert model.target.absent["C decoder"] == "its queries, keys and values are stored in several formats"
+        if family:
+            assert model.loaded["target"]["weights"].startswith("14 in groups")
+        else:
+            assert model.target.absent["C decoder"] == "its queries, keys and values are stored in several formats"
         found = model.generate(PROMPTS, 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
     for prompt, output in zip(PROMPTS, found, strict=True):
         assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 2

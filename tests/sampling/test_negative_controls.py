@@ -117,27 +117,16 @@ def test_a_wrong_rule_shows_in_counted_samples(name: str, monkeypatch: pytest.Mo
 # ── uniforms ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_uniform_used_for_drafting_and_again_for_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
-        return real_uniforms(seeds, positions, np.full_like(purpose, Purpose.TOKEN))
-
-    monkeypatch.setattr(shoal.sampling.uniforms, "uniforms", reused)
-    assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
-
-
-def test_one_uniform_for_accepting_and_replacing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
-        return real_uniforms(seeds, positions, np.where(purpose == Purpose.REPLACE, Purpose.ACCEPT, purpose))
-
-    monkeypatch.setattr(shoal.sampling.uniforms, "uniforms", reused)
-    assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
+REUSED: dict[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]]] = {
+    "for drafting and again for accepting": lambda seeds, at, use: (seeds, at, np.full_like(use, Purpose.TOKEN)),
+    "for accepting and replacing": lambda seeds, at, use: (seeds, at, np.where(use == Purpose.REPLACE, Purpose.ACCEPT, use)),
+    "at every position": lambda seeds, at, use: (seeds, np.zeros_like(at), use),
+}
 
 
-def test_the_same_uniforms_at_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reused(seeds: Any, positions: Any, purpose: Any) -> Any:
-        return real_uniforms(seeds, np.zeros_like(positions), purpose)
-
-    monkeypatch.setattr(shoal.sampling.uniforms, "uniforms", reused)
+@pytest.mark.parametrize("where", REUSED)
+def test_a_uniform_that_is_used_twice(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.sampling.uniforms, "uniforms", lambda *key: real_uniforms(*REUSED[where](*key)))
     assert chi_square(counted(), chain_rule(P, 4)) < ALPHA
 
 

@@ -6,26 +6,19 @@ Tests of: serve/playground: replay and race of the page at /; models.sources.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browsers import CHROMIUM, browser, expect, fits, opened
-from serving import Served, pair, served
+from browsers import CHROMIUM, browser, expect, fits, opened, server
+from serving import Served
 from shoal.models.sources import bundled, people_call
 
-__all__ = ["browser", "opened"]  # fixtures
+__all__ = ["browser", "opened", "server"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")]
 HIDDEN = "nodes => nodes.filter((node) => !node.getClientRects().length).length"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    """A scripted pair: it answers at once."""
-    with served(pair()) as running:
-        yield running
 
 
 def run(page: Any, *, compared: bool = False) -> None:

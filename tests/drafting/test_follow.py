@@ -322,8 +322,10 @@ def kept(pair: shoal.Shoal) -> list[Tensor]:
     return [one.detach().clone() for one in pair.target.hf.parameters()]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, "float32") for kind in KINDS), *((kind, "bfloat16") for kind in ("medusa", "eagle3", "mtp of two layers"))],
+)
 def test_heads_follow_on_rollouts(kind: str, dtype: str, tmp_path: Path) -> None:
     """More is accepted than before, samples of a seed and the target stay, the heads are no longer behind."""
     with with_heads(tmp_path, kind, dtype=dtype) as pair:

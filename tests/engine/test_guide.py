@@ -190,20 +190,8 @@ def test_four_tokens_of_a_target_led_to_an_expert(rule: Rule) -> None:
 )
 @pytest.mark.parametrize("name", MADE)
 def test_rows_that_join_move_pause_and_leave(name: str, options: dict[str, Any]) -> None:
-    engine, rows = played(MADE[name], **options)
-    assert as_decoded(rows)
-    stats = engine.stats
-    assert (stats.pauses > 0) == ("quantum" in options)
-    assert 0 < stats.guide_passes <= stats.rounds == stats.target_passes
-    assert name == "plain" or 0 < stats.accepted < stats.drafted
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"prefix_sharing": "shared"}, {"chunk": 3}, {"quantum": 4, "max_batch": 3}], ids=str
-)
-@pytest.mark.parametrize("name", MADE)
-def test_negative_prompts_and_an_expert(name: str, options: dict[str, Any]) -> None:
-    """Only the guide reads a negative prompt, in place of the prompt and before the new tokens; the expert the prompt."""
+    """With negative prompts, which only the guide reads, in place of the prompt and before the new tokens; with an expert, which
+    reads the prompt; and without either."""
     engine, rows = played(MADE[name], negative=True, expert=scripted(EXPERT, V), **options)
     assert as_decoded(rows, expert=EXPERT)
     assert not as_decoded(rows)
@@ -212,7 +200,11 @@ def test_negative_prompts_and_an_expert(name: str, options: dict[str, Any]) -> N
     assert set(engine.stats.executors) >= {"guide", "expert"}
     _, alone = played(MADE[name], negative=True, **options)
     assert as_decoded(alone)
-    plain = played(MADE[name], **options)[1]
+    engine, plain = played(MADE[name], **options)
+    assert as_decoded(plain)
+    assert (engine.stats.pauses > 0) == ("quantum" in options)
+    assert 0 < engine.stats.guide_passes <= engine.stats.rounds == engine.stats.target_passes
+    assert name == "plain" or 0 < engine.stats.accepted < engine.stats.drafted
     tokens = [[row.tokens for row in found if row.request.prompt_ids == request(2).prompt_ids] for found in (alone, plain)]
     assert tokens[0] != tokens[1]
 

@@ -116,8 +116,10 @@ def led(made: Made, expert: bool = True, **options: Any) -> tuple[Engine, list[R
     return played(made, negative=True, posterior={0: 2.0, 2: 6.0, 3: 1.0}, **own, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*(("model", options) for options in OPTIONS), *((name, OPTIONS[-1]) for name in MADE if name != "model")],
+)
 def test_rows_that_join_move_pause_and_leave(name: str, options: dict[str, Any]) -> None:
     engine, rows = led(MADE[name], **options)
     assert as_decoded(rows, expert=EXPERT)

@@ -116,17 +116,12 @@ def test_engines_of_one_model_do_not_disturb_each_other() -> None:
     assert made.target.captures.failures == []
 
 
+OPTIONS = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"rule": "rejection"}, {"lookahead": "off"}]
+
+
+# test_captured_pretend.py has the others on the pretended device
 @pytest.mark.parametrize("layers", [False, pytest.param(True, marks=needs_cuda)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "top_p": 0.9},
-        {"rule": "rejection"},
-        {"lookahead": "off"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS[1::2] if PRETENDED else OPTIONS, ids=str)
 def test_whole_runs(options: dict[str, Any], layers: bool) -> None:
     captured(pair("llama", STATIC, layers), decode(pair("llama", None), **options), **options)
 

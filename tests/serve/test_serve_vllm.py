@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from by_pairs import by_pairs
 from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
@@ -132,10 +133,12 @@ def as_in_vllm(ids: list[int], stops: list[str], stop_ids: list[int], least: int
     return ids, TOKENIZER.decode(ids, skip_special_tokens=special)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "more", [{}, {"min_tokens": 18, "ignore_eos": True}, {"skip_special_tokens": False}, {"speculation": "off"}], ids=str
+@by_pairs(
+    {
+        "path": ["/v1/completions", "/v1/chat/completions"],
+        "stream": [False, True],
+        "more": [{}, {"min_tokens": 18, "ignore_eos": True}, {"skip_special_tokens": False}, {"speculation": "off"}],
+    }
 )
 def test_what_stops_a_text_is_in_it_where_asked(server: Served, path: str, stream: bool, more: dict[str, Any]) -> None:
     """Stop strings of one token and of several, special tokens that stop, and the model's own end."""

@@ -250,13 +250,16 @@ def test_rounds_of_every_dense_architecture_stay_on_the_device(architecture: str
 @pytest.mark.slow
 @pytest.mark.limit(900)
 def test_the_cases_for_a_gpu_run_on_the_device() -> None:
-    """All that `captured_cases.py` has for a GPU, so that no case fails there for what can be known here."""
-    cases = str(Path(__file__).with_name("captured_cases.py"))
+    """All that `captured_cases.py` has for a GPU, by the settings of a run there, so that no case fails there for what can be known
+    here."""
+    scripts = Path(__file__).parents[2] / "benchmarks" / "gpu"
+    options = ["-q", "-c", str(scripts / "pytest.ini"), "--rootdir", str(scripts.parents[1]), "-p", "no:cacheprovider"]
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cases],
+        [sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name("captured_cases.py"))],
         env={**os.environ, "SHOAL_TEST_DEVICE": "pretend"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert found.returncode == 0, found.stdout[-3000:]
+    assert "6 passed" in found.stdout

@@ -493,17 +493,6 @@ def test_the_host_calls_few_functions_in_a_round(script: Any, drafts: int, calls
     assert all(line[f"{part} us"] > 0 for part in ("waiting", "before", "after", "hidden"))
 
 
-@pytest.mark.slow
-def test_the_cases_of_captured_rounds_hold_without_capturing() -> None:
-    """Some of them, by the settings of the run: on a GPU they shall fail for nothing but the capture."""
-    options = ["-q", "-c", str(SCRIPTS / "pytest.ini"), "--rootdir", str(SCRIPTS.parents[1]), "-p", "no:cacheprovider"]
-    file = SCRIPTS.parents[1] / "tests" / "gpu" / "captured_cases.py"
-    command = [sys.executable, "-m", "pytest", *options, str(file), "-k", "gpt2 or engines or top_p"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "3 passed, 1 skipped" in run.stdout
-
-
 @pytest.mark.parametrize("script", ["identity"], indirect=True)
 def test_greedy_tokens_are_compared(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "TOKENS", 4)

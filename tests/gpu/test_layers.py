@@ -236,7 +236,8 @@ LAUNCHES: dict[tuple[int, str], tuple[int, int]] = {
     (4, "rejection"): (10, 71),
     (4, "coupled"): (10, 39),
 }
-"""By drafts and rule: launches besides layers of each draft, and of the rest of a round, with those that only fill numbers in."""
+"""By drafts and rule: the most launches besides layers of each draft, and of the rest of a round, with those that only fill numbers
+in."""
 
 
 @needs_triton
@@ -252,4 +253,5 @@ def test_what_is_launched_besides_layers(k: int, rule: str, monkeypatch: pytest.
 
     whole = besides(k)
     draft = whole - besides(k - 1) if k else 0
-    assert (draft, whole - k * draft) == LAUNCHES[k, rule]
+    assert draft <= LAUNCHES[k, rule][0]
+    assert whole - k * draft <= LAUNCHES[k, rule][1]

@@ -172,10 +172,6 @@ def poisonous() -> Runner:
     return made
 
 
-def unscrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotCache, "zero_tail", lambda *_: None)
-
-
 @pytest.mark.parametrize("cleans", [True, False])
 def test_a_slot_is_clean_for_the_next_row(cleans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden keys count with weight 0, and 0 * NaN is NaN: beside a longer row, one in the slot of a faulty one would fail, too."""

@@ -121,10 +121,6 @@ def test_a_replay_that_computes_something_else_is_found(
     assert all("a replay does not write" in text for text in found)
 
 
-def without_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FirstReplays, "compare", lambda *_: None)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ordinary_passes_would_let_a_key_pass(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Why replays are compared bit for bit: a measure that rounding passes lets a key of 700 pass."""

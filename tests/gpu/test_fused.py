@@ -23,8 +23,6 @@ from shoal.models.attention import methods
 from shoal.models.attention.fused import STEP_BYTES, available, fused, has_triton, joining_warps, tiling
 
 module = importlib.import_module("shoal.models.attention.fused")  # the name in the package is the function
-
-needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
 DEFAULT_SHARED_MEMORY = min(SHARED.values())
 
 

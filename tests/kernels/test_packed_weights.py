@@ -300,10 +300,6 @@ def logits(hf: Any) -> Tensor:
     return hf(IDS).logits  # type: ignore[no-any-return]
 
 
-def described(hf: Any) -> list[Any]:
-    return [(name, p.shape, p.dtype, p.requires_grad) for name, p in hf.named_parameters()]
-
-
 @by_pairs({"tied": [True, False], "dtype": [torch.float32, torch.bfloat16], "kind": ["llama", "qwen2", "gpt2"]})
 def test_a_packed_model_says_the_same(kind: str, dtype: torch.dtype, tied: bool) -> None:
     if dtype not in formats.cpu().packs:

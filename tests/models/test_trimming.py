@@ -94,10 +94,6 @@ def test_samples_have_the_law_of_the_target(honest: bool) -> None:
     assert (chi_square(counts, chain_rule(p, 3)) > ALPHA) == honest
 
 
-def write(directory: Path, content: str) -> None:
-    (directory / FILE).write_text(content)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from browsers import CHROMIUM, browser, expect, fits, opened, server
-from serving import Served
+from serving import Served, pair, served
 from shoal.models.sources import bundled, people_call
 
 __all__ = ["browser", "opened", "server"]  # fixtures

@@ -314,7 +314,7 @@ def ranks_of(running: subprocess.Popen[str], rank: int | None = None) -> list[in
     return found
 
 
-LONG = {"prompt": "def shoal", "n": 32, "max_tokens": 100, "temperature": 0.8, "speculation": "off", "stream": True}
+LONG = {"prompt": "def shoal", "n": 12, "max_tokens": 100, "temperature": 0.8, "speculation": "off", "stream": True}
 TOOK = ("completion_tokens", "drafted", "accepted", "rounds")
 
 

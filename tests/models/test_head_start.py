@@ -22,7 +22,8 @@ needs_huge_pages = pytest.mark.skipif(head_start.HUGE is None, reason="needs hug
 SIZE = 2 * CHUNK + 5
 UNUSED = (
     "fastapi", "uvicorn", "llguidance", "matplotlib", "pandas", "datasets", "peft", "trl", "ray", "lm_eval", "tree_sitter",
-    "llama_cpp", "torchao", "shoal.serve", "shoal.train", "shoal.evaluation", "shoal.integrations",
+    "llama_cpp", "torchao", "scipy", "sklearn", "torch._inductor", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint", "shoal.serve", "shoal.train", "shoal.evaluation", "shoal.integrations",
 )  # fmt: skip
 """What `shoal generate` does without."""
 GENERATE = """
@@ -37,8 +38,12 @@ def hook(event, arguments):
         seen.append("classes")
 
 sys.addaudithook(hook)
-from shoal.cli import run
-code = run(["generate", "-p", "1 2", "--max-new-tokens", "1", "--json", "--model", sys.argv[1]])
+from shoal.cli import main
+sys.argv[1:] = ["generate", "-p", "1 2", "--max-new-tokens", "1", "--json", "--model", sys.argv[1]]
+try:
+    main()
+except SystemExit as end:
+    code = end.code
 print(json.dumps([code, seen, sorted(sys.modules)]))
 """
 

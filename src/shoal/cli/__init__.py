@@ -38,6 +38,7 @@ from shoal.cli import (
 from shoal.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.option_groups import ReadableCommand, ReadableGroup
 from shoal.errors import ModelError, RequestError
+from shoal.models.light_imports import spare_imports
 
 app = typer.Typer(
     name="shoal",
@@ -150,6 +151,7 @@ def main() -> None:
     ):  # None where the caller closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    spare_imports()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -6,6 +6,7 @@ Tests of: models.weights.layers, models.weights, models.weights.matrix.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from shoal.models.weights import lay_out, matches, matrix_of, nbytes
 from shoal.models.weights.matrix import AS_IS, FORMS, INPUT_MAJOR, PACKED
+from shoal.models.weights.panels import PanelMatrix
 from shoal.testing import tiny_model
 
 SIZES = (12, 5, 5)
@@ -59,6 +61,29 @@ def test_one_product_is_that_of_each(form: str, bias: bool) -> None:
     close(again.linear(X), wanted)
     if form == INPUT_MAJOR:
         assert matrix.dense().t().is_contiguous()
+
+
+@pytest.mark.parametrize(("sizes", "packings"), [((32, 16, 5), 3), ((16, 5, 32), 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_full_panels_are_joined_as_they_are(
+    dtype: torch.dtype, sizes: Sequence[int], packings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.models.weights.layers.packing", lambda dtype: PanelMatrix)
+    packs, pack = list[int](), PanelMatrix._packed
+    monkeypatch.setattr(PanelMatrix, "_packed", lambda self, weight: packs.append(len(weight)) or pack(self, weight))
+    torch.manual_seed(0)
+    made: Any = nn.ModuleList(nn.Linear(16, size, dtype=dtype) for size in sizes)
+    lay_out(made, lambda keys: dict.fromkeys(keys, PACKED))
+    before = [layer.weight.clone() for layer in made]
+    matrix: Any = matrix_of(list(made))
+    assert len(packs) == packings  # one for each layer, and one more where panels have gaps
+    assert torch.equal(matrix.panels, PanelMatrix(torch.cat(before)).panels)
+    assert matches(matrix, list(made))
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(made, before, strict=True))
+    made[1].weight.mul_(3)  # writes reach the joined panels
+    assert torch.equal(matrix.dense()[sizes[0] : sizes[0] + sizes[1]], before[1] * 3)
+    assert matrix.shape == (sum(sizes), 16)
 
 
 @pytest.mark.parametrize("form", FORMS)

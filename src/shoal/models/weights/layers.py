@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from shoal.models import formats
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED, Key, Matrix, input_major
-from shoal.models.weights.panels import Int8Matrix, Int8PanelMatrix, PanelMatrix
-from shoal.models.weights.parameter import PackedWeight
+from shoal.models.weights.panels import PANEL, Int8Matrix, Int8PanelMatrix, PanelMatrix
+from shoal.models.weights.parameter import PackedWeight, parameter_of
 from shoal.native.build import SUFFIXES, missing
 
 
@@ -49,33 +49,44 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     first: Any = layers[0].weight
     if _packed(first) and matches(first.matrix, layers):
         return first.matrix
-    form = PACKED if _packed(first) else AS_IS
-    dense, bias = joined([plain(layer.weight) for layer in layers]), None
+    form, bias = PACKED if _packed(first) else AS_IS, None
     if layers[0].bias is not None:
         bias = joined([layer.bias.detach() for layer in layers])
-    table = any(
-        _packed(weight) and weight.matrix.table is not None
-        for weight in (layer.weight for layer in layers)
-    )
-    matrix = (
-        packed(dense, bias, table=table)
-        if form == PACKED
-        else Matrix(dense, bias, form, table=table)
-    )
+    matrix = _of_panels(layers, bias) or _of_rows(layers, bias, form)
     for layer, start in zip(layers, starts(layers), strict=True):
         stop = start + layer.out_features
         if form != PACKED:
-            layer.weight.data = dense[start:stop]
+            layer.weight.data = matrix.dense()[start:stop]
         elif isinstance(layer.weight, PackedWeight):
             layer.weight.data = PackedWeight.rows(matrix, start, stop)
         else:
-            use_packed(
-                layer,
-                nn.Parameter(PackedWeight.rows(matrix, start, stop), layer.weight.requires_grad),
-            )
+            use_packed(layer, parameter_of(matrix, start, stop, layer.weight.requires_grad))
         if bias is not None:
             layer.bias.data = bias[start:stop]
     return matrix
+
+
+def _of_rows(layers: Sequence[nn.Linear], bias: Tensor | None, form: str) -> Matrix:
+    """Returns the common matrix of layers, with a table if the matrix of one has one."""
+    rows = joined([plain(layer.weight) for layer in layers])
+    weights: list[Any] = [layer.weight for layer in layers]
+    table = any(_packed(weight) and weight.matrix.table is not None for weight in weights)
+    if form == PACKED:
+        return packed(rows, bias, table=table)
+    return Matrix(rows, bias, form, table=table)
+
+
+def _of_panels(layers: Sequence[nn.Linear], bias: Tensor | None) -> Matrix | None:
+    """Returns the common matrix of layers whose panels can be joined as they are, else None."""
+    parts = []
+    for weight in (layer.weight for layer in layers):
+        if not _packed(weight) or weight.matrix.shape != weight.shape:
+            return None
+        if not isinstance(weight.matrix, PanelMatrix) or weight.matrix.table is not None:
+            return None
+        parts.append(weight.matrix)
+    gaps = any(part.shape[0] % PANEL for part in parts[:-1])
+    return None if gaps else PanelMatrix.joined(parts, bias)
 
 
 def matches(matrix: Matrix, layers: Sequence[nn.Linear]) -> bool:
@@ -290,7 +301,7 @@ class _Shared:
         """
         layers, old = self.layers, self.weight
         matrix = packed(old, layers[0].bias, table=len(layers) < len(self.owners))
-        new = nn.Parameter(PackedWeight.rows(matrix), old.requires_grad)
+        new = parameter_of(matrix, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # marks that Transformers leaves
         for owner, name in self.owners:
             owner._parameters[name] = new

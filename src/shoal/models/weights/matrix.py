@@ -140,6 +140,7 @@ class Matrix:
         linear_mul: (x, other) -> (x Wᵀ + b) * other.
     """
 
+    table: Tensor | None
     linear: Linear
     linear_add: Callable[[Tensor, Tensor], Tensor]
     linear_mul: Callable[[Tensor, Tensor], Tensor]
@@ -147,11 +148,14 @@ class Matrix:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, form: str = AS_IS, *, table: bool = False
     ) -> None:
-        self.form, self.bias = form, bias
-        self.shape, self.dtype = (weight.shape[0], weight.shape[1]), weight.dtype
-        self.device, self.epoch, self.stale = weight.device, 0, False
-        self.table: Tensor | None = None
+        self.form, self.bias, self.table = form, bias, None
+        self._describe((weight.shape[0], weight.shape[1]), weight)
         self._keep(weight.detach(), table)
+
+    def _describe(self, shape: tuple[int, int], like: Tensor) -> None:
+        """Begins as a matrix of a shape, with the dtype and the device of a tensor."""
+        self.shape, self.dtype, self.device = shape, like.dtype, like.device
+        self.epoch, self.stale = 0, False
 
     def _keep(self, weight: Tensor, table: bool) -> None:
         """Takes weights [out, in] over.

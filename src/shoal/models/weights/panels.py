@@ -61,6 +61,18 @@ class PanelMatrix(Matrix):
     ) -> None:
         super().__init__(weight, bias, form, table=table)
 
+    @classmethod
+    def joined(cls, parts: Sequence[PanelMatrix], bias: Tensor | None) -> PanelMatrix:
+        """Returns the matrix of several, one below the other; only the last may have gaps."""
+        whole, panels = cls.__new__(cls), [part.panels for part in parts]
+        whole.form, whole.bias, whole.table = PACKED, bias, None
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        whole._describe((outputs, inputs), panels[0])
+        shape = (sum(map(len, panels)), *panels[0].shape[1:])
+        torch.cat(panels, out=place_of(whole, shape, whole.dtype))
+        whole.linear, whole.linear_add, whole.linear_mul = whole._products()
+        return whole
+
     def _packed(self, weight: Tensor) -> Tensor:
         """Packs weights; new weights get the place of the old ones, as kernels know its address."""
         group = GROUP[self.dtype]

@@ -146,12 +146,26 @@ class PackedWeight(Tensor):
         which every program can load.
         """
         if isinstance(self, nn.Parameter) and self.start is not None:
-            return _parameter, (self.matrix, self.start, self.start + len(self), self.requires_grad)
+            return parameter_of, (
+                self.matrix,
+                self.start,
+                self.start + len(self),
+                self.requires_grad,
+            )
         return self.clone().__reduce_ex__(protocol)
 
 
-def _parameter(matrix: Matrix, start: int, stop: int, requires_grad: bool) -> nn.Parameter:
-    return nn.Parameter(PackedWeight.rows(matrix, start, stop), requires_grad)
+def parameter_of(
+    matrix: Matrix, start: int = 0, stop: int | None = None, requires_grad: bool = True
+) -> Any:
+    """Returns rows of a matrix as a parameter, marked as `nn.Parameter` marks other classes.
+
+    `nn.Parameter` detaches the tensor before. That is an operation of a class of its own, the first
+    of which has torch import the tensors that are shared among processes, for most of a second.
+    """
+    weight: Any = PackedWeight.rows(matrix, start, stop).requires_grad_(requires_grad)
+    weight._is_param = True
+    return weight
 
 
 class _Call:

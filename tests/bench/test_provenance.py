@@ -19,6 +19,7 @@ import torch
 
 import command
 import cpu_passes
+import first_token
 import prompts
 import ragged
 import scaling
@@ -163,13 +164,14 @@ def assert_refused(
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize("module", [scaling, virtual, prompts, cpu_passes, ragged])
+@pytest.mark.parametrize("module", [scaling, virtual, prompts, cpu_passes, ragged, first_token])
 def test_commands_refuse_before_they_measure(
     module: Any, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prompts, "random_llama", _never)
     monkeypatch.setattr(cpu_passes, "load_runner", _never)
     monkeypatch.setattr(ragged, "load_runner", _never)
+    monkeypatch.setattr(first_token, "seconds", _never)
     assert_refused(lambda: command.run(module.main), results / "a.json", monkeypatch)
     error = capsys.readouterr().err
     assert error.startswith("error: results in benchmarks/results must name")

@@ -6,6 +6,7 @@ Tests of: models.weights.layers, models.weights, models.weights.matrix.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,30 @@ def test_full_panels_are_joined_as_they_are(
     made[1].weight.mul_(3)  # writes reach the joined panels
     assert torch.equal(matrix.dense()[sizes[0] : sizes[0] + sizes[1]], before[1] * 3)
     assert matrix.shape == (sum(sizes), 16)
+
+
+def test_a_model_is_packed_by_threads_that_do_not_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.models.weights.layers.packing", lambda dtype: PanelMatrix)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    names, pack, copies = set[str](), PanelMatrix._packed, list[int]()
+
+    def noted(self: PanelMatrix, weight: Tensor) -> Tensor:
+        names.add(threading.current_thread().name.rpartition("_")[0])
+        return pack(self, weight)
+
+    monkeypatch.setattr(PanelMatrix, "_packed", noted)
+    made: Any = nn.ModuleList(nn.Linear(16, 32) for _ in range(8))
+    before = [layer.weight.detach().clone() for layer in made]
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", lambda *_: copies.append(1))  # which all threads of torch would do
+        lay_out(made, lambda keys: dict.fromkeys(keys, PACKED))
+    assert names == {"shoal-packing"}
+    assert copies == []
+    assert [layer.weight.matrix.shape for layer in made] == [(32, 16)] * 8
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(made, before, strict=True))
+    with torch.no_grad():
+        made[0].weight.mul_(2)
+    assert torch.equal(made[0].weight, before[0] * 2)
 
 
 @pytest.mark.parametrize("form", FORMS)

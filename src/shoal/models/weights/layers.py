@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeGuard
 
 import torch
@@ -240,13 +241,14 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
     done: Counter[str] = Counter()
     shared = [each for each in _shared_weights(hf) if each.weight.device.type == "cpu"]
     forms = choose({each.key for each in shared})
-    for each in shared:
-        form = forms[each.key] if each.has_one_bias else AS_IS
+    taken = [(each, forms[each.key] if each.has_one_bias else AS_IS) for each in shared]
+    for each, form in taken:
         if form == INPUT_MAJOR:
             each.weight.data = input_major(each.weight.data)
-        elif form == PACKED:
-            each.pack()
         done[form] += 1
+    to_pack = [each for each, form in taken if form == PACKED]
+    for each, matrix in zip(to_pack, _matrices(to_pack), strict=True):
+        each.use(matrix)
     if set(done) - {AS_IS} and hasattr(hf, "save_pretrained"):
         hf.save_pretrained = SavePretrained(hf)
     return (
@@ -254,6 +256,15 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
         if len(done) > 1
         else next(iter(done), AS_IS)
     )
+
+
+def _matrices(shared: Sequence[_Shared]) -> Iterator[Matrix]:
+    """Yields the packed matrices, which as many threads as PyTorch has make at the same time."""
+    if any(packing(each.key[1]) is not PanelMatrix for each in shared):
+        yield from (each.matrix() for each in shared)  # each by all threads of a library
+        return
+    with ThreadPoolExecutor(torch.get_num_threads(), "shoal-packing") as pool:
+        yield from pool.map(_Shared.matrix, shared)
 
 
 def nbytes(weights: Iterable[Tensor]) -> int:
@@ -294,13 +305,14 @@ class _Shared:
     def key(self) -> Key:
         return (self.weight.shape[0], self.weight.shape[1]), self.weight.dtype
 
-    def pack(self) -> None:
-        """Packs the parameter in the place of the ordinary one.
+    def matrix(self) -> Matrix:
+        """Returns a packed matrix, with a table if not only products use the parameter."""
+        layers = self.layers
+        return packed(self.weight, layers[0].bias, table=len(layers) < len(self.owners))
 
-        The matrix gets a table if something else than products uses the parameter.
-        """
+    def use(self, matrix: Matrix) -> None:
+        """Puts a packed matrix in the place of the ordinary parameter."""
         layers, old = self.layers, self.weight
-        matrix = packed(old, layers[0].bias, table=len(layers) < len(self.owners))
         new = parameter_of(matrix, requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)  # marks that Transformers leaves
         for owner, name in self.owners:

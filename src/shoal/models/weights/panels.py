@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -74,13 +75,21 @@ class PanelMatrix(Matrix):
         return whole
 
     def _packed(self, weight: Tensor) -> Tensor:
-        """Packs weights; new weights get the place of the old ones, as kernels know its address."""
-        group = GROUP[self.dtype]
+        """Packs weights; new weights get the place of the old ones, as kernels know its address.
+
+        A new matrix is packed by the one thread that makes it, as there are many of them: the
+        threads of PyTorch would spin at the end of each while they wait for one another.
+        """
+        group, rewritten = GROUP[self.dtype], hasattr(self, "_weight")
         rows = filled_up(weight, group)
         # As words of 32 bits PyTorch copies a transposed matrix twenty times as fast as in pairs.
         words = rows.view(torch.int32).view(len(rows) // PANEL, PANEL, -1).transpose(1, 2)
         place = place_of(self, (*words.shape, group), self.dtype)
-        place.view(torch.int32)[..., 0].copy_(words)
+        target = place.view(torch.int32)[..., 0]
+        if rewritten:
+            target.copy_(words)
+        else:
+            np.copyto(target.numpy(), words.numpy())
         return place
 
     @property

@@ -537,3 +537,16 @@ def test_a_template_without_tools_is_told() -> None:
                 assert answer.headers["x-shoal-told"] == "tools"
                 assert answer.json()["choices"][0]["message"]["tool_calls"], answer.text
                 assert answer.json()["usage"]["prompt_tokens"] == len(prompt + "<assistant><tool_call>\n")
+    two = [*past[:-1], past[-1], {**past[-1], "content": [{"type": "text", "text": "13"}]}, *ASKED]
+    results = "<tool_response>\n12\n</tool_response>\n\n<tool_response>\n13\n</tool_response>\n\nhi"
+    turns = "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    turns += f"{{{{ raise_exception('in turns') }}}}{{% endif %}}{plain.removeprefix('{% for m in messages %}')}"
+    with served(pair(), chat_template=turns) as server:
+        for messages, prompt in (
+            (ASKED, f"<user>{told}\n\nhi"),
+            (two, f"<user>S\n\n{told}\n\nhi<assistant>{said}<user>{results}"),
+        ):
+            fields = {**body, "messages": messages, "tool_choice": "required", "seed": 4, "max_tokens": 400}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=fields)
+            assert answer.json()["choices"][0]["message"]["tool_calls"], answer.text
+            assert answer.json()["usage"]["prompt_tokens"] == len(prompt + "<assistant><tool_call>\n")

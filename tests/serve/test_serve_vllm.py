@@ -193,6 +193,21 @@ def test_the_end_of_a_turn_is_not_shown_as_a_stop_string() -> None:
                 assert [shown for _, shown, _ in found] == [text]
 
 
+def test_log_probabilities_name_tokens_by_ids_where_asked(server: Served) -> None:
+    body = {"seed": 3, "max_tokens": 4, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    (choice,) = server.post(**body, prompt="hi", echo=True, logprobs=2).json()["choices"]
+    ids, told = [*choice["prompt_token_ids"], *choice["token_ids"]], choice["logprobs"]
+    assert told["tokens"] == [f"token_id:{token}" for token in ids]
+    assert all(name.startswith("token_id:") for top in told["top_logprobs"] if top for name in top)
+    chat = {**body, "messages": MESSAGES, "logprobs": True}
+    (choice,) = httpx.post(f"{server.url}/v1/chat/completions", json={**chat, "top_logprobs": 2}).json()["choices"]
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == choice["message"]["content"].encode()
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json={**chat, "top_logprobs": 99}).json()["error"]
+    assert (refused["param"], "'top_logprobs'" in refused["message"]) == ("top_logprobs", True)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_are_those_that_were_read_and_written(server: Served, stream: bool) -> None:
     body = {"n": 2, "seed": 3, "max_tokens": 20, "return_token_ids": True}
@@ -331,5 +346,6 @@ def test_the_models_own_sampling_holds_where_a_chat_says_nothing() -> None:
         item = {"input": "hi", "max_output_tokens": 2}
         assert httpx.post(f"{server.url}/v1/responses", json=item).json()["temperature"] == 0.7
         own = server.post(prompt="hi", max_tokens=12, seed=3).json()["choices"][0]["text"]
+        assert text(server, exact="distinct", n=2, guided_regex="a[bc]")[0] == "a"
     with served(shoal, chat_template=template, generation_config=False) as server:
         assert text(server) == own != default

@@ -216,7 +216,7 @@ class CompletionFormat(ApiFormat):
         return named | own
 
     def _name(self, token: int) -> str:
-        return name_and_bytes(self._tokenizer, token)[0]
+        return name_and_bytes(self._tokenizer, token, self._parsed.named_by_id)[0]
 
 
 class ChatFormat(ApiFormat):
@@ -264,7 +264,7 @@ class ChatFormat(ApiFormat):
 
     def _logprob_fields(self, tokens: Sequence[TokenUpdate]) -> Json:
         def entry(token: int, logprob: float | None) -> Json:
-            name, text = name_and_bytes(self._tokenizer, token)
+            name, text = name_and_bytes(self._tokenizer, token, self._parsed.named_by_id)
             return {
                 "token": name,
                 "logprob": finite(logprob),

@@ -44,6 +44,7 @@ class ParsedRequest:
         grammar_field: the field of the request that its grammar came from.
         reasoning: the rules for the samples' reasoning; None = they do not reason.
         continuous_usage: True if each chunk has the usage so far, if there is usage at all.
+        named_by_id: True if log-probabilities name tokens by their ids.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -64,6 +65,7 @@ class ParsedRequest:
     grammar_field: str = "grammar"
     reasoning: ReasoningRules | None = None
     continuous_usage: bool = False
+    named_by_id: bool = False
 
     @property
     def rows(self) -> int:
@@ -161,13 +163,15 @@ class RequestBuilder:
             deadline=time.perf_counter() + seconds,
             token_ids=bool(request.return_token_ids),
             prompt_logprobs=request.prompt_logprobs,
+            named_by_id=bool(request.return_tokens_as_token_ids),
             grammar_field=(given_grammar(request) or ("grammar",))[0],
         )
 
     def _require_logprobs(self, request: BaseRequest, top_logprobs: int | None) -> None:
         """Raises ApiError if numbers of log-probabilities are out of range, or not to stream."""
         most = self.settings.max_logprobs
-        require_range("logprobs", top_logprobs or 0, 0, most)
+        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        require_range(name, top_logprobs or 0, 0, most)
         require_range("prompt_logprobs", request.prompt_logprobs or 0, 0, most)
         if request.prompt_logprobs is not None and request.stream:
             raise ApiError(

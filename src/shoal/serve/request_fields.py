@@ -254,6 +254,9 @@ class VllmFields(StrictModel):
         "False only where the tokenizer writes none anyway; true."
     )
     return_token_ids: bool | None = optional("The ids of the prompt and of each choice, too.")
+    return_tokens_as_token_ids: bool | None = optional(
+        'Log-probabilities name each token "token_id:" and its id.'
+    )
     prompt_logprobs: NonNegative | None = optional(
         "Log-probabilities and ranks of the prompt's tokens, and of that many most probable "
         "ones; not with stream."

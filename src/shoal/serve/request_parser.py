@@ -16,7 +16,7 @@ from shoal.serve.request_builder import ParsedRequest, RequestBuilder, require_r
 from shoal.serve.request_fields import LIMITLESS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
 from shoal.serve.tool_calls import CallRules
-from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told
+from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told, told_by_user
 from shoal.types.requests import Request
 
 CONTINUED = "continue_final_message"
@@ -191,7 +191,12 @@ class RequestParser:
         thought = begun_thought(template, last) if len(messages) > 1 else None
         if thought is not None:  # templates leave thoughts out, or close an empty one before them
             messages, variables = messages[:-1], variables | OPEN_TURN
-        written = encoder.write(messages, variables, special)
+        try:
+            written = encoder.write(messages, variables, special)
+        except ApiError:
+            if not (rules and rules.told):
+                raise
+            written = encoder.write(told_by_user(messages), variables, special)
         if thought is not None:
             opened = reasoning_of(template, written)
             written += thought.lstrip() if opened and opened.opened else last

@@ -105,6 +105,10 @@ def own_sampling(hf: Any) -> dict[str, Any]:
     return {name: given[name] for name in names if PARAMETERS[name].allows(given.get(name))}
 
 
+CUTS = ("top_p", "top_k", "min_p", "typical_p")
+"""The parameters that leave out tokens."""
+
+
 def sampling_of(
     request: BaseRequest, vocab_size: int, settings: Settings, defaults: Mapping[str, Any]
 ) -> Sampling:
@@ -120,6 +124,8 @@ def sampling_of(
         ApiError: a value is not allowed.
         RequestError: a value is not allowed.
     """
+    if request.exact is not None:  # samples of the whole distribution
+        defaults = {name: value for name, value in defaults.items() if name not in CUTS}
     said = {n for n, one in PARAMETERS.items() if one.api and getattr(request, one.api) is not None}
     given = {name: value for name, value in defaults.items() if name not in said} | {
         name: value

@@ -12,20 +12,25 @@ from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
 
 MIN_LOGPROB = -9999.0
 """The replacement of -inf, which JSON does not have."""
+BY_ID = "token_id:{}"
+"""The name of a token by its id, as vLLM writes it."""
 BROKEN = "\ufffd"
 """The text to which tokenizers decode a part of a character."""
 
 
 @lru_cache(2**16)
-def name_and_bytes(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+def name_and_bytes(tokenizer: Any, token: int, by_id: bool = False) -> tuple[str, bytes | None]:
     r"""Returns a token's name, and its bytes in a text; None if the tokenizer does not have them.
 
     The name is its text, spaces and special tokens included; for a part of a character, as OpenAI
-    writes it, "bytes:\xe2\x82"; for an id without a text, as vLLM writes it, "token_id:7".
+    writes it, "bytes:\xe2\x82"; for an id without a text, as vLLM writes it, "token_id:7",
+    and so for all if they are named by id.
     """
+    if by_id:
+        return BY_ID.format(token), name_and_bytes(tokenizer, token)[1]
     text = _decoded(tokenizer, token)
     if not text:
-        return f"token_id:{token}", b""
+        return BY_ID.format(token), b""
     if BROKEN not in text:
         return text, text.encode()
     piece = tokenizer.convert_ids_to_tokens(token)

@@ -4,7 +4,7 @@ forced call."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,24 @@ def told(request: ChatRequest, spelled: Callable[[Any], Any]) -> list[Message]:
     messages = [_as_text(message, spelled) for message in request.messages]
     if messages[0].role in ("system", "developer"):
         text = f"{messages.pop(0).plain()['content']}\n\n{text}"
-    return [Message(role="system", content=text), *messages]
+    return _in_turns([Message(role="system", content=text), *messages])
+
+
+def told_by_user(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages of `told` for a template that takes no system message."""
+    system, *others = messages
+    return _in_turns([system.model_copy(update={"role": "user"}), *others])
+
+
+def _in_turns(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages in which a user speaks once at a time, as many templates want it."""
+    found = list[Message]()
+    for message in messages:
+        if found and message.role == found[-1].role == "user":
+            texts = [one.plain()["content"] for one in (found.pop(), message)]
+            message = Message(role="user", content="\n\n".join(texts))
+        found.append(message)
+    return found
 
 
 def _as_text(message: Message, spelled: Callable[[Any], Any]) -> Message:

@@ -169,6 +169,15 @@ def test_settings(talk: Chat) -> None:
     assert "model: " in found.err
 
 
+def test_the_models_own_sampling_holds_where_nobody_says_another(talk: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in chats over HTTP; `default` takes it again."""
+    own = {"temperature": 0.7, "top_p": 0.5, "top_k": 20}
+    monkeypatch.setattr("shoal.models.pretrained.own_sampling", lambda hf: own)
+    found = talk(["/set", "/set top_k 3", "/set", "/set top_k default", "/set"], "--top-p", 0.9)
+    told = [re.findall(rf"^{name} (\d.*)$", found.err, re.M) for name in own]
+    assert told == [["0.7"] * 3, ["0.9"] * 3, ["20", "3", "20"]]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

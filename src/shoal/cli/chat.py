@@ -275,7 +275,8 @@ def chat(
     Where stdin is no terminal, each of its lines is a message or a command. Ctrl-C stops an answer,
     and what has come of it stays.
     """
-    options = {"temperature": Sampling.temperature} | sampling.given()
+    shown = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    options = {name: getattr(Sampling, name) for name in shown} | sampling.given()
     options |= {"lookahead": parse_lookahead(speculation.lookahead), "rule": speculation.rule}
     if sys.stdin.isatty():
         require_foreground()
@@ -284,9 +285,12 @@ def chat(
     if chats.system is not None:
         conversation.system = chats.system
     hint_drafter(source, settings.values["lookahead"])
+    from shoal.models.pretrained import own_sampling
+
     with Progress():
         model = source.load(prefix_memory=int(prefix_memory * GIB))
         writer = chats.writer(model.tokenizer)
+    settings.adopt(own_sampling(model.target.hf), sampling.given())
     session = ChatSession(model, writer, conversation, settings, output.view())
     if not sys.stdin.isatty():
         return _read_all(session, output.view())

@@ -312,17 +312,20 @@ NOT_SAMPLING = ("n", "greedy", "align", "exact", "syntax", "members")
 """The fields of `SamplingOptions`, and of `shoal complete`, that are given in another way."""
 
 
+def known_default(name: str) -> Any:
+    """Returns the option of a parameter whose default the help tells; None = it is not given."""
+    return parameter_option(name, show_default=str(getattr(Sampling, name)))
+
+
 @dataclass(frozen=True)
 class SamplingOptions(SampleOptions):
     """The sampling of tokens, and the ends of samples."""
 
     n: SamplesOption = 1
-    temperature: Annotated[
-        float | None, parameter_option("temperature", show_default=str(Sampling.temperature))
-    ] = None
-    top_p: TopPOption = Sampling.top_p
-    top_k: Annotated[int, parameter_option("top_k")] = Sampling.top_k
-    min_p: Annotated[float, parameter_option("min_p")] = Sampling.min_p
+    temperature: Annotated[float | None, known_default("temperature")] = None
+    top_p: Annotated[float | None, known_default("top_p")] = None
+    top_k: Annotated[int | None, known_default("top_k")] = None
+    min_p: Annotated[float | None, known_default("min_p")] = None
     greedy: Annotated[bool, sampling_option("--greedy", help="Always the most probable token.")] = (
         False
     )
@@ -386,9 +389,7 @@ class GenerateSampling(SamplingOptions):
         str | None,
         sampling_option(metavar="TEXT", help="With --guidance, the guide's text for the prompt."),
     ] = None
-    repetition_penalty: Annotated[float, parameter_option("repetition_penalty")] = (
-        Sampling.repetition_penalty
-    )
+    repetition_penalty: Annotated[float | None, known_default("repetition_penalty")] = None
     presence_penalty: Annotated[float, parameter_option("presence_penalty")] = (
         Sampling.presence_penalty
     )

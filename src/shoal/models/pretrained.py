@@ -24,6 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from shoal.config import PARAMETERS
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.grouped_checkpoints import PARTS, in_groups, refusal
@@ -347,3 +348,11 @@ def named_eos(hf: Any) -> tuple[int, ...] | None:
         if value is not None:
             return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
     return None
+
+
+def own_sampling(hf: Any) -> dict[str, Any]:
+    """Returns the sampling parameters that a model's generation config sets, as vLLM reads them."""
+    config: Any = getattr(hf, "generation_config", None)
+    given = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
+    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+    return {name: given[name] for name in names if PARAMETERS[name].allows(given.get(name))}

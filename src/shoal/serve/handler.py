@@ -17,6 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError
+from shoal.models.pretrained import own_sampling
 from shoal.serve import bodies
 from shoal.serve.api_errors import RESPONSES, ApiError, Json
 from shoal.serve.api_formats import FORMATS
@@ -31,7 +32,6 @@ from shoal.serve.prompts import PromptEncoder
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.responses import ApiResponse
-from shoal.serve.sampling_params import own_sampling
 from shoal.serve.settings import Settings
 from shoal.serve.worker import Worker
 

@@ -97,14 +97,6 @@ def _schema(value: Any, whitespace: str) -> Grammar:
     )
 
 
-def own_sampling(hf: Any) -> dict[str, Any]:
-    """Returns the sampling parameters that a model's generation config sets, as vLLM reads them."""
-    config: Any = getattr(hf, "generation_config", None)
-    given = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
-    names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-    return {name: given[name] for name in names if PARAMETERS[name].allows(given.get(name))}
-
-
 CUTS = ("top_p", "top_k", "min_p", "typical_p")
 """The parameters that leave out tokens."""
 
